@@ -1,0 +1,62 @@
+"""Activation offloading for Hugging Face training: GPU memory to RAM to SSD, with bit-exact gradients."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hf_offload.errors import (
+    OffloadConfigError,
+    OffloadError,
+    SavedTensorModifiedError,
+    StorageError,
+    TierFullError,
+)
+
+if TYPE_CHECKING:
+    from hf_offload.integrations.arguments import (
+        OffloadArguments,
+        OffloadSeq2SeqTrainingArguments,
+        OffloadTrainingArguments,
+    )
+    from hf_offload.integrations.trainer import OffloadCallback
+    from hf_offload.session import OffloadSession, attach, offload_activations
+    from hf_offload.settings.schema import OffloadConfig
+
+__version__ = "0.1.0"
+
+# Loaded on first use: `import hf_offload` stays light, and plain PyTorch use never imports the Trainer.
+_HOMES = {
+    "OffloadArguments": "hf_offload.integrations.arguments",
+    "OffloadCallback": "hf_offload.integrations.trainer",
+    "OffloadConfig": "hf_offload.settings.schema",
+    "OffloadSeq2SeqTrainingArguments": "hf_offload.integrations.arguments",
+    "OffloadSession": "hf_offload.session",
+    "OffloadTrainingArguments": "hf_offload.integrations.arguments",
+    "attach": "hf_offload.session",
+    "offload_activations": "hf_offload.session",
+}
+
+__all__ = [
+    "OffloadArguments",
+    "OffloadCallback",
+    "OffloadConfig",
+    "OffloadConfigError",
+    "OffloadError",
+    "OffloadSeq2SeqTrainingArguments",
+    "OffloadSession",
+    "OffloadTrainingArguments",
+    "SavedTensorModifiedError",
+    "StorageError",
+    "TierFullError",
+    "attach",
+    "offload_activations",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

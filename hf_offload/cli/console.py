@@ -1,0 +1,59 @@
+"""What commands share: where they write, and how they end."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+from hf_offload.errors import OffloadError
+
+EXIT_PROBLEM = 1
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+
+
+def output() -> Console:
+    """For results."""
+    return Console()
+
+
+def messages() -> Console:
+    """For everything beside results."""
+    return Console(stderr=True)
+
+
+@contextlib.contextmanager
+def clear_errors() -> Iterator[None]:
+    """Show the package's own errors as one message without a traceback, and end with a code that says which kind.
+
+    Anything else is a defect and keeps its traceback.
+    """
+    try:
+        yield
+    except OffloadError as error:
+        messages().print(f"[bold red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_REFUSED) from error
+    except KeyboardInterrupt as error:
+        messages().print("[yellow]Stopped.[/]")
+        raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+@contextlib.contextmanager
+def visible_log() -> Iterator[None]:
+    """Show the package's log while a command runs; other libraries keep their own settings."""
+    log = logging.getLogger("hf_offload")
+    handler = RichHandler(console=messages(), show_path=False, show_time=False)
+    level, propagate = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate

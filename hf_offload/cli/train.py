@@ -1,0 +1,45 @@
+"""``hf-offload train``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, output, visible_log
+from hf_offload.settings.recipes import load_recipe
+from hf_offload.settings.sizes import format_bytes
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's file, or the name of a shipped one, such as gpt/demo.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as training.max_steps=3.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Measure memory and write losses, times and memory to this JSON file.")
+    ] = None,
+) -> None:
+    """Train what a recipe describes."""
+    with clear_errors(), visible_log():
+        loaded = load_recipe(recipe, overrides or [])
+        from hf_offload.training.run import run_recipe  # slow: only a good recipe is worth the wait
+
+        result = run_recipe(loaded, report=report)
+    table = Table(title=f"{loaded.name}: {'done' if result.completed else 'stopped'}", show_header=False)
+    table.add_row("steps", str(result.steps))
+    if result.losses:
+        table.add_row("loss", f"{result.losses[0]:.4f} first, {result.losses[-1]:.4f} last")
+    if result.median_step_s is not None:
+        table.add_row("median step", f"{result.median_step_s:.3f} s")
+    if result.peak_over_baseline_bytes is not None:
+        table.add_row("activation peak", format_bytes(result.peak_over_baseline_bytes))
+    if result.offload is not None:
+        for name in ("offloaded_bytes", "written_bytes", "read_bytes"):
+            table.add_row(name.removesuffix("_bytes"), format_bytes(result.offload[name]))
+        table.add_row("waited", f"{result.offload['stall_s']:.2f} s")
+    if report is not None:
+        table.add_row("report", str(report))
+    output().print(table)
+    if not result.completed:
+        raise typer.Exit(EXIT_INTERRUPTED)

@@ -1,0 +1,110 @@
+"""The few things the transfer layer asks of a device. Small, so that a simulated device can stand in for it in tests."""
+
+import abc
+from typing import Any
+
+import torch
+
+from hf_offload.storage.buffers import PAGE, empty_at_phase
+
+Stream = Any
+Event = Any
+
+
+class Device(abc.ABC):
+    """A device whose saved tensors are offloaded.
+
+    ``is_host`` says that tiers can read and write the device's memory themselves; then streams are never asked for.
+    """
+
+    torch_device: torch.device
+    is_host: bool
+
+    @abc.abstractmethod
+    def allocate(self, nbytes: int, phase: int) -> torch.Tensor:
+        """A ``uint8`` buffer on the device, on the current stream, at address ``phase`` modulo what kernels care about."""
+
+    @abc.abstractmethod
+    def current_stream(self) -> Stream:
+        """The stream on which this thread computes now. Never keep it: the user may switch at any time."""
+
+    @abc.abstractmethod
+    def new_stream(self) -> Stream:
+        """A stream of the engine's own."""
+
+    @abc.abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """An event that happens when all that is queued on ``stream`` so far is done."""
+
+    @abc.abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Let ``stream`` (not the host) wait for ``event``."""
+
+    @abc.abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        """Queue a copy on ``stream``."""
+
+    @abc.abstractmethod
+    def synchronize(self, event: Event) -> None:
+        """Let the host wait for ``event``. Safe in threads that have no current stream or device."""
+
+
+class CpuDevice(Device):
+    """Device memory is RAM, and disks read and write it directly."""
+
+    torch_device = torch.device("cpu")
+    is_host = True
+
+    def allocate(self, nbytes: int, phase: int) -> torch.Tensor:
+        return empty_at_phase(nbytes, phase % PAGE)
+
+    def _no_streams(self, *_: Any) -> Any:
+        raise AssertionError("the CPU has no streams: the transfer layer must not ask for one")
+
+    current_stream = new_stream = record = wait = copy = synchronize = _no_streams
+
+
+class AcceleratorDevice(Device):
+    """CUDA, and whatever else ``torch.accelerator`` serves with streams and events."""
+
+    is_host = False
+    # Kernels choose vectorised loads by alignment; the allocator's blocks are aligned to 512.
+    _ALIGNMENT = 512
+
+    def __init__(self, device: torch.device):
+        self.torch_device = device
+
+    def allocate(self, nbytes: int, phase: int) -> torch.Tensor:
+        phase %= self._ALIGNMENT
+        raw = torch.empty(nbytes + phase, dtype=torch.uint8, device=self.torch_device)
+        return raw[phase:]
+
+    def current_stream(self) -> Stream:
+        return torch.accelerator.current_stream(self.torch_device)
+
+    def new_stream(self) -> Stream:
+        return torch.Stream(device=self.torch_device)
+
+    def record(self, stream: Stream) -> Event:
+        return stream.record_event(torch.Event(device=self.torch_device))
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        with stream:  # names the stream and its device for this thread; nothing is asked of what was current
+            target.copy_(source, non_blocking=True)
+
+    def synchronize(self, event: Event) -> None:
+        event.synchronize()
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """The device of the model's first trainable parameter (or of its first parameter, or the CPU)."""
+    parameters = sorted(model.parameters(), key=lambda parameter: not parameter.requires_grad)
+    return parameters[0].device if parameters else torch.device("cpu")
+
+
+def open_device(device: torch.device) -> Device:
+    """The :class:`Device` for a torch device."""
+    return CpuDevice() if device.type == "cpu" else AcceleratorDevice(device)

@@ -1,0 +1,214 @@
+"""The engine: autograd's pack and unpack hooks on top of records, transfer and prefetch."""
+
+import dataclasses
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from hf_offload.engine.device import Device
+from hf_offload.engine.movers import HostMover, StagedMover
+from hf_offload.engine.prefetch import Prefetcher
+from hf_offload.engine.record import KeptTensor, PackedView, Record
+from hf_offload.engine.selection import WeightIndex, byte_span, is_plain
+from hf_offload.engine.stats import OffloadStats
+from hf_offload.engine.transfer import Transfer
+from hf_offload.errors import SavedTensorModifiedError
+from hf_offload.plan.plan import Plan
+from hf_offload.storage.buffers import whole_storage
+from hf_offload.storage.tier import Tier
+
+# A view that spans less than this share of its storage gets a record of its span alone.
+_SPAN_SHARE = 0.5
+# Spans begin on this boundary, so that a copy can have the original's address modulo what kernels care about.
+_SPAN_ALIGNMENT = 512
+# Views of a storage whose address is not a multiple of this could not be laid over a copy.
+_STORAGE_ALIGNMENT = 16
+# Pinned memory between an accelerator and the disk.
+_RING_BYTES = 512 << 20
+
+Handle = KeptTensor | PackedView
+
+
+class Engine:
+    """Saved tensors of one model, on one device, in one tier.
+
+    :meth:`pack` and :meth:`unpack` are the pair that :class:`torch.autograd.graph.saved_tensors_hooks` takes.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, device: Device, tier: Tier):
+        self.stats = OffloadStats(tier.stats)
+        self.closed = False
+        self._plan = plan
+        self._device = device
+        self._weights = WeightIndex(model)
+        if device.is_host:
+            mover: HostMover | StagedMover = HostMover(tier)
+        else:
+            mover = StagedMover(device, tier, _RING_BYTES, self._on_failed_store)
+        self.transfer = Transfer(device, tier, mover, self.stats, plan.write_behind_bytes)
+        self.prefetch = Prefetcher(self.transfer, plan.read_ahead_bytes)
+        # id of a storage's Python object -> records of that storage. The weak reference tells a reused id.
+        self._identities: dict[int, _Identity] = {}
+        self._dead_storages: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._nothing = torch.empty(0, device=device.torch_device)
+        self._where = threading.local()
+        self._stall_before_s = 0.0
+
+    # -- where forward is ---------------------------------------------------------------------------------------------
+
+    @property
+    def unit(self) -> str:
+        """Name of the module whose forward runs in this thread."""
+        return getattr(self._where, "unit", "the model")
+
+    @unit.setter
+    def unit(self, name: str) -> None:
+        self._where.unit = name
+
+    # -- autograd's hooks ---------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """Called when an operation saves ``tensor`` for backward."""
+        if type(tensor) is not torch.Tensor:
+            return _keep(tensor)  # Parameters, and subclasses whose bytes we do not understand
+        if self.closed or torch._C._current_graph_task_id() != -1:
+            # Saved in a recompute, or for a double backward: needed again at once.
+            return self._keep(tensor)
+        if tensor.nbytes < self._plan.min_offload_bytes or not is_plain(tensor, self._device.torch_device):
+            return self._keep(tensor)
+        if tensor in self._weights:
+            return _keep(tensor)
+        if self.prefetch.tape.in_backward:
+            self._begin_tape()
+        if self.unit in self._plan.keep_units:
+            return self._keep(tensor)
+        begin, end = byte_span(tensor)
+        if end - begin < self._plan.min_offload_bytes:
+            return self._keep(tensor)  # an expanded tensor is smaller than it looks
+        storage = tensor.untyped_storage()
+        record = self._find(storage, tensor._version, begin, end)
+        if record is not None:
+            self.stats.step.deduplicated_bytes += tensor.nbytes
+        else:
+            if storage.data_ptr() % _STORAGE_ALIGNMENT:
+                return self._keep(tensor)
+            record = self._new_record(tensor, storage, begin, end)
+        return PackedView(record, tensor, tensor.storage_offset() * tensor.element_size() - record.start)
+
+    def unpack(self, handle: Handle) -> torch.Tensor:
+        """Called when backward needs what :meth:`pack` packed. Any thread, any number of times."""
+        if type(handle) is KeptTensor:
+            tensor = handle.tensor
+            _check_version(tensor._version, handle.version, tensor.type(), tensor.size(), "kept in memory")
+            return tensor
+        record = handle.record
+        _check_version(record.probe._version, record.version, str(handle.dtype), handle.size, record.unit)
+        self.prefetch.asked(record)
+        tensor = handle.view(*self.transfer.fetch(record))
+        self.transfer.reap()
+        self.prefetch.fill(record.tape)
+        self.transfer.evict_beyond(self.prefetch.window_bytes + 2 * record.tape.largest)
+        return tensor
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def _keep(self, tensor: torch.Tensor) -> KeptTensor:
+        self.stats.step.kept_bytes += tensor.nbytes
+        return _keep(tensor)
+
+    def _begin_tape(self) -> None:
+        stalled_s = self.stats.load_stall_s
+        self.prefetch.begin_tape(stalled_s - self._stall_before_s)
+        self._stall_before_s = stalled_s
+        self._weights.refresh()
+
+    def _find(self, storage: torch.UntypedStorage, version: int, begin: int, end: int) -> Record | None:
+        identity = self._identities.get(id(storage))
+        if identity is None or identity.storage() is not storage:
+            return None
+        for reference in identity.records:
+            record = reference()
+            if (
+                record is not None
+                and record.version == version
+                and record.start <= begin
+                and end <= record.start + record.nbytes
+            ):
+                return record
+        return None
+
+    def _new_record(self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int) -> Record:
+        whole = storage.nbytes()
+        if end - begin >= whole * _SPAN_SHARE:
+            begin, end = 0, whole
+        else:
+            begin -= begin % _SPAN_ALIGNMENT
+        probe = tensor.detach()
+        probe.data = self._nothing  # shares the version counter, holds no storage
+        self.transfer.reap()
+        record = Record(whole_storage(tensor)[begin:end], probe, begin, self.unit, self.transfer.graveyard)
+        self.transfer.adopt(record)
+        self.prefetch.packed(record)
+        self._remember(storage, record)
+        self.transfer.store(record)
+        return record
+
+    def _remember(self, storage: torch.UntypedStorage, record: Record) -> None:
+        with self.transfer.lock:
+            while not self._dead_storages.empty():
+                key = self._dead_storages.get()
+                identity = self._identities.get(key)
+                if identity is not None and identity.storage() is None:
+                    del self._identities[key]
+            key = id(storage)
+            identity = self._identities.get(key)
+            if identity is None or identity.storage() is not storage:
+                identity = self._identities[key] = _Identity(weakref.ref(storage, _announce(self._dead_storages, key)), [])
+            identity.records = [other for other in identity.records if other() is not None]
+            identity.records.append(weakref.ref(record))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _on_failed_store(self, error: BaseException) -> None:
+        self.transfer.refused(0, "a tensor", error)
+
+    def end_step(self) -> None:
+        """Close the running step's statistics."""
+        self.transfer.reap()
+        self.stats.end_step(self.transfer.resident_bytes)
+
+    def close(self) -> None:
+        """Take in no more tensors. The tier stays open as long as graphs still need it."""
+        if not self.closed:
+            self.closed = True
+            self.transfer.close_when_unused()
+
+
+@dataclasses.dataclass(slots=True)
+class _Identity:
+    storage: "weakref.ref[torch.UntypedStorage]"
+    records: "list[weakref.ref[Record]]"
+
+
+def _announce(dead: "queue.SimpleQueue[int]", key: int) -> Callable[[object], None]:
+    return lambda _: dead.put(key)
+
+
+def _keep(tensor: torch.Tensor) -> KeptTensor:
+    # Never the tensor itself (see record.py), except a Parameter: a leaf holds no graph, and whoever swaps its data
+    # (ZeRO, FSDP) counts on autograd seeing the new one.
+    return KeptTensor(tensor if isinstance(tensor, nn.Parameter) else tensor.detach(), tensor._version)
+
+
+def _check_version(found: int, expected: int, kind: str, size: torch.Size, unit: str) -> None:
+    """Autograd's own check, which saved-tensor hooks switch off."""
+    if found != expected:
+        raise SavedTensorModifiedError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{kind} {list(size)}] ({unit}) is at version {found}; expected version {expected} instead. "
+            "Use the out-of-place form of the operation that changed it, or clone the tensor before changing it."
+        )

@@ -1,0 +1,273 @@
+"""How a buffer gets from the device into a tier and back.
+
+Note: stream order
+    A device block may go back to the allocator only when no queued work reads it any more, and the allocator knows only
+    of the stream on which the block was made. So the block is dropped in *stream order*: a few stores later the compute
+    stream waits for the copy's event, then the reference goes. Whatever is allocated there afterwards is ordered behind
+    the copy. Polling from the host, or ``record_stream``, would hold blocks while later allocations are already made, and
+    the peak would not fall. In the other direction the target is allocated on the compute stream in the hook's thread;
+    the load stream waits for an event recorded there, so that it cannot write into memory whose former user still runs;
+    compute waits for the load's own event.
+"""
+
+import abc
+import collections
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from hf_offload.engine.device import Device, Event
+from hf_offload.errors import TierFullError
+from hf_offload.storage.ram import RamTier
+from hf_offload.storage.tier import Slot, Tier
+from hf_offload.storage.workers import WorkerPool
+
+
+class Mover(abc.ABC):
+    """Moves bytes for the transfer layer. A load's future gives an event for compute to wait for, or None."""
+
+    @abc.abstractmethod
+    def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
+        """Start writing. ``drop`` is called in a training thread as soon as the engine may let go of ``buffer``, unless
+        the future already says so (see :attr:`drops_early`)."""
+
+    @abc.abstractmethod
+    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Event | None]":
+        """Start reading into ``target``."""
+
+    @abc.abstractmethod
+    def arrive(self, event: Event | None) -> None:
+        """Order the calling thread's compute behind a load."""
+
+    def advance(self, everything: bool = False) -> None:
+        """Let go of device buffers whose copies are behind us in stream order. Called in training threads."""
+
+    def forget(self, slot: Slot) -> None:
+        """The slot is about to be freed."""
+
+    drops_early: bool
+    """Whether buffers go through ``drop``. If not, the buffer is free when the store's future is done."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Wait for what runs. The tier is closed by its owner."""
+
+
+class HostMover(Mover):
+    """The tier reads and writes the tensors' own memory: no copy at all."""
+
+    drops_early = False
+
+    def __init__(self, tier: Tier):
+        self._tier = tier
+
+    def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
+        return self._tier.write(slot, buffer)
+
+    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Event | None]":
+        return self._tier.read(slot, target, urgent)
+
+    def arrive(self, event: Event | None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class StagedMover(Mover):
+    """Device memory, pinned memory, tier: copies on side streams, disk I/O behind them on worker threads.
+
+    Tiers of pinned memory (``tier.host_view``) are copied to and from directly. Others go through a ring of pinned
+    buffers; demand loads may always take one more than prefetches may.
+    """
+
+    drops_early = True
+    _LAG = 2  # stores between a copy and compute's wait for it: long enough that compute rarely waits
+
+    def __init__(
+        self,
+        device: Device,
+        tier: Tier,
+        ring_bytes: int,
+        report: Callable[[BaseException], None],
+        pinned: bool = True,
+    ):
+        self._device = device
+        self._tier = tier
+        self._store_stream = device.new_stream()
+        self._load_stream = device.new_stream()
+        self._ring = PinnedRing(ring_bytes, pinned)
+        self._report = report
+        self._rescued: dict[Slot, torch.Tensor] = {}
+        # Event waits and ring waits of the two directions never share a thread: neither can hold the other up.
+        self._store_workers = WorkerPool("hf_offload-store", 1)
+        self._load_workers = WorkerPool("hf_offload-load", 1)
+        self._arrival_workers = WorkerPool("hf_offload-arrive", 1)
+        self._leaving: collections.deque[tuple[Event, torch.Tensor, Callable[[], None]]] = collections.deque()
+        # Slots of pinned memory are reused at once, without the host waiting for copies. So each direction queues its
+        # copies behind the last one of the other.
+        self._last_view_store: Event | None = None
+        self._last_view_load: Event | None = None
+
+    def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
+        device = self._device
+        done: Future[None] = Future()
+        view = self._tier.host_view(slot)
+        staging = view if view is not None else self._ring.acquire(buffer.numel())
+        device.wait(self._store_stream, device.record(device.current_stream()))
+        if view is not None and self._last_view_load is not None:
+            device.wait(self._store_stream, self._last_view_load)
+        device.copy(staging, buffer, self._store_stream)
+        copied = device.record(self._store_stream)
+        self._leaving.append((copied, buffer, drop))
+        self.advance()
+        if view is not None:
+            # In stream order the bytes are there already; nobody on the host has to wait for them.
+            self._last_view_store = copied
+            done.set_result(None)
+        else:
+            self._store_workers.submit(partial(self._write, slot, staging, copied, done))
+        return done
+
+    def _write(self, slot: Slot, staging: torch.Tensor, copied: Event, done: "Future[None]") -> None:
+        self._device.synchronize(copied)
+        if not done.set_running_or_notify_cancel():
+            self._ring.release(staging)
+            return
+
+        def written(future: "Future[None]") -> None:
+            error = future.exception()
+            if error is not None:
+                # The device buffer has left in stream order: these are the last bytes there are.
+                self._rescued[slot] = staging.clone()
+                self._report(error)
+            self._ring.release(staging)
+            done.set_result(None)
+
+        self._tier.write(slot, staging).add_done_callback(written)
+
+    def advance(self, everything: bool = False) -> None:
+        keep = 0 if everything else self._LAG
+        if len(self._leaving) <= keep:
+            return
+        compute = self._device.current_stream()
+        while len(self._leaving) > keep:
+            copied, buffer, drop = self._leaving.popleft()
+            self._device.wait(compute, copied)
+            drop()
+            del buffer
+
+    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Event | None]":
+        device = self._device
+        arrived: Future[Event | None] = Future()
+        free = device.record(device.current_stream())
+        view = self._rescued.get(slot)
+        if view is None:
+            view = self._tier.host_view(slot)
+        if view is None:
+            self._load_workers.submit(partial(self._read, slot, target, urgent, free, arrived), urgent=urgent)
+            return arrived
+        if self._last_view_store is not None:
+            device.wait(self._load_stream, self._last_view_store)
+        event = self._last_view_load = self._copy_in(view, target, free)
+        # The target must outlive the copy even if backward drops it at once: a thread holds it until then.
+        self._arrival_workers.submit(partial(_hold, device, event, target))
+        arrived.set_result(event)
+        return arrived
+
+    def _read(
+        self, slot: Slot, target: torch.Tensor, urgent: bool, free: Event, arrived: "Future[Event | None]"
+    ) -> None:
+        if not arrived.set_running_or_notify_cancel():
+            return
+        staging = self._ring.acquire(target.numel(), urgent)
+
+        def read(future: "Future[None]") -> None:
+            self._arrival_workers.submit(partial(self._arrive, future, staging, target, free, arrived))
+
+        self._tier.read(slot, staging, urgent).add_done_callback(read)
+
+    def _arrive(
+        self,
+        future: "Future[None]",
+        staging: torch.Tensor,
+        target: torch.Tensor,
+        free: Event,
+        arrived: "Future[Event | None]",
+    ) -> None:
+        error = future.exception()
+        if error is not None:
+            self._ring.release(staging)
+            arrived.set_exception(error)
+            return
+        event = self._copy_in(staging, target, free)
+        arrived.set_result(event)
+        self._device.synchronize(event)
+        self._ring.release(staging)
+
+    def _copy_in(self, source: torch.Tensor, target: torch.Tensor, free: Event) -> Event:
+        self._device.wait(self._load_stream, free)
+        self._device.copy(target, source, self._load_stream)
+        return self._device.record(self._load_stream)
+
+    def forget(self, slot: Slot) -> None:
+        self._rescued.pop(slot, None)
+
+    def arrive(self, event: Event | None) -> None:
+        if event is not None:
+            self._device.wait(self._device.current_stream(), event)
+
+    def close(self) -> None:
+        for pool in (self._store_workers, self._load_workers, self._arrival_workers):
+            pool.close()
+        while self._leaving:
+            copied, _, drop = self._leaving.popleft()
+            self._device.synchronize(copied)
+            drop()
+        self._ring.close()
+
+
+class PinnedRing:
+    """Pinned staging buffers of any size, bounded in bytes; acquiring one waits until there is room.
+
+    A buffer larger than the ring is served when nothing else is out. Demand loads (``urgent``) may use the last part,
+    which stores and prefetches leave alone: a prefetch that waits for room never starves the load that backward needs.
+    """
+
+    _RESERVED = 0.25
+
+    def __init__(self, capacity_bytes: int, pinned: bool = True):
+        self._capacity = capacity_bytes
+        self._memory = RamTier(pinned=pinned)
+        self._slots: dict[int, Slot] = {}
+        self._used = 0
+        self._room = threading.Condition()
+
+    def acquire(self, nbytes: int, urgent: bool = False) -> torch.Tensor:
+        limit = self._capacity if urgent else self._capacity * (1 - self._RESERVED)
+        with self._room:
+            self._room.wait_for(lambda: self._used == 0 or self._used + nbytes <= limit)
+            slot = self._memory.reserve(nbytes)
+            view = self._memory.host_view(slot)
+            if view is None:
+                raise TierFullError("The pinned ring has no memory of its own to copy to.")
+            self._slots[view.data_ptr()] = slot
+            self._used += nbytes
+            return view
+
+    def release(self, buffer: torch.Tensor) -> None:
+        with self._room:
+            self._memory.free(self._slots.pop(buffer.data_ptr()))
+            self._used -= buffer.numel()
+            self._room.notify_all()
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def _hold(device: Device, event: Event, target: torch.Tensor) -> None:
+    device.synchronize(event)
+

@@ -1,0 +1,171 @@
+"""Where forward begins and ends: entering and leaving the saved-tensor hooks, and naming the module that runs.
+
+Note: scopes
+    Saved-tensor hooks belong to a thread. Where the user writes ``with``, a real ``with`` enters and leaves them. Under a
+    trainer, module hooks do: on the model, and on every :class:`~transformers.modeling_layers.GradientCheckpointingLayer`
+    in it, for trainers that call inner modules and never the model itself. A forward that raises something that is no
+    ``Exception`` (Ctrl-C) runs no forward hook, so an exit can be missing: a thread's stack is unwound at the model's
+    next forward and when the session ends. Whether a forward is a recompute inside backward is asked of autograd itself.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_offload.engine.hooks import Engine
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The model's repeated blocks by name, in the order of registration, outermost only."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    blocks: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{outer}.") for outer in blocks):
+            blocks[name] = module
+    return blocks
+
+
+class Phases:
+    """Enters and leaves the engine's hooks, per thread."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        # Kept as they are: autograd's stack is searched for these very objects.
+        self._pack = engine.pack
+        self._unpack = engine.unpack
+        self._thread = threading.local()
+        self._handles: list[RemovableHandle] = []
+
+    # -- by `with` ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Offload what this thread saves inside the ``with`` block."""
+        depth = self._depth
+        self._push()
+        self._thread.scoped = self._scoped + 1
+        try:
+            yield
+        finally:
+            self._thread.scoped -= 1
+            self._unwind(depth)
+
+    # -- by module hooks ----------------------------------------------------------------------------------------------
+
+    def install(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+        """Follow the model's forwards from now on."""
+        for name, module in {"": model, **blocks}.items():
+            root = module is model
+            self._handles.append(module.register_forward_pre_hook(_Enter(self, name or type(model).__name__, root)))
+            self._handles.append(module.register_forward_hook(_Leave(self, root), always_call=True))
+
+    def remove(self) -> None:
+        """Take every hook off the model and off this thread."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._unwind(0)
+
+    def enter(self, unit: str, root: bool) -> None:
+        """A module's forward begins in this thread."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # a recompute: what it saves is needed at once
+        if root:
+            self._unwind(self._scoped)  # an earlier forward may have ended without its hook
+        elif self._depth == 0 and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return  # inside somebody else's hooks (activation checkpointing): theirs must stay innermost
+        self._units.append(self._engine.unit)
+        self._engine.unit = unit
+        if self._depth == 0:
+            self._push()
+
+    def leave(self) -> None:
+        """A module's forward ended, maybe by an exception."""
+        if torch._C._current_graph_task_id() != -1 or not self._units:
+            return
+        self._engine.unit = self._units.pop()
+        if not self._units:
+            self._unwind(self._scoped)
+
+    # -- the thread's stack -------------------------------------------------------------------------------------------
+
+    @property
+    def _depth(self) -> int:
+        return len(self._pushed)
+
+    @property
+    def _scoped(self) -> int:
+        return getattr(self._thread, "scoped", 0)
+
+    @property
+    def _pushed(self) -> list[torch.autograd.graph.saved_tensors_hooks]:
+        if not hasattr(self._thread, "pushed"):
+            self._thread.pushed = []
+        return self._thread.pushed
+
+    @property
+    def _units(self) -> list[str]:
+        if not hasattr(self._thread, "units"):
+            self._thread.units = []
+        return self._thread.units
+
+    def _push(self) -> None:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._pushed.append(hooks)
+
+    def _unwind(self, depth: int) -> None:
+        """Leave all hooks above ``depth``. Those that are no longer on top of autograd's stack have been left already."""
+        while self._depth > depth:
+            hooks = self._pushed.pop()
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if top is not None and top[0] is self._pack:
+                hooks.__exit__()
+        if self._units:
+            self._engine.unit = self._units[0]
+            self._units.clear()
+
+
+class _ModuleHook:
+    """A module hook that survives copying and pickling of its model, and does nothing in the copy."""
+
+    def __init__(self, phases: Phases | None, root: bool):
+        self._phases = phases
+        self._root = root
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_phases": None}
+
+
+class _Enter(_ModuleHook):
+    def __init__(self, phases: Phases | None, unit: str, root: bool):
+        super().__init__(phases, root)
+        self._unit = unit
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._phases is None or (torch.compiler.is_compiling() and not self._root):
+            return
+        _enter(self._phases, self._unit, self._root)
+
+
+class _Leave(_ModuleHook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._phases is None or (torch.compiler.is_compiling() and not self._root):
+            return
+        _leave(self._phases)
+
+
+@torch._dynamo.disable
+def _enter(phases: Phases, unit: str, root: bool) -> None:
+    phases.enter(unit, root)
+
+
+@torch._dynamo.disable
+def _leave(phases: Phases) -> None:
+    phases.leave()

@@ -1,0 +1,146 @@
+"""Records and handles: who holds which bytes of a saved tensor, and in which state they are.
+
+Note: lifetimes
+    autograd -> handle (:class:`PackedView`, :class:`KeptTensor`) -> :class:`Record` -> bytes.
+    Autograd lets go of a handle when the graph does; the last handle takes its record along, and the record's finalizer
+    puts the slot on a queue. Nothing else ends a life: not the number of unpacks, not the end of a step. So retain_graph,
+    exceptions, tensors that are never unpacked and several forwards before a backward need no special case.
+    A handle never holds the tensor that pack received: that tensor holds its graph, the graph holds the handle, and the
+    cycle runs through C++, where Python's collector cannot see it.
+"""
+
+import enum
+import queue
+import weakref
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_offload.storage.tier import Slot
+
+
+class State(enum.Enum):
+    """Where the bytes of a record are. ``buffer`` is the record's own hold on memory."""
+
+    RESIDENT = "resident"  # buffer held, nothing in the tier. -> STORING; also where a refused or cancelled store ends
+    STORING = "storing"  # bytes on their way to the tier. -> STORED, or -> RESIDENT (cancelled, refused, failed)
+    STORED = "stored"  # bytes in the tier; the buffer is gone or about to go. -> LOADING
+    LOADING = "loading"  # buffer allocated, bytes on their way into it. -> LOADED, or -> STORED (failed)
+    LOADED = "loaded"  # bytes in the tier and in buffer. -> STORED (evicted)
+
+
+class Obituary(NamedTuple):
+    """What is left to do once a record is gone."""
+
+    slot: Slot | None
+    future: "Future[Any] | None"
+    held_bytes: int
+    ahead_bytes: int
+
+
+class Record:
+    """The bytes ``[start, start + nbytes)`` of one storage at one version."""
+
+    __slots__ = (
+        "__weakref__",
+        "ahead",
+        "buffer",
+        "future",
+        "graveyard",
+        "nbytes",
+        "ordinal",
+        "phase",
+        "probe",
+        "slot",
+        "start",
+        "state",
+        "storage_offset",
+        "storage_ref",
+        "tape",
+        "unit",
+        "version",
+        "wanted",
+    )
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        probe: torch.Tensor,
+        start: int,
+        unit: str,
+        graveyard: "queue.SimpleQueue[Obituary]",
+    ):
+        self.buffer: torch.Tensor | None = buffer
+        self.nbytes = buffer.numel()
+        self.start = start
+        self.phase = buffer.data_ptr()
+        self.probe = probe  # no storage of its own, but the version counter of the saved tensor
+        self.version: int = probe._version
+        self.state = State.RESIDENT
+        self.unit = unit
+        self.graveyard = graveyard
+        self.slot: Slot | None = None
+        self.future: Future[Any] | None = None
+        self.wanted = False  # backward will need it soon: a store that ends must not drop the buffer
+        self.ahead = False  # counted in the read-ahead window
+        self.ordinal = -1
+        self.tape: Any = None
+        self._point_at(buffer)
+
+    def _point_at(self, buffer: torch.Tensor) -> None:
+        # The storage's Python object lives exactly as long as the storage: a weak reference to it is an identity that
+        # an address is not, for an address is reused at once.
+        self.storage_ref = weakref.ref(buffer.untyped_storage())
+        self.storage_offset = buffer.storage_offset()
+
+    def hold(self, buffer: torch.Tensor) -> None:
+        """Let ``buffer`` be the record's bytes in memory from now on."""
+        self.buffer = buffer
+        self._point_at(buffer)
+
+    def memory(self) -> tuple[torch.UntypedStorage, int] | None:
+        """The storage with the bytes and their offset in it, if memory holds them: the record's own, or anybody's."""
+        storage = self.storage_ref()
+        return None if storage is None else (storage, self.storage_offset)
+
+    def __del__(self) -> None:
+        # A finalizer may run inside any allocation, under any lock that this thread holds: it must take none.
+        if self.slot is not None or self.buffer is not None:
+            held = self.nbytes if self.buffer is not None else 0
+            self.graveyard.put(Obituary(self.slot, self.future, held, self.nbytes if self.ahead else 0))
+
+
+class PackedView:
+    """What autograd holds for an offloaded tensor: a record and how to look at it."""
+
+    __slots__ = ("conj", "dtype", "neg", "offset", "record", "size", "stride")
+
+    def __init__(self, record: Record, tensor: torch.Tensor, offset: int):
+        self.record = record
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = offset  # bytes from the start of the record
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+
+    def view(self, storage: torch.UntypedStorage, base: int) -> torch.Tensor:
+        """The tensor over ``storage``, where the record's bytes begin at byte ``base``: same size, strides and bits."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, (base + self.offset) // tensor.element_size(), self.size, self.stride)
+        if self.conj:
+            tensor = torch._conj(tensor)
+        if self.neg:
+            tensor = torch._neg_view(tensor)
+        return tensor
+
+
+class KeptTensor:
+    """What autograd holds for a tensor that stays where it is."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int):
+        self.tensor = tensor
+        self.version = version

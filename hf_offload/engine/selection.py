@@ -1,0 +1,77 @@
+"""Which saved tensors may be moved: activations, never weights, and nothing whose bytes we cannot put back exactly."""
+
+import weakref
+
+import torch
+from torch import nn
+
+# A weight reaches autograd through these when a layer or autocast reshaped or cast it first.
+_VIEW_NODES = frozenset(
+    ("TBackward0", "ToCopyBackward0", "ViewBackward0", "TransposeBackward0", "PermuteBackward0", "UnsafeViewBackward0")
+)
+_MAX_VIEW_NODES = 4
+
+
+class WeightIndex:
+    """Recognises a model's parameters and buffers in the disguises in which they are saved.
+
+    Three rules, each for a case the others miss: the storage is a weight's (Conv1D saves reshaped views of it), the base
+    of a view is a :class:`~torch.nn.Parameter` (FSDP2 swaps storages), or the graph leads over casts and transposes to a
+    leaf Parameter (autocast copies). A frozen weight cast by autocast has no graph and is not recognised: moving it is
+    wasteful, never wrong.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look at the model again: parameters may have been moved, resized or replaced."""
+        model = self._model()
+        if model is None:
+            return
+        found: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensors in (model.parameters(), model.buffers()):
+            for tensor in tensors:
+                local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's shard
+                if type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided:
+                    storage = local.untyped_storage()
+                    found[id(storage)] = weakref.ref(storage)
+        self._storages = found
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        known = self._storages.get(id(storage))
+        if known is not None and known() is storage:
+            return True
+        if isinstance(tensor._base, nn.Parameter):
+            return True
+        node = tensor.grad_fn
+        for _ in range(_MAX_VIEW_NODES):
+            if node is None or node.name() not in _VIEW_NODES:
+                break
+            node = node.next_functions[0][0]
+        return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+def is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether ``tensor`` is an ordinary strided tensor on the device, so that bytes and strides say all about it."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device == device
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor._is_zerotensor()
+        and not tensor.is_inference()
+    )
+
+
+def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and one-past-last byte that a non-empty ``tensor`` touches in its storage. Strides are never negative."""
+    itemsize = tensor.element_size()
+    first = tensor.storage_offset()
+    if tensor.is_contiguous():
+        return first * itemsize, (first + tensor.numel()) * itemsize
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return first * itemsize, (last + 1) * itemsize

@@ -1,0 +1,112 @@
+"""Counters of a session, per step and in total."""
+
+import collections
+import dataclasses
+from typing import Any
+
+from hf_offload.storage.tier import TierStats
+
+
+@dataclasses.dataclass
+class StepStats:
+    """Bytes are bytes of saved tensors; seconds are wall-clock time in which the training thread waited."""
+
+    offloaded_bytes: int = 0
+    """Handed to the tier, each storage once."""
+    deduplicated_bytes: int = 0
+    """Saved again while a record of the same bytes was there: moved only once."""
+    forwarded_bytes: int = 0
+    """Needed again before they had left memory: taken from there, not loaded."""
+    aliased_bytes: int = 0
+    """Stored, but something else kept the original alive until backward: taken from there. No memory was saved."""
+    kept_bytes: int = 0
+    """Small, kept by the plan, or not movable. Weights are not counted."""
+    refused_bytes: int = 0
+    """Kept because the tier was full or failed."""
+    loaded_bytes: int = 0
+    """Asked back from the tier."""
+    written_bytes: int = 0
+    """Written to the tier's medium."""
+    read_bytes: int = 0
+    """Read from the tier's medium."""
+    store_stall_s: float = 0.0
+    """Forward waited because too many bytes were on their way out."""
+    load_stall_s: float = 0.0
+    """Backward waited for bytes that had not arrived."""
+    write_bytes_per_s: float = 0.0
+    """Bandwidth while at least one write ran."""
+    read_bytes_per_s: float = 0.0
+    """Bandwidth while at least one read ran."""
+    peak_resident_bytes: int = 0
+    """Most bytes of offloadable tensors in memory at once: on their way out, read ahead, in use, or refused."""
+
+    @property
+    def stall_s(self) -> float:
+        """All time the training thread waited for the engine."""
+        return self.store_stall_s + self.load_stall_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """All counters by name."""
+        return dataclasses.asdict(self) | {"stall_s": self.stall_s}
+
+
+_SUMMED = [
+    field.name for field in dataclasses.fields(StepStats) if not field.name.endswith("per_s") and "peak" not in field.name
+]
+
+
+class OffloadStats:
+    """``total`` since the session began, ``step`` the step that is running, ``steps`` those that ended (last 1000)."""
+
+    def __init__(self, tier_stats: TierStats | None):
+        self.step = StepStats()
+        self.steps: collections.deque[StepStats] = collections.deque(maxlen=1000)
+        self._ended = StepStats()
+        self._tier = tier_stats
+        self._seen = (0, 0, 0.0, 0.0)
+
+    @property
+    def total(self) -> StepStats:
+        """Sums over all steps; bandwidths over the whole session."""
+        self._read_tier()
+        total = dataclasses.replace(self._ended)
+        _add(total, self.step)
+        if self._tier is not None:
+            total.write_bytes_per_s = _rate(self._tier.written_bytes, self._tier.write_busy_s)
+            total.read_bytes_per_s = _rate(self._tier.read_bytes, self._tier.read_busy_s)
+        return total
+
+    @property
+    def load_stall_s(self) -> float:
+        """Seconds that backward waited, since the session began."""
+        return self._ended.load_stall_s + self.step.load_stall_s
+
+    def end_step(self, resident_bytes: int) -> StepStats:
+        """Close the running step and open the next; returns the closed one."""
+        self._read_tier()
+        ended = self.step
+        if self._tier is not None:
+            tier = self._tier
+            now = (tier.written_bytes, tier.read_bytes, tier.write_busy_s, tier.read_busy_s)
+            ended.write_bytes_per_s = _rate(now[0] - self._seen[0], now[2] - self._seen[2])
+            ended.read_bytes_per_s = _rate(now[1] - self._seen[1], now[3] - self._seen[3])
+            self._seen = now
+        _add(self._ended, ended)
+        self.steps.append(ended)
+        self.step = StepStats(peak_resident_bytes=resident_bytes)
+        return ended
+
+    def _read_tier(self) -> None:
+        if self._tier is not None:
+            self.step.written_bytes = self._tier.written_bytes - self._ended.written_bytes
+            self.step.read_bytes = self._tier.read_bytes - self._ended.read_bytes
+
+
+def _add(total: StepStats, step: StepStats) -> None:
+    for name in _SUMMED:
+        setattr(total, name, getattr(total, name) + getattr(step, name))
+    total.peak_resident_bytes = max(total.peak_resident_bytes, step.peak_resident_bytes)
+
+
+def _rate(nbytes: int, seconds: float) -> float:
+    return nbytes / seconds if seconds > 0 else 0.0

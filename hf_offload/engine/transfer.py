@@ -1,0 +1,315 @@
+"""State changes of records: storing, forwarding, loading, eviction, and what is left to do when one is gone.
+
+Note: threads and the lock
+    Training threads pack and unpack, device threads unpack (several at once), I/O threads finish transfers. One re-entrant
+    lock guards every record's state and the byte counts; nobody waits for a transfer while holding it. Finalizers take no
+    lock at all: they put an :class:`~hf_offload.engine.record.Obituary` on a queue, and ``reap`` works it off.
+"""
+
+import collections
+import concurrent.futures
+import logging
+import queue
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_offload.engine.device import Device, Event
+from hf_offload.engine.movers import Mover
+from hf_offload.engine.record import Obituary, Record, State
+from hf_offload.engine.stats import OffloadStats
+from hf_offload.errors import OffloadError, StorageError, TierFullError
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.tier import Slot, Tier
+
+logger = logging.getLogger(__name__)
+
+
+class Transfer:
+    """Moves records between the device and one tier."""
+
+    def __init__(self, device: Device, tier: Tier, mover: Mover, stats: OffloadStats, write_behind_bytes: int):
+        self.lock = threading.RLock()
+        self.graveyard: queue.SimpleQueue[Obituary] = queue.SimpleQueue()
+        self.tier = tier
+        self.live_records = 0
+        self.ahead_bytes = 0
+        self.resident_bytes = 0
+        self.write_behind_bytes = write_behind_bytes
+        self._device = device
+        self._mover = mover
+        self._stats = stats
+        self._pending_bytes = 0
+        self._writes_in_flight: collections.deque[Future[None]] = collections.deque()
+        # Consumed copies that live on (retain_graph, several handles), oldest first.
+        self._consumed: collections.OrderedDict[int, weakref.ref[Record]] = collections.OrderedDict()
+        self._warned = False
+        self._outlived = False  # the session is over, and a thread works off the graveyard
+
+    # -- storing ------------------------------------------------------------------------------------------------------
+
+    def adopt(self, record: Record) -> None:
+        """Count a new record, whose bytes are in memory."""
+        with self.lock:
+            self.live_records += 1
+            self._hold(record.nbytes)
+
+    def store(self, record: Record) -> bool:
+        """Begin to store a resident record; False if the tier refused and it stays in memory. May wait: backpressure."""
+        self._wait_for_writes()
+        try:
+            slot = self.tier.reserve(record.nbytes)
+        except TierFullError as error:
+            self.refused(record.nbytes, record.unit, error)
+            return False
+        buffer = record.buffer
+        assert buffer is not None, "a resident record holds its bytes"
+        with self.lock:
+            record.slot = slot
+            record.state = State.STORING
+            self._pending_bytes += record.nbytes
+        self._stats.step.offloaded_bytes += record.nbytes
+        reference = weakref.ref(record)
+        future = self._mover.store(buffer, slot, partial(self._drop_source, reference))
+        del buffer
+        record.future = future
+        self._writes_in_flight.append(future)
+        future.add_done_callback(partial(self._stored, reference, record.nbytes))
+        return True
+
+    def _wait_for_writes(self) -> None:
+        """Hold forward back while too much is on its way out: a slow disk must not raise the peak."""
+        self._mover.advance()
+        with self.lock:
+            while self._writes_in_flight and self._writes_in_flight[0].done():
+                self._writes_in_flight.popleft()
+        if self._pending_bytes <= self.write_behind_bytes:
+            return
+        begin = time.perf_counter()
+        self._mover.advance(everything=True)
+        while self._pending_bytes > self.write_behind_bytes:
+            with self.lock:
+                if not self._writes_in_flight:
+                    break
+                oldest = self._writes_in_flight.popleft()
+            _finished(oldest)  # a failed store has been dealt with by its callback; it is no error of this one
+        self._stats.step.store_stall_s += time.perf_counter() - begin
+
+    def _stored(self, reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]") -> None:
+        with self.lock:
+            self._pending_bytes -= nbytes
+            record = reference()
+            if record is None or record.future is not future or future.cancelled():
+                return
+            error = future.exception()
+            if error is not None:
+                self._become_resident(record)
+                self.refused(record.nbytes, record.unit, error)
+                return
+            record.state = State.STORED
+            if not self._mover.drops_early and not record.wanted:
+                self._release_buffer(record)
+
+    def _drop_source(self, reference: "weakref.ref[Record]") -> None:
+        with self.lock:
+            record = reference()
+            if record is not None and record.state in (State.STORING, State.STORED) and not record.wanted:
+                self._release_buffer(record)
+
+    def refused(self, nbytes: int, unit: str, error: BaseException) -> None:
+        """The tier would not take a tensor: it stays in memory, and the user is told once."""
+        self._stats.step.refused_bytes += nbytes
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "The %s tier refused %s (%s), so it stays in memory, and so will whatever else is refused: %s",
+                self.tier.name,
+                unit,
+                format_bytes(nbytes),
+                error,
+            )
+
+    def _become_resident(self, record: Record) -> None:
+        slot, record.slot, record.future = record.slot, None, None
+        record.state = State.RESIDENT
+        if slot is not None:
+            self._free(slot)
+
+    def _free(self, slot: Slot) -> None:
+        self._mover.forget(slot)
+        self.tier.free(slot)
+
+    # -- needing again ------------------------------------------------------------------------------------------------
+
+    def keep_for_backward(self, record: Record) -> None:
+        """Backward comes to ``record`` soon: do not let it leave memory any more. Cancels a store that has not begun."""
+        with self.lock:
+            if record.buffer is None or record.wanted:
+                return
+            record.wanted = True
+            self._count_ahead(record)
+            self._stats.step.forwarded_bytes += record.nbytes
+            if record.state is State.STORING and record.future is not None and record.future.cancel():
+                self._become_resident(record)
+
+    def start_load(self, record: Record, urgent: bool = False) -> None:
+        """Begin to load a stored record. The caller holds the lock and has seen state STORED and no memory."""
+        slot = record.slot
+        assert slot is not None, "a stored record has a slot"
+        target = self._device.allocate(record.nbytes, record.phase)
+        record.hold(target)
+        record.state = State.LOADING
+        self._hold(record.nbytes)
+        self._count_ahead(record)
+        self._stats.step.loaded_bytes += record.nbytes
+        record.future = self._mover.load(slot, target, urgent)
+
+    def fetch(self, record: Record) -> tuple[torch.UntypedStorage, int]:
+        """The storage that holds the record's bytes and their offset in it, in order with this thread's compute.
+
+        Waits for a load if it must. Raises :class:`~hf_offload.errors.OffloadError` if the bytes cannot be read back.
+        """
+        self._mover.advance()
+        begin = 0.0
+        while True:
+            with self.lock:
+                memory = record.memory()
+                if memory is not None and record.state is not State.LOADING:
+                    break
+                if record.state is State.STORED:
+                    self.start_load(record, urgent=True)
+                state, future = record.state, record.future
+            begin = begin or time.perf_counter()
+            self._await(record, state, future)
+        with self.lock:
+            if record.buffer is None:
+                self._stats.step.aliased_bytes += record.nbytes
+            elif record.state in (State.STORING, State.STORED):
+                self.keep_for_backward(record)
+            self._consume(record)
+        if record.state is State.LOADED and record.future is not None:
+            self._mover.arrive(record.future.result())
+        if begin:
+            self._stats.step.load_stall_s += time.perf_counter() - begin
+        return memory
+
+    def _await(self, record: Record, state: State, future: "Future[Event | None] | None") -> None:
+        assert future is not None, "a record whose bytes are not in memory has a transfer on its way"
+        if state is State.STORING:  # the device buffer is gone, its bytes are on their way: wait, then load
+            _finished(future)
+            return
+        try:
+            future.result()
+        except StorageError as error:
+            with self.lock:
+                if record.future is future and record.state is State.LOADING:
+                    self._release_buffer(record)
+                    self._count_not_ahead(record)
+                    record.state = State.STORED
+            raise OffloadError(
+                f"Activations of {record.unit} ({format_bytes(record.nbytes)}) could not be read back, so this backward "
+                f"cannot go on; no weight was changed by this step. {error}"
+            ) from error
+        with self.lock:
+            if record.future is future and record.state is State.LOADING:
+                record.state = State.LOADED
+
+    def _consume(self, record: Record) -> None:
+        """``record`` has been handed to backward. Copies that stay alive beyond their window are evicted, oldest first."""
+        self._count_not_ahead(record)
+        if record.state not in (State.LOADED, State.STORED) or record.buffer is None:
+            return
+        if id(record) not in self._consumed:
+            self._consumed[id(record)] = weakref.ref(record)
+
+    def evict_beyond(self, limit_bytes: int) -> None:
+        """Drop the oldest consumed copies beyond ``limit_bytes``; the tier still has their bytes.
+
+        Under retain_graph and double backward every access unpacks again, so copies would pile up.
+        """
+        if self.resident_bytes - self.ahead_bytes <= limit_bytes or not self._consumed:
+            return
+        with self.lock:
+            held = []
+            for key, reference in list(self._consumed.items()):
+                record = reference()
+                if record is None or record.buffer is None or id(record) != key:
+                    del self._consumed[key]
+                elif record.state in (State.LOADED, State.STORED):
+                    held.append(record)
+            excess = sum(record.nbytes for record in held) - limit_bytes
+            for record in held:
+                if excess <= 0:
+                    break
+                excess -= record.nbytes
+                record.state = State.STORED
+                record.wanted = False
+                self._release_buffer(record)
+                del self._consumed[id(record)]
+
+    # -- accounts -----------------------------------------------------------------------------------------------------
+
+    def reap(self) -> None:
+        """Work off what finalizers left: free slots, cancel stores nobody needs, correct the counts."""
+        while not self._outlived and not self.graveyard.empty():
+            try:
+                self._bury(self.graveyard.get_nowait())
+            except queue.Empty:
+                return
+
+    def _bury(self, obituary: Obituary) -> None:
+        with self.lock:
+            self.live_records -= 1
+            self.resident_bytes -= obituary.held_bytes
+            self.ahead_bytes -= obituary.ahead_bytes
+            if obituary.slot is not None:
+                if obituary.future is not None:
+                    obituary.future.cancel()
+                self._free(obituary.slot)
+
+    def _hold(self, nbytes: int) -> None:
+        self.resident_bytes += nbytes
+        self._stats.step.peak_resident_bytes = max(self._stats.step.peak_resident_bytes, self.resident_bytes)
+
+    def _release_buffer(self, record: Record) -> None:
+        if record.buffer is not None:
+            record.buffer = None
+            self.resident_bytes -= record.nbytes
+
+    def _count_ahead(self, record: Record) -> None:
+        if not record.ahead:
+            record.ahead = True
+            self.ahead_bytes += record.nbytes
+
+    def _count_not_ahead(self, record: Record) -> None:
+        if record.ahead:
+            record.ahead = False
+            self.ahead_bytes -= record.nbytes
+
+    def close_when_unused(self) -> None:
+        """Close mover and tier: now, or in a thread once the last graph that holds a record has gone."""
+        self.reap()
+        if self.live_records == 0:
+            self._close()
+        else:
+            self._outlived = True
+            threading.Thread(target=self._outlive, name="hf_offload-outlive", daemon=True).start()
+
+    def _outlive(self) -> None:
+        while self.live_records > 0:
+            self._bury(self.graveyard.get())
+        self._close()
+
+    def _close(self) -> None:
+        self._mover.close()
+        self.tier.close()
+
+
+def _finished(future: "Future[Any]") -> None:
+    """Wait until ``future`` is done, whatever became of it."""
+    concurrent.futures.wait((future,))

@@ -1,0 +1,28 @@
+"""Every error the package raises on purpose.
+
+All of them derive from :class:`OffloadError`, so ``except OffloadError`` is enough for a caller. Each message says what
+happened, where, and what to do about it.
+"""
+
+
+class OffloadError(RuntimeError):
+    """Base class of the package's errors."""
+
+
+class OffloadConfigError(OffloadError, ValueError):
+    """A setting is wrong, or two settings cannot go together. Raised before anything is touched."""
+
+
+class TierFullError(OffloadError):
+    """A storage tier has no room for a buffer. The engine keeps the tensor in memory instead."""
+
+
+class StorageError(OffloadError):
+    """Bytes could not be written to, or read back from, a storage tier."""
+
+
+class SavedTensorModifiedError(OffloadError):
+    """A tensor was changed in place between being saved and being needed: its gradient would be wrong.
+
+    Plain autograd raises a ``RuntimeError`` here. Saved-tensor hooks switch that check off; the engine switches it on again.
+    """

@@ -1,0 +1,95 @@
+"""Training arguments with offloading: flat fields that every parser, tracker and copy of the arguments understands."""
+
+import dataclasses
+
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from hf_offload.integrations.trainer import OffloadCallback, refuse_conflicts
+from hf_offload.settings.schema import OffloadConfig
+
+REPORT_NAME = "hf_offload"
+
+# The Trainer builds its callbacks from the names in `report_to`: this is how the arguments alone switch offloading on.
+INTEGRATION_TO_CALLBACK.setdefault(REPORT_NAME, OffloadCallback)
+
+
+@dataclasses.dataclass
+class OffloadArguments:
+    """Offloading as training arguments. Put it first among the bases: ``class MyArguments(OffloadArguments, SFTConfig)``.
+
+    The fields are those of :class:`~hf_offload.OffloadConfig`, where they are explained.
+    """
+
+    offload: str = dataclasses.field(
+        default="none", metadata={"help": "Where saved activations go: none, ram or ssd (also cpu, disk, nvme)."}
+    )
+    offload_dir: str | None = dataclasses.field(
+        default=None, metadata={"help": "Directory for offload=ssd; several, separated by commas, are striped."}
+    )
+    offload_ram_budget: str | None = dataclasses.field(
+        default=None, metadata={"help": "Most RAM to use, e.g. 20GiB. With offload=ssd, RAM is filled first."}
+    )
+    offload_disk_budget: str | None = dataclasses.field(
+        default=None, metadata={"help": "Most disk space to use, e.g. 200GiB."}
+    )
+    offload_min_bytes: str = dataclasses.field(
+        default="256KiB", metadata={"help": "Smaller tensors stay in memory."}
+    )
+    offload_keep_last_count: int = dataclasses.field(
+        default=0, metadata={"help": "How many of the last blocks keep their activations in memory."}
+    )
+    offload_read_ahead: str | None = dataclasses.field(
+        default=None, metadata={"help": "How many bytes backward reads ahead. Default: adapts during training."}
+    )
+    offload_verify: str = dataclasses.field(
+        default="off", metadata={"help": "off, or checksum: compare every buffer before the store and after the load."}
+    )
+    offload_max_disk_write: str | None = dataclasses.field(
+        default=None, metadata={"help": "Stop writing to disk after this many bytes in one run, e.g. 10TiB."}
+    )
+
+    def __post_init__(self) -> None:
+        config = self.offload_config()
+        parent = getattr(super(), "__post_init__", None)
+        if parent is not None:
+            parent()
+        if isinstance(self, TrainingArguments):
+            names = [name for name in self.report_to if name != REPORT_NAME]
+            if config.tier != "none":
+                refuse_conflicts(self)
+                names.insert(0, REPORT_NAME)  # first, so that the other reporters see what it adds to the log
+            self.report_to = names
+
+    def offload_config(self) -> OffloadConfig:
+        """The settings these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all mistakes at once."""
+        directories = [part.strip() for part in (self.offload_dir or "").split(",") if part.strip()]
+        return OffloadConfig(
+            tier=self.offload,
+            directory=directories or None,
+            ram_budget=self.offload_ram_budget,
+            disk_budget=self.offload_disk_budget,
+            min_offload_bytes=self.offload_min_bytes,
+            keep_last_count=self.offload_keep_last_count,
+            read_ahead_bytes=self.offload_read_ahead,
+            verify=self.offload_verify,
+            max_disk_write_bytes=self.offload_max_disk_write,
+        )
+
+
+@dataclasses.dataclass
+class OffloadTrainingArguments(OffloadArguments, TrainingArguments):
+    """:class:`~transformers.TrainingArguments` with offloading: ``OffloadTrainingArguments(..., offload="ssd")``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+
+@dataclasses.dataclass
+class OffloadSeq2SeqTrainingArguments(OffloadArguments, Seq2SeqTrainingArguments):
+    """:class:`~transformers.Seq2SeqTrainingArguments` with offloading."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+

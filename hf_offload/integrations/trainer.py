@@ -1,0 +1,125 @@
+"""The Trainer's callback: attaches at the start of training, reports through the Trainer's log, detaches at the end."""
+
+import logging
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import ParallelMode
+
+from hf_offload.engine.stats import OffloadStats
+from hf_offload.errors import OffloadConfigError
+from hf_offload.session import OffloadSession, attach
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_LOGGED = ("offloaded_bytes", "kept_bytes", "forwarded_bytes", "written_bytes", "read_bytes", "stall_s", "peak_resident_bytes")
+
+
+class OffloadCallback(TrainerCallback):
+    """Offload a Trainer's activations: ``Trainer(..., callbacks=[OffloadCallback(OffloadConfig(tier="ssd"))])``.
+
+    Without a config, it takes what the training arguments say (:class:`~hf_offload.OffloadArguments`), and does nothing
+    if they say nothing. ``stats`` holds the counters, also after training has ended.
+    """
+
+    def __init__(self, config: OffloadConfig | None = None):
+        self.config = config
+        self.session: OffloadSession | None = None
+        self.stats: OffloadStats | None = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # May be a second begin without an end between: auto_find_batch_size, or a training that raised.
+        self._detach()
+        config = self._config(args)
+        if config is None or config.tier == "none" or model is None:
+            return
+        refuse_conflicts(args)
+        self.session = attach(model, config)
+        self.stats = self.session.stats
+        if self.session.active:
+            logger.info("Offloading activations: %s.", self.session.plan.reason)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.session is not None:
+            self.session.end_step()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.session is None or not self.session.active or not logs or "loss" not in logs:
+            return
+        steps = self.session.stats.steps
+        if not steps:
+            return
+        values = {f"offload/{name}": getattr(steps[-1], name) for name in _LOGGED}
+        logs.update(values)  # for the callbacks behind this one
+        if state.log_history:
+            state.log_history[-1].update(values)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.session is not None and self.session.active and state.is_world_process_zero:
+            logger.info("%s", summary(self.session.stats))
+        self._detach()
+
+    def _config(self, args: TrainingArguments) -> OffloadConfig | None:
+        if self.config is not None:
+            return self.config
+        from_arguments = getattr(args, "offload_config", None)
+        return None if from_arguments is None else from_arguments()
+
+    def _detach(self) -> None:
+        if self.session is not None:
+            self.session.detach()
+            self.session = None
+
+
+def refuse_conflicts(args: TrainingArguments) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for arguments that offload the same tensors themselves, or that
+    run the model in a way that cannot be offloaded."""
+    problems = []
+    if getattr(args, "activation_offloading", False):
+        problems.append(
+            "activation_offloading=True (TRL) and hf_offload would both move the same tensors: set "
+            "activation_offloading=False, or drop the offload argument."
+        )
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        if (getattr(args, name, None) or {}).get("offload"):
+            problems.append(
+                f"{name}={{'offload': True}} (transformers) and hf_offload would both move the layers' inputs: drop one. "
+                "Activation checkpointing together with hf_offload offloads them, too."
+            )
+    if args.parallel_mode == ParallelMode.NOT_DISTRIBUTED and args.n_gpu > 1:
+        problems.append(
+            f"{args.n_gpu} GPUs are visible to one process, so the Trainer would use nn.DataParallel, which cannot be "
+            "offloaded: start with `accelerate launch --multi_gpu train.py`, or set CUDA_VISIBLE_DEVICES to one GPU."
+        )
+    if problems:
+        raise OffloadConfigError("\n".join(problems))
+
+
+def summary(stats: OffloadStats) -> str:
+    """What a training run offloaded, in one paragraph."""
+    total = stats.total
+    steps = max(1, len(stats.steps))
+    return (
+        f"Offloading: {format_bytes(total.offloaded_bytes / steps)} of activations moved a step, "
+        f"{format_bytes(total.written_bytes)} written and {format_bytes(total.read_bytes)} read in all "
+        f"({format_bytes(total.write_bytes_per_s)}/s and {format_bytes(total.read_bytes_per_s)}/s), "
+        f"at most {format_bytes(total.peak_resident_bytes)} of them in memory at once, "
+        f"{total.stall_s:.2f} s waited."
+    )

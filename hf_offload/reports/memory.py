@@ -1,0 +1,364 @@
+"""How much memory training takes above what weights, gradients and optimizer need, and how long a step takes.
+
+What is reported is a difference: the peak while training, minus the level of a process that holds weights, gradients
+and optimizer state and has freed everything else. That level exists at no moment of an ordinary run (gradients and
+optimizer state appear during the first step), so the meter makes it: it fills zero gradients, takes one optimizer step
+at learning rate zero, reads the level, and puts everything back. Training goes on exactly as without the meter.
+
+On a CPU the level is the process's resident memory, the peak is the kernel's own high-water mark (a spike of a
+microsecond counts), and how freed memory is kept depends on the allocator, which every report names. On CUDA both are
+PyTorch's counters.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_offload.errors import OffloadError
+from hf_offload.training.report import parameter_digest
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_PERIOD_S = 0.01
+MOST_SAMPLES = 20_000
+
+
+@dataclasses.dataclass
+class MemoryRecord:
+    """Bytes and seconds of one run; times count from the moment the baseline was read."""
+
+    device: str
+    baseline_bytes: int = 0
+    peak_bytes: int = 0
+    peak_source: str = ""
+    step_peak_bytes: list[int] = dataclasses.field(default_factory=list)
+    step_start_s: list[float] = dataclasses.field(default_factory=list)
+    step_end_s: list[float] = dataclasses.field(default_factory=list)
+    baseline_reserved_bytes: int | None = None
+    """CUDA: held by PyTorch's allocator, free blocks included."""
+    peak_reserved_bytes: int | None = None
+    timeline_s: list[float] = dataclasses.field(default_factory=list)
+    timeline_bytes: list[int] = dataclasses.field(default_factory=list)
+
+
+class MemoryMeter(TrainerCallback):
+    """Measures memory and step times of a Trainer; add it with :meth:`install`.
+
+    Afterwards ``record`` holds the result. Losses, gradients and weights are the same bits with and without it.
+    """
+
+    def __init__(self) -> None:
+        self.record: MemoryRecord | None = None
+        self._gauge: _Gauge | None = None
+        self._sampler: _Sampler | None = None
+        self._begin_s = 0.0
+
+    def install(self, trainer: Trainer) -> None:
+        """Start measuring before, and stop after, what other callbacks do at the same event.
+
+        What another callback sets up for training is then part of what training takes.
+        """
+        trainer.callback_handler.callbacks.insert(0, _First(self))
+        trainer.add_callback(self)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.record is not None:
+            return
+        gauge = _gauge(args.device)
+        with baseline_state(kwargs["model"], kwargs.get("optimizer")):
+            gauge.settle()
+            self.record = MemoryRecord(device=str(args.device), peak_source=gauge.peak_source)
+            self.record.baseline_bytes, self.record.baseline_reserved_bytes = gauge.level(), gauge.reserved()
+        gauge.reset_peak()
+        self._gauge = gauge
+        self._begin_s = time.perf_counter()
+        self._sampler = _Sampler(gauge.level, self._begin_s)
+        self._sampler.start()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.record is None or self._gauge is None or len(self.record.step_start_s) > len(self.record.step_end_s):
+            return
+        self._read_peak(self.record, self._gauge)
+        self._gauge.reset_peak()
+        self._gauge.synchronize()
+        self.record.step_start_s.append(time.perf_counter() - self._begin_s)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.record is None or self._gauge is None:
+            return
+        self._gauge.synchronize()
+        self.record.step_end_s.append(time.perf_counter() - self._begin_s)
+        self.record.step_peak_bytes.append(self._read_peak(self.record, self._gauge))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the measurement; also needed after an exception, for which Trainer calls no callback."""
+        if self.record is None or self._gauge is None or self._sampler is None:
+            return
+        self._sampler.stop()
+        self._read_peak(self.record, self._gauge)
+        self.record.timeline_s, self.record.timeline_bytes = self._sampler.times_s, self._sampler.bytes
+        if not self.record.peak_source.startswith("sampled"):
+            # A sample can never exceed the exact peak by more than what was read in the same moment.
+            self.record.peak_bytes = max([self.record.peak_bytes, *self.record.step_peak_bytes])
+        else:
+            self.record.peak_bytes = max([self.record.peak_bytes, *self._sampler.bytes])
+        self._gauge = self._sampler = None
+
+    @property
+    def step_times_s(self) -> list[float]:
+        """Time of each finished step, from its first micro-batch to after its optimizer step."""
+        if self.record is None:
+            return []
+        return [end - start for start, end in zip(self.record.step_start_s, self.record.step_end_s, strict=False)]
+
+    @staticmethod
+    def _read_peak(record: MemoryRecord, gauge: "_Gauge") -> int:
+        peak = gauge.peak()
+        record.peak_bytes = max(record.peak_bytes, peak)
+        reserved = gauge.peak_reserved()
+        if reserved is not None:
+            record.peak_reserved_bytes = max(record.peak_reserved_bytes or 0, reserved)
+        return peak
+
+
+class _First(TrainerCallback):
+    """Passes the two opening events on, from the first place in the list of callbacks."""
+
+    def __init__(self, meter: MemoryMeter):
+        self._meter = meter
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._meter.on_train_begin(args, state, control, **kwargs)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._meter.on_step_begin(args, state, control, **kwargs)
+
+
+@contextlib.contextmanager
+def baseline_state(model: torch.nn.Module, optimizer: Any | None) -> Any:
+    """Inside, gradients and optimizer state exist in memory; afterwards training goes on as if they had not.
+
+    Raises :class:`OffloadError` if the optimizer changed a weight by a single bit although its learning rate was zero.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper may skip the step
+    before = parameter_digest(model)
+    gradients = []
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            # Not zeros_like: pages that the kernel handed out as zeros take no memory until they are written.
+            parameter.grad = torch.empty_like(parameter).fill_(0)
+            gradients.append(parameter)
+    # A run that resumes has its state already, and a step would advance it.
+    stepped = optimizer is not None and not optimizer.state
+    if stepped:
+        _step_at_zero_rate(optimizer)
+        if parameter_digest(model) != before:
+            raise OffloadError(
+                f"{type(optimizer).__name__} changes weights even at learning rate zero, so memory cannot be measured "
+                "without disturbing the run: choose optim=adamw_torch for the measurement, or train without a report."
+            )
+    try:
+        yield
+    finally:
+        for parameter in gradients:
+            parameter.grad = None
+        if stepped:
+            _forget_step(optimizer)
+
+
+def _step_at_zero_rate(optimizer: torch.optim.Optimizer) -> None:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    try:
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+@torch.no_grad()
+def _forget_step(optimizer: torch.optim.Optimizer) -> None:
+    """Undo the step: Adam's moments are still zero and only its counters moved; any other state is dropped."""
+    if isinstance(optimizer, torch.optim.Adam):  # AdamW too
+        for state in optimizer.state.values():
+            state["step"].zero_()
+            for name, value in state.items():
+                if name != "step":
+                    value.zero_()
+    else:
+        optimizer.state.clear()
+
+
+# -------------------------------------------------------------------------------------------------------------- gauges
+
+
+class _Gauge:
+    """Reads one kind of memory. The base class is any device whose memory can only be sampled as the process's own."""
+
+    peak_source = "sampled resident memory"
+
+    def settle(self) -> None:
+        """Give back what is free, so that a level counts only what is used."""
+        gc.collect()
+
+    def level(self) -> int:
+        import psutil
+
+        return psutil.Process().memory_info().rss
+
+    def peak(self) -> int:
+        return self.level()
+
+    def reset_peak(self) -> None:
+        pass
+
+    def reserved(self) -> int | None:
+        return None
+
+    def peak_reserved(self) -> int | None:
+        return None
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _LinuxGauge(_Gauge):
+    """Resident memory of this process, from /proc."""
+
+    peak_source = "VmHWM, reset before each step"
+
+    def __init__(self) -> None:
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+
+    def settle(self) -> None:
+        gc.collect()
+        release_free_memory()
+
+    def level(self) -> int:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * self._page_bytes
+
+    def peak(self) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        raise OffloadError("/proc/self/status has no line VmHWM: memory cannot be measured on this kernel.")
+
+    def reset_peak(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+class _CudaGauge(_Gauge):
+    """PyTorch's counters of allocated and reserved memory."""
+
+    peak_source = "torch.cuda.max_memory_allocated"
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def settle(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+    def level(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def reserved(self) -> int | None:
+        return torch.cuda.memory_reserved(self._device)
+
+    def peak_reserved(self) -> int | None:
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def _gauge(device: torch.device) -> _Gauge:
+    if device.type == "cuda":
+        return _CudaGauge(device)
+    if sys.platform == "linux":
+        gauge = _LinuxGauge()
+        try:
+            gauge.reset_peak()
+        except OSError as error:  # some containers forbid it
+            logger.warning(f"The kernel's memory peak cannot be reset ({error}): it is sampled every 10 ms instead.")
+        else:
+            return gauge
+    return _Gauge()
+
+
+def release_free_memory() -> None:
+    """Ask the C allocator, glibc's or tcmalloc, to give free memory back to the kernel."""
+    process = ctypes.CDLL(None)
+    for name, arguments in (("MallocExtension_ReleaseFreeMemory", ()), ("malloc_trim", (0,))):
+        if hasattr(process, name):
+            getattr(process, name)(*arguments)
+            return
+
+
+class _Sampler:
+    """Reads a level every 10 ms in a thread of its own; a long run keeps the maxima of ever longer intervals."""
+
+    def __init__(self, level: Callable[[], int], begin_s: float):
+        self.times_s: list[float] = []
+        self.bytes: list[int] = []
+        self._level = level
+        self._begin_s = begin_s
+        self._period_s = SAMPLE_PERIOD_S
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hf_offload memory sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        highest = 0
+        due_s = time.perf_counter()
+        while not self._stop.wait(SAMPLE_PERIOD_S):
+            now_s = time.perf_counter()
+            highest = max(highest, self._level())
+            if now_s < due_s:
+                continue
+            self.times_s.append(now_s - self._begin_s)
+            self.bytes.append(highest)
+            highest, due_s = 0, now_s + self._period_s - SAMPLE_PERIOD_S / 2
+            if len(self.bytes) >= MOST_SAMPLES:
+                self.times_s = self.times_s[1::2]
+                self.bytes = [max(pair) for pair in zip(self.bytes[::2], self.bytes[1::2], strict=True)]
+                self._period_s *= 2

@@ -1,0 +1,207 @@
+"""From settings to a running engine and back: the order of everything that is applied can be read in :func:`attach`."""
+
+import dataclasses
+import logging
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import nn
+
+from hf_offload.engine.allocator import tune_cpu_allocator
+from hf_offload.engine.device import device_of, open_device
+from hf_offload.engine.hooks import Engine
+from hf_offload.engine.phases import Phases, find_blocks
+from hf_offload.engine.stats import OffloadStats
+from hf_offload.errors import OffloadConfigError
+from hf_offload.plan.plan import Plan, plan_from_settings
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.disk import DiskTier
+from hf_offload.storage.file_systems import check_directory, free_disk_bytes
+from hf_offload.storage.ram import RamTier
+from hf_offload.storage.spill import SpillTier
+from hf_offload.storage.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+DISABLE_VARIABLE = "HF_OFFLOAD_DISABLE"
+
+_attached: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadSession]]" = weakref.WeakKeyDictionary()
+
+
+def attach(model: nn.Module, config: OffloadConfig) -> "OffloadSession":
+    """Offload the saved tensors of ``model``'s forwards until :meth:`OffloadSession.detach`.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` before anything is changed if the settings cannot work here.
+    """
+    config = _with_environment(config)
+    _check_model(model)
+    blocks = find_blocks(model)
+    plan = plan_from_settings(config, list(blocks))
+    if plan.tier == "none" or not _has_work(model):
+        return OffloadSession(model, config, plan)
+    device = open_device(device_of(model))
+    tier = _open_tier(config, on_host=device.is_host)
+    if device.is_host:
+        logger.info("CPU allocator: %s.", tune_cpu_allocator())
+    engine = Engine(model, plan, device, tier)
+    phases = Phases(engine)
+    phases.install(model, blocks)
+    return OffloadSession(model, config, plan, engine, phases)
+
+
+@contextmanager
+def offload_activations(model: nn.Module, config: OffloadConfig | None = None) -> Iterator["OffloadSession"]:
+    """Offload everything that autograd saves inside the block, in this thread, and in ``model``'s forwards in others.
+
+    Example::
+
+        with offload_activations(model, OffloadConfig(tier="ssd", directory="/nvme")) as session:
+            for batch in loader:
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                session.end_step()
+        print(session.stats.total)
+
+    Backward may also run after the block. ``config`` defaults to ``OffloadConfig()``.
+    """
+    session = attach(model, config or OffloadConfig())
+    try:
+        with session.scope():
+            yield session
+    finally:
+        session.detach()
+
+
+class OffloadSession:
+    """A model with offloading attached. Made by :func:`attach` and :func:`offload_activations`.
+
+    Attributes:
+        config: What was asked for.
+        plan: What was decided.
+        stats: Counters, per step and in total (:class:`~hf_offload.engine.stats.OffloadStats`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OffloadConfig,
+        plan: Plan,
+        engine: Engine | None = None,
+        phases: Phases | None = None,
+    ):
+        self.config = config
+        self.plan = plan
+        self.stats = engine.stats if engine is not None else OffloadStats(None)
+        self._model = weakref.ref(model)
+        self._engine = engine
+        self._phases = phases
+        if engine is not None:
+            _attached[model] = weakref.ref(self)
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is offloaded: not with tier ``none``, a frozen model, or after :meth:`detach`."""
+        return self._engine is not None
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Offload all that this thread saves inside the block, the loss outside the model included."""
+        if self._phases is None:
+            yield
+        else:
+            with self._phases.scope():
+                yield
+
+    def end_step(self) -> None:
+        """Mark the end of a training step: ``stats.step`` moves to ``stats.steps``."""
+        if self._engine is not None:
+            self._engine.end_step()
+
+    def detach(self) -> None:
+        """Take everything off the model. Graphs that are still alive keep their bytes until they go. Idempotent."""
+        engine, phases, model = self._engine, self._phases, self._model()
+        self._engine = self._phases = None
+        if phases is not None:
+            phases.remove()
+        if engine is not None:
+            engine.close()
+        if model is not None:
+            _attached.pop(model, None)
+
+
+def _with_environment(config: OffloadConfig) -> OffloadConfig:
+    if os.environ.get(DISABLE_VARIABLE, "").lower() in ("1", "true", "yes", "on"):
+        logger.warning("%s is set: nothing is offloaded.", DISABLE_VARIABLE)
+        return dataclasses.replace(config, tier="none", directory=None)
+    return config
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, nn.DataParallel):
+        raise OffloadConfigError(
+            "nn.DataParallel runs forwards in threads with copies of the model and cannot be offloaded. Start one process "
+            "per GPU instead: `accelerate launch --multi_gpu train.py`, or set CUDA_VISIBLE_DEVICES to one GPU."
+        )
+    reference = _attached.get(model)
+    if reference is not None and reference() is not None:
+        raise OffloadConfigError(
+            "Offloading is attached to this model already. Use one surface only (the training arguments, a callback or "
+            "offload_activations), or detach the first session."
+        )
+
+
+def _has_work(model: nn.Module) -> bool:
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return True
+    logger.warning(
+        "No parameter of %s requires a gradient, so autograd saves nothing and there is nothing to offload.",
+        type(model).__name__,
+    )
+    return False
+
+
+def _open_tier(config: OffloadConfig, on_host: bool) -> Tier:
+    checksum = config.verify == "checksum"
+    ram_budget = None if config.ram_budget is None else int(config.ram_budget)
+    if config.tier == "ram":
+        if on_host:
+            logger.warning("The model is on the CPU: moving activations from RAM to RAM saves no memory.")
+        return RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum)
+    directories, private = _directories(config)
+    free = free_disk_bytes(directories)
+    if config.disk_budget is not None and int(config.disk_budget) > free:
+        raise OffloadConfigError(
+            f"disk_budget={format_bytes(int(config.disk_budget))}, but only {format_bytes(free)} are free in "
+            f"{', '.join(map(str, directories))}: free some space, name another directory, or lower disk_budget."
+        )
+    disk: Tier = DiskTier(
+        directories,
+        budget_bytes=None if config.disk_budget is None else int(config.disk_budget),
+        max_write_bytes=None if config.max_disk_write_bytes is None else int(config.max_disk_write_bytes),
+        checksum=checksum,
+    )
+    if private is not None:
+        # The files were unlinked as soon as they were open; the directory can go, too.
+        shutil.rmtree(private, ignore_errors=True)
+    if ram_budget:
+        return SpillTier(RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), disk)
+    return disk
+
+
+def _directories(config: OffloadConfig) -> tuple[tuple[Path, ...], Path | None]:
+    if config.directories:
+        for directory in config.directories:
+            check_directory(directory)
+        return config.directories, None
+    check_directory(Path(tempfile.gettempdir()))
+    private = Path(tempfile.mkdtemp(prefix="hf_offload-"))
+    logger.warning("No directory was named for activations: they go to %s.", private)
+    return (private,), private
+

@@ -1,0 +1,72 @@
+"""Turning words into settings: every mistake in one message, each with the nearest valid name."""
+
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from hf_offload.errors import OffloadConfigError
+
+T = TypeVar("T")
+
+
+def nearest(word: object, names: Iterable[str]) -> str:
+    """``" Did you mean 'ssd'?"`` or an empty string."""
+    found = difflib.get_close_matches(str(word), list(names), n=1, cutoff=0.5)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def choose(name: str, value: object, allowed: Iterable[str], aliases: Iterable[str] = ()) -> None:
+    """Raise :class:`OffloadConfigError` unless ``value`` is one of ``allowed``."""
+    allowed = list(allowed)
+    if value not in allowed:
+        raise OffloadConfigError(
+            f"{name}={value!r} is unknown: choose one of {', '.join(allowed)}.{nearest(value, [*allowed, *aliases])}"
+        )
+
+
+class collect_errors(contextlib.AbstractContextManager["_Check"]):  # noqa: N801  used like a function
+    """Collect every :class:`OffloadConfigError` raised under ``with check:`` and raise them as one at the end."""
+
+    def __init__(self, what: str):
+        self._what = what
+        self._errors: list[str] = []
+
+    def __enter__(self) -> "_Check":
+        return _Check(self._errors)
+
+    def __exit__(self, exc_type: object, exc: object, tb: object) -> None:
+        if exc_type is None and self._errors:
+            if len(self._errors) == 1:
+                raise OffloadConfigError(self._errors[0])
+            lines = "\n".join(f"  - {error}" for error in self._errors)
+            raise OffloadConfigError(f"{len(self._errors)} mistakes in the {self._what}:\n{lines}")
+
+
+class _Check:
+    def __init__(self, errors: list[str]):
+        self._errors = errors
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, exc_type: type | None, exc: BaseException | None, tb: object) -> bool:
+        if isinstance(exc, OffloadConfigError):
+            self._errors.append(str(exc))
+            return True
+        return False
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Build the dataclass ``cls`` from ``values``; unknown keys and wrong values are reported together."""
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    with collect_errors(where) as check:
+        for key in values:
+            with check:
+                if key not in names:
+                    raise OffloadConfigError(f"{where}: unknown key {key!r}.{nearest(key, names)} Known: {', '.join(names)}.")
+        with check:
+            return_value = cls(**{key: value for key, value in values.items() if key in names})
+    return return_value
+

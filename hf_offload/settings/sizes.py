@@ -1,0 +1,40 @@
+"""Sizes in bytes, as people write them: ``20GiB``, ``512 MB``, ``1e9``."""
+
+import re
+
+from hf_offload.errors import OffloadConfigError
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = _UNITS[_letter] = 1024**_power
+
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: int | str, name: str = "size") -> int:
+    """Turn ``"20GiB"`` (or a plain number of bytes) into an ``int``.
+
+    ``KiB``/``K`` count in 1024s, ``KB`` in 1000s. Raises :class:`OffloadConfigError` that names the setting ``name``.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise OffloadConfigError(f"{name}={value!r} is not a size: give a number of bytes or a string such as '20GiB'.")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise OffloadConfigError(f"{name}={value!r} is not a size: write it as '20GiB', '500MB' or a number of bytes.")
+        size = round(float(match[1]) * _UNITS[match[2].lower()])
+    if size < 0:
+        raise OffloadConfigError(f"{name}={value!r} is negative: give a size of zero bytes or more.")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """``format_bytes(3 * 2**30) == "3.00 GiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,1 @@
+"""Where bytes live: tiers behind one contract (:mod:`hf_offload.storage.tier`)."""

@@ -1,0 +1,22 @@
+"""Host buffers with a chosen address, so that direct I/O needs no staging copy."""
+
+import torch
+
+PAGE = 4096
+
+
+def empty_at_phase(nbytes: int, phase: int) -> torch.Tensor:
+    """A fresh ``uint8`` buffer of ``nbytes`` bytes whose address is ``phase`` modulo :data:`PAGE`.
+
+    torch aligns CPU memory to 64 bytes only, so one page more is allocated and the start is shifted: the buffer is a
+    slice, and ``buffer.storage_offset()`` is the shift.
+    """
+    raw = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    shift = (phase - raw.data_ptr()) % PAGE
+    return raw[shift : shift + nbytes]
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the tensor's storage, as a ``uint8`` buffer that shares it."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

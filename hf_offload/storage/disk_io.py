@@ -1,0 +1,266 @@
+"""The system calls under the disk tier: private files, direct I/O, whole reads and writes.
+
+The module imports everywhere; what needs Linux is looked up when it is called.
+"""
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import errno
+import functools
+import logging
+import mmap
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.storage.file_systems import MEMORY_FILE_SYSTEMS, check_directory
+
+logger = logging.getLogger(__name__)
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_SYNC_FILE_RANGE_WRITE_AND_WAIT = 1 | 2 | 4
+_UNSETTLED_RANGES = 8
+
+
+# The three calls that move bytes or take room. Callers look them up in this module, so a test can put a failing disk
+# here.
+def write_once(fd: int, data: memoryview, offset: int) -> int:
+    """One write; returns how many bytes it took, which may be fewer."""
+    return os.pwritev(fd, [data], offset)
+
+
+def read_once(fd: int, into: memoryview, offset: int) -> int:
+    """One read; returns how many bytes came, which may be fewer."""
+    return os.preadv(fd, [into], offset)
+
+
+def allocate_once(fd: int, offset: int, nbytes: int) -> None:
+    """Reserve disk blocks and extend the file. ``fallocate(2)`` itself: the C library's ``posix_fallocate`` would write
+    a byte into every block where the file system cannot reserve.
+    """
+    if _libc().fallocate(fd, 0, offset, nbytes) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def open_once(path: str, flags: int) -> int:
+    """Open a file, private to this user."""
+    return os.open(path, flags, 0o600)
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if hasattr(libc, "sync_file_range"):
+        libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    if hasattr(libc, "statx"):
+        libc.statx.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+    return libc
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectIo:
+    """Whether files under a directory take O_DIRECT, and the block that addresses, offsets and lengths must be
+    multiples of.
+    """
+
+    usable: bool
+    align_bytes: int
+    reason: str
+
+
+def probe_direct_io(directory: Path, file_system: str) -> DirectIo:
+    """Find out by writing and reading a few blocks; what the kernel claims is only the first guess."""
+    if file_system in MEMORY_FILE_SYSTEMS:
+        return DirectIo(False, 1, f"{file_system} is memory: there is no drive to go to directly")
+    if not hasattr(os, "O_DIRECT"):
+        return DirectIo(False, 1, "this platform has no O_DIRECT")
+    try:
+        fd, _ = _open_private(directory, os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return DirectIo(False, 1, f"{file_system} refuses O_DIRECT ({error.strerror})")
+    try:
+        claimed = _claimed_alignment(fd)
+        for align in dict.fromkeys([claimed or 512, 512, 4096, 65536]):
+            failure = _try_alignment(fd, align)
+            if failure is None:
+                source = "as the kernel says" if align == claimed else "found by trying"
+                return DirectIo(True, align, f"O_DIRECT with blocks of {align} bytes, {source}")
+    finally:
+        os.close(fd)
+    return DirectIo(False, 1, f"no block size works with O_DIRECT on {file_system} ({failure})")
+
+
+def _claimed_alignment(fd: int) -> int | None:
+    """statx(2) with STATX_DIOALIGN (Linux 6.1): the larger of memory and offset alignment, or None."""
+    if not hasattr(_libc(), "statx"):
+        return None
+    answer = ctypes.create_string_buffer(256)  # struct statx
+    if _libc().statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer) != 0:
+        return None
+    mask, memory_align, offset_align = (int.from_bytes(answer.raw[at : at + 4], "little") for at in (0, 0x98, 0x9C))
+    align = max(memory_align, offset_align)
+    return align if mask & _STATX_DIOALIGN and align and align & (align - 1) == 0 else None
+
+
+def _try_alignment(fd: int, align: int) -> str | None:
+    """Move one block between odd multiples of ``align``, so that a coarser rule shows; None or what went wrong."""
+    # An odd multiple of the block in memory and in the file: a drive that needs 4096 refuses 512 here.
+    with mmap.mmap(-1, 4 * max(align, mmap.PAGESIZE)) as raw, memoryview(raw) as whole:
+        pattern = secrets.token_bytes(align)
+        source, target = whole[align : 2 * align], whole[3 * align : 4 * align]
+        try:
+            source[:] = pattern
+            written = write_once(fd, source, align)
+            got = read_once(fd, target, align)
+            return None if written == got == align and target == pattern else f"blocks of {align} came back different"
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            source.release()
+            target.release()
+
+
+def _open_private(directory: Path, extra_flags: int = 0) -> tuple[int, str]:
+    """A new file that nobody else can open and that is gone from the directory at once: ``(fd, former path)``."""
+    path = str(directory / f".hf_offload-{os.getpid()}-{secrets.token_hex(8)}")
+    fd = -1
+    try:
+        # Some file systems refuse O_DIRECT after having created the file, so the name goes in every case.
+        fd = open_once(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | extra_flags)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            Path(path).unlink()
+    return fd, path
+
+
+class DataFile:
+    """One private, already unlinked file. Offsets and lengths follow ``direct.align_bytes``; safe from several
+    threads.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, allow_direct: bool = True):
+        self.directory = Path(directory)
+        self.file_system = check_directory(self.directory)
+        self.size_bytes = 0
+        self._in_memory = self.file_system in MEMORY_FILE_SYSTEMS
+        self._unsettled: collections.deque[tuple[int, int]] = collections.deque()
+        self._fd = self._buffered_fd = -1
+        try:
+            self.direct = (
+                probe_direct_io(self.directory, self.file_system)
+                if allow_direct
+                else DirectIo(False, 1, "buffered files were asked for")
+            )
+            self._open()
+        except OSError as error:
+            raise OffloadConfigError(
+                f"directory {str(self.directory)!r} cannot hold an offload file: {error.strerror} (errno "
+                f"{error.errno}). "
+                "Name a local directory that you can write to."
+            ) from error
+        logger.info("Offload file in %s (%s): %s.", self.directory, self.file_system, self.direct.reason)
+
+    def _open(self) -> None:
+        """Open the file twice where direct I/O is used: a write that the kernel cut off inside a block is finished
+        through the second, buffered descriptor. ``O_EXCL`` holds for the first; the name is removed when both are open.
+        """
+        self.name = str(self.directory / f".hf_offload-{os.getpid()}-{secrets.token_hex(8)}")
+        try:
+            self._buffered_fd = open_once(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+            if self.direct.usable:
+                self._fd = open_once(self.name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW)
+            else:
+                self._fd = self._buffered_fd
+        except OSError:
+            self.close()
+            raise
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                Path(self.name).unlink()
+
+    def __str__(self) -> str:
+        return f"{self.name} (unlinked)"
+
+    def grow(self, nbytes: int) -> None:
+        """Reserve ``nbytes`` more at the end of the file. Raises OSError, and leaves the file as it was, if there is no
+        room.
+        """
+        try:
+            allocate_once(self._buffered_fd, self.size_bytes, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._buffered_fd, self.size_bytes)
+                raise
+            os.ftruncate(self._buffered_fd, self.size_bytes + nbytes)
+        self.size_bytes += nbytes
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of ``data`` at ``offset``. Raises OSError."""
+        fd, done = self._fd, 0
+        while done < len(data):
+            try:
+                count = write_once(fd, data[done:], offset + done)
+            except InterruptedError:
+                continue
+            if count <= 0:
+                raise OSError(errno.EIO, f"the drive took {done} of {len(data)} bytes and no more")
+            done += count
+            fd = self._next_fd(fd, offset + done)
+        self._settle(offset, len(data))
+
+    def read(self, into: memoryview, offset: int) -> None:
+        """Fill ``into`` from ``offset``. Raises OSError."""
+        fd, done = self._fd, 0
+        while done < len(into):
+            try:
+                count = read_once(fd, into[done:], offset + done)
+            except InterruptedError:
+                continue
+            if count <= 0:
+                raise OSError(errno.EIO, f"the file ended after {done} of {len(into)} bytes")
+            done += count
+            fd = self._next_fd(fd, offset + done)
+        if not self.direct.usable and not self._in_memory:
+            # Read once, as a rule: the cached copy would only push other pages out of memory.
+            os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
+
+    def _next_fd(self, fd: int, position: int) -> int:
+        # Direct I/O cannot go on from the middle of a block. The kernel keeps both descriptors coherent: direct calls
+        # write back or drop the cached pages of their range first.
+        return fd if position % self.direct.align_bytes == 0 else self._buffered_fd
+
+    def _settle(self, offset: int, nbytes: int) -> None:
+        """Keep buffered writes from filling the memory that offloading is meant to free.
+
+        Dirty pages cannot be dropped, so write-back is started at once, and waited for only when several later ranges
+        have been written, by when it is usually over; then the clean pages are dropped.
+        """
+        if self.direct.usable or self._in_memory:
+            return
+        os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)  # on dirty pages: starts the write-back
+        self._unsettled.append((offset, nbytes))
+        while len(self._unsettled) > _UNSETTLED_RANGES:
+            try:
+                offset, nbytes = self._unsettled.popleft()
+            except IndexError:  # another worker was faster
+                return
+            if hasattr(_libc(), "sync_file_range"):
+                _libc().sync_file_range(self._fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE_AND_WAIT)
+            os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the descriptors, which frees the disk space. Idempotent."""
+        fds = {self._fd, self._buffered_fd} - {-1}
+        self._fd = self._buffered_fd = -1
+        for fd in fds:
+            os.close(fd)

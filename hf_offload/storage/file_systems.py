@@ -1,0 +1,142 @@
+"""What kind of file system a directory lies on, and whether it may hold a disk tier."""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from hf_offload.errors import OffloadConfigError
+
+logger = logging.getLogger(__name__)
+
+# Activations would cross the network, and an unlinked file of another host's server is not ours alone.
+NETWORK_FILE_SYSTEMS = frozenset(
+    # fmt: off
+    {
+        "nfs",
+        "nfs3",
+        "nfs4",
+        "cifs",
+        "smb",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "ncpfs",
+        "afs",
+        "openafs",
+        "auristorfs",
+        "coda",
+        "ceph",
+        "lustre",
+        "gpfs",
+        "mmfs",
+        "panfs",
+        "beegfs",
+        "orangefs",
+        "pvfs2",
+        "glusterfs",
+        "ocfs2",
+        "gfs2",
+        "9p",
+        "wekafs",
+        "quobyte",
+        "fuse.sshfs",
+        "fuse.glusterfs",
+        "fuse.ceph",
+        "fuse.ceph-fuse",
+        "fuse.s3fs",
+        "fuse.goofys",
+        "fuse.gcsfuse",
+        "fuse.gcsfs",
+        "fuse.mount-s3",
+        "fuse.mountpoint-s3",
+        "fuse.rclone",
+        "fuse.blobfuse",
+        "fuse.blobfuse2",
+        "fuse.juicefs",
+        "fuse.davfs",
+        "fuse.davfs2",
+        "davfs",
+        "fuse.curlftpfs",
+        "fuse.moosefs",
+        "fuse.seaweedfs",
+        "fuse.beegfs",
+        "fuse.quobyte",
+        "fuse.alluxio-fuse",
+    }
+    # fmt: on
+)
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
+
+
+def parse_mountinfo(text: str) -> list[tuple[str, str]]:
+    """``[(mount point, file-system type), ...]`` in mount order, from the text of ``/proc/self/mountinfo``
+    (proc(5)).
+    """
+    mounts = []
+    for line in text.splitlines():
+        left, separator, right = line.partition(" - ")
+        fields = left.split()
+        if separator and len(fields) >= 5 and right.split():
+            point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+            mounts.append((point, right.split()[0]))
+    return mounts
+
+
+def file_system_of(path: Path, mountinfo: str | None = None) -> str:
+    """Type of the file system that holds ``path``, such as ``"ext4"``; ``"unknown"`` where the kernel does not tell."""
+    if mountinfo is None:
+        try:
+            mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError:
+            return "unknown"
+    target = os.path.realpath(path)
+    best_length, best_type = -1, "unknown"
+    for point, kind in parse_mountinfo(mountinfo):
+        inside = point == "/" or target == point or target.startswith(point + "/")
+        if inside and len(point) >= best_length:  # ">=": of two mounts on one point the later one is on top
+            best_length, best_type = len(point), kind
+    return best_type
+
+
+def check_directory(path: str | os.PathLike[str], mountinfo: str | None = None) -> str:
+    """Return the directory's file-system type, or raise :class:`OffloadConfigError` that says why it cannot be used."""
+    path = Path(path)
+    if sys.platform != "linux":
+        raise OffloadConfigError(
+            f"tier='ssd' needs Linux, and this is {sys.platform}: unlinked files, preallocation and direct I/O differ. "
+            "Use tier='ram', or tier='none'."
+        )
+    if not path.exists():
+        raise OffloadConfigError(f"directory {str(path)!r} does not exist: create it, or name another one.")
+    if not path.is_dir():
+        raise OffloadConfigError(f"directory {str(path)!r} is a file: name a directory on a local drive.")
+    kind = file_system_of(path, mountinfo)
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise OffloadConfigError(
+            f"directory {str(path)!r} lies on the network file system {kind}: every step would wait for the network "
+            "and load "
+            "its servers. Name a directory on a local drive."
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise OffloadConfigError(
+            f"directory {str(path)!r} is not writable for this user: change its mode, or name another."
+        )
+    if kind in MEMORY_FILE_SYSTEMS:
+        logger.warning(
+            "directory %s is a %s: it works, but it is RAM, so nothing leaves memory. Name a directory on a drive.",
+            path,
+            kind,
+        )
+    return kind
+
+
+def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int:
+    """Bytes this user may still write under the directories together; a file system named twice counts once."""
+    free = {}
+    for directory in directories:
+        info = os.statvfs(directory)
+        free[Path(directory).stat().st_dev] = info.f_bavail * info.f_frsize
+    return sum(free.values())

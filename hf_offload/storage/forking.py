@@ -1,0 +1,110 @@
+"""Keeps fork() and direct I/O apart.
+
+open(2) forbids fork() while direct reads run into private memory: the first of the two processes that touches such a
+page gets a copy, and the bytes from the disk may land in the other's. So before a fork the running system calls are
+waited for and new ones are held; afterwards the parent goes on and the child's copies of the files are closed.
+"""
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Protocol
+
+
+class Gate:
+    """Counts the system calls that run, and holds new ones while someone wants quiet."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._holds = 0
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        with self._changed:
+            while self._holds:
+                self._changed.wait()
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                if not self._running:
+                    self._changed.notify_all()
+
+    def hold(self) -> None:
+        """Let no new call pass and return when none runs."""
+        with self._changed:
+            self._holds += 1
+            while self._running:
+                self._changed.wait()
+
+    def release(self) -> None:
+        with self._changed:
+            self._holds -= 1
+            self._changed.notify_all()
+
+
+class Guarded(Protocol):
+    """What the fork handler needs of a tier."""
+
+    @property
+    def gate(self) -> Gate: ...
+
+    def abandon_in_child(self) -> None:
+        """Close the child's copies of the files; take no lock, for its holder may not exist here."""
+
+
+class _Watch:
+    """The tiers that are open in this process, and the handler over them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.tiers: weakref.WeakSet[Guarded] = weakref.WeakSet()
+        self.held = threading.local()
+        self.registered = False
+
+    def add(self, tier: Guarded) -> None:
+        with self.lock:
+            self.tiers.add(tier)
+            if not self.registered and hasattr(os, "register_at_fork"):
+                os.register_at_fork(
+                    before=self.before, after_in_parent=self.after_in_parent, after_in_child=self.after_in_child
+                )
+                self.registered = True
+
+    def before(self) -> None:
+        with self.lock:
+            self.held.tiers = list(self.tiers)
+        for tier in self.held.tiers:
+            tier.gate.hold()
+
+    def after_in_parent(self) -> None:
+        for tier in self.held.tiers:
+            tier.gate.release()
+        self.held.tiers = []
+
+    def after_in_child(self) -> None:
+        self.lock = threading.Lock()  # another thread may have held the old one
+        tiers, self.held.tiers = self.held.tiers, []
+        self.tiers = weakref.WeakSet()
+        for tier in tiers:
+            tier.abandon_in_child()
+
+
+# Handlers cannot be unregistered, so there is one for the process, over weak references: the only global state in
+# storage/.
+_watch = _Watch()
+
+
+def guard(tier: Guarded) -> None:
+    """Keep forks away from the tier's system calls for as long as the tier lives."""
+    _watch.add(tier)
+
+
+def handler_registered() -> bool:
+    """Whether this process carries the fork handler by now."""
+    return _watch.registered

@@ -1,0 +1,214 @@
+"""The RAM tier: slots in large arenas of (pinned) host memory."""
+
+import ctypes
+import dataclasses
+import functools
+import logging
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.buffers import PAGE, empty_at_phase
+from hf_offload.storage.extents import Extents
+from hf_offload.storage.queued import QueuedSlot, QueuedTier, Transfer, memory
+from hf_offload.storage.tier import Slot
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Arena:
+    data: torch.Tensor
+    extents: Extents
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RamSlot(QueuedSlot):
+    """A page-aligned range of an arena."""
+
+    arena: _Arena | None = None
+    offset: int = 0
+    checksums: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def location(self) -> str:
+        return "RAM"
+
+
+class RamTier(QueuedTier):
+    """A tier in host memory.
+
+    Slots are rounded up to whole pages and cut from arenas. torch's pinned allocator rounds each request up to a power
+    of two; arenas are powers of two themselves, so that none of it is wasted.
+
+    Args:
+        budget_bytes: Most bytes of host memory, free room in the arenas included. Default: no limit.
+        pinned: Page-locked memory, which a CUDA device can copy to and from by itself (:meth:`host_view`).
+        arena_bytes: Size of an arena; a larger slot gets its own.
+        retained_bytes: Arenas without a slot are kept warm for reuse up to this many bytes. Default: all of them if
+            pinned, because pinning is slow, otherwise 1 GiB.
+        checksum: Compare a CRC-32 of every buffer before :meth:`write` with one after :meth:`read`.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int | None = None,
+        *,
+        pinned: bool = False,
+        arena_bytes: int = 64 << 20,
+        retained_bytes: int | None = None,
+        threads: int = 2,
+        checksum: bool = False,
+    ):
+        super().__init__("ram", write_threads=threads, read_threads=threads)
+        self.budget_bytes = budget_bytes
+        self.pinned = pinned
+        self.checksum = checksum
+        self._arena_bytes = arena_bytes
+        self._retained_bytes = retained_bytes if retained_bytes is not None or pinned else 1 << 30
+        self._arenas: list[_Arena] = []
+
+    @property
+    def occupied_bytes(self) -> int:
+        """Host memory held, free room included."""
+        return sum(arena.data.numel() for arena in self._arenas)
+
+    def reserve(self, nbytes: int) -> RamSlot:
+        self._check_usable("reserve")
+        room = -(-nbytes // PAGE) * PAGE
+        with self._lock:
+            self._check_usable("reserve")
+            slot = RamSlot(nbytes, room_bytes=room)
+            if room:
+                slot.arena, slot.offset = self._take(room)
+            self.stats.reserve(room)
+        return slot
+
+    def host_view(self, slot: Slot) -> torch.Tensor | None:
+        """The slot's memory. Whoever writes into it fills the slot; it is valid until :meth:`free`."""
+        assert isinstance(slot, RamSlot)
+        if slot.arena is None:
+            return torch.empty(0, dtype=torch.uint8)
+        slot.filled = True
+        return slot.arena.data[slot.offset : slot.offset + slot.nbytes]
+
+    def _take(self, room: int) -> tuple[_Arena, int]:
+        for arena in self._arenas:
+            offset = arena.extents.take(room)
+            if offset is not None:
+                return arena, offset
+        size = self._arena_size(room)
+        if size is None:  # arenas without a slot may be too small for this one, yet use up the budget
+            self._drop_idle(0)
+            size = self._arena_size(room)
+        if size is None:
+            raise TierFullError(
+                f"No room for {format_bytes(room)} in RAM: {format_bytes(self.stats.used_bytes)} are in use and "
+                f"{format_bytes(self.occupied_bytes)} held, and the budget is {format_bytes(self.budget_bytes or 0)}. "
+                "Raise "
+                "ram_budget, let a disk tier take what does not fit, or let the tensor stay where it is."
+            )
+        arena = _Arena(self._allocate(size), Extents(size))
+        self._arenas.append(arena)
+        offset = arena.extents.take(room)
+        assert offset is not None
+        return arena, offset
+
+    def _arena_size(self, room: int) -> int | None:
+        """Bytes of the next arena, at least ``room``; None when the budget has no place for it."""
+        size = max(room, self._arena_bytes)
+        if self.pinned:
+            size = 1 << (size - 1).bit_length()
+        if self.budget_bytes is None:
+            return size
+        left = (self.budget_bytes - self.occupied_bytes) // PAGE * PAGE
+        if size > left:
+            size = 1 << (left.bit_length() - 1) if self.pinned and left > 0 else left
+        return size if size >= room else None
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        try:
+            if self.pinned:
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return empty_at_phase(nbytes, 0)
+        except RuntimeError as error:
+            if self.pinned and not torch.cuda.is_available():
+                raise OffloadConfigError("Pinned memory needs a CUDA device: use pinned=False on CPU.") from error
+            raise TierFullError(
+                f"The system gave no {format_bytes(nbytes)} of {'pinned ' if self.pinned else ''}memory: {error}. Set "
+                "a smaller "
+                "ram_budget."
+            ) from error
+
+    def _drop_idle(self, keep_bytes: int | None) -> None:
+        if keep_bytes is None:
+            return
+        kept = 0
+        arenas = []
+        for arena in self._arenas:
+            idle = arena.extents.used_bytes == 0
+            kept += arena.data.numel() if idle else 0
+            if not idle or kept <= keep_bytes:
+                arenas.append(arena)
+        self._arenas = arenas
+
+    def _give_back(self, slot: QueuedSlot) -> None:
+        assert isinstance(slot, RamSlot)
+        arena, slot.arena = slot.arena, None
+        self.stats.release(slot.room_bytes)
+        if arena is not None:
+            arena.extents.give(slot.offset, slot.room_bytes)
+            if arena.extents.used_bytes == 0:
+                self._drop_idle(self._retained_bytes)
+
+    def _prepare(self, transfer: Transfer) -> Sequence[tuple[int, int, int]]:
+        nbytes = transfer.slot.nbytes
+        starts = range(0, nbytes, _CHUNK_BYTES) or range(1)
+        if transfer.kind == "write":
+            transfer.payload = [0] * len(starts) if self.checksum else []
+        else:
+            assert isinstance(transfer.slot, RamSlot)
+            transfer.payload = transfer.slot.checksums
+        return [(index, start, min(_CHUNK_BYTES, nbytes - start)) for index, start in enumerate(starts)]
+
+    def _work(self, transfer: Transfer, part: Any) -> None:
+        index, start, nbytes = part
+        slot = transfer.slot
+        assert isinstance(slot, RamSlot)
+        if slot.arena is None or not nbytes:
+            return
+        outside, inside = transfer.address + start, slot.arena.data.data_ptr() + slot.offset + start
+        copy = functools.partial(ctypes.memmove, inside, outside, nbytes)
+        if transfer.kind == "read":
+            copy = functools.partial(ctypes.memmove, outside, inside, nbytes)
+        elif transfer.payload:
+            transfer.payload[index] = zlib.crc32(memory(outside, nbytes))
+        self.stats.begin(transfer.kind)
+        try:
+            copy()
+        finally:
+            self.stats.end(transfer.kind, nbytes)
+        if (
+            transfer.kind == "read"
+            and transfer.payload
+            and zlib.crc32(memory(outside, nbytes)) != transfer.payload[index]
+        ):
+            raise StorageError(
+                f"{nbytes} bytes kept in RAM have changed since they were stored: their checksums differ. The memory "
+                "is faulty; "
+                "do not trust this run's result."
+            )
+
+    def _written(self, transfer: Transfer, outcome: str) -> None:
+        if outcome == "done":
+            assert isinstance(transfer.slot, RamSlot)
+            transfer.slot.checksums = transfer.payload
+
+    def _shut(self) -> None:
+        self._arenas = []

@@ -1,0 +1,81 @@
+"""Two tiers as one: the faster one first, the other for what does not fit."""
+
+import dataclasses
+from concurrent.futures import Future
+
+import torch
+
+from hf_offload.errors import TierFullError
+from hf_offload.storage.tier import Slot, Tier, TierStats
+
+_SUMMED = ("used_bytes", "written_bytes", "read_bytes", "write_busy_s", "read_busy_s")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SpillSlot(Slot):
+    """A slot of one of the two tiers."""
+
+    tier: Tier
+    inner: Slot
+
+    @property
+    def location(self) -> str:
+        return self.inner.location
+
+
+class SpillTier(Tier):
+    """Reserves in ``first``, and in ``then`` what ``first`` has no room for. It owns both: :meth:`close` closes
+    them.
+    """
+
+    def __init__(self, first: Tier, then: Tier):
+        self.first = first
+        self.then = then
+        self.name = f"{first.name}+{then.name}"
+        self._peak_bytes = 0
+
+    @property
+    def stats(self) -> TierStats:  # type: ignore[override]  # computed, so it cannot be assigned
+        """A snapshot: both tiers' counters added up. The parts are ``first.stats`` and ``then.stats``."""
+        both = TierStats()
+        for name in _SUMMED:
+            setattr(both, name, getattr(self.first.stats, name) + getattr(self.then.stats, name))
+        both.peak_used_bytes = self._peak_bytes
+        return both
+
+    def reserve(self, nbytes: int) -> SpillSlot:
+        try:
+            slot = SpillSlot(nbytes, self.first, self.first.reserve(nbytes))
+        except TierFullError as first_full:
+            try:
+                slot = SpillSlot(nbytes, self.then, self.then.reserve(nbytes))
+            except TierFullError as then_full:
+                raise TierFullError(f"Both tiers are full. {first_full} {then_full}") from then_full
+        self._peak_bytes = max(self._peak_bytes, self.first.stats.used_bytes + self.then.stats.used_bytes)
+        return slot
+
+    def write(self, slot: Slot, buffer: torch.Tensor) -> "Future[None]":
+        assert isinstance(slot, SpillSlot)
+        return slot.tier.write(slot.inner, buffer)
+
+    def read(self, slot: Slot, into: torch.Tensor, urgent: bool = False) -> "Future[None]":
+        assert isinstance(slot, SpillSlot)
+        return slot.tier.read(slot.inner, into, urgent)
+
+    def free(self, slot: Slot) -> None:
+        assert isinstance(slot, SpillSlot)
+        slot.tier.free(slot.inner)
+
+    def phase(self, slot: Slot) -> int:
+        assert isinstance(slot, SpillSlot)
+        return slot.tier.phase(slot.inner)
+
+    def host_view(self, slot: Slot) -> torch.Tensor | None:
+        assert isinstance(slot, SpillSlot)
+        return slot.tier.host_view(slot.inner)
+
+    def close(self) -> None:
+        try:
+            self.first.close()
+        finally:
+            self.then.close()

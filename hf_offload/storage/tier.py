@@ -1,0 +1,117 @@
+"""The one contract every storage tier fulfils.
+
+A tier knows nothing of models, tensors' shapes or streams: it moves plain bytes of host memory. Buffers are
+one-dimensional contiguous ``torch.uint8`` CPU tensors; they own their memory, so a transfer that holds one keeps it
+alive.
+
+Life of a slot::
+
+    slot = tier.reserve(nbytes)          # room, or TierFullError at once
+    tier.write(slot, buffer)             # -> Future[None]
+    tier.read(slot, into)                # -> Future[None], any number of times
+    tier.free(slot)                      # at any time, from any thread, twice if need be
+"""
+
+import abc
+import dataclasses
+import threading
+import time
+from concurrent.futures import Future
+
+import torch
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Slot:
+    """Room for ``nbytes`` bytes in a tier. Tiers subclass it with what they need to find the bytes again."""
+
+    nbytes: int
+
+    @property
+    def location(self) -> str:
+        """Where the bytes are, for error messages: a file and an offset, or "RAM"."""
+        return type(self).__name__
+
+
+class TierStats:
+    """Counters of one tier; bandwidth is bytes over the time in which at least one transfer of that kind ran."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.used_bytes = 0
+        self.peak_used_bytes = 0
+        self.written_bytes = 0
+        self.read_bytes = 0
+        self.write_busy_s = 0.0
+        self.read_busy_s = 0.0
+        self._active = {"write": 0, "read": 0}
+        self._since = {"write": 0.0, "read": 0.0}
+
+    def reserve(self, nbytes: int) -> None:
+        with self._lock:
+            self.used_bytes += nbytes
+            self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
+
+    def release(self, nbytes: int) -> None:
+        with self._lock:
+            self.used_bytes -= nbytes
+
+    def begin(self, kind: str) -> None:
+        """Count the start of one system call; ``kind`` is ``"write"`` or ``"read"``."""
+        with self._lock:
+            if self._active[kind] == 0:
+                self._since[kind] = time.perf_counter()
+            self._active[kind] += 1
+
+    def end(self, kind: str, nbytes: int) -> None:
+        with self._lock:
+            self._active[kind] -= 1
+            busy_s = time.perf_counter() - self._since[kind] if self._active[kind] == 0 else 0.0
+            if kind == "write":
+                self.written_bytes += nbytes
+                self.write_busy_s += busy_s
+            else:
+                self.read_bytes += nbytes
+                self.read_busy_s += busy_s
+
+
+class Tier(abc.ABC):
+    """A place for bytes. Every method may be called from any thread; none but ``close`` waits for a transfer."""
+
+    name: str
+    stats: TierStats
+
+    @abc.abstractmethod
+    def reserve(self, nbytes: int) -> Slot:
+        """Set room aside. Raises :class:`~hf_offload.errors.TierFullError` that says which limit was met."""
+
+    @abc.abstractmethod
+    def write(self, slot: Slot, buffer: torch.Tensor) -> "Future[None]":
+        """Store ``buffer`` (``slot.nbytes`` bytes). The caller leaves it unchanged until the future is done.
+
+        ``future.cancel()`` succeeds until the first byte is on its way; a cancelled slot may be freed or written again.
+        A failure is set on the future as :class:`~hf_offload.errors.StorageError` and names file, offset and cause.
+        """
+
+    @abc.abstractmethod
+    def read(self, slot: Slot, into: torch.Tensor, urgent: bool = False) -> "Future[None]":
+        """Load the slot's bytes ``into`` a buffer of ``slot.nbytes`` bytes, ahead of everything queued if ``urgent``.
+
+        Fast when ``into.data_ptr() % buffers.PAGE == phase(slot)``; right in any case.
+        """
+
+    @abc.abstractmethod
+    def free(self, slot: Slot) -> None:
+        """Give the room back, once the transfers in flight on the slot have ended. Idempotent; never raises."""
+
+    def phase(self, slot: Slot) -> int:
+        """Address modulo ``buffers.PAGE`` that a read target should have, so that nothing is copied."""
+        return 0
+
+    def host_view(self, slot: Slot) -> torch.Tensor | None:
+        """The slot's own memory, where the tier is host memory a device can copy to and from directly."""
+        return None
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Cancel what is queued, wait for what runs, give everything back. Idempotent."""

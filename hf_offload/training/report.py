@@ -1,0 +1,108 @@
+"""What a training run leaves behind for others to read and compare."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_offload.errors import OffloadConfigError
+
+WARMUP_STEPS = 2
+"""Steps left out of the median time: kernels are chosen, memory is mapped and read-ahead is learned in them."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainingReport:
+    """One run. Losses are exact: ``losses_hex`` holds ``float.hex`` of each step's loss, in the order of steps."""
+
+    recipe: str
+    settings: dict[str, Any]
+    completed: bool
+    steps: int
+    losses: list[float]
+    losses_hex: list[str]
+    parameters_sha256: str
+    parameter_count: int
+    step_times_s: list[float]
+    memory: dict[str, Any] | None
+    """Of :class:`~hf_offload.reports.memory.MemoryMeter`; ``None`` when the run was not measured."""
+    offload: dict[str, Any] | None
+    """Counters of the offloading session in total; ``None`` when nothing was offloaded."""
+    allocator: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+
+    @property
+    def median_step_s(self) -> float | None:
+        """Median time of a step after the warm-up; ``None`` when no step was timed."""
+        return median_after_warmup(self.step_times_s)
+
+    @property
+    def peak_over_baseline_bytes(self) -> int | None:
+        """Most memory used above the level before the first step."""
+        return None if self.memory is None else self.memory["peak_bytes"] - self.memory["baseline_bytes"]
+
+    def write(self, path: Path) -> None:
+        """Write the report as JSON; the file is complete or not there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=1, default=str) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "TrainingReport":
+        """Read what :meth:`write` wrote."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, TypeError, ValueError) as error:
+            raise OffloadConfigError(f"{path} is not a training report: {error}. Run the training again.") from error
+
+
+def median_after_warmup(times_s: Sequence[float], warmup_steps: int = WARMUP_STEPS) -> float | None:
+    """Median of the times after the first ``warmup_steps``; of all of them when there are no others."""
+    return statistics.median(times_s[warmup_steps:] or times_s) if times_s else None
+
+
+def parameter_digest(model: torch.nn.Module) -> str:
+    """SHA-256 over names and bytes of all parameters, in the order of names: equal only if every bit is."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
+        flat = parameter.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores and threads, memory, accelerator: what decides how fast a run is."""
+    import psutil
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    is_cuda = device is not None and device.type == "cuda"
+    return {
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "device": torch.cuda.get_device_name() if is_cuda else str(device or "cpu"),
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of everything that takes part in the numbers."""
+    packages = ("hf-offload", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+            versions[package] = "not installed"
+    return versions

@@ -1,0 +1,191 @@
+"""From a recipe to a trained model and a report of the run."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.reports.allocators import current_allocator
+from hf_offload.settings.recipes import Recipe
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.training.data import build_tokenizer, collate, load_blocks
+from hf_offload.training.report import TrainingReport, describe_machine, describe_versions, parameter_digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+def run_recipe(recipe: Recipe, *, report: Path | None = None) -> TrainingReport:
+    """Train what ``recipe`` describes; with ``report``, measure memory too and write everything to that JSON file.
+
+    Ctrl-C ends the training, not the function: the report then has ``completed=False`` and what was done until then.
+    """
+    from transformers import Trainer, TrainerCallback, set_seed
+
+    from hf_offload import OffloadCallback
+    from hf_offload.reports.memory import MemoryMeter
+
+    class RecordingTrainer(Trainer):
+        """Keeps each micro-batch's loss as it is, because the Trainer's log holds means over steps."""
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            micro_losses.append(loss.detach())
+            return loss
+
+    class StepLosses(TrainerCallback):
+        """Closes a step's losses."""
+
+        def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+            step_losses.append(list(micro_losses))
+            micro_losses.clear()
+
+    micro_losses: list[torch.Tensor] = []
+    step_losses: list[list[torch.Tensor]] = []
+
+    arguments = build_arguments(recipe)
+    set_seed(arguments.seed)
+    tokenizer = build_tokenizer(recipe.data, recipe.model.name, recipe.cache_dir)
+    blocks = load_blocks(recipe.data, tokenizer, recipe.cache_dir)
+    # Again, so that weights and dropout do not depend on whether the tokenizer had to be trained first.
+    set_seed(arguments.seed)
+    model = build_model(recipe, tokenizer)
+    trainer = RecordingTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=blocks,
+        data_collator=collate,
+        processing_class=tokenizer,
+        callbacks=[StepLosses()],
+    )
+    meter = MemoryMeter() if report is not None else None
+    if meter is not None:
+        meter.install(trainer)
+    completed = True
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        completed = False
+        logger.warning(f"Stopped after {len(step_losses)} steps.")
+        # The Trainer leaves this out when training does not come to its end: offloading is still attached.
+        trainer.callback_handler.on_train_end(arguments, trainer.state, trainer.control)
+    finally:
+        if meter is not None:
+            meter.stop()
+
+    losses = [sum(loss.double().item() for loss in micro) for micro in step_losses]
+    callback = next((cb for cb in trainer.callback_handler.callbacks if isinstance(cb, OffloadCallback)), None)
+    stats = callback.stats if callback is not None else None
+    result = TrainingReport(
+        recipe=recipe.name,
+        settings=_plain(recipe),
+        completed=completed,
+        steps=len(losses),
+        losses=losses,
+        losses_hex=[loss.hex() for loss in losses],
+        parameters_sha256=parameter_digest(model),
+        parameter_count=sum(parameter.numel() for parameter in model.parameters()),
+        step_times_s=meter.step_times_s if meter is not None else [],
+        memory=dataclasses.asdict(meter.record) if meter is not None and meter.record is not None else None,
+        offload=stats.total.as_dict() if stats is not None else None,
+        allocator=current_allocator(),
+        machine=describe_machine(),
+        versions=describe_versions(),
+    )
+    if report is not None:
+        result.write(report)
+    return result
+
+
+def build_arguments(recipe: Recipe) -> "TrainingArguments":
+    """The recipe's ``OffloadTrainingArguments``; what these refuse is a configuration error."""
+    from hf_offload import OffloadTrainingArguments
+
+    values: dict[str, Any] = {
+        "output_dir": str(recipe.output_dir),
+        "report_to": "none",
+        # Pinning without an accelerator only warns.
+        "dataloader_pin_memory": torch.accelerator.is_available(),
+        **recipe.training,
+        **_offload_arguments(recipe.offload),
+    }
+    try:
+        arguments = OffloadTrainingArguments(**values)
+    except (TypeError, ValueError, ImportError) as error:
+        if isinstance(error, OffloadConfigError):
+            raise
+        raise OffloadConfigError(f"{recipe.name}, section training: {error}") from error
+    if arguments.offload_config() != recipe.offload:
+        raise OffloadConfigError(
+            f"{recipe.name}, section offload: {recipe.offload} does not fit into training arguments, which make it "
+            f"{arguments.offload_config()}. A directory's name must not hold a comma or begin or end with a space."
+        )
+    return arguments
+
+
+def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
+    """The flat training arguments that stand for ``offload``."""
+    names = {
+        "tier": "offload",
+        "directory": "offload_dir",
+        "min_offload_bytes": "offload_min_bytes",
+        "read_ahead_bytes": "offload_read_ahead",
+        "max_disk_write_bytes": "offload_max_disk_write",
+    }
+    values = {field.name: getattr(offload, field.name) for field in dataclasses.fields(offload)}
+    values["directory"] = ",".join(str(path) for path in offload.directories) or None
+    for name in ("ram_budget", "disk_budget", "min_offload_bytes", "read_ahead_bytes", "max_disk_write_bytes"):
+        values[name] = None if values[name] is None else str(values[name])
+    return {names.get(name, f"offload_{name}"): value for name, value in values.items()}
+
+
+def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> torch.nn.Module:
+    """The recipe's model on the CPU, checked against the tokenizer and the length of a block."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = recipe.model
+    options: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
+    if model.attention is not None:
+        options["attn_implementation"] = model.attention
+    try:
+        if model.name is not None:
+            built = AutoModelForCausalLM.from_pretrained(model.name, **options)
+        else:
+            values = dict(model.config)
+            values.setdefault("vocab_size", recipe.data.train_bpe or len(tokenizer))
+            for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                values.setdefault(token, getattr(tokenizer, token))
+            config = AutoConfig.for_model(model.architecture, **values)
+            built = AutoModelForCausalLM.from_config(config, **options)
+    except (OSError, TypeError, ValueError, ImportError) as error:
+        raise OffloadConfigError(f"{recipe.name}, section model: {error}") from error
+    rows = built.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise OffloadConfigError(
+            f"The tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {rows}: raise "
+            "model.config.vocab_size or take the tokenizer that belongs to the model."
+        )
+    longest = getattr(built.config, "max_position_embeddings", None)
+    if isinstance(longest, int) and recipe.data.sequence_length > longest:
+        raise OffloadConfigError(
+            f"data.sequence_length={recipe.data.sequence_length} is longer than the {longest} positions of the model."
+        )
+    return built
+
+
+def _plain(value: Any) -> Any:
+    """Nested dataclasses, mappings, tuples and paths as what JSON can hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
