@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -68,19 +70,20 @@ def steps(
             raise KeyboardInterrupt
         written = write_results(comparison, output_dir)
     console = output()
-    table = Table(title=f"{recipe}: memory and time of a training step")
+    table = Table(title=f"{recipe}: memory and time of a training step", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=column == "strategy")
+        table.add_column(column, justify="left" if column == "strategy" else "right", overflow="fold")
     for row in comparison.rows():
-        table.add_row(*(f"[bold red]{cell}[/]" if cell in ("DIFFERENT", "failed") else cell for cell in row.cells()))
+        loud = ("DIFFER", "failed")
+        table.add_row(*(f"[bold red]{cell}[/]" if cell.endswith(loud) else cell for cell in row.cells()))
     console.print(table)
     for note in footnotes(comparison):
-        console.print(f"[dim]{note}[/]", highlight=False)
+        console.print(f"[dim]{escape(note)}[/]", highlight=False)
     for path in written:
         console.print(f"wrote {path}", highlight=False)
     problems = comparison.problems()
     for problem in problems:
-        messages().print(f"[bold red]{problem}[/]", highlight=False, markup=True)
+        messages().print(f"[bold red]{escape(problem)}[/]", highlight=False)
     if problems:
         raise typer.Exit(EXIT_PROBLEM)
     if comparison.interrupted:

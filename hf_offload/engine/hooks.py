@@ -73,12 +73,12 @@ class Engine:
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Called when an operation saves ``tensor`` for backward."""
-        if type(tensor) is not torch.Tensor:
-            return _keep(tensor)  # Parameters, and subclasses whose bytes we do not understand
+        if not is_plain(tensor, self._device.torch_device):
+            return _keep(tensor)
         if self.closed or torch._C._current_graph_task_id() != -1:
             # Saved in a recompute, or for a double backward: needed again at once.
             return self._keep(tensor)
-        if tensor.nbytes < self._plan.min_offload_bytes or not is_plain(tensor, self._device.torch_device):
+        if tensor.nbytes < self._plan.min_offload_bytes:
             return self._keep(tensor)
         if tensor in self._weights:
             return _keep(tensor)

@@ -107,10 +107,6 @@ class StagedMover(Mover):
         self._load_workers = WorkerPool("hf_offload-load", 1)
         self._arrival_workers = WorkerPool("hf_offload-arrive", 1)
         self._leaving: collections.deque[tuple[Event, torch.Tensor, Callable[[], None]]] = collections.deque()
-        # Slots of pinned memory are reused at once, without the host waiting for copies. So each direction queues its
-        # copies behind the last one of the other.
-        self._last_view_store: Event | None = None
-        self._last_view_load: Event | None = None
 
     def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
         device = self._device
@@ -118,15 +114,12 @@ class StagedMover(Mover):
         view = self._tier.host_view(slot)
         staging = view if view is not None else self._ring.acquire(buffer.numel())
         device.wait(self._store_stream, device.record(device.current_stream()))
-        if view is not None and self._last_view_load is not None:
-            device.wait(self._store_stream, self._last_view_load)
         device.copy(staging, buffer, self._store_stream)
         copied = device.record(self._store_stream)
         self._leaving.append((copied, buffer, drop))
         self.advance()
         if view is not None:
             # In stream order the bytes are there already; nobody on the host has to wait for them.
-            self._last_view_store = copied
             done.set_result(None)
         else:
             self._store_workers.submit(partial(self._write, slot, staging, copied, done))
@@ -170,9 +163,9 @@ class StagedMover(Mover):
         if view is None:
             self._load_workers.submit(partial(self._read, slot, target, urgent, free, arrived), urgent=urgent)
             return arrived
-        if self._last_view_store is not None:
-            device.wait(self._load_stream, self._last_view_store)
-        event = self._last_view_load = self._copy_in(view, target, free)
+        # No event orders this behind the copy into the view, nor later copies into it behind this one: compute waited for
+        # the first before the buffer was dropped, and for this one before the record could go with its bytes in use.
+        event = self._copy_in(view, target, free)
         # The target must outlive the copy even if backward drops it at once: a thread holds it until then.
         self._arrival_workers.submit(partial(_hold, device, event, target))
         arrived.set_result(event)

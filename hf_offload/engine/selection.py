@@ -56,7 +56,7 @@ class WeightIndex:
 
 
 def is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether ``tensor`` is an ordinary strided tensor on the device, so that bytes and strides say all about it."""
+    """Whether bytes and strides say all about ``tensor``: no Parameter, no subclass, no other layout, no other device."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device == device

@@ -131,7 +131,7 @@ class Transfer:
                 self.tier.name,
                 unit,
                 format_bytes(nbytes),
-                error,
+                str(error),  # not the error: its traceback would keep the record alive in whoever keeps log records
             )
 
     def _become_resident(self, record: Record) -> None:

@@ -24,7 +24,6 @@ from hf_offload.settings.sizes import format_bytes
 from hf_offload.training.report import WARMUP_STEPS, TrainingReport, median_after_warmup
 
 REFERENCE = "keep"
-_NO_RECOMPUTE = "training.gradient_checkpointing=false"
 _NO_OFFLOAD = "offload={tier: none}"
 
 
@@ -64,15 +63,20 @@ def parse_strategies(names: str) -> list[Strategy]:
 
 
 def _strategy(name: str) -> Strategy:
+    from transformers import TrainingArguments
+
+    # transformers 5.23 renamed the argument, and warns about the old name.
+    renamed = hasattr(TrainingArguments, "activation_checkpointing")
+    recompute = "training.activation_checkpointing" if renamed else "training.gradient_checkpointing"
     if name == REFERENCE:
-        return Strategy(name, (_NO_OFFLOAD, _NO_RECOMPUTE), must_match=True)
+        return Strategy(name, (_NO_OFFLOAD, f"{recompute}=false"), must_match=True)
     if name == "recompute":
         # It runs the same kernels twice, usually with the same bits, but that is its own affair.
-        return Strategy(name, (_NO_OFFLOAD, "training.gradient_checkpointing=true"), must_match=False)
+        return Strategy(name, (_NO_OFFLOAD, f"{recompute}=true"), must_match=False)
     tier = name.partition(":")[2]
     # A recipe's directory is for its files, which the RAM tier has none of.
     drop = ("offload.directory=null",) if tier == "ram" else ()
-    return Strategy(name, (*drop, f"offload.tier={tier}", _NO_RECOMPUTE), must_match=True)
+    return Strategy(name, (*drop, f"offload.tier={tier}", f"{recompute}=false"), must_match=True)
 
 
 @dataclasses.dataclass
@@ -145,6 +149,8 @@ class Row:
     peak_bytes: float | None = None
     """Above the baseline."""
     peak_ratio: float | None = None
+    in_use_bytes: float | None = None
+    """The allocator's own count of bytes in use at its highest sample, above the baseline."""
     step_s: float | None = None
     step_ratio: float | None = None
     written_bytes_per_run: float = 0.0
@@ -160,25 +166,33 @@ class Row:
             self.strategy,
             "failed" if self.peak_bytes is None else f"+{self.peak_bytes / 1e6:.0f} MB",
             _ratio(self.peak_ratio),
+            "-" if self.in_use_bytes is None else f"+{self.in_use_bytes / 1e6:.0f} MB",
             "-" if self.step_s is None else f"{self.step_s:.3f} s",
             _ratio(self.step_ratio),
             format_bytes(self.written_bytes_per_run) if self.written_bytes_per_run else "-",
             "-" if self.final_loss is None else f"{self.final_loss:.6f}",
-            _identity(self.losses_identical),
-            _identity(self.parameters_identical),
+            self.identity(),
         ]
+
+    def identity(self) -> str:
+        """Whether losses and parameters are those of keep."""
+        if self.losses_identical is None:
+            return "-"
+        if not self.losses_identical:
+            return "losses DIFFER"
+        return "identical" if self.parameters_identical else "weights DIFFER"
 
 
 COLUMNS = (
     "strategy",
-    "activation peak",
-    "ratio",
-    "step time",
-    "ratio",
-    "written a run",
+    "peak",
+    "of keep",
+    "in use",
+    "step",
+    "of keep",
+    "written",
     "final loss",
-    "losses vs keep",
-    "parameters vs keep",
+    "vs keep",
 )
 
 
@@ -261,6 +275,8 @@ def _row(name: str, cells: list[Cell], reference: dict[int, TrainingReport]) -> 
         return row
     peaks = {number: report.peak_over_baseline_bytes for number, report in reports.items()}
     row.peak_bytes = statistics.median(peak for peak in peaks.values() if peak is not None)
+    in_use = [report.peak_in_use_over_baseline_bytes for report in reports.values()]
+    row.in_use_bytes = statistics.median(known) if (known := [value for value in in_use if value is not None]) else None
     row.step_s = median_after_warmup([s for report in reports.values() for s in report.step_times_s[WARMUP_STEPS:]], 0)
     row.final_loss = next((report.losses[-1] for report in reports.values() if report.losses), None)
     counters = [report.offload or {} for report in reports.values()]
@@ -297,10 +313,6 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _identity(value: bool | None) -> str:
-    return "-" if value is None else "identical" if value else "DIFFERENT"
-
-
 def footnotes(comparison: Comparison) -> list[str]:
     """What a reader has to know about the numbers."""
     report = next((cell.report for cell in comparison.cells if cell.report is not None), None)
@@ -315,11 +327,13 @@ def footnotes(comparison: Comparison) -> list[str]:
     return [
         f"{' '.join([comparison.recipe, *comparison.overrides])}: {report.parameter_count / 1e6:.1f} M parameters, "
         f"{steps}.",
-        f"Activation peak: {measured.get('peak_source')}, above a process that holds weights, gradients and optimizer "
-        f"state ({baseline:.0f} MB). Setup is not part of it.",
-        f"Step time: median without the first {WARMUP_STEPS} steps. Ratios: to keep of the same round.",
-        "Identical: losses of all steps and all parameters after the last one, compared bit by bit with those of keep's "
-        "first round.",
+        f"Peak: {measured.get('peak_source')}, above a process that holds weights, gradients and optimizer "
+        f"state ({baseline:.0f} MB). Setup is not part of it. In use: what the allocator counts as "
+        "handed out, sampled every 10 ms, above the same baseline; it keeps the rest of the peak at hand.",
+        f"Step: median time without the first {WARMUP_STEPS} steps. Of keep: ratio to keep in the same round. "
+        "Written: to disk, in one run.",
+        "Identical: losses of all steps and all parameters after the last one, compared bit by bit with those of the "
+        "first round's keep.",
         f"Allocator of all runs: {', '.join(used)}. Machine: {machine['cores']} cores, {machine['threads']} threads, "
         f"{machine['device']}; torch {versions['torch']}, transformers {versions['transformers']}.",
     ]

@@ -6,8 +6,9 @@ optimizer state appear during the first step), so the meter makes it: it fills z
 at learning rate zero, reads the level, and puts everything back. Training goes on exactly as without the meter.
 
 On a CPU the level is the process's resident memory, the peak is the kernel's own high-water mark (a spike of a
-microsecond counts), and how freed memory is kept depends on the allocator, which every report names. On CUDA both are
-PyTorch's counters.
+microsecond counts), and how freed memory is kept depends on the allocator, which every report names. An allocator that
+keeps freed memory at hand shows a flat line there, so the bytes that are in use according to the allocator itself are
+sampled beside it. On CUDA all of these are PyTorch's counters.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_offload.errors import OffloadError
+from hf_offload.reports.allocators import current_allocator
 from hf_offload.training.report import parameter_digest
 
 logger = logging.getLogger(__name__)
@@ -49,8 +51,13 @@ class MemoryRecord:
     baseline_reserved_bytes: int | None = None
     """CUDA: held by PyTorch's allocator, free blocks included."""
     peak_reserved_bytes: int | None = None
+    baseline_in_use_bytes: int | None = None
+    """What the allocator has handed out and not got back; ``None`` where the allocator does not tell."""
+    peak_in_use_bytes: int | None = None
+    """Sampled every 10 ms, so a lower bound."""
     timeline_s: list[float] = dataclasses.field(default_factory=list)
     timeline_bytes: list[int] = dataclasses.field(default_factory=list)
+    timeline_in_use_bytes: list[int] | None = None
 
 
 class MemoryMeter(TrainerCallback):
@@ -83,10 +90,11 @@ class MemoryMeter(TrainerCallback):
             gauge.settle()
             self.record = MemoryRecord(device=str(args.device), peak_source=gauge.peak_source)
             self.record.baseline_bytes, self.record.baseline_reserved_bytes = gauge.level(), gauge.reserved()
+            self.record.baseline_in_use_bytes = gauge.in_use()
         gauge.reset_peak()
         self._gauge = gauge
         self._begin_s = time.perf_counter()
-        self._sampler = _Sampler(gauge.level, self._begin_s)
+        self._sampler = _Sampler(gauge.level, gauge.in_use, self._begin_s)
         self._sampler.start()
 
     def on_step_begin(
@@ -118,6 +126,9 @@ class MemoryMeter(TrainerCallback):
         self._sampler.stop()
         self._read_peak(self.record, self._gauge)
         self.record.timeline_s, self.record.timeline_bytes = self._sampler.times_s, self._sampler.bytes
+        if self.record.baseline_in_use_bytes is not None:
+            self.record.timeline_in_use_bytes = self._sampler.in_use_bytes
+            self.record.peak_in_use_bytes = max(self._sampler.in_use_bytes, default=self.record.baseline_in_use_bytes)
         if not self.record.peak_source.startswith("sampled"):
             # A sample can never exceed the exact peak by more than what was read in the same moment.
             self.record.peak_bytes = max([self.record.peak_bytes, *self.record.step_peak_bytes])
@@ -175,7 +186,7 @@ def baseline_state(model: torch.nn.Module, optimizer: Any | None) -> Any:
             gradients.append(parameter)
     # A run that resumes has its state already, and a step would advance it.
     stepped = optimizer is not None and not optimizer.state
-    if stepped:
+    if optimizer is not None and stepped:
         _step_at_zero_rate(optimizer)
         if parameter_digest(model) != before:
             raise OffloadError(
@@ -187,7 +198,7 @@ def baseline_state(model: torch.nn.Module, optimizer: Any | None) -> Any:
     finally:
         for parameter in gradients:
             parameter.grad = None
-        if stepped:
+        if optimizer is not None and stepped:
             _forget_step(optimizer)
 
 
@@ -244,6 +255,9 @@ class _Gauge:
     def peak_reserved(self) -> int | None:
         return None
 
+    def in_use(self) -> int | None:
+        return None
+
     def synchronize(self) -> None:
         pass
 
@@ -255,6 +269,7 @@ class _LinuxGauge(_Gauge):
 
     def __init__(self) -> None:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._in_use = _allocator_counter()
 
     def settle(self) -> None:
         gc.collect()
@@ -271,6 +286,9 @@ class _LinuxGauge(_Gauge):
 
     def reset_peak(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")
+
+    def in_use(self) -> int | None:
+        return None if self._in_use is None else self._in_use()
 
 
 class _CudaGauge(_Gauge):
@@ -301,6 +319,9 @@ class _CudaGauge(_Gauge):
     def peak_reserved(self) -> int | None:
         return torch.cuda.max_memory_reserved(self._device)
 
+    def in_use(self) -> int | None:
+        return self.level()
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
@@ -328,13 +349,55 @@ def release_free_memory() -> None:
             return
 
 
-class _Sampler:
-    """Reads a level every 10 ms in a thread of its own; a long run keeps the maxima of ever longer intervals."""
+class _Mallinfo2(ctypes.Structure):
+    """<malloc.h>: what glibc's allocator counts, over all of its arenas."""
 
-    def __init__(self, level: Callable[[], int], begin_s: float):
+    _fields_ = (
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("hblkhd", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    )
+
+
+def _allocator_counter() -> Callable[[], int] | None:
+    """A function that returns the bytes which tcmalloc or glibc has handed out; ``None`` for other allocators."""
+    process = ctypes.CDLL(None)
+    if hasattr(process, "MallocExtension_GetNumericProperty"):
+        value = ctypes.c_size_t()
+
+        def tcmalloc() -> int:
+            process.MallocExtension_GetNumericProperty(b"generic.current_allocated_bytes", ctypes.byref(value))
+            return value.value
+
+        return tcmalloc
+    if hasattr(process, "mallinfo2") and current_allocator().startswith("glibc"):
+        mallinfo2 = process.mallinfo2
+        mallinfo2.restype = _Mallinfo2
+
+        def glibc() -> int:
+            info = mallinfo2()
+            return info.uordblks + info.hblkhd
+
+        return glibc
+    return None
+
+
+class _Sampler:
+    """Reads levels every 10 ms in a thread of its own; a long run keeps the maxima of ever longer intervals."""
+
+    def __init__(self, level: Callable[[], int], in_use: Callable[[], int | None], begin_s: float):
         self.times_s: list[float] = []
         self.bytes: list[int] = []
+        self.in_use_bytes: list[int] = []
         self._level = level
+        self._read_in_use = in_use
         self._begin_s = begin_s
         self._period_s = SAMPLE_PERIOD_S
         self._stop = threading.Event()
@@ -348,17 +411,24 @@ class _Sampler:
         self._thread.join()
 
     def _run(self) -> None:
-        highest = 0
+        highest = most_in_use = 0
         due_s = time.perf_counter()
         while not self._stop.wait(SAMPLE_PERIOD_S):
             now_s = time.perf_counter()
             highest = max(highest, self._level())
+            most_in_use = max(most_in_use, self._read_in_use() or 0)
             if now_s < due_s:
                 continue
             self.times_s.append(now_s - self._begin_s)
             self.bytes.append(highest)
-            highest, due_s = 0, now_s + self._period_s - SAMPLE_PERIOD_S / 2
+            self.in_use_bytes.append(most_in_use)
+            highest, most_in_use, due_s = 0, 0, now_s + self._period_s - SAMPLE_PERIOD_S / 2
             if len(self.bytes) >= MOST_SAMPLES:
                 self.times_s = self.times_s[1::2]
-                self.bytes = [max(pair) for pair in zip(self.bytes[::2], self.bytes[1::2], strict=True)]
+                self.bytes = _pairwise_max(self.bytes)
+                self.in_use_bytes = _pairwise_max(self.in_use_bytes)
                 self._period_s *= 2
+
+
+def _pairwise_max(values: list[int]) -> list[int]:
+    return [max(pair) for pair in zip(values[::2], values[1::2], strict=True)]

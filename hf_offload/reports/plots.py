@@ -8,8 +8,9 @@ from hf_offload.errors import OffloadError
 from hf_offload.training.report import WARMUP_STEPS, TrainingReport
 
 SHOWN_STEPS = 3
-# Okabe and Ito's palette: told apart by colour-blind readers too.
-_COLOURS = ("#4c4c4c", "#e69f00", "#0072b2", "#009e73", "#cc79a7", "#d55e00")
+# Okabe and Ito's palette: told apart by colour-blind readers too. A strategy looks the same in every picture.
+_COLOURS = {"keep": "#4c4c4c", "recompute": "#e69f00", "ours:ssd": "#0072b2", "ours:ram": "#009e73"}
+_OTHER_COLOUR = "#cc79a7"
 
 
 def require_matplotlib() -> None:
@@ -33,34 +34,32 @@ def plot_memory(reports: Mapping[str, TrainingReport], path: Path) -> None:
     figure = Figure(figsize=(10, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    steps = 0
-    for (name, report), colour in zip(reports.items(), _COLOURS * len(reports), strict=False):
-        memory = report.memory
+    steps, top, what = 0, 1.0, "memory"
+    for name, report in reports.items():
+        memory, colour = report.memory, _COLOURS.get(name, _OTHER_COLOUR)
         if memory is None or not memory["step_end_s"]:
             continue
-        times, values, steps = _steady_window(memory)
+        times, values, steps, what = _steady_window(memory)
         peak = (memory["peak_bytes"] - memory["baseline_bytes"]) / 1e6
-        step_s = report.median_step_s or 0.0
-        label = f"{name}: +{peak:,.0f} MB, {step_s:.2f} s a step"
+        top = max(top, peak, *values)
         axes.fill_between(times, values, color=colour, alpha=0.12, linewidth=0)
-        axes.plot(times, values, color=colour, linewidth=1.6, label=label)
-        axes.axhline(peak, color=colour, linewidth=0.8, linestyle=(0, (2, 3)))
+        axes.plot(times, values, color=colour, linewidth=1.6, label=f"{name}: {report.median_step_s:.2f} s a step")
+        axes.axhline(peak, color=colour, linewidth=1, linestyle=(0, (2, 3)), label=f"peak residency: +{peak:,.0f} MB")
     axes.axhline(0, color="black", linewidth=1.2, linestyle="--")
-    axes.annotate(
+    axes.annotate(  # below the line, in the room that the margin leaves
         "baseline: weights, gradients and optimizer state",
         xy=(1, 0), xycoords=("axes fraction", "data"), xytext=(-4, -12), textcoords="offset points",
         ha="right", fontsize=8,
     )  # fmt: skip
     first = next(iter(reports.values()))
-    device = "process memory" if (first.memory or {}).get("device") == "cpu" else "GPU memory"
-    axes.set_title(f"{first.recipe}: {device} over {steps} training steps", fontsize=13, loc="left")
+    axes.set_title(f"{first.recipe}: {what} over {steps} training steps", fontsize=13, loc="left")
     axes.set_xlabel(f"seconds from the beginning of step {_first_step(len(first.step_times_s)) + 1}")
     axes.set_ylabel("above the baseline (MB)")
     axes.margins(x=0)
-    axes.set_ylim(top=axes.get_ylim()[1] * 1.25)
+    axes.set_ylim(bottom=min(axes.get_ylim()[0], -0.07 * top), top=1.35 * top)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper right", frameon=False, title="peak of the whole run (dotted), median time")
+    axes.legend(loc="upper center", ncols=max(len(reports), 1), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})
 
@@ -69,15 +68,20 @@ def _first_step(count: int) -> int:
     return min(WARMUP_STEPS, max(count - 1, 0))
 
 
-def _steady_window(memory: Mapping[str, Any]) -> tuple[list[float], list[float], int]:
-    """Times from the window's start and MB above the baseline, and how many steps the window holds."""
+def _steady_window(memory: Mapping[str, Any]) -> tuple[list[float], list[float], int, str]:
+    """Times from the window's start and MB above the baseline, how many steps the window holds, and what is shown."""
     ends = memory["step_end_s"]
     first = _first_step(len(ends))
     last = min(first + SHOWN_STEPS, len(ends)) - 1
     begin, end = memory["step_start_s"][first], ends[last]
+    if memory.get("timeline_in_use_bytes"):
+        # An allocator that keeps freed memory holds residency at its highest level: a flat line tells nothing.
+        values, baseline, what = memory["timeline_in_use_bytes"], memory["baseline_in_use_bytes"], "memory in use"
+    else:
+        values, baseline, what = memory["timeline_bytes"], memory["baseline_bytes"], "resident memory"
     points = [
-        (time - begin, (value - memory["baseline_bytes"]) / 1e6)
-        for time, value in zip(memory["timeline_s"], memory["timeline_bytes"], strict=True)
+        (time - begin, (value - baseline) / 1e6)
+        for time, value in zip(memory["timeline_s"], values, strict=True)
         if begin <= time <= end
     ]
-    return [time for time, _ in points], [value for _, value in points], last - first + 1
+    return [time for time, _ in points], [value for _, value in points], last - first + 1, what

@@ -386,6 +386,7 @@ def _whole(name: str, value: object, at_least: int) -> None:
 
 def _check_architecture(architecture: str, config: Mapping[str, Any]) -> None:
     """Refuse an unknown architecture and configuration fields that its configuration would swallow silently."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -403,8 +404,13 @@ def _check_architecture(architecture: str, config: Mapping[str, Any]) -> None:
                     raise OffloadConfigError(f"model.config: {architecture} has no field {key!r}.{hint}")
         with check:
             try:
-                config_class(**config)
-            except (TypeError, ValueError) as error:  # the configuration's own checks
+                # The architecture's own special tokens may lie outside a small vocabulary; those of the tokenizer
+                # replace them.
+                tokens: dict[str, Any] = {
+                    token: None for token in ("bos_token_id", "eos_token_id") if token in known_fields
+                }
+                config_class(**(tokens | dict(config)))
+            except (StrictDataclassError, TypeError, ValueError) as error:  # the configuration's own checks
                 raise OffloadConfigError(f"model.config: {_one_line(error)}") from error
 
 

@@ -8,9 +8,14 @@ PAGE = 4096
 def empty_at_phase(nbytes: int, phase: int) -> torch.Tensor:
     """A fresh ``uint8`` buffer of ``nbytes`` bytes whose address is ``phase`` modulo :data:`PAGE`.
 
-    torch aligns CPU memory to 64 bytes only, so one page more is allocated and the start is shifted: the buffer is a
-    slice, and ``buffer.storage_offset()`` is the shift.
+    Allocators that put large blocks on page boundaries give the address at once, and the block then has the size of the
+    one it replaces, which keeps the heap from fragmenting. Otherwise one page more is allocated and the start shifted: the
+    buffer is a slice, and ``buffer.storage_offset()`` is the shift.
     """
+    exact = torch.empty(nbytes, dtype=torch.uint8)
+    if (phase - exact.data_ptr()) % PAGE == 0:
+        return exact
+    del exact
     raw = torch.empty(nbytes + PAGE, dtype=torch.uint8)
     shift = (phase - raw.data_ptr()) % PAGE
     return raw[shift : shift + nbytes]

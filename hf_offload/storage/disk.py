@@ -13,7 +13,6 @@ import errno
 import functools
 import itertools
 import os
-import threading
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -23,21 +22,10 @@ from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk_io import DataFile
-from hf_offload.storage.extents import Extents
 from hf_offload.storage.forking import Gate, guard
+from hf_offload.storage.placement import DiskRoom, Piece
 from hf_offload.storage.queued import QueuedSlot, QueuedTier, Transfer, memory
 from hf_offload.storage.tier import Slot
-
-_GROW_BYTES = 256 << 20
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
-    """A range of one file."""
-
-    file: int
-    offset: int
-    nbytes: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -66,7 +54,7 @@ class _Chunk:
 class DiskSlot(QueuedSlot):
     """Room in one or several files."""
 
-    pieces: tuple[_Piece, ...] = ()
+    pieces: tuple[Piece, ...] = ()
     place: str = ""
     image: _Image | None = None
     prepaid: bool = True  # its next write is already counted against max_write_bytes
@@ -81,8 +69,9 @@ class DiskTier(QueuedTier):
 
     Args:
         directories: One local directory, or several, best on different drives.
-        budget_bytes: Most bytes of disk occupied at any time, over all directories, free slots included. Default: the
-        disk. max_write_bytes: Most bytes written in the tier's life; then :meth:`reserve` raises ``TierFullError``.
+        budget_bytes: Most bytes of disk occupied at any time, over all directories, free slots included.
+            Default: as much as the disk has.
+        max_write_bytes: Most bytes written in the tier's life; then :meth:`reserve` raises ``TierFullError``.
         chunk_bytes: Size of one system call. Large slots are cut so that several threads work on them.
         write_threads, read_threads: Threads per directory in each direction.
         direct: False forbids O_DIRECT. Default: used wherever a probe shows that it works.
@@ -120,15 +109,12 @@ class DiskTier(QueuedTier):
             raise
         super().__init__("disk", write_threads=write_threads * len(paths), read_threads=read_threads * len(paths))
         weakref.finalize(self, _close_files, self._files, os.getpid()).atexit = False
-        self.budget_bytes = budget_bytes
         self.max_write_bytes = max_write_bytes
         self.checksum = checksum
         granule = max(self.block_bytes, 4096)
         self.chunk_bytes = max(chunk_bytes // granule, 1) * granule
-        self._extents = [Extents(granule_bytes=granule) for _ in paths]
+        self._room = DiskRoom(self._files, granule, self.chunk_bytes, budget_bytes)
         self._paid_bytes = 0
-        self._next_file = itertools.cycle(range(len(paths)))
-        self._reserving = threading.Lock()  # growing a file may take a while, and free() must not wait for that
         self.gate = Gate()
         guard(self)
 
@@ -140,7 +126,7 @@ class DiskTier(QueuedTier):
     @property
     def occupied_bytes(self) -> int:
         """Disk space the files take, freed slots and reserves included."""
-        return sum(extents.capacity_bytes for extents in self._extents)
+        return self._room.occupied_bytes
 
     def phase(self, slot: Slot) -> int:
         assert isinstance(slot, DiskSlot)
@@ -151,132 +137,36 @@ class DiskTier(QueuedTier):
 
     def reserve(self, nbytes: int) -> DiskSlot:
         self._check_usable("reserve")
-        room = self._extents[0].round_up(nbytes)
-        with self._reserving:
+        room = self._room.round_up(nbytes)
+        with self._lock:
+            self._check_usable("reserve")
+            self._pay(nbytes)
+        try:
+            pieces = self._room.place(room)
+        except BaseException:
             with self._lock:
-                self._check_usable("reserve")
-                if self.max_write_bytes is not None and self._paid_bytes + nbytes > self.max_write_bytes:
-                    raise TierFullError(
-                        f"No more disk writes: {format_bytes(self._paid_bytes)} of max_write_bytes="
-                        f"{format_bytes(self.max_write_bytes)} are spent and {format_bytes(nbytes)} are asked for. "
-                        "Raise it, or "
-                        "let the tensor stay in memory."
-                    )
-            pieces = self._place(room)
-            with self._lock:
-                self._paid_bytes += nbytes
-                self.stats.reserve(room)
+                self._paid_bytes -= nbytes
+            raise
+        self.stats.reserve(room)
         place = (
             ", ".join(f"{self._files[piece.file]} at offset {piece.offset}" for piece in pieces[:4]) or "an empty slot"
         )
         return DiskSlot(nbytes, room_bytes=room, pieces=tuple(pieces), place=place)
 
-    def _place(self, room: int) -> list[_Piece]:
-        """Find room: striped if large, in one file if small, and in as many pieces as it takes if there is no other
-        way.
-        """
-        if room == 0:
-            return []
-        count = len(self._files)
-        if count > 1 and room >= count * self.chunk_bytes:
-            chunks = -(-room // self.chunk_bytes)
-            ends = [min(room, -(-chunks * (file + 1) // count) * self.chunk_bytes) for file in range(count)]
-            sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-            striped: list[_Piece] = []
-            for file, size in enumerate(sizes):
-                piece = self._take(file, size) or self._grow_and_take(file, size)[0]
-                if piece is None:
-                    self._give(striped)
-                    break
-                striped.append(piece)
-            else:
-                return striped
-        first = next(self._next_file)
-        order = [(first + step) % count for step in range(count)]
-        refusals = []
-        for file in order:
-            piece = self._take(file, room)
-            if piece is None:
-                piece, refusal = self._grow_and_take(file, room)
-                refusals.append(refusal)
-            if piece is not None:
-                return [piece]
-        return self._scatter(order, room, refusals)
-
-    def _take(self, file: int, nbytes: int) -> _Piece | None:
-        with self._lock:
-            offset = self._extents[file].take(nbytes)
-        return None if offset is None else _Piece(file, offset, nbytes)
-
-    def _grow_and_take(self, file: int, nbytes: int) -> tuple[_Piece | None, str]:
-        """Enlarge the file by a generous step, or else by just enough; else None and the limit that was met."""
-        with self._lock:
-            extents = self._extents[file]
-            needed = max(nbytes - extents.free_at_end_bytes, 0)
-            allowed = None if self.budget_bytes is None else self.budget_bytes - self.occupied_bytes
-        granule = extents.granule_bytes
-        if allowed is not None and needed > allowed:
-            return None, f"the budget of {format_bytes(self.budget_bytes or 0)}"
-        step = max(needed, _GROW_BYTES // granule * granule)
-        if allowed is not None:
-            step = max(min(step, allowed // granule * granule), needed)
-        refusal = ""
-        for size in dict.fromkeys((step, needed)):
-            try:
-                self._files[file].grow(size) if size else None
-            except OSError as error:
-                refusal = f"the disk under {self._files[file].directory}: {error.strerror}"
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise StorageError(
-                        f"Enlarging {self._files[file]} by {format_bytes(size)} failed: {error.strerror} (errno "
-                        f"{error.errno}). "
-                        "Check the drive, or name another directory."
-                    ) from error
-                continue
-            with self._lock:
-                if size:
-                    extents.grow(size)
-                offset = extents.take(nbytes)
-            if offset is not None:
-                return _Piece(file, offset, nbytes), ""
-        return None, refusal
-
-    def _scatter(self, order: list[int], room: int, refusals: list[str]) -> list[_Piece]:
-        """Fill what lies free between other slots, so that the budget can be used to the last block."""
-        pieces: list[_Piece] = []
-        left = room
-        for may_grow in (False, True):
-            for file in order:
-                if may_grow and left:
-                    size = left if self.budget_bytes is None else min(left, self.budget_bytes - self.occupied_bytes)
-                    size = size // self._extents[file].granule_bytes * self._extents[file].granule_bytes
-                    piece = self._grow_and_take(file, size)[0] if size > 0 else None
-                    found = [] if piece is None else [(piece.offset, piece.nbytes)]
-                else:
-                    with self._lock:
-                        found = self._extents[file].take_pieces(left)
-                pieces += [_Piece(file, offset, size) for offset, size in found]
-                left -= sum(size for _, size in found)
-        if not left:
-            return pieces
-        self._give(pieces)
-        raise TierFullError(
-            f"No room for {format_bytes(room)} on disk: {format_bytes(self.stats.used_bytes)} are in use, and what "
-            "stands in the "
-            f"way is {' and '.join(dict.fromkeys(filter(None, refusals)))}. Raise disk_budget, free disk space, add a "
-            "directory, "
-            "or let the tensor stay in memory."
-        )
-
-    def _give(self, pieces: Sequence[_Piece]) -> None:
-        with self._lock:
-            for piece in pieces:
-                self._extents[piece.file].give(piece.offset, piece.nbytes)
+    def _pay(self, nbytes: int) -> None:
+        """Count a write before it happens, against what the drive may be worn by. Called under the lock."""
+        if self.max_write_bytes is not None and self._paid_bytes + nbytes > self.max_write_bytes:
+            raise TierFullError(
+                f"No more disk writes: of max_write_bytes={format_bytes(self.max_write_bytes)}, "
+                f"{format_bytes(self._paid_bytes)} are spent and {format_bytes(nbytes)} are asked for. Raise it, or "
+                "let the "
+                "tensor stay in memory."
+            )
+        self._paid_bytes += nbytes
 
     def _give_back(self, slot: QueuedSlot) -> None:
         assert isinstance(slot, DiskSlot)
-        for piece in slot.pieces:
-            self._extents[piece.file].give(piece.offset, piece.nbytes)
+        self._room.give(slot.pieces)
         self.stats.release(slot.room_bytes)
         slot.image = None
         if slot.prepaid:
@@ -289,11 +179,7 @@ class DiskTier(QueuedTier):
         assert isinstance(slot, DiskSlot)
         if transfer.kind == "write":
             if not slot.prepaid:
-                if self.max_write_bytes is not None and self._paid_bytes + slot.nbytes > self.max_write_bytes:
-                    raise TierFullError(
-                        f"No more disk writes: max_write_bytes={format_bytes(self.max_write_bytes)} is spent."
-                    )
-                self._paid_bytes += slot.nbytes
+                self._pay(slot.nbytes)
             slot.prepaid = False
             transfer.payload = self._cut(transfer.address, slot.nbytes)
         else:

@@ -12,62 +12,15 @@ from hf_offload.errors import OffloadConfigError
 logger = logging.getLogger(__name__)
 
 # Activations would cross the network, and an unlinked file of another host's server is not ours alone.
-NETWORK_FILE_SYSTEMS = frozenset(
-    # fmt: off
-    {
-        "nfs",
-        "nfs3",
-        "nfs4",
-        "cifs",
-        "smb",
-        "smb2",
-        "smb3",
-        "smbfs",
-        "ncpfs",
-        "afs",
-        "openafs",
-        "auristorfs",
-        "coda",
-        "ceph",
-        "lustre",
-        "gpfs",
-        "mmfs",
-        "panfs",
-        "beegfs",
-        "orangefs",
-        "pvfs2",
-        "glusterfs",
-        "ocfs2",
-        "gfs2",
-        "9p",
-        "wekafs",
-        "quobyte",
-        "fuse.sshfs",
-        "fuse.glusterfs",
-        "fuse.ceph",
-        "fuse.ceph-fuse",
-        "fuse.s3fs",
-        "fuse.goofys",
-        "fuse.gcsfuse",
-        "fuse.gcsfs",
-        "fuse.mount-s3",
-        "fuse.mountpoint-s3",
-        "fuse.rclone",
-        "fuse.blobfuse",
-        "fuse.blobfuse2",
-        "fuse.juicefs",
-        "fuse.davfs",
-        "fuse.davfs2",
-        "davfs",
-        "fuse.curlftpfs",
-        "fuse.moosefs",
-        "fuse.seaweedfs",
-        "fuse.beegfs",
-        "fuse.quobyte",
-        "fuse.alluxio-fuse",
-    }
-    # fmt: on
-)
+_NETWORK = """
+    nfs nfs3 nfs4 cifs smb smb2 smb3 smbfs ncpfs afs openafs auristorfs coda ceph lustre gpfs mmfs panfs beegfs
+    orangefs pvfs2 glusterfs ocfs2 gfs2 9p wekafs quobyte davfs
+"""
+_NETWORK_THROUGH_FUSE = """
+    sshfs glusterfs ceph ceph-fuse s3fs goofys gcsfuse gcsfs mount-s3 mountpoint-s3 rclone blobfuse blobfuse2
+    juicefs davfs davfs2 curlftpfs moosefs seaweedfs beegfs quobyte alluxio-fuse
+"""
+NETWORK_FILE_SYSTEMS = frozenset(_NETWORK.split()) | {f"fuse.{name}" for name in _NETWORK_THROUGH_FUSE.split()}
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
 
 

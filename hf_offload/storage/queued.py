@@ -100,6 +100,11 @@ class Transfer:
 
     def _when_cancelled(self, future: "Future[None]") -> None:
         if future.cancelled():
+            with self._lock:
+                if self._state == "queued":
+                    # Now rather than when a worker comes by: concurrent.futures.wait() waits for this notice.
+                    self._state = "cancelled"
+                    future.set_running_or_notify_cancel()
             self.buffer = None
             self.tier._ended(self, "cancelled")
 

@@ -91,8 +91,13 @@ class RamTier(QueuedTier):
         return slot
 
     def host_view(self, slot: Slot) -> torch.Tensor | None:
-        """The slot's memory. Whoever writes into it fills the slot; it is valid until :meth:`free`."""
+        """The slot's memory. Whoever writes into it fills the slot; it is valid until :meth:`free`.
+
+        None with ``checksum``, which only :meth:`write` and :meth:`read` can compare.
+        """
         assert isinstance(slot, RamSlot)
+        if self.checksum:
+            return None
         if slot.arena is None:
             return torch.empty(0, dtype=torch.uint8)
         slot.filled = True

@@ -67,12 +67,13 @@ def stdlib_files(max_bytes: int | None = None) -> list[Path]:
 def load_text(data: DataRecipe, cache_dir: Path) -> "Dataset | IterableDataset":
     """The recipe's documents, one a row, the text in ``data.text_column``."""
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
     where: dict[str, Any] = {"streaming": data.streaming, "cache_dir": str(cache_dir)}
     if isinstance(data.hub, HubData):
         try:
             dataset = load_dataset(data.hub.name, data.hub.config, split=data.hub.split, **where)
-        except (OSError, ValueError) as error:
+        except (DatasetsError, OSError, ValueError) as error:
             raise OffloadConfigError(f"data.hub: {data.hub.name} cannot be loaded: {error}") from error
     else:
         files = _files(data)
@@ -84,14 +85,19 @@ def load_text(data: DataRecipe, cache_dir: Path) -> "Dataset | IterableDataset":
             where |= {"sample_by": "document", "encoding_errors": "replace"}
         try:
             dataset = load_dataset(reader, data_files=[str(path) for path in files], split="train", **where)
-        except (OSError, ValueError) as error:
-            raise OffloadConfigError(f"data.files cannot be read as {reader}: {error}") from error
-    columns = dataset.column_names
-    if columns is not None and data.text_column not in columns:
+        except (DatasetsError, OSError, ValueError) as error:
+            raise OffloadConfigError(f"data.files cannot be read as {reader}: {error.__cause__ or error}") from error
+    columns = column_names(dataset)
+    if data.text_column not in columns:
         raise OffloadConfigError(
             f"data.text_column={data.text_column!r}: the data has no such column. It has: {', '.join(columns)}."
         )
     return dataset
+
+
+def column_names(dataset: "Dataset | IterableDataset") -> list[str]:
+    """The dataset's columns; those of a stream may be known only from its first row."""
+    return dataset.column_names or list(next(iter(dataset), {}))
 
 
 def build_tokenizer(data: DataRecipe, model_name: str | None, cache_dir: Path) -> "PreTrainedTokenizerBase":
@@ -124,7 +130,7 @@ def load_blocks(data: DataRecipe, tokenizer: "PreTrainedTokenizerBase", cache_di
         _pack,
         batched=True,
         batch_size=DOCUMENTS_PER_BATCH,
-        remove_columns=text.column_names,
+        remove_columns=column_names(text),
         fn_kwargs={"tokenizer": tokenizer, "column": data.text_column, "length": data.sequence_length},
     )
     if not data.streaming and len(blocks) == 0:
@@ -191,7 +197,7 @@ def _train_bpe(data: DataRecipe, cache_dir: Path) -> "PreTrainedTokenizerBase":
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=data.train_bpe,
+        vocab_size=data.train_bpe or 0,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -50,6 +50,13 @@ class TrainingReport:
         """Most memory used above the level before the first step."""
         return None if self.memory is None else self.memory["peak_bytes"] - self.memory["baseline_bytes"]
 
+    @property
+    def peak_in_use_over_baseline_bytes(self) -> int | None:
+        """The same for bytes in use; ``None`` where the allocator does not tell."""
+        if self.memory is None or self.memory.get("peak_in_use_bytes") is None:
+            return None
+        return self.memory["peak_in_use_bytes"] - self.memory["baseline_in_use_bytes"]
+
     def write(self, path: Path) -> None:
         """Write the report as JSON; the file is complete or not there."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -80,7 +80,7 @@ def run_recipe(recipe: Recipe, *, report: Path | None = None) -> TrainingReport:
         if meter is not None:
             meter.stop()
 
-    losses = [sum(loss.double().item() for loss in micro) for micro in step_losses]
+    losses = [float(sum(loss.double().item() for loss in micro)) for micro in step_losses]
     callback = next((cb for cb in trainer.callback_handler.callbacks if isinstance(cb, OffloadCallback)), None)
     stats = callback.stats if callback is not None else None
     result = TrainingReport(
@@ -162,11 +162,11 @@ def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> torch.n
             values.setdefault("vocab_size", recipe.data.train_bpe or len(tokenizer))
             for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 values.setdefault(token, getattr(tokenizer, token))
-            config = AutoConfig.for_model(model.architecture, **values)
+            config = AutoConfig.for_model(str(model.architecture), **values)
             built = AutoModelForCausalLM.from_config(config, **options)
     except (OSError, TypeError, ValueError, ImportError) as error:
         raise OffloadConfigError(f"{recipe.name}, section model: {error}") from error
-    rows = built.get_input_embeddings().weight.shape[0]
+    rows = cast(torch.Tensor, built.get_input_embeddings().weight).shape[0]
     if len(tokenizer) > rows:
         raise OffloadConfigError(
             f"The tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {rows}: raise "

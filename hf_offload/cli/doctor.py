@@ -1,0 +1,85 @@
+"""``hf-offload doctor``."""
+
+import dataclasses
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from hf_offload.cli.console import EXIT_PROBLEM, messages, output
+from hf_offload.errors import OffloadError
+from hf_offload.settings.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from hf_offload.plan.machine import Machine, Rate
+
+# Everything that reaches beyond the objects a run creates. New ones belong in this list.
+EFFECTS = (
+    "CPU, while a run starts: mallopt() keeps freed memory in glibc's heap; a preloaded allocator is left alone",
+    "disk tier, on first use: one os.register_at_fork() handler, so that no direct read runs during a fork",
+    "Trainer with offloading active: the name hf_offload is added to report_to of its own arguments",
+    "commands train and bench on a CPU: the process may start itself again with a better allocator",
+)
+
+
+def doctor(
+    directory: Annotated[
+        list[Path] | None, typer.Option("--directory", "-d", help="Where offload files would go; may be repeated.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    measure: Annotated[bool, typer.Option(help="Write and read 256 MiB in each directory to measure it.")] = True,
+) -> None:
+    """Show what this machine offers to offloading: memory, drives, direct I/O, versions."""
+    from hf_offload.plan.machine import SAMPLE_BYTES, probe_machine  # slow: it loads torch
+
+    try:
+        machine = probe_machine(directory or [Path.cwd()], sample_bytes=SAMPLE_BYTES if measure else 0)
+    except OffloadError as error:
+        messages().print(f"[bold red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_PROBLEM) from error
+    if json:
+        facts = dataclasses.asdict(machine) | {"process_wide_effects": list(EFFECTS)}
+        typer.echo(json_format.dumps(facts, indent=2, default=str))
+        return
+    _show(machine)
+
+
+def _show(machine: "Machine") -> None:
+    device = machine.device
+    table = Table(title="This machine", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    free = f"{_size(device.free_bytes)} of {_size(device.total_bytes)} free"
+    table.add_row("device", escape(f"{device.name} ({device.type}): {free}"))
+    available = f"{_size(machine.ram_available_bytes)} of {_size(machine.ram_total_bytes)} available"
+    table.add_row("RAM", f"{available}, {machine.cpu_count} CPU cores")
+    for drive in machine.drives:
+        way = "direct I/O" if drive.direct_io.usable else "through the page cache"
+        lines = (
+            f"{drive.file_system}, {_size(drive.free_bytes)} free",
+            f"write {_rate(drive.write)}, read {_rate(drive.read)}",
+            f"{way}: {drive.direct_io.reason}",
+        )
+        table.add_row(escape(str(drive.directory)), escape("\n".join(lines)))
+    answer = "yes" if machine.gpu_direct.usable else "no"
+    table.add_row("GPUDirect", escape(f"{answer}: {machine.gpu_direct.reason}"))
+    allocator = machine.allocator
+    settings = [f"{name}={value}" for name, value in allocator.environment.items()]
+    huge_pages = f"transparent huge pages {allocator.transparent_huge_pages}"
+    table.add_row("CPU allocator", escape(", ".join([allocator.name, huge_pages, *settings])))
+    table.add_row("versions", ", ".join(f"{name} {version or '-'}" for name, version in machine.versions.items()))
+    table.add_row("process-wide effects of a run", "\n".join(EFFECTS))
+    output().print(table, highlight=False)
+
+
+def _size(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else format_bytes(nbytes)
+
+
+def _rate(rate: "Rate") -> str:
+    if rate.bytes_per_s is None:
+        return f"unknown ({rate.reason})"
+    return f"{format_bytes(rate.bytes_per_s)}/s ({rate.source})"

@@ -1,0 +1,220 @@
+"""What the machine is and how fast its drives are, each figure with how it was found."""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hf_offload.reports.allocators import current_allocator
+from hf_offload.storage.buffers import empty_at_phase
+from hf_offload.storage.disk import DiskTier
+from hf_offload.storage.disk_io import DirectIo
+from hf_offload.storage.file_systems import check_directory, free_disk_bytes
+
+PACKAGES = (
+    "hf-offload",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "trl",
+    "bitsandbytes",
+    "safetensors",
+)
+
+SAMPLE_BYTES = 256 << 20
+_BUFFER_BYTES = 32 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """A bandwidth and where it comes from: ``"measured"`` or ``"unknown"``, the latter with the reason."""
+
+    bytes_per_s: float | None
+    source: str
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceFacts:
+    """The device that trains. ``free_bytes`` is what other processes and this one leave now."""
+
+    name: str
+    type: str
+    total_bytes: int | None
+    free_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class DriveFacts:
+    """A directory that may hold offload files."""
+
+    directory: Path
+    file_system: str
+    free_bytes: int
+    direct_io: DirectIo
+    write: Rate
+    read: Rate
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuDirectFacts:
+    """Whether files can be read into device memory without a stop in RAM."""
+
+    usable: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class AllocatorFacts:
+    """The CPU allocator of this process: it decides how much of the memory that a tensor frees really goes."""
+
+    name: str
+    environment: dict[str, str]
+    transparent_huge_pages: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Everything ``hf-offload doctor`` shows and the planner starts from."""
+
+    device: DeviceFacts
+    cpu_count: int
+    ram_total_bytes: int | None
+    ram_available_bytes: int | None
+    drives: tuple[DriveFacts, ...]
+    gpu_direct: GpuDirectFacts
+    allocator: AllocatorFacts
+    versions: dict[str, str | None]
+
+
+def probe_machine(directories: Sequence[str | os.PathLike[str]] = (), *, sample_bytes: int = SAMPLE_BYTES) -> Machine:
+    """Look at the machine; write and read ``sample_bytes`` in each directory (0: do not measure).
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used.
+    """
+    for directory in directories:  # all of them before the first is measured
+        check_directory(directory)
+    ram_total, ram_available = _ram()
+    return Machine(
+        device=_device(ram_total, ram_available),
+        cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        ram_total_bytes=ram_total,
+        ram_available_bytes=ram_available,
+        drives=tuple(_drive(Path(directory), sample_bytes) for directory in directories),
+        gpu_direct=_gpu_direct(),
+        allocator=_allocator(),
+        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+    )
+
+
+def _device(ram_total: int | None, ram_available: int | None) -> DeviceFacts:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is not None and found.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return DeviceFacts(torch.cuda.get_device_name(), "cuda", total, free)
+    if found is not None:
+        return DeviceFacts(str(found), found.type, None, None)
+    return DeviceFacts(_cpu_name(), "cpu", ram_total, ram_available)
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _ram() -> tuple[int | None, int | None]:
+    """Total and available bytes, a container's limit taken into account."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None, None
+    fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    total, available = fields["MemTotal"], fields.get("MemAvailable", fields["MemFree"])
+    for limit_file, used_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+            limit, used = int(Path(limit_file).read_text()), int(Path(used_file).read_text())
+            total, available = min(total, limit), min(available, max(limit - used, 0))
+    return total, available
+
+
+def _drive(directory: Path, sample_bytes: int) -> DriveFacts:
+    with contextlib.closing(DiskTier(directory)) as tier:
+        file = tier.files[0]
+        free = free_disk_bytes([directory])
+        write, read = _measure(tier, sample_bytes, free)
+        return DriveFacts(directory, file.file_system, free, file.direct, write, read)
+
+
+def _measure(tier: DiskTier, sample_bytes: int, free_bytes: int) -> tuple[Rate, Rate]:
+    """Write and read the sample through the tier's own path: same threads, chunks and alignment as in a run."""
+    if sample_bytes <= 0:
+        unknown = Rate(None, "unknown", "not measured")
+        return unknown, unknown
+    if free_bytes < 4 * sample_bytes:
+        unknown = Rate(None, "unknown", f"only {free_bytes} bytes are free")
+        return unknown, unknown
+    count = max(sample_bytes // _BUFFER_BYTES, 1)
+    size = sample_bytes // count
+    # Written to beforehand, so that page faults are not counted as the drive's; not zeros, which some drives compress.
+    buffers = [empty_at_phase(size, 64).random_(0, 256) for _ in range(count)]
+    slots = [tier.reserve(size) for _ in buffers]
+    rates = []
+    for move in (tier.write, tier.read):
+        start = time.perf_counter()
+        futures = [move(slot, buffer) for slot, buffer in zip(slots, buffers, strict=True)]
+        for future in futures:
+            future.result()
+        rates.append(Rate(count * size / (time.perf_counter() - start), "measured"))
+    return rates[0], rates[1]
+
+
+def _gpu_direct() -> GpuDirectFacts:
+    if not torch.cuda.is_available():
+        return GpuDirectFacts(False, "there is no CUDA device")
+    try:
+        cufile = importlib.import_module("cuda.bindings.cufile")
+    except ImportError as error:
+        return GpuDirectFacts(False, f"the cuFile bindings are missing ({error}): install cuda-bindings")
+    if not Path("/proc/driver/nvidia-fs").exists():
+        reason = "the kernel module nvidia-fs is not loaded: cuFile would copy through RAM all the same"
+        return GpuDirectFacts(False, reason)
+    try:
+        cufile.driver_open()
+    except Exception as error:  # the bindings raise types of their own, which differ between versions
+        return GpuDirectFacts(False, f"cuFile does not start: {error}")
+    cufile.driver_close()
+    return GpuDirectFacts(True, "nvidia-fs is loaded and cuFile starts")
+
+
+def _allocator() -> AllocatorFacts:
+    names = ("LD_PRELOAD", "THP_MEM_ALLOC_ENABLE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environment = {
+        name: value for name, value in sorted(os.environ.items()) if name in names or name.startswith("MALLOC_")
+    }
+    huge_pages = "unknown"
+    with contextlib.suppress(OSError):
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        huge_pages = text.partition("[")[2].partition("]")[0] or "unknown"
+    return AllocatorFacts(current_allocator(), environment, huge_pages)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,58 @@
+"""Nothing here may reach a network or depend on how many cores a machine has."""
+
+import os
+from pathlib import Path
+
+# Before transformers and datasets are imported: they read these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ.pop("HF_OFFLOAD_DISABLE", None)
+# Processes that tests start find the package, and from any directory the same one.
+_ROOT = str(Path(__file__).resolve().parent.parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
+
+import pytest
+import torch
+import transformers  # noqa: F401  its log handler keeps the stderr of its import, which must outlive a single test
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+TINY_RECIPE = """
+model:
+  architecture: gpt2
+  config: {n_layer: 2, n_embd: 64, n_head: 2, n_positions: 64, attn_pdrop: 0.1}
+data:
+  files: [text.txt]
+  tokenizer: {train_bpe: 300}
+  sequence_length: 32
+training:
+  output_dir: out
+  seed: 7
+  max_steps: 4
+  per_device_train_batch_size: 2
+  learning_rate: 1e-3
+  save_strategy: no
+  disable_tqdm: true
+"""
+
+
+@pytest.fixture
+def tiny_recipe(tmp_path, monkeypatch):
+    """A recipe that trains in a second, in an empty current directory; everything it writes stays there."""
+    monkeypatch.chdir(tmp_path)
+    words = ["offload", "saved", "tensor", "gradient", "exact", "disk", "memory", "step", "block", "layer"]
+    text = "\n".join(" ".join(words[(i * j) % 10] for j in range(1, 12)) for i in range(200))
+    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "tier").mkdir()
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY_RECIPE)
+    return path

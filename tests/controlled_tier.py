@@ -1,0 +1,171 @@
+"""A tier that does what a test tells it to, and an engine on top of it."""
+
+import threading
+from concurrent.futures import Future
+
+import torch
+from torch import nn
+
+from hf_offload.engine.device import CpuDevice, Device
+from hf_offload.engine.hooks import Engine
+from hf_offload.errors import StorageError, TierFullError
+from hf_offload.plan.plan import Plan
+from hf_offload.storage.buffers import PAGE
+from hf_offload.storage.tier import Slot, Tier, TierStats
+from hf_offload.storage.workers import WorkerPool
+
+
+class MemorySlot(Slot):
+    """A slot whose bytes lie in a clone; slots hash by identity."""
+
+    __slots__ = ("bytes", "freed", "phase")
+
+
+class ControlledTier(Tier):
+    """Keeps clones. Close a gate and transfers of that kind wait before their first byte; set a failure and they fail."""
+
+    name = "test"
+
+    def __init__(self, room_bytes: int = 1 << 40):
+        self.stats = TierStats()
+        self.room_bytes = room_bytes
+        self.write_gate = threading.Event()
+        self.read_gate = threading.Event()
+        self.write_gate.set()
+        self.read_gate.set()
+        self.fail_writes = False
+        self.fail_reads = False
+        self.live: set[MemorySlot] = set()
+        self.started: list[str] = []
+        self.writes_begun = threading.Semaphore(0)
+        self._pools = {"write": WorkerPool("test-write", 1), "read": WorkerPool("test-read", 2)}
+
+    def reserve(self, nbytes: int) -> MemorySlot:
+        if self.stats.used_bytes + nbytes > self.room_bytes:
+            raise TierFullError("the test's tier is full")
+        slot = MemorySlot(nbytes)
+        slot.bytes, slot.freed, slot.phase = None, False, 0
+        self.live.add(slot)
+        self.stats.reserve(nbytes)
+        return slot
+
+    def write(self, slot: MemorySlot, buffer: torch.Tensor) -> "Future[None]":
+        slot.phase = buffer.data_ptr() % PAGE
+        future: Future[None] = Future()
+        box = [buffer]
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                box.clear()
+                return
+            self.writes_begun.release()
+            self.write_gate.wait()
+            if self.fail_writes:
+                box.clear()
+                future.set_exception(StorageError("/test/file at offset 0: No space left on device"))
+                return
+            self.stats.begin("write")
+            slot.bytes = box.pop().clone()
+            self.stats.end("write", slot.nbytes)
+            future.set_result(None)
+
+        self._pools["write"].submit(work)
+        return future
+
+    def read(self, slot: MemorySlot, into: torch.Tensor, urgent: bool = False) -> "Future[None]":
+        assert not slot.freed, "read of a freed slot"
+        self.started.append("urgent" if urgent else "ahead")
+        future: Future[None] = Future()
+        box = [into]
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                box.clear()
+                return
+            self.read_gate.wait()
+            if self.fail_reads:
+                box.clear()
+                future.set_exception(StorageError("/test/file at offset 4096: Input/output error"))
+                return
+            self.stats.begin("read")
+            box.pop().copy_(slot.bytes)
+            self.stats.end("read", slot.nbytes)
+            future.set_result(None)
+
+        self._pools["read"].submit(work, urgent=urgent)
+        return future
+
+    def phase(self, slot: MemorySlot) -> int:
+        return slot.phase
+
+    def free(self, slot: MemorySlot) -> None:
+        if not slot.freed:
+            slot.freed = True
+            self.live.discard(slot)
+            self.stats.release(slot.nbytes)
+
+    def close(self) -> None:
+        self.write_gate.set()
+        self.read_gate.set()
+        for pool in self._pools.values():
+            pool.close()
+
+
+class Rig:
+    """An engine over a controlled tier; ``with rig:`` enters its hooks."""
+
+    def __init__(
+        self,
+        tier: ControlledTier | None = None,
+        model: nn.Module | None = None,
+        *,
+        min_bytes: int = 0,
+        keep_units: frozenset[str] = frozenset(),
+        read_ahead_bytes: int | None = None,
+        write_behind_bytes: int = 1 << 40,
+        device: Device | None = None,
+    ):
+        self.tier = tier or ControlledTier()
+        plan = Plan(
+            tier="ssd",
+            keep_units=keep_units,
+            min_offload_bytes=min_bytes,
+            read_ahead_bytes=read_ahead_bytes,
+            write_behind_bytes=write_behind_bytes,
+            reason="a test",
+        )
+        self.engine = Engine(model or nn.Identity(), plan, device or CpuDevice(), self.tier)
+        self.transfer = self.engine.transfer
+
+    def __enter__(self) -> "Rig":
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.engine.pack, self.engine.unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._hooks.__exit__(*exc)
+
+    @property
+    def stats(self):
+        return self.engine.stats.total
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way out, so that the records' memory is really gone."""
+        for future in list(self.transfer._writes_in_flight):
+            if not future.cancelled():
+                future.exception(timeout=20)
+        self._pool_idle()
+
+    def _pool_idle(self) -> None:
+        done = threading.Event()
+        self.tier._pools["write"].submit(done.set)
+        assert done.wait(20)
+
+    def assert_nothing_left(self) -> None:
+        """No record, no slot, no byte is left behind."""
+        self.settle()
+        self.transfer.reap()
+        assert self.transfer.live_records == 0
+        assert not self.tier.live
+        assert self.transfer.resident_bytes == 0
+        assert self.transfer.ahead_bytes == 0

@@ -1,0 +1,135 @@
+"""Device memory, pinned ring, tier: the accelerator's path, on a simulated device that runs copies as late as it may."""
+
+import gc
+
+import pytest
+import torch
+from controlled_tier import ControlledTier, Rig
+from simulated_device import SimulatedDevice
+from torch import nn
+
+from hf_offload.engine import movers
+from hf_offload.storage.ram import RamTier
+
+SEEDS = range(4)
+
+
+@pytest.fixture(autouse=True)
+def unpinned(monkeypatch):
+    """Pinned memory needs a driver; the ring's logic does not."""
+    original = movers.PinnedRing.__init__
+    monkeypatch.setattr(movers.PinnedRing, "__init__", lambda ring, capacity, pinned: original(ring, capacity, False))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32)) for _ in range(5)]
+    return nn.Sequential(*blocks)
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+TIERS = {"disk": ControlledTier, "ram": RamTier, "ram, checked": lambda: RamTier(checksum=True)}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", TIERS)
+def test_gradients_are_exact_in_every_order_of_copies(kind, seed):
+    model = network()
+    x = torch.randn(16, 32)
+    model(x).square().sum().backward()
+    expected = gradients(model, x)
+    device = SimulatedDevice(seed)
+    rig = Rig(TIERS[kind](), model, device=device)
+    for _ in range(3):
+        model.zero_grad()
+        with rig:
+            y = model(x).square().sum()
+        y.backward()
+        assert all(torch.equal(one, other) for one, other in zip(gradients(model, x), expected, strict=True))
+        del y
+    assert not device.faults
+    assert device.copies > 0
+    assert rig.stats.loaded_bytes > 0
+    rig.transfer.reap()
+    assert rig.transfer.live_records == 0
+    assert rig.transfer.resident_bytes == 0
+    rig.engine.close()
+    assert not device.faults
+
+
+class Stumble(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", TIERS)
+def test_copies_that_backward_never_used_disturb_nothing(kind, seed):
+    model = network()
+    x = torch.randn(16, 32)
+    model(x).square().sum().backward()
+    expected = gradients(model, x)
+    device = SimulatedDevice(seed)
+    rig = Rig(TIERS[kind](), model, device=device, read_ahead_bytes=1 << 20)
+    for _ in range(3):
+        with rig:
+            y = model[4](Stumble.apply(model[:4](x))).square().sum()
+        with pytest.raises(ZeroDivisionError):
+            y.backward()  # what is below has been read ahead by now
+        del y
+        gc.collect()
+        model.zero_grad()
+        with rig:
+            y = model(x).square().sum()
+        y.backward()
+        assert all(torch.equal(one, other) for one, other in zip(gradients(model, x), expected, strict=True))
+        del y
+    assert not device.faults
+
+
+def test_source_memory_is_given_back_during_forward():
+    rig = Rig(ControlledTier(), device=SimulatedDevice(0))
+    x = torch.randn(64, 64, requires_grad=True)
+    one = x.nbytes
+    with rig:
+        h = x
+        for _ in range(30):
+            h = h.sin()
+        del h
+    assert rig.stats.peak_resident_bytes <= 5 * one
+
+
+def test_a_failed_write_is_served_from_the_staging_copy(caplog):
+    tier = ControlledTier()
+    tier.fail_writes = True
+    rig = Rig(tier, device=SimulatedDevice(0))
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = torch.autograd.grad(x.sin().cos().exp().tanh().sigmoid().sum(), x)[0]
+    with rig:
+        y = x.sin().cos().exp().tanh().sigmoid().sum()
+    assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+    assert len([record for record in caplog.records if "No space left" in record.message]) == 1
+    del y
+    gc.collect()
+    rig.transfer.reap()
+    rig.engine.close()
+
+
+def test_a_ring_smaller_than_a_tensor_still_works(monkeypatch):
+    monkeypatch.setattr("hf_offload.engine.hooks._RING_BYTES", 1000)
+    rig = Rig(ControlledTier(), device=SimulatedDevice(1))
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = torch.autograd.grad(x.sin().cos().exp().tanh().sigmoid().sum(), x)[0]
+    with rig:
+        y = x.sin().cos().exp().tanh().sigmoid().sum()
+    assert torch.equal(torch.autograd.grad(y, x)[0], expected)

@@ -1,0 +1,139 @@
+import csv
+import json
+
+import pytest
+import torch
+
+from hf_offload import OffloadConfigError
+from hf_offload.settings.recipes import DataRecipe
+from hf_offload.training.data import END_OF_TEXT, build_tokenizer, collate, load_blocks, load_text, stdlib_files
+
+TEXTS = [f"document {i} says: " + "saved tensors go to disk and come back exact. " * (i + 1) for i in range(12)]
+BPE = {"train_bpe": 280}
+
+
+def text_files(folder):
+    paths = []
+    for i, text in enumerate(TEXTS):
+        paths.append(folder / f"{i:02}.txt")
+        paths[-1].write_text(text)
+    return str(folder / "*.txt")
+
+
+def json_lines(folder):
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps({"body": text, "id": i}) + "\n" for i, text in enumerate(TEXTS)))
+    return str(path)
+
+
+def csv_table(folder):
+    path = folder / "data.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "body"])
+        writer.writerows(enumerate(TEXTS))
+    return str(path)
+
+
+def ids_of(data, tmp_path):
+    tokenizer = build_tokenizer(data, None, tmp_path / "cache")
+    return [row["input_ids"] for row in load_blocks(data, tokenizer, tmp_path / "cache")], tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "column"), [(text_files, "text"), (json_lines, "body"), (csv_table, "body")], ids=["text", "jsonl", "csv"]
+)
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "streaming"])
+def test_every_source_becomes_the_same_blocks(tmp_path, make, column, streaming):
+    data = DataRecipe(files=make(tmp_path), text_column=column, streaming=streaming, sequence_length=16, tokenizer=BPE)
+    blocks, tokenizer = ids_of(data, tmp_path)
+    # Nothing lost but the rest that fills no block, nothing padded, and the documents are in order.
+    expected = [i for text in TEXTS for i in [*tokenizer.encode(text), tokenizer.eos_token_id]]
+    assert [i for block in blocks for i in block] == expected[: len(expected) // 16 * 16]
+    assert {len(block) for block in blocks} == {16}
+    assert tokenizer.decode(expected) == END_OF_TEXT.join([*TEXTS, ""])
+
+
+def test_the_tokenizer_is_trained_once_and_again_when_the_data_changes(tmp_path, monkeypatch):
+    files = text_files(tmp_path)
+    data = DataRecipe(files=files, sequence_length=16, tokenizer=BPE)
+    first = build_tokenizer(data, None, tmp_path / "cache").get_vocab()
+    assert len(first) == 280
+    assert len(list((tmp_path / "cache").glob("tokenizer-*"))) == 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_offload.training.data._train_bpe", lambda *_: pytest.fail("trained again"))
+        assert build_tokenizer(data, None, tmp_path / "cache").get_vocab() == first
+    assert build_tokenizer(data, None, tmp_path / "other cache").get_vocab() == first
+
+    (tmp_path / "00.txt").write_text("zebras " * 500)
+    assert build_tokenizer(data, None, tmp_path / "cache").get_vocab() != first
+
+
+def test_the_standard_library_is_read_in_order_and_up_to_a_size():
+    files = stdlib_files(300_000)
+    sizes = [path.stat().st_size for path in files]
+    assert sum(sizes) >= 300_000 > sum(sizes[:-1])
+    assert files == stdlib_files(300_000)
+    everything = stdlib_files()
+    assert everything[: len(files)] == files
+    assert not [path for path in everything if {"test", "tests", "site-packages"} & set(path.parts[-4:-1])]
+
+
+def test_the_standard_library_loads(tmp_path):
+    data = DataRecipe(source="python-stdlib", max_bytes="50KB", sequence_length=32, tokenizer=BPE)
+    blocks, _ = ids_of(data, tmp_path)
+    assert len(blocks) > 100
+
+
+def test_broken_text_is_no_obstacle(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 200)
+    blocks, _ = ids_of(DataRecipe(files=str(tmp_path / "latin.txt"), sequence_length=8, tokenizer=BPE), tmp_path)
+    assert blocks
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_missing_column_is_named_with_those_there_are(tmp_path, streaming):
+    data = DataRecipe(files=json_lines(tmp_path), streaming=streaming, sequence_length=16, tokenizer=BPE)
+    with pytest.raises(OffloadConfigError, match=r"'text': the data has no such column. It has: body, id"):
+        load_text(data, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("files", "part"),
+    [
+        ("none*.txt", "there is no file 'none"),
+        (["a.txt", "b.csv"], "mixes csv and text"),
+        ("c.bin", "of no known kind"),
+        ("broken.jsonl", "cannot be read as json"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, monkeypatch, files, part):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.csv", "c.bin"):
+        (tmp_path / name).write_text("x,y\n1,2\n")
+    (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    with pytest.raises(OffloadConfigError, match=part):
+        load_text(DataRecipe(files=files, tokenizer=BPE), tmp_path / "cache")
+
+
+def test_too_little_data_is_refused(tmp_path):
+    (tmp_path / "short.txt").write_text("a few words")
+    data = DataRecipe(files=str(tmp_path / "short.txt"), sequence_length=500, tokenizer=BPE)
+    with pytest.raises(OffloadConfigError, match="shorter than one block of 500 tokens"):
+        ids_of(data, tmp_path)
+
+
+def test_an_unknown_tokenizer_is_refused(tmp_path):
+    data = DataRecipe(files="a.txt", tokenizer=str(tmp_path / "nothing"))
+    with pytest.raises(OffloadConfigError, match="cannot be loaded"):
+        build_tokenizer(data, None, tmp_path)
+
+
+def test_a_batch_has_labels_of_its_own():
+    batch = collate([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}])
+    assert set(batch) == {"input_ids", "labels"}
+    assert batch["input_ids"].shape == (2, 3)
+    assert batch["input_ids"].dtype == torch.int64
+    assert torch.equal(batch["input_ids"], batch["labels"])
+    assert batch["input_ids"].data_ptr() != batch["labels"].data_ptr()

@@ -1,0 +1,211 @@
+import errno
+import logging
+import os
+import sys
+
+import pytest
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.storage import disk_io, file_systems
+from hf_offload.storage.disk_io import DataFile, probe_direct_io
+from hf_offload.storage.file_systems import check_directory, file_system_of, free_disk_bytes, parse_mountinfo
+
+MOUNTS = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+40 27 0:50 / /home rw,relatime shared:3 - nfs4 server:/home rw,vers=4.2
+41 40 8:1 / /home/local rw,relatime shared:4 master:1 - xfs /dev/sda1 rw
+42 27 0:51 / /mnt/two\040words rw - fuse.sshfs me@host: rw
+43 27 0:52 / /mnt/over rw - ext4 /dev/sdb1 rw
+44 43 0:53 / /mnt/over rw - lustre mgs:/fs rw
+not a mount line
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "ext4"),
+        ("/tmp/x", "ext4"),
+        ("/home/ann", "nfs4"),
+        ("/home/local/scratch", "xfs"),
+        ("/homely", "ext4"),
+        ("/mnt/two words/dir", "fuse.sshfs"),
+        ("/mnt/over/dir", "lustre"),
+    ],
+)
+def test_the_innermost_mount_decides(path, kind):
+    assert file_system_of(path, MOUNTS) == kind
+
+
+def test_mountinfo_without_a_root_is_unknown():
+    assert file_system_of("/tmp", "") == "unknown"
+    assert ("/mnt/two words", "fuse.sshfs") in parse_mountinfo(MOUNTS)
+
+
+@pytest.mark.parametrize(
+    "kind", ["nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "glusterfs", "fuse.sshfs", "9p", "beegfs", "afs"]
+)
+def test_network_file_systems_are_refused_by_name(tmp_path, kind):
+    with pytest.raises(OffloadConfigError, match=rf"{tmp_path}.*network file system {kind}:.*local drive"):
+        check_directory(tmp_path, f"1 1 0:1 / / rw - {kind} server rw")
+
+
+def test_a_local_directory_is_accepted(tmp_path):
+    assert check_directory(tmp_path, MOUNTS) == "ext4"
+
+
+def test_missing_file_and_unwritable_directories_are_told_apart(tmp_path, monkeypatch):
+    with pytest.raises(OffloadConfigError, match="does not exist"):
+        check_directory(tmp_path / "none")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OffloadConfigError, match="is a file"):
+        check_directory(tmp_path / "file")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(OffloadConfigError, match="not writable"):
+        check_directory(tmp_path)
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_platforms_are_refused_by_name(tmp_path, monkeypatch, platform):
+    monkeypatch.setattr(sys, "platform", platform)
+    with pytest.raises(OffloadConfigError, match=f"needs Linux, and this is {platform}"):
+        check_directory(tmp_path)
+
+
+def test_memory_file_systems_work_with_a_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert check_directory(tmp_path, "1 1 0:1 / / rw - tmpfs tmpfs rw") == "tmpfs"
+    assert "it is RAM" in caplog.text
+    assert not probe_direct_io(tmp_path, "tmpfs").usable
+
+
+def test_a_read_only_file_system_is_a_configuration_error(tmp_path, monkeypatch):
+    def refuse(path, flags):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(disk_io, "open_once", refuse)
+    with pytest.raises(OffloadConfigError, match=rf"{tmp_path}.*Read-only"):
+        DataFile(tmp_path)
+
+
+def refuse_direct(monkeypatch):
+    real = disk_io.open_once
+
+    def open_once(path, flags):
+        fd = real(path, flags & ~os.O_DIRECT)
+        if flags & os.O_DIRECT:  # some file systems create the file and refuse then
+            os.close(fd)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return fd
+
+    monkeypatch.setattr(disk_io, "open_once", open_once)
+
+
+def test_a_refusal_of_direct_io_falls_back_and_leaves_no_name(tmp_path, monkeypatch):
+    refuse_direct(monkeypatch)
+    file = DataFile(tmp_path)
+    assert (file.direct.usable, file.direct.align_bytes) == (False, 1)
+    assert "refuses O_DIRECT" in file.direct.reason
+    assert list(tmp_path.iterdir()) == []
+    file.grow(4096)
+    file.write(memoryview(b"abc"), 5)
+    back = bytearray(3)
+    file.read(memoryview(back), 5)
+    assert back == b"abc"
+    file.close()
+
+
+def _only_4096(real):
+    def strict(fd, data, offset):
+        if len(data) % 4096 or offset % 4096:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data, offset)
+
+    return strict
+
+
+@pytest.mark.parametrize("claimed", [None, 512])
+def test_alignment_is_what_the_drive_takes_not_what_is_claimed(tmp_path, monkeypatch, claimed):
+    if not probe_direct_io(tmp_path, "ext4").usable:
+        pytest.skip("no direct I/O under the temporary directory")
+    for name in ("write_once", "read_once"):
+        monkeypatch.setattr(disk_io, name, _only_4096(getattr(disk_io, name)))
+    monkeypatch.setattr(disk_io, "_claimed_alignment", lambda fd: claimed)
+    found = probe_direct_io(tmp_path, "ext4")
+    assert (found.usable, found.align_bytes) == (True, 4096)
+    assert "found by trying" in found.reason
+
+
+def test_a_drive_that_takes_no_block_is_used_through_the_cache(tmp_path, monkeypatch):
+    def refuse(fd, data, offset):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(disk_io, "write_once", refuse)
+    found = probe_direct_io(tmp_path, "ext4")
+    assert (found.usable, found.align_bytes) == (False, 1)
+
+
+def test_files_are_private_unlinked_and_closed_on_exec(tmp_path, monkeypatch):
+    modes = []
+    real = disk_io.open_once
+
+    def open_once(path, flags):
+        fd = real(path, flags)
+        modes.append((os.fstat(fd).st_mode & 0o777, bool(flags & os.O_CLOEXEC)))
+        return fd
+
+    monkeypatch.setattr(disk_io, "open_once", open_once)
+    file = DataFile(tmp_path)
+    assert set(modes) == {(0o600, True)}
+    assert os.fstat(file._fd).st_nlink == 0
+    assert list(tmp_path.iterdir()) == []
+    file.close()
+    file.close()
+
+
+def test_growing_reserves_blocks_and_falls_back_where_that_is_unknown(tmp_path, monkeypatch):
+    file = DataFile(tmp_path)
+    file.grow(1 << 20)
+    assert os.fstat(file._fd).st_size == 1 << 20
+    assert os.fstat(file._fd).st_blocks * 512 >= 1 << 20
+    monkeypatch.setattr(disk_io, "allocate_once", _raise(errno.EOPNOTSUPP))
+    file.grow(4096)
+    assert (os.fstat(file._fd).st_size, file.size_bytes) == ((1 << 20) + 4096,) * 2
+    monkeypatch.setattr(disk_io, "allocate_once", _raise(errno.ENOSPC))
+    with pytest.raises(OSError, match="ENOSPC"):
+        file.grow(4096)
+    assert (os.fstat(file._fd).st_size, file.size_bytes) == ((1 << 20) + 4096,) * 2
+    file.close()
+
+
+def _raise(number):
+    def call(*_):
+        raise OSError(number, errno.errorcode[number])
+
+    return call
+
+
+def test_buffered_writes_are_dropped_from_the_page_cache(tmp_path, monkeypatch):
+    advised = []
+    real = os.posix_fadvise
+    monkeypatch.setattr(os, "posix_fadvise", lambda *call: advised.append(call[1:]) or real(*call))
+    file = DataFile(tmp_path, allow_direct=False)
+    file.grow(1 << 20)
+    if file.file_system in file_systems.MEMORY_FILE_SYSTEMS:
+        pytest.skip("the temporary directory is a tmpfs, whose pages are the file itself")
+    for index in range(12):
+        file.write(memoryview(bytes(4096)), index * 4096)
+    first = (0, 4096, os.POSIX_FADV_DONTNEED)
+    assert advised.count(first) == 2, "once to start the write-back, once to drop the clean pages"
+    advised.clear()
+    file.read(memoryview(bytearray(4096)), 0)
+    assert advised == [first]
+    file.close()
+
+
+def test_free_bytes_count_a_file_system_once(tmp_path):
+    (tmp_path / "a").mkdir()
+    one = free_disk_bytes([tmp_path])
+    both = free_disk_bytes([tmp_path, tmp_path / "a"])
+    assert one > 0
+    assert both < 1.5 * one

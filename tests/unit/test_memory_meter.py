@@ -1,0 +1,313 @@
+import gc
+import time
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from hf_offload import OffloadError
+from hf_offload.reports import memory
+from hf_offload.reports.memory import MemoryMeter, baseline_state
+from hf_offload.training.report import WARMUP_STEPS, TrainingReport, median_after_warmup, parameter_digest
+
+MB = 1 << 20
+
+
+class Tokens(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+class Losses(TrainerCallback):
+    def __init__(self):
+        self.exact = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.exact.append(float(logs["loss"]).hex())
+
+
+def tiny_model():
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, vocab_size=97, loss_type="ForCausalLM")
+    return GPT2LMHeadModel(config)
+
+
+def train(tmp_path, meter=None, callbacks=(), **arguments):
+    set_seed(3)
+    losses = Losses()
+    options = {"max_steps": 5, "learning_rate": 1e-2, "weight_decay": 0.1} | arguments
+    trainer = Trainer(
+        model=tiny_model(),
+        args=TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            use_cpu=True,
+            **options,
+        ),
+        train_dataset=Tokens(),
+        callbacks=[losses, *callbacks],
+    )
+    if meter is not None:
+        meter.install(trainer)
+    trainer.train()
+    return losses.exact, parameter_digest(trainer.model), trainer
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"optim": "adamw_torch"},
+        {"optim": "adamw_torch", "optim_args": "amsgrad=True"},
+        {"optim": "sgd"},
+        {"optim": "adagrad"},
+        {"optim": "rmsprop", "optim_args": "momentum=0.9"},
+    ],
+    ids=str,
+)
+def test_measuring_changes_no_bit(tmp_path, arguments):
+    plain = train(tmp_path, **arguments)
+    meter = MemoryMeter()
+    measured = train(tmp_path, meter, **arguments)
+    assert measured[:2] == plain[:2]
+    assert len(set(plain[0])) == 5, "the run learns nothing, so it would not show a difference"
+    assert len(meter.step_times_s) == 5
+
+
+def test_the_comparison_notices_a_step_that_was_counted(tmp_path, monkeypatch):
+    plain = train(tmp_path)
+    monkeypatch.setattr(memory, "_forget_step", lambda optimizer: None)
+    assert train(tmp_path, MemoryMeter())[:2] != plain[:2]
+
+
+def test_adam_is_left_as_new():
+    model = tiny_model()
+    before = parameter_digest(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    with baseline_state(model, optimizer):
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.count_nonzero() == 0
+            assert {"step", "exp_avg", "exp_avg_sq"} <= set(optimizer.state[parameter])
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+    for state in optimizer.state.values():
+        for value in state.values():
+            assert value.count_nonzero() == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert parameter_digest(model) == before
+
+
+def test_state_of_a_resumed_optimizer_and_existing_gradients_stay():
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
+    gradient = model.weight.grad.clone()
+    with baseline_state(model, optimizer):
+        pass
+    assert torch.equal(model.weight.grad, gradient)
+    assert all(torch.equal(optimizer.state[model.weight][name], value) for name, value in state.items())
+
+
+def test_an_optimizer_that_moves_at_rate_zero_is_refused():
+    class Drifts(torch.optim.SGD):
+        def step(self, closure=None):
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1e-7)
+
+    model = torch.nn.Linear(3, 3)
+    with (
+        pytest.raises(OffloadError, match="Drifts changes weights even at learning rate zero"),
+        baseline_state(model, Drifts(model.parameters(), lr=0.1)),
+    ):
+        pass
+
+
+def test_frozen_parameters_get_no_gradient():
+    model = torch.nn.Linear(3, 3)
+    model.bias.requires_grad_(False)
+    with baseline_state(model, None):
+        assert model.bias.grad is None
+        assert model.weight.grad is not None
+
+
+class Spike(TrainerCallback):
+    """Takes ``size`` bytes and gives them back, at one moment of training."""
+
+    def __init__(self, event, size):
+        self.size = size
+        setattr(self, event, self.take)
+
+    def take(self, args, state, control, **kwargs):
+        block = torch.ones(self.size, dtype=torch.uint8)
+        time.sleep(0.05)
+        del block
+        gc.collect()
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_optimizer_step"])
+def test_a_spike_in_training_is_seen(tmp_path, event):
+    quiet, loud = MemoryMeter(), MemoryMeter()
+    train(tmp_path, quiet)
+    train(tmp_path, loud, [Spike(event, 200 * MB)])
+    assert loud.record.peak_bytes - loud.record.baseline_bytes > 190 * MB
+    assert quiet.record.peak_bytes - quiet.record.baseline_bytes < 100 * MB
+    assert max(loud.record.timeline_bytes) - loud.record.baseline_bytes > 190 * MB
+
+
+def test_a_spike_before_training_is_not_part_of_it(tmp_path):
+    block = torch.ones(300 * MB, dtype=torch.uint8)
+    del block
+    meter = MemoryMeter()
+    train(tmp_path, meter)
+    assert meter.record.peak_bytes - meter.record.baseline_bytes < 100 * MB
+
+
+def test_what_another_callback_takes_at_the_start_counts(tmp_path):
+    class Keeps(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.block = torch.ones(150 * MB, dtype=torch.uint8)
+
+    meter = MemoryMeter()
+    train(tmp_path, meter, [Keeps()])
+    assert meter.record.peak_bytes - meter.record.baseline_bytes > 145 * MB
+
+
+def test_gradients_and_optimizer_state_are_in_the_baseline():
+    model = torch.nn.Linear(4000, 4000, bias=False)  # 64 MB, and the same for each of gradient and two moments
+    optimizer = torch.optim.AdamW(model.parameters())
+    gauge = memory._gauge(torch.device("cpu"))
+    gauge.settle()
+    before = gauge.level()
+    with baseline_state(model, optimizer):
+        gauge.settle()
+        added = gauge.level() - before
+    assert added == pytest.approx(3 * 64e6, rel=0.1)
+
+
+def test_without_the_kernels_peak_it_is_sampled(tmp_path, monkeypatch, caplog):
+    def refuse(self):
+        raise PermissionError("read-only /proc")
+
+    monkeypatch.setattr(memory._LinuxGauge, "reset_peak", refuse)
+    meter = MemoryMeter()
+    with caplog.at_level("WARNING", logger="hf_offload"):
+        train(tmp_path, meter, [Spike("on_step_end", 200 * MB)])
+    assert "sampled every 10 ms" in caplog.text
+    assert meter.record.peak_source.startswith("sampled")
+    assert meter.record.peak_bytes - meter.record.baseline_bytes > 190 * MB
+
+
+def test_the_sampler_ends_after_an_exception(tmp_path):
+    class Raises(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise RuntimeError("step failed")
+
+    meter = MemoryMeter()
+    with pytest.raises(RuntimeError, match="step failed"):
+        train(tmp_path, meter, [Raises()])
+    sampler = meter._sampler
+    meter.stop()
+    meter.stop()
+    assert not sampler._thread.is_alive()
+    assert meter.record.peak_bytes >= meter.record.baseline_bytes > 0
+
+
+def test_a_long_timeline_keeps_its_maxima(monkeypatch):
+    monkeypatch.setattr(memory, "MOST_SAMPLES", 8)
+    monkeypatch.setattr(memory, "SAMPLE_PERIOD_S", 0.001)
+    levels = iter([5, 99, *([1] * 10_000)])
+    sampler = memory._Sampler(lambda: next(levels), lambda: None, time.perf_counter())
+    sampler.start()
+    time.sleep(0.3)
+    sampler.stop()
+    assert len(sampler.bytes) < 8
+    assert len(sampler.bytes) == len(sampler.times_s)
+    assert sampler.times_s == sorted(sampler.times_s)
+    assert max(sampler.bytes) == 99
+
+
+@pytest.mark.skipif(memory._allocator_counter() is None, reason="this allocator does not tell what is in use")
+@pytest.mark.parametrize("size", [100 * MB, 1000], ids=["mapped", "heap"])
+def test_the_allocator_knows_what_is_in_use(size):
+    counter = memory._allocator_counter()
+    before = counter()
+    blocks = [torch.empty(size, dtype=torch.uint8) for _ in range(10)]
+    taken = counter() - before
+    assert 10 * size <= taken <= 10 * size + MB
+    del blocks
+    assert counter() - before < MB
+
+
+@pytest.mark.gpu
+def test_cuda_counts_what_pytorch_allocates(tmp_path):
+    gauge = memory._gauge(torch.device("cuda"))
+    gauge.settle()
+    before = gauge.level()
+    gauge.reset_peak()
+    block = torch.empty(64 * MB, dtype=torch.uint8, device="cuda")
+    del block
+    assert gauge.level() == before
+    assert gauge.peak() - before == 64 * MB
+    assert gauge.peak_reserved() >= 64 * MB
+
+
+def test_a_digest_sees_every_bit_and_every_name():
+    model = torch.nn.Linear(4, 4)
+    digest = parameter_digest(model)
+    assert parameter_digest(model) == digest
+    with torch.no_grad():
+        model.bias[0] = 0.0
+        zero = parameter_digest(model)
+        model.bias[0] = -0.0
+    assert len({digest, zero, parameter_digest(model)}) == 3
+    for dtype in (torch.bfloat16, torch.float16):
+        assert parameter_digest(torch.nn.Linear(2, 2).to(dtype))
+    assert parameter_digest(torch.nn.ParameterDict({"a": torch.ones(())})) != parameter_digest(
+        torch.nn.ParameterDict({"b": torch.ones(())})
+    )
+
+
+def test_the_median_leaves_out_the_first_steps():
+    assert WARMUP_STEPS == 2
+    assert median_after_warmup([9.0, 9.0, 1.0, 3.0, 2.0]) == 2.0
+    assert median_after_warmup([9.0, 7.0]) == 8.0
+    assert median_after_warmup([]) is None
+
+
+def test_a_report_survives_its_file(tmp_path):
+    report = TrainingReport(
+        recipe="r",
+        settings={},
+        completed=True,
+        steps=1,
+        losses=[0.1],
+        losses_hex=[(0.1).hex()],
+        parameters_sha256="ab",
+        parameter_count=1,
+        step_times_s=[0.5],
+        memory={"peak_bytes": 30, "baseline_bytes": 10},
+        offload=None,
+        allocator="glibc",
+        machine={},
+        versions={},
+    )
+    report.write(tmp_path / "deep" / "report.json")
+    assert TrainingReport.read(tmp_path / "deep" / "report.json") == report
+    assert report.peak_over_baseline_bytes == 20
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(OffloadError, match="not a training report"):
+        TrainingReport.read(tmp_path / "other.json")

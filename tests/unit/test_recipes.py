@@ -1,0 +1,211 @@
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hf_offload
+from hf_offload import OffloadConfig, OffloadConfigError
+from hf_offload.settings.recipes import HubData, find_recipe, load_recipe, recipe_names
+
+REPOSITORY = Path(hf_offload.__file__).parent.parent
+
+
+def write(tmp_path, text):
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    return path
+
+
+def mistakes(path, *overrides):
+    with pytest.raises(OffloadConfigError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_shipped_recipe_loads_and_opens_with_its_launch_line(name):
+    assert find_recipe(name).read_text().startswith(f"# hf-offload train {name}\n")
+    assert load_recipe(name).name == name
+
+
+def test_the_demo_is_shipped():
+    assert "gpt/demo" in recipe_names()
+    recipe = load_recipe("gpt/demo")
+    assert recipe.offload.tier == "ssd"
+    assert recipe.training["max_steps"] >= 12
+    assert recipe.data.sequence_length * recipe.training["per_device_train_batch_size"] == 1024
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(OffloadConfigError, match="Did you mean 'gpt/demo'") as caught:
+        find_recipe("gpt/dmeo")
+    assert "Shipped: " in str(caught.value)
+    with pytest.raises(OffloadConfigError, match="no such file"):
+        find_recipe("nowhere/at_all.yaml")
+
+
+def test_a_path_wins_over_a_shipped_name(tiny_recipe):
+    assert find_recipe(tiny_recipe) == tiny_recipe
+    assert load_recipe(tiny_recipe).name == "tiny"
+
+
+def test_overrides_reach_every_section_and_the_later_wins(tiny_recipe):
+    recipe = load_recipe(
+        tiny_recipe,
+        [
+            "training.max_steps=3",
+            "training.max_steps=5",
+            "offload.tier=ssd",
+            "offload.min_offload_bytes=1KiB",
+            "model.config.n_layer=1",
+            "data.sequence_length=16",
+        ],
+    )
+    assert recipe.training["max_steps"] == 5
+    assert recipe.offload == OffloadConfig(tier="ssd", min_offload_bytes=1024)
+    assert recipe.model.config["n_layer"] == 1
+    assert recipe.data.sequence_length == 16
+
+
+def test_an_override_can_replace_a_section_and_reset_a_key(tiny_recipe):
+    with_directory = ["offload.tier=ssd", "offload.directory=/nvme"]
+    assert load_recipe(tiny_recipe, [*with_directory, "offload={tier: none}"]).offload == OffloadConfig(tier="none")
+    assert load_recipe(tiny_recipe, [*with_directory, "offload.directory=null"]).offload.directories == ()
+
+
+def test_no_offload_section_means_no_offloading(tiny_recipe):
+    assert load_recipe(tiny_recipe).offload.tier == "none"
+    assert load_recipe(tiny_recipe, ["offload.verify=checksum"]).offload.tier == OffloadConfig().tier
+
+
+def test_plain_words_of_yaml_mean_what_they_say(tiny_recipe):
+    recipe = load_recipe(
+        tiny_recipe,
+        ["training.save_strategy=no", "training.learning_rate=5e-4", "offload.verify=off", "training.bf16=true"],
+    )
+    assert recipe.training["save_strategy"] == "no"
+    assert recipe.training["learning_rate"] == 5e-4
+    assert recipe.offload.verify == "off"
+    assert recipe.training["bf16"] is True
+
+
+def test_all_mistakes_come_at_once(tiny_recipe):
+    message = mistakes(
+        tiny_recipe,
+        "training.max_step=3",
+        "training.learning_rate=fast",
+        "training.save_total_limit=two",
+        "training.bf16=1",
+        "offload.teir=ssd",
+        "model.config.n_layers_=2",
+        "model.task=translation",
+        "data.sequence_lenght=3",
+        "data.hub=owner/name",
+        "trainning.max_steps=3",
+        "no_equals_sign",
+    )
+    for part in (
+        "TrainingArguments has no field 'max_step'. Did you mean 'max_steps'?",
+        "training.learning_rate='fast' is not of type float",
+        "training.save_total_limit='two' is not of type int or null",
+        "training.bf16=1 is not of type bool",
+        "unknown key 'teir'. Did you mean 'tier'?",
+        "gpt2 has no field 'n_layers_'. Did you mean 'n_layer'?",
+        "model.task='translation' is unknown: choose one of causal-lm",
+        "unknown key 'sequence_lenght'. Did you mean 'sequence_length'?",
+        "exactly one of source, files and hub, not files and hub",
+        "unknown section 'trainning'. Did you mean 'training'?",
+        "'no_equals_sign' is no override",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["model.architecture=gpt22"], "'gpt22' is unknown to transformers. Did you mean 'gpt2'?"),
+        (["model.architecture=t5"], "'t5' has no causal language model"),
+        (["model.config.n_layer=six"], "n_layer"),
+        (["model.name=gpt2"], "not both"),
+        (["model.architecture=null"], "not neither"),
+        (["model.dtype=float8"], "model.dtype='float8' is unknown"),
+        (["model=7"], "section model is 7"),
+        (["data.tokenizer=null"], "data.tokenizer is missing"),
+        (["data.tokenizer={train_bpe: 10}"], "too small: give 257 or more"),
+        (["data.tokenizer={train_bpe: many}"], "'many' is not a whole number"),
+        (["data.tokenizer={train_unigram: 300}"], "unknown key 'train_unigram'"),
+        (["data.max_bytes=1MB"], "goes with data.source only"),
+        (["data.files=null"], "not none"),
+        (["data.files=null", "data.source=wikipedia"], "data.source='wikipedia' is unknown"),
+        (["data.files=null", "data.hub={split: train}"], "data.hub has no name"),
+        (["data.files=null", "data.hub={nam: x}"], "unknown key 'nam'. Did you mean 'name'?"),
+        (["data.sequence_length=1.5"], "data.sequence_length=1.5 is not a whole number"),
+        (["data.streaming=perhaps"], "neither true nor false"),
+        (["data.streaming=true", "training.max_steps=-1"], "no known end"),
+        (["training.offload=ssd"], "go into the section offload"),
+        (["training.eval_strategy=steps"], "a recipe only trains"),
+        (["offload.tier=floppy"], "tier='floppy' is unknown"),
+        (["training.max_steps.more=1"], "training.max_steps is not a mapping"),
+        (["training.max_steps=[1"], "not valid YAML"),
+    ],
+)
+def test_each_mistake_says_what_and_where(tiny_recipe, overrides, part):
+    assert part in mistakes(tiny_recipe, *overrides)
+
+
+def test_hub_data_has_three_parts(tiny_recipe):
+    recipe = load_recipe(tiny_recipe, ["data.files=null", "data.hub=owner/name"])
+    assert recipe.data.hub == HubData(name="owner/name", split="train")
+    recipe = load_recipe(tiny_recipe, ["data.files=null", "data.hub={name: a/b, config: en, split: validation}"])
+    assert recipe.data.hub == HubData(name="a/b", config="en", split="validation")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("model: [", "not valid YAML"),
+        ("just words", "is not a recipe"),
+        ("", "is not a recipe"),
+        ("model: {name: a, name: b}", "the key 'name' is given twice"),
+        ("model: {1: a}", "the key 1 is not text"),
+    ],
+)
+def test_files_that_are_no_recipes(tmp_path, text, part):
+    message = mistakes(write(tmp_path, text))
+    assert part in message
+    assert "r.yaml" in message
+
+
+def test_output_and_cache_directories(tiny_recipe):
+    recipe = load_recipe(tiny_recipe)
+    assert (recipe.output_dir, recipe.cache_dir) == (Path("out"), Path("out/data"))
+    assert load_recipe(tiny_recipe, ["data.cache_dir=elsewhere"]).cache_dir == Path("elsewhere")
+    assert load_recipe(tiny_recipe, ["training.output_dir=null"]).output_dir == Path("runs/tiny")
+
+
+@pytest.mark.skipif(not (REPOSITORY / "pyproject.toml").is_file(), reason="builds the wheel from a checkout")
+def test_the_wheel_holds_the_recipes(tmp_path):
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel without a network")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for name in recipe_names():
+        assert f"hf_offload/_recipes/{name}.yaml" in names
+    assert "hf_offload/cli/main.py" in names
+    assert not [name for name in names if name.startswith(("tests/", "recipes/"))]
+
+
+def test_an_installed_package_finds_its_recipes(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "hf_offload"
+    (package / "_recipes" / "gpt").mkdir(parents=True)
+    shipped = package / "_recipes" / "gpt" / "other.yaml"
+    shipped.write_text("")
+    # A folder of the same name that belongs to someone else.
+    (package.parent / "recipes").mkdir()
+    (package.parent / "recipes" / "soup.yaml").write_text("")
+    monkeypatch.setattr(hf_offload, "__file__", str(package / "__init__.py"))
+    assert recipe_names() == ["gpt/other"]
+    assert find_recipe("gpt/other") == shipped

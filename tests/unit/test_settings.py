@@ -1,0 +1,116 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_offload import OffloadConfig, OffloadConfigError, OffloadError
+from hf_offload.settings.load import choose, collect_errors, from_mapping, nearest
+from hf_offload.settings.sizes import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("20GiB", 20 * 2**30),
+        ("20gib", 20 * 2**30),
+        ("20G", 20 * 2**30),
+        ("20GB", 20 * 10**9),
+        ("512 MB", 512 * 10**6),
+        ("0.5KiB", 512),
+        (".5k", 512),
+        ("1e9", 10**9),
+        (" 7 ", 7),
+        ("7b", 7),
+        ("3TiB", 3 * 2**40),
+        (4096, 4096),
+        (0, 0),
+    ],
+)
+def test_sizes_as_people_write_them(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("wrong", ["", "GiB", "20 apples", "-5", "1.2.3GB", "20GiB!", -1, 1.5, True, None, [1]])
+def test_what_is_no_size_is_refused_and_named(wrong):
+    with pytest.raises(OffloadConfigError, match="ram_budget="):
+        parse_bytes(wrong, "ram_budget")
+
+
+@given(st.integers(min_value=0, max_value=2**53))
+def test_a_number_is_its_own_size(number):
+    assert parse_bytes(number) == parse_bytes(str(number)) == number
+
+
+@given(st.integers(min_value=0, max_value=2**50))
+def test_formatting_can_be_read_back(size):
+    assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.005)
+
+
+def test_config_holds_bytes_and_paths():
+    config = OffloadConfig(tier="nvme", directory="/a", ram_budget="1GiB", min_offload_bytes="4KiB")
+    assert config.tier == "ssd"
+    assert [str(path) for path in config.directories] == ["/a"]
+    assert (config.ram_budget, config.min_offload_bytes) == (2**30, 4096)
+    assert OffloadConfig().directories == ()
+
+
+def test_config_cannot_change():
+    with pytest.raises(AttributeError):
+        OffloadConfig().tier = "ram"
+
+
+def test_all_mistakes_of_a_config_come_at_once():
+    with pytest.raises(OffloadConfigError) as caught:
+        OffloadConfig(
+            tier="sdd", directory=["/a", "/a"], ram_budget="lots", disk_budget=-1, keep_last_count=-2, verify="md5"
+        )
+    message = str(caught.value)
+    assert message.startswith("6 mistakes")
+    assert "Did you mean 'ssd'?" in message
+    for part in ("tier='sdd'", "same path twice", "ram_budget='lots'", "disk_budget=-1", "keep_last_count=-2", "'md5'"):
+        assert part in message
+
+
+@pytest.mark.parametrize("tier", ["none", "ram"])
+def test_a_directory_needs_a_tier_that_writes_files(tier):
+    with pytest.raises(OffloadConfigError, match="directory is given"):
+        OffloadConfig(tier=tier, directory="/a")
+
+
+def test_a_configuration_error_is_also_an_offload_error_and_a_value_error():
+    assert issubclass(OffloadConfigError, OffloadError)
+    assert issubclass(OffloadConfigError, ValueError)
+
+
+def test_one_mistake_needs_no_list():
+    with pytest.raises(OffloadConfigError, match=r"^tier='tape' is unknown"):
+        OffloadConfig(tier="tape")
+
+
+def test_unknown_keys_and_wrong_values_are_reported_together():
+    with pytest.raises(OffloadConfigError) as caught:
+        from_mapping(OffloadConfig, {"tire": "ssd", "verify": "yes"}, "offload")
+    assert "unknown key 'tire'. Did you mean 'tier'?" in str(caught.value)
+    assert "verify='yes'" in str(caught.value)
+
+
+def test_other_errors_are_not_collected():
+    with pytest.raises(KeyError), collect_errors("x") as check, check:
+        raise KeyError("a defect")
+
+
+def test_an_error_outside_a_check_wins_over_collected_ones():
+    def collect_and_fail():
+        with collect_errors("x") as check:
+            with check:
+                raise OffloadConfigError("mistake")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        collect_and_fail()
+
+
+def test_nearest_name():
+    assert nearest("recompte", ["keep", "recompute"]) == " Did you mean 'recompute'?"
+    assert nearest("zzz", ["keep", "recompute"]) == ""
+    with pytest.raises(OffloadConfigError, match="choose one of a, b"):
+        choose("letter", "c", ["a", "b"])
