@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from hf_offload.engine.allocator import tune_cpu_allocator
+from hf_offload.engine.allocator import tune_running_allocator
 from hf_offload.engine.device import device_of, open_device
 from hf_offload.engine.hooks import Engine
 from hf_offload.engine.phases import Phases, find_blocks
@@ -48,7 +48,7 @@ def attach(model: nn.Module, config: OffloadConfig) -> "OffloadSession":
     device = open_device(device_of(model))
     tier = _open_tier(config, on_host=device.is_host)
     if device.is_host:
-        logger.info("CPU allocator: %s.", tune_cpu_allocator())
+        logger.info("CPU allocator: %s.", tune_running_allocator())
     engine = Engine(model, plan, device, tier)
     phases = Phases(engine)
     phases.install(model, blocks)
@@ -204,4 +204,3 @@ def _directories(config: OffloadConfig) -> tuple[tuple[Path, ...], Path | None]:
     private = Path(tempfile.mkdtemp(prefix="hf_offload-"))
     logger.warning("No directory was named for activations: they go to %s.", private)
     return (private,), private
-

@@ -1,10 +1,13 @@
 """The command ``hf-offload``."""
 
+import sys
+
 import typer
 
 from hf_offload.cli.bench import bench
 from hf_offload.cli.doctor import doctor
 from hf_offload.cli.train import train
+from hf_offload.engine.allocator import restart_with_allocator
 
 app = typer.Typer(
     name="hf-offload",
@@ -16,3 +19,10 @@ app = typer.Typer(
 app.command()(train)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """Run the command; one that trains runs with the allocator that suits it."""
+    if "train" in sys.argv[1:2] and not {"-h", "--help"} & set(sys.argv):
+        restart_with_allocator()
+    app()

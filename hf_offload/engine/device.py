@@ -5,10 +5,13 @@ from typing import Any
 
 import torch
 
+from hf_offload.errors import OffloadError
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 
 Stream = Any
 Event = Any
+
+_NO_STREAMS = OffloadError("The CPU has no streams and events: copies need none there. This is a bug in hf_offload.")
 
 
 class Device(abc.ABC):
@@ -58,10 +61,24 @@ class CpuDevice(Device):
     def allocate(self, nbytes: int, phase: int) -> torch.Tensor:
         return empty_at_phase(nbytes, phase % PAGE)
 
-    def _no_streams(self, *_: Any) -> Any:
-        raise AssertionError("the CPU has no streams: the transfer layer must not ask for one")
+    # The transfer layer asks a host device for none of these.
+    def current_stream(self) -> Stream:
+        raise _NO_STREAMS
 
-    current_stream = new_stream = record = wait = copy = synchronize = _no_streams
+    def new_stream(self) -> Stream:
+        raise _NO_STREAMS
+
+    def record(self, stream: Stream) -> Event:
+        raise _NO_STREAMS
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        raise _NO_STREAMS
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        raise _NO_STREAMS
+
+    def synchronize(self, event: Event) -> None:
+        raise _NO_STREAMS
 
 
 class AcceleratorDevice(Device):

@@ -97,11 +97,11 @@ class Engine:
             if storage.data_ptr() % _STORAGE_ALIGNMENT:
                 return self._keep(tensor)
             record = self._new_record(tensor, storage, begin, end)
-        return PackedView(record, tensor, tensor.storage_offset() * tensor.element_size() - record.start)
+        return PackedView(record, tensor, int(tensor.storage_offset()) * tensor.element_size() - record.start)
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Called when backward needs what :meth:`pack` packed. Any thread, any number of times."""
-        if type(handle) is KeptTensor:
+        if isinstance(handle, KeptTensor):
             tensor = handle.tensor
             _check_version(tensor._version, handle.version, tensor.type(), tensor.size(), "kept in memory")
             return tensor
@@ -167,7 +167,9 @@ class Engine:
             key = id(storage)
             identity = self._identities.get(key)
             if identity is None or identity.storage() is not storage:
-                identity = self._identities[key] = _Identity(weakref.ref(storage, _announce(self._dead_storages, key)), [])
+                identity = self._identities[key] = _Identity(
+                    weakref.ref(storage, _announce(self._dead_storages, key)), []
+                )
             identity.records = [other for other in identity.records if other() is not None]
             identity.records.append(weakref.ref(record))
 

@@ -32,7 +32,8 @@ class Mover(abc.ABC):
     @abc.abstractmethod
     def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
         """Start writing. ``drop`` is called in a training thread as soon as the engine may let go of ``buffer``, unless
-        the future already says so (see :attr:`drops_early`)."""
+        the future already says so (see :attr:`drops_early`).
+        """
 
     @abc.abstractmethod
     def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Event | None]":
@@ -42,10 +43,10 @@ class Mover(abc.ABC):
     def arrive(self, event: Event | None) -> None:
         """Order the calling thread's compute behind a load."""
 
-    def advance(self, everything: bool = False) -> None:
+    def advance(self, everything: bool = False) -> None:  # noqa: B027  nothing to do where nothing is copied
         """Let go of device buffers whose copies are behind us in stream order. Called in training threads."""
 
-    def forget(self, slot: Slot) -> None:
+    def forget(self, slot: Slot) -> None:  # noqa: B027  nothing to forget where nothing is rescued
         """The slot is about to be freed."""
 
     drops_early: bool
@@ -263,4 +264,3 @@ class PinnedRing:
 
 def _hold(device: Device, event: Event, target: torch.Tensor) -> None:
     device.synchronize(event)
-

@@ -5,6 +5,7 @@ really did is learned and used the next time a tape of the same shape begins its
 """
 
 import collections
+import time
 import weakref
 
 from hf_offload.engine.record import Record, State
@@ -25,6 +26,7 @@ class Tape:
         self.order: list[int] = []
         self.place: list[int] = []
         self.next = 0
+        self.backward_began_s = 0.0
 
     def add(self, record: Record) -> None:
         record.tape = self
@@ -36,6 +38,11 @@ class Tape:
     @property
     def shape(self) -> Shape:
         return len(self.records), self.nbytes
+
+    @property
+    def smallest_window(self) -> int:
+        """Bytes below which reading ahead would run dry between two records."""
+        return max(self.largest, 4 * self.nbytes // max(1, len(self.records)))
 
     @property
     def in_backward(self) -> bool:
@@ -54,6 +61,7 @@ class Tape:
     def follow(self, order: list[int]) -> None:
         """Use ``order`` for what is ahead."""
         self.order = order
+        self.backward_began_s = time.perf_counter()
         self.place = [0] * len(order)
         for index, ordinal in enumerate(order):
             self.place[ordinal] = index
@@ -63,14 +71,14 @@ class Tape:
 class Prefetcher:
     """Keeps ``window_bytes`` of records loaded, or on their way, ahead of backward.
 
-    Without a fixed window it adapts: a backward that waited widens it, some that did not narrow it, down to where one
-    last waited. The floor is two of the largest records: one in use, one on its way.
+    Without a fixed window it adapts: a backward that waited for more than a small share of its time widens it, some that
+    did not narrow it again, down to where one last waited. It never falls below two usual records or one of the largest.
     """
 
-    _WIDEN = 1.5
+    _WIDEN = 1.25
     _NARROW = 0.85
     _CALM_STEPS = 4
-    _WAITED_S = 0.002
+    _WAITED_SHARE = 0.02
     _MAX_SHARE = 0.2
     _SHAPES = 16
 
@@ -100,9 +108,8 @@ class Prefetcher:
         self.tape = Tape()
 
     def _adapt(self, tape: Tape, load_stall_s: float) -> None:
-        floor = 2 * tape.largest
-        ceiling = max(floor, round(tape.nbytes * self._MAX_SHARE))
-        if load_stall_s > self._WAITED_S:
+        ceiling = max(tape.smallest_window, round(tape.nbytes * self._MAX_SHARE))
+        if load_stall_s > self._WAITED_SHARE * (time.perf_counter() - tape.backward_began_s):
             self._calm = 0
             self._narrowest = self.window_bytes
             self.window_bytes = round(self.window_bytes * self._WIDEN)
@@ -113,7 +120,7 @@ class Prefetcher:
                 narrower = round(self.window_bytes * self._NARROW)
                 if narrower > self._narrowest:
                     self.window_bytes = narrower
-        self.window_bytes = min(max(self.window_bytes, floor), ceiling)
+        self.window_bytes = min(max(self.window_bytes, tape.smallest_window), ceiling)
 
     def asked(self, record: Record) -> None:
         """Backward is about to use ``record``: note it, and read further ahead."""
@@ -132,7 +139,7 @@ class Prefetcher:
     def fill(self, tape: Tape) -> None:
         """Start loads, in order, as far as the window allows."""
         transfer = self._transfer
-        window = self.window_bytes if self._fixed is not None else max(self.window_bytes, 2 * tape.largest)
+        window = self.window_bytes if self._fixed is not None else max(self.window_bytes, tape.smallest_window)
         with transfer.lock:
             while tape.next < len(tape.order):
                 record = tape.records[tape.order[tape.next]]()

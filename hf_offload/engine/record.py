@@ -92,7 +92,7 @@ class Record:
         # The storage's Python object lives exactly as long as the storage: a weak reference to it is an identity that
         # an address is not, for an address is reused at once.
         self.storage_ref = weakref.ref(buffer.untyped_storage())
-        self.storage_offset = buffer.storage_offset()
+        self.storage_offset = int(buffer.storage_offset())
 
     def hold(self, buffer: torch.Tensor) -> None:
         """Let ``buffer`` be the record's bytes in memory from now on."""

@@ -70,7 +70,7 @@ def is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one-past-last byte that a non-empty ``tensor`` touches in its storage. Strides are never negative."""
     itemsize = tensor.element_size()
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     if tensor.is_contiguous():
         return first * itemsize, (first + tensor.numel()) * itemsize
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))

@@ -51,7 +51,9 @@ class StepStats:
 
 
 _SUMMED = [
-    field.name for field in dataclasses.fields(StepStats) if not field.name.endswith("per_s") and "peak" not in field.name
+    field.name
+    for field in dataclasses.fields(StepStats)
+    if not field.name.endswith("per_s") and "peak" not in field.name
 ]
 
 

@@ -1,6 +1,7 @@
 """Training arguments with offloading: flat fields that every parser, tracker and copy of the arguments understands."""
 
 import dataclasses
+from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -33,9 +34,7 @@ class OffloadArguments:
     offload_disk_budget: str | None = dataclasses.field(
         default=None, metadata={"help": "Most disk space to use, e.g. 200GiB."}
     )
-    offload_min_bytes: str = dataclasses.field(
-        default="256KiB", metadata={"help": "Smaller tensors stay in memory."}
-    )
+    offload_min_bytes: str = dataclasses.field(default="256KiB", metadata={"help": "Smaller tensors stay in memory."})
     offload_keep_last_count: int = dataclasses.field(
         default=0, metadata={"help": "How many of the last blocks keep their activations in memory."}
     )
@@ -54,12 +53,13 @@ class OffloadArguments:
         parent = getattr(super(), "__post_init__", None)
         if parent is not None:
             parent()
-        if isinstance(self, TrainingArguments):
-            names = [name for name in self.report_to if name != REPORT_NAME]
+        arguments: Any = self
+        if isinstance(arguments, TrainingArguments):
+            names = [name for name in arguments.report_to or () if name != REPORT_NAME]
             if config.tier != "none":
-                refuse_conflicts(self)
+                refuse_conflicts(arguments)
                 names.insert(0, REPORT_NAME)  # first, so that the other reporters see what it adds to the log
-            self.report_to = names
+            arguments.report_to = names
 
     def offload_config(self) -> OffloadConfig:
         """The settings these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all mistakes at once."""
@@ -91,5 +91,3 @@ class OffloadSeq2SeqTrainingArguments(OffloadArguments, Seq2SeqTrainingArguments
 
     def __post_init__(self) -> None:
         super().__post_init__()
-
-

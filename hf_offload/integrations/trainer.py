@@ -15,7 +15,15 @@ from hf_offload.settings.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_LOGGED = ("offloaded_bytes", "kept_bytes", "forwarded_bytes", "written_bytes", "read_bytes", "stall_s", "peak_resident_bytes")
+_LOGGED = (
+    "offloaded_bytes",
+    "kept_bytes",
+    "forwarded_bytes",
+    "written_bytes",
+    "read_bytes",
+    "stall_s",
+    "peak_resident_bytes",
+)
 
 
 class OffloadCallback(TrainerCallback):
@@ -71,7 +79,9 @@ class OffloadCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(values)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.session is not None and self.session.active and state.is_world_process_zero:
             logger.info("%s", summary(self.session.stats))
         self._detach()
@@ -89,20 +99,22 @@ class OffloadCallback(TrainerCallback):
 
 
 def refuse_conflicts(args: TrainingArguments) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` for arguments that offload the same tensors themselves, or that
-    run the model in a way that cannot be offloaded."""
+    """Refuse arguments that offload the same tensors themselves, or run the model in a way that cannot be offloaded.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists them all.
+    """
     problems = []
     if getattr(args, "activation_offloading", False):
         problems.append(
             "activation_offloading=True (TRL) and hf_offload would both move the same tensors: set "
             "activation_offloading=False, or drop the offload argument."
         )
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        if (getattr(args, name, None) or {}).get("offload"):
-            problems.append(
-                f"{name}={{'offload': True}} (transformers) and hf_offload would both move the layers' inputs: drop one. "
-                "Activation checkpointing together with hf_offload offloads them, too."
-            )
+    problems += [
+        f"{name}={{'offload': True}} (transformers) and hf_offload would both move the layers' inputs: drop one. "
+        "Activation checkpointing together with hf_offload offloads them, too."
+        for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+        if (getattr(args, name, None) or {}).get("offload")
+    ]
     if args.parallel_mode == ParallelMode.NOT_DISTRIBUTED and args.n_gpu > 1:
         problems.append(
             f"{args.n_gpu} GPUs are visible to one process, so the Trainer would use nn.DataParallel, which cannot be "

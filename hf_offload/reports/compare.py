@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.reports.allocators import environment_with
+from hf_offload.engine.allocator import environment_with
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.settings.schema import TIER_ALIASES, TIERS
@@ -313,6 +313,12 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+_FRAGMENTS = (
+    "glibc's heap fragments, which hides part of what offloading saves on a CPU. With tcmalloc installed (Debian and "
+    "Ubuntu: libtcmalloc-minimal4, Fedora: gperftools-libs) all runs use it.",
+)
+
+
 def footnotes(comparison: Comparison) -> list[str]:
     """What a reader has to know about the numbers."""
     report = next((cell.report for cell in comparison.cells if cell.report is not None), None)
@@ -336,6 +342,7 @@ def footnotes(comparison: Comparison) -> list[str]:
         "first round's keep.",
         f"Allocator of all runs: {', '.join(used)}. Machine: {machine['cores']} cores, {machine['threads']} threads, "
         f"{machine['device']}; torch {versions['torch']}, transformers {versions['transformers']}.",
+        *(_FRAGMENTS if "glibc-tuned" in used else ()),
     ]
 
 

@@ -28,7 +28,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_offload.errors import OffloadError
-from hf_offload.reports.allocators import current_allocator
+from hf_offload.engine.allocator import current_allocator
 from hf_offload.training.report import parameter_digest
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ def choose(name: str, value: object, allowed: Iterable[str], aliases: Iterable[s
         )
 
 
-class collect_errors(contextlib.AbstractContextManager["_Check"]):  # noqa: N801  used like a function
+class collect_errors(contextlib.AbstractContextManager["_Check"]):
     """Collect every :class:`OffloadConfigError` raised under ``with check:`` and raise them as one at the end."""
 
     def __init__(self, what: str):
@@ -65,8 +65,9 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         for key in values:
             with check:
                 if key not in names:
-                    raise OffloadConfigError(f"{where}: unknown key {key!r}.{nearest(key, names)} Known: {', '.join(names)}.")
+                    raise OffloadConfigError(
+                        f"{where}: unknown key {key!r}.{nearest(key, names)} Known: {', '.join(names)}."
+                    )
         with check:
             return_value = cls(**{key: value for key, value in values.items() if key in names})
     return return_value
-

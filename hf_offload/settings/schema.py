@@ -65,12 +65,16 @@ class OffloadConfig:
                 self._set("directory", _directories(self.directory))
             with check:
                 if isinstance(self.keep_last_count, bool) or not isinstance(self.keep_last_count, int):
-                    raise OffloadConfigError(f"keep_last_count={self.keep_last_count!r} is not a whole number of blocks.")
+                    raise OffloadConfigError(
+                        f"keep_last_count={self.keep_last_count!r} is not a whole number of blocks."
+                    )
                 if self.keep_last_count < 0:
                     raise OffloadConfigError(f"keep_last_count={self.keep_last_count} is negative: give zero or more.")
             with check:
                 if self.tier == "none" and self.directory:
-                    raise OffloadConfigError("directory is given but tier='none' offloads nothing: set tier='ssd' or drop it.")
+                    raise OffloadConfigError(
+                        "directory is given but tier='none' offloads nothing: set tier='ssd' or drop it."
+                    )
                 if self.tier == "ram" and self.directory:
                     raise OffloadConfigError(
                         "directory is given but tier='ram' writes no files: set tier='ssd', or drop directory."

@@ -24,7 +24,9 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
     else:
         match = _SIZE.fullmatch(value)
         if match is None or match[2].lower() not in _UNITS:
-            raise OffloadConfigError(f"{name}={value!r} is not a size: write it as '20GiB', '500MB' or a number of bytes.")
+            raise OffloadConfigError(
+                f"{name}={value!r} is not a size: write it as '20GiB', '500MB' or a number of bytes."
+            )
         size = round(float(match[1]) * _UNITS[match[2].lower()])
     if size < 0:
         raise OffloadConfigError(f"{name}={value!r} is negative: give a size of zero bytes or more.")

@@ -159,8 +159,7 @@ class DiskTier(QueuedTier):
             raise TierFullError(
                 f"No more disk writes: of max_write_bytes={format_bytes(self.max_write_bytes)}, "
                 f"{format_bytes(self._paid_bytes)} are spent and {format_bytes(nbytes)} are asked for. Raise it, or "
-                "let the "
-                "tensor stay in memory."
+                "let the tensor stay in memory."
             )
         self._paid_bytes += nbytes
 
@@ -275,8 +274,7 @@ class DiskTier(QueuedTier):
         if image.checksums and zlib.crc32(image.tail, zlib.crc32(image.lead)) != image.checksums[-1]:
             raise StorageError(
                 f"The ends of {transfer.slot.location}, which stay in memory, have changed since they were written: "
-                "the memory "
-                "is faulty; do not trust this run's result."
+                "the memory is faulty; do not trust this run's result."
             )
 
     def _written(self, transfer: Transfer, outcome: str) -> None:

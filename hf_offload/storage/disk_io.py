@@ -164,8 +164,7 @@ class DataFile:
         except OSError as error:
             raise OffloadConfigError(
                 f"directory {str(self.directory)!r} cannot hold an offload file: {error.strerror} (errno "
-                f"{error.errno}). "
-                "Name a local directory that you can write to."
+                f"{error.errno}). Name a local directory that you can write to."
             ) from error
         logger.info("Offload file in %s (%s): %s.", self.directory, self.file_system, self.direct.reason)
 

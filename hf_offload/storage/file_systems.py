@@ -70,8 +70,7 @@ def check_directory(path: str | os.PathLike[str], mountinfo: str | None = None) 
     if kind in NETWORK_FILE_SYSTEMS:
         raise OffloadConfigError(
             f"directory {str(path)!r} lies on the network file system {kind}: every step would wait for the network "
-            "and load "
-            "its servers. Name a directory on a local drive."
+            "and load its servers. Name a directory on a local drive."
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise OffloadConfigError(

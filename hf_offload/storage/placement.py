@@ -158,6 +158,5 @@ class DiskRoom:
             f"No room for {format_bytes(room)} on disk: {format_bytes(self.used_bytes)} are in use, and what stands "
             "in the "
             f"way is {' and '.join(dict.fromkeys(refusals))}. Raise disk_budget, free disk space, add a directory, or "
-            "let "
-            "the tensor stay in memory."
+            "let the tensor stay in memory."
         )

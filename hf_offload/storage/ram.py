@@ -116,8 +116,7 @@ class RamTier(QueuedTier):
             raise TierFullError(
                 f"No room for {format_bytes(room)} in RAM: {format_bytes(self.stats.used_bytes)} are in use and "
                 f"{format_bytes(self.occupied_bytes)} held, and the budget is {format_bytes(self.budget_bytes or 0)}. "
-                "Raise "
-                "ram_budget, let a disk tier take what does not fit, or let the tensor stay where it is."
+                "Raise ram_budget, let a disk tier take what does not fit, or let the tensor stay where it is."
             )
         arena = _Arena(self._allocate(size), Extents(size))
         self._arenas.append(arena)
@@ -147,8 +146,7 @@ class RamTier(QueuedTier):
                 raise OffloadConfigError("Pinned memory needs a CUDA device: use pinned=False on CPU.") from error
             raise TierFullError(
                 f"The system gave no {format_bytes(nbytes)} of {'pinned ' if self.pinned else ''}memory: {error}. Set "
-                "a smaller "
-                "ram_budget."
+                "a smaller ram_budget."
             ) from error
 
     def _drop_idle(self, keep_bytes: int | None) -> None:
@@ -206,8 +204,7 @@ class RamTier(QueuedTier):
         ):
             raise StorageError(
                 f"{nbytes} bytes kept in RAM have changed since they were stored: their checksums differ. The memory "
-                "is faulty; "
-                "do not trust this run's result."
+                "is faulty; do not trust this run's result."
             )
 
     def _written(self, transfer: Transfer, outcome: str) -> None:

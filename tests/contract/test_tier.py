@@ -275,8 +275,9 @@ def test_reading_before_the_write_has_ended_is_refused(tier: Tier, stopped: Stop
 
 
 def test_close_cancels_the_queue_and_waits_for_what_runs(tier: Tier, stopped: Stopped) -> None:
-    slots = [tier.reserve(4096) for _ in range(40)]
-    futures = [tier.write(slot, filled(4096)) for slot in slots]
+    # The first has more parts than there are workers: those that wait in the queue belong to what runs.
+    sizes = [64 * MIB] + [4096] * 40
+    futures = [tier.write(tier.reserve(size), filled(size)) for size in sizes]
     assert stopped.entered.acquire(timeout=TIMEOUT_S)
     closing = threading.Thread(target=tier.close)
     closing.start()
@@ -339,7 +340,7 @@ def test_a_tier_that_is_dropped_closes_itself(kind: str, directories: list[Path]
 def test_host_view_is_the_memory_of_the_slot(tier: Tier, kind: str) -> None:
     slot = tier.reserve(5000)
     view = tier.host_view(slot)
-    if kind.startswith("disk"):
+    if kind.startswith("disk") or kind == "ram-checksum":  # a device's own copy could not be checked
         assert view is None
         return
     assert view is not None

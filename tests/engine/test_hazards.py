@@ -352,7 +352,11 @@ def test_double_backward():
 
 def test_several_forwards_before_their_backwards_in_any_order():
     x = leaf(32, 32)
-    functions = [lambda x: (x * 2).sin().sum(), lambda x: (x * 3).cos().exp().sum(), lambda x: (x + 1).square().tanh().sum()]
+    functions = [
+        lambda x: (x * 2).sin().sum(),
+        lambda x: (x * 3).cos().exp().sum(),
+        lambda x: (x + 1).square().tanh().sum(),
+    ]
     expected = [torch.autograd.grad(function(x), x)[0] for function in functions]
     rig = Rig()
     for order in ([0, 1, 2], [2, 0, 1]):

@@ -187,7 +187,7 @@ def test_one_full_drive_of_two_leaves_the_other(tmp_path, monkeypatch):
     for path in paths:
         path.mkdir()
     tier = DiskTier(paths, chunk_bytes=MIB)
-    full_fd = tier.files[0]._buffered_fd
+    full_fd = tier.files[1]._buffered_fd
     real = disk_io.allocate_once
 
     def allocate(fd, offset, nbytes):
@@ -198,8 +198,10 @@ def test_one_full_drive_of_two_leaves_the_other(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_io, "allocate_once", allocate)
     for nbytes in (4096, 8 * MIB):  # one that is not striped and one that would be
         slot = store(tier, filled(nbytes))
-        assert {piece.file for piece in slot.pieces} == {1}
+        assert {piece.file for piece in slot.pieces} == {0}
         assert torch.equal(load(tier, slot), filled(nbytes))
+        tier.free(slot)
+        assert tier._room.used_bytes == 0
     tier.close()
 
 
@@ -231,6 +233,40 @@ def test_the_write_limit_stops_reservations_and_counts_what_was_written(tmp_path
         tier.write(slot, filled(MIB))
     assert tier.stats.written_bytes <= 3 * MIB
     tier.close()
+
+
+def test_a_cancelled_write_is_not_spent(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, max_write_bytes=6 * MIB, write_threads=1)
+    inside, go = threading.Event(), threading.Event()
+    real = disk_io.write_once
+
+    def slow(fd, data, offset):
+        inside.set()
+        assert go.wait(TIMEOUT_S)
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(disk_io, "write_once", slow)
+    first, second = tier.reserve(2 * MIB), tier.reserve(4 * MIB)
+    running = tier.write(first, filled(2 * MIB))
+    assert inside.wait(TIMEOUT_S)
+    for _ in range(3):
+        assert tier.write(second, filled(4 * MIB)).cancel()
+    tier.free(second)
+    third = tier.reserve(4 * MIB)
+    go.set()
+    running.result(TIMEOUT_S)
+    tier.write(third, filled(4 * MIB)).result(TIMEOUT_S)
+    assert tier.stats.written_bytes <= 6 * MIB
+    tier.close()
+
+
+def test_a_failed_rewrite_leaves_nothing_to_read(tier, monkeypatch):
+    slot = store(tier, filled(MIB))
+    with monkeypatch.context() as broken:
+        broken.setattr(disk_io, "write_once", fail(errno.EIO))
+        assert tier.write(slot, filled(MIB, 64, 2)).exception(TIMEOUT_S)
+    with pytest.raises(StorageError, match="Nothing is stored"):
+        tier.read(slot, filled(MIB))
 
 
 def test_checksums_find_a_flipped_bit_and_say_where(tmp_path, monkeypatch):

