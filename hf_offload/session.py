@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from hf_offload.engine.allocator import tune_running_allocator
+from hf_offload.allocator import tune_running_allocator
 from hf_offload.engine.device import device_of, open_device
 from hf_offload.engine.hooks import Engine
 from hf_offload.engine.phases import Phases, find_blocks

@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from hf_offload.allocator import ALLOCATORS
 from hf_offload.cli.console import EXIT_INTERRUPTED, EXIT_PROBLEM, clear_errors, messages, output
-from hf_offload.engine.allocator import ALLOCATORS
 from hf_offload.reports.compare import COLUMNS, Cell, footnotes, parse_strategies, run_comparison, write_results
 from hf_offload.reports.plots import require_matplotlib
 

@@ -4,10 +4,10 @@ import sys
 
 import typer
 
+from hf_offload.allocator import restart_with_allocator
 from hf_offload.cli.bench import bench
 from hf_offload.cli.doctor import doctor
 from hf_offload.cli.train import train
-from hf_offload.engine.allocator import restart_with_allocator
 
 app = typer.Typer(
     name="hf-offload",

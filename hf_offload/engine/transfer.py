@@ -64,7 +64,7 @@ class Transfer:
         self._wait_for_writes()
         try:
             slot = self.tier.reserve(record.nbytes)
-        except TierFullError as error:
+        except (TierFullError, StorageError) as error:
             self.refused(record.nbytes, record.unit, error)
             return False
         buffer = record.buffer
@@ -312,4 +312,5 @@ class Transfer:
 
 def _finished(future: "Future[Any]") -> None:
     """Wait until ``future`` is done, whatever became of it."""
-    concurrent.futures.wait((future,))
+    if not future.done():
+        concurrent.futures.wait((future,))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hf_offload.engine.allocator import current_allocator
+from hf_offload.allocator import current_allocator
 from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.disk_io import DirectIo

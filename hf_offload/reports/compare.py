@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_offload.allocator import environment_with
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.engine.allocator import environment_with
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.settings.schema import TIER_ALIASES, TIERS

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_offload.allocator import current_allocator
 from hf_offload.errors import OffloadError
-from hf_offload.engine.allocator import current_allocator
 from hf_offload.training.report import parameter_digest
 
 logger = logging.getLogger(__name__)

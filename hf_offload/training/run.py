@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from hf_offload.allocator import current_allocator
 from hf_offload.errors import OffloadConfigError
-from hf_offload.engine.allocator import current_allocator
 from hf_offload.settings.recipes import Recipe
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.training.data import build_tokenizer, collate, load_blocks

@@ -92,7 +92,7 @@ def test_units_name_blocks_and_keep_last_count_keeps_them(tmp_path):
         assert not {f"transformer.h.{index}" for index in range(3 - keep, 3)} & seen
         sizes.append(session.stats.total.offloaded_bytes)
     assert sizes[0] > sizes[1] > sizes[2]
-    with pytest.raises(OffloadConfigError, match="keep_last_count=4.*3 blocks"):
+    with pytest.raises(OffloadConfigError, match=r"keep_last_count=4.*3 blocks"):
         attach(model, OffloadConfig(directory=tmp_path, keep_last_count=4))
 
 
@@ -197,13 +197,13 @@ def test_statistics_per_step_add_up(config):
 
 def test_refusals(tmp_path, monkeypatch, caplog):
     model = tiny_gpt2()
-    with pytest.raises(OffloadConfigError, match="DataParallel.*accelerate launch"):
+    with pytest.raises(OffloadConfigError, match=r"DataParallel.*accelerate launch"):
         attach(nn.DataParallel(model), OffloadConfig(directory=tmp_path))
     session = attach(model, OffloadConfig(directory=tmp_path))
     with pytest.raises(OffloadConfigError, match="attached to this model already"):
         attach(model, OffloadConfig(directory=tmp_path))
     session.detach()
-    with pytest.raises(OffloadConfigError, match="disk_budget=.* free"):
+    with pytest.raises(OffloadConfigError, match=r"disk_budget=.* free"):
         attach(model, OffloadConfig(directory=tmp_path, disk_budget="8000TiB"))
     with pytest.raises(OffloadConfigError, match="not there"):
         attach(model, OffloadConfig(directory=tmp_path / "not there"))

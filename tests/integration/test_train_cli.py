@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hf_offload.allocator import current_allocator, environment_with, find_tcmalloc
 from hf_offload.cli.main import app
 from hf_offload.reports import compare
-from hf_offload.engine.allocator import current_allocator, environment_with, find_tcmalloc
 from hf_offload.reports.compare import Cell, Comparison, footnotes, markdown, parse_strategies, write_results
 from hf_offload.training.report import TrainingReport
 
@@ -331,9 +331,7 @@ def test_a_child_runs_with_the_allocator_that_was_asked_for(name, monkeypatch):
         pytest.skip("tcmalloc is not installed")
     # What the parent runs with must not leak into the child.
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
-    program = (
-        "from hf_offload.engine.allocator import current_allocator; import sys; sys.stdout.write(current_allocator())"
-    )
+    program = "from hf_offload.allocator import current_allocator; import sys; sys.stdout.write(current_allocator())"
     child = subprocess.run(
         [sys.executable, "-c", program], env=environment_with(name), capture_output=True, text=True, check=True
     )
@@ -343,14 +341,16 @@ def test_a_child_runs_with_the_allocator_that_was_asked_for(name, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
 def test_a_missing_tcmalloc_says_what_to_install(tiny_recipe, monkeypatch):
-    monkeypatch.setattr("hf_offload.engine.allocator.find_tcmalloc", lambda: None)
+    monkeypatch.setattr("hf_offload.allocator.find_tcmalloc", lambda: None)
     result = run("bench", "steps", tiny_recipe, "--allocator", "tcmalloc")
     assert result.exit_code == 2
     assert "libtcmalloc-minimal4" in " ".join(result.stderr.split())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU does the work, so the CPU's allocator does not matter")
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="a GPU does the work, so the CPU's allocator does not matter"
+)
 def test_train_starts_itself_again_with_the_best_allocator_once(tiny_recipe):
     """`auto` on a machine with tcmalloc is tcmalloc, and a choice that was made is left alone."""
     import os

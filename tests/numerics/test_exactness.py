@@ -144,7 +144,9 @@ class MovableBytes:
     def _count(self, tensor: torch.Tensor, version: int) -> None:
         storage = tensor.untyped_storage()
         item = tensor.element_size()
-        places = torch.arange(storage.nbytes() // item).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        places = torch.arange(storage.nbytes() // item).as_strided(
+            tensor.size(), tensor.stride(), tensor.storage_offset()
+        )
         begin, end = (int(places.min()) * item, (int(places.max()) + 1) * item) if places.numel() else (0, 0)
         pieces = self._pieces.setdefault((storage._cdata, version), [])
         if any(first <= begin and end <= last for first, last in pieces):
@@ -259,7 +261,9 @@ def test_same_bits_with_checksums_on_striped_directories(tmp_path):
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:
         directory.mkdir()
-    assert_exact(Case(name="gpt2"), OffloadConfig(tier="ssd", directory=directories, min_offload_bytes=0, verify="checksum"))
+    assert_exact(
+        Case(name="gpt2"), OffloadConfig(tier="ssd", directory=directories, min_offload_bytes=0, verify="checksum")
+    )
 
 
 # -- single operations -----------------------------------------------------------------------------------------------------
