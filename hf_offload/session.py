@@ -31,16 +31,20 @@ logger = logging.getLogger(__name__)
 
 DISABLE_VARIABLE = "HF_OFFLOAD_DISABLE"
 
-_attached: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadSession]]" = weakref.WeakKeyDictionary()
+# A session lives as long as its hooks do: until it is detached or its model goes.
+_attached: "weakref.WeakKeyDictionary[nn.Module, OffloadSession]" = weakref.WeakKeyDictionary()
 
 
-def attach(model: nn.Module, config: OffloadConfig) -> "OffloadSession":
+def attach(model: nn.Module, config: OffloadConfig, training: object = None) -> "OffloadSession":
     """Offload the saved tensors of ``model``'s forwards until :meth:`OffloadSession.detach`.
+
+    ``training`` is whatever tells one run of a trainer from another. A session that another run left behind, because it
+    raised, is detached first.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` before anything is changed if the settings cannot work here.
     """
     config = _with_environment(config)
-    _check_model(model)
+    _check_model(model, training)
     blocks = find_blocks(model)
     plan = plan_from_settings(config, list(blocks))
     if plan.tier == "none" or not _has_work(model):
@@ -52,7 +56,7 @@ def attach(model: nn.Module, config: OffloadConfig) -> "OffloadSession":
     engine = Engine(model, plan, device, tier)
     phases = Phases(engine)
     phases.install(model, blocks)
-    return OffloadSession(model, config, plan, engine, phases)
+    return OffloadSession(model, config, plan, engine, phases, training)
 
 
 @contextmanager
@@ -86,6 +90,7 @@ class OffloadSession:
         config: What was asked for.
         plan: What was decided.
         stats: Counters, per step and in total (:class:`~hf_offload.engine.stats.OffloadStats`).
+        training: The trainer's run the session belongs to, if one made it.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class OffloadSession:
         plan: Plan,
         engine: Engine | None = None,
         phases: Phases | None = None,
+        training: object = None,
     ):
         self.config = config
         self.plan = plan
@@ -102,8 +108,9 @@ class OffloadSession:
         self._model = weakref.ref(model)
         self._engine = engine
         self._phases = phases
+        self.training = training
         if engine is not None:
-            _attached[model] = weakref.ref(self)
+            _attached[model] = self
 
     @property
     def active(self) -> bool:
@@ -143,18 +150,23 @@ def _with_environment(config: OffloadConfig) -> OffloadConfig:
     return config
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, training: object) -> None:
     if isinstance(model, nn.DataParallel):
         raise OffloadConfigError(
             "nn.DataParallel runs forwards in threads with copies of the model and cannot be offloaded. Start one process "
             "per GPU instead: `accelerate launch --multi_gpu train.py`, or set CUDA_VISIBLE_DEVICES to one GPU."
         )
-    reference = _attached.get(model)
-    if reference is not None and reference() is not None:
-        raise OffloadConfigError(
-            "Offloading is attached to this model already. Use one surface only (the training arguments, a callback or "
-            "offload_activations), or detach the first session."
-        )
+    session = _attached.get(model)
+    if session is None:
+        return
+    # `is`: a trainer's state compares by value, and two that have just begun are equal
+    if training is not None and session.training is not None and session.training is not training:
+        session.detach()
+        return
+    raise OffloadConfigError(
+        "Offloading is attached to this model already. Use one surface only (the training arguments, a callback or "
+        "offload_activations), or detach the first session."
+    )
 
 
 def _has_work(model: nn.Module) -> bool:

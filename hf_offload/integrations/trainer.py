@@ -52,7 +52,7 @@ class OffloadCallback(TrainerCallback):
         if config is None or config.tier == "none" or model is None:
             return
         refuse_conflicts(args)
-        self.session = attach(model, config)
+        self.session = attach(model, config, training=state)
         self.stats = self.session.stats
         if self.session.active:
             logger.info("Offloading activations: %s.", self.session.plan.reason)

@@ -1,7 +1,9 @@
 """The real Trainer on tiny models: offloading changes nothing but where activations are."""
 
+import contextlib
 import copy
 import dataclasses
+import gc
 import json
 import pickle
 import subprocess
@@ -319,6 +321,37 @@ def test_training_again_after_an_exception(error, where, plain, flags):
     found = trained(OffloadTrainingArguments(**plain, **flags))
     assert_same_training(expected, found)
     assert_offloaded(found)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["the first trainer is kept", "the first trainer is dropped"])
+def test_another_trainer_after_an_interrupted_one(kept, plain, flags):
+    """What running a notebook's cell again does."""
+    model = tiny_model("gpt2")
+    block = model.transformer.h[1]
+    forward, calls = block.forward, []
+
+    def stumble(*inputs, **keywords):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return forward(*inputs, **keywords)
+
+    block.forward = stumble
+    first = make_trainer(OffloadTrainingArguments(**plain, **flags), model=model)
+    with contextlib.suppress(KeyboardInterrupt):
+        first.train()
+    assert len(calls) == 2
+    if not kept:
+        del first
+        gc.collect()
+    try:
+        second = make_trainer(OffloadTrainingArguments(**plain, **flags), model=model)
+        second.train()
+        assert_offloaded(second)
+        assert hooks_on(model) == []
+    finally:
+        while not no_hooks_on_this_thread():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def test_an_exception_leaves_no_saved_tensor_hooks(plain, flags):

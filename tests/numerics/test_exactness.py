@@ -156,8 +156,8 @@ class MovableBytes:
         self._total += piece[1] - piece[0]
 
 
-def assert_exact(case: Case, config: OffloadConfig) -> Any:
-    """Train three times: plainly, counting, and offloaded; returns the statistics of the last."""
+def assert_exact(case: Case, config: OffloadConfig, scoped: bool = False) -> Any:
+    """Train three times: plainly, counting, and offloaded; returns the statistics and the tier of the last."""
     plain = train(case, build(case))
 
     model = build(case)
@@ -177,7 +177,8 @@ def assert_exact(case: Case, config: OffloadConfig) -> Any:
         if case.settled:
             concurrent.futures.wait(list(transfer._writes_in_flight))
 
-    offloaded = train(case, model, before_backward=settle, end_step=session.end_step)
+    with session.scope() if scoped else contextlib.nullcontext():
+        offloaded = train(case, model, before_backward=settle, end_step=session.end_step)
     assert differences(plain, offloaded) == []
     assert [step.offloaded_bytes for step in session.stats.steps] == movable.steps
 
@@ -214,6 +215,12 @@ def test_same_bits_from_the_disk(name, attention, autocast, on_ssd):
 @pytest.mark.parametrize("name", NAMES)
 def test_same_bits_with_activation_checkpointing(name, checkpointing, autocast, on_ssd):
     assert_exact(Case(name=name, checkpointing=checkpointing, autocast=autocast), on_ssd)
+
+
+@pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
+def test_a_recompute_inside_the_scope_moves_nothing(checkpointing, on_ssd):
+    stats, _ = assert_exact(Case(name="gpt2", checkpointing=checkpointing), on_ssd, scoped=True)
+    assert (stats.total.kept_bytes > 0) == (checkpointing == "reentrant")
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -267,6 +274,46 @@ def test_same_bits_with_checksums_on_striped_directories(tmp_path):
 
 
 # -- single operations -----------------------------------------------------------------------------------------------------
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 300)
+        self.register_buffer("scale", torch.rand(300) + 0.5)
+
+
+def test_parts_versions_and_buffers(on_ssd):
+    torch.manual_seed(0)
+    model, inputs = _Scaled(), torch.randn(32, 16)
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = model.layer(inputs) * model.scale
+        # Two parts that span less than half of the storage each, one inside the first, and one that spans more.
+        parts = rows[3:5].exp().sum() + rows[3:5].sin().sum() + rows[4:5, 7:].cos().sum() + rows[20:].sin().sum()
+        whole = rows[5:].sin().sum()
+        other = model.layer(inputs)
+        unused = other.sin()  # saves the version before the next line; backward never comes here
+        other.mul_(3)
+        return parts + whole + other.sin().sum(), unused
+
+    movable = MovableBytes(model)
+    with movable.counting():
+        forward()
+    movable.end_step()
+
+    loss, _ = forward()
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with offload_activations(model, dataclasses.replace(on_ssd, read_ahead_bytes=0)) as session:
+        loss, unused = forward()
+        concurrent.futures.wait(list(session._engine.transfer._writes_in_flight))
+        loss.backward()
+        del unused
+        assert session.stats.total.offloaded_bytes == movable.steps[0]
+        assert session.stats.total.loaded_bytes > 0
+    assert differences(expected, gradients(model)) == []
 
 
 class _Square(torch.autograd.Function):
