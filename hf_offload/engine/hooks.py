@@ -40,7 +40,7 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, device: Device, tier: Tier):
-        self.stats = OffloadStats(tier.stats)
+        self.stats = OffloadStats(tier)
         self.closed = False
         self._plan = plan
         self._device = device
@@ -90,7 +90,7 @@ class Engine:
         if end - begin < self._plan.min_offload_bytes:
             return self._keep(tensor)  # an expanded tensor is smaller than it looks
         storage = tensor.untyped_storage()
-        record = self._find(storage, tensor._version, begin, end)
+        record = self._find(storage, _root(tensor), tensor._version, begin, end)
         if record is not None:
             self.stats.step.deduplicated_bytes += tensor.nbytes
         else:
@@ -126,7 +126,9 @@ class Engine:
         self._stall_before_s = stalled_s
         self._weights.refresh()
 
-    def _find(self, storage: torch.UntypedStorage, version: int, begin: int, end: int) -> Record | None:
+    def _find(
+        self, storage: torch.UntypedStorage, root: torch.Tensor, version: int, begin: int, end: int
+    ) -> Record | None:
         identity = self._identities.get(id(storage))
         if identity is None or identity.storage() is not storage:
             return None
@@ -135,6 +137,7 @@ class Engine:
             if (
                 record is not None
                 and record.version == version
+                and record.root() is root
                 and record.start <= begin
                 and end <= record.start + record.nbytes
             ):
@@ -150,7 +153,8 @@ class Engine:
         probe = tensor.detach()
         probe.data = self._nothing  # shares the version counter, holds no storage
         self.transfer.reap()
-        record = Record(whole_storage(tensor)[begin:end], probe, begin, self.unit, self.transfer.graveyard)
+        buffer = whole_storage(tensor)[begin:end]
+        record = Record(buffer, probe, weakref.ref(_root(tensor)), begin, self.unit, self.transfer.graveyard)
         self.transfer.adopt(record)
         self.prefetch.packed(record)
         self._remember(storage, record)
@@ -198,6 +202,16 @@ class _Identity:
 
 def _announce(dead: "queue.SimpleQueue[int]", key: int) -> Callable[[object], None]:
     return lambda _: dead.put(key)
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter ``tensor`` shares.
+
+    A storage can have several: the parts that ``unsafe_chunk`` gives (LSTM and GRU cells use it) count for themselves, and
+    the same number then means different bytes.
+    """
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def _keep(tensor: torch.Tensor) -> KeptTensor:

@@ -40,7 +40,7 @@ class Obituary(NamedTuple):
 
 
 class Record:
-    """The bytes ``[start, start + nbytes)`` of one storage at one version."""
+    """The bytes ``[start, start + nbytes)`` of one storage at one version of one version counter."""
 
     __slots__ = (
         "__weakref__",
@@ -52,6 +52,7 @@ class Record:
         "ordinal",
         "phase",
         "probe",
+        "root",
         "slot",
         "start",
         "state",
@@ -67,6 +68,7 @@ class Record:
         self,
         buffer: torch.Tensor,
         probe: torch.Tensor,
+        root: "weakref.ref[torch.Tensor]",
         start: int,
         unit: str,
         graveyard: "queue.SimpleQueue[Obituary]",
@@ -77,6 +79,7 @@ class Record:
         self.phase = buffer.data_ptr()
         self.probe = probe  # no storage of its own, but the version counter of the saved tensor
         self.version: int = probe._version
+        self.root = root  # whose counter that is
         self.state = State.RESIDENT
         self.unit = unit
         self.graveyard = graveyard

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 from typing import Any
 
-from hf_offload.storage.tier import TierStats
+from hf_offload.storage.tier import Tier, TierStats
 
 
 @dataclasses.dataclass
@@ -60,11 +60,11 @@ _SUMMED = [
 class OffloadStats:
     """``total`` since the session began, ``step`` the step that is running, ``steps`` those that ended (last 1000)."""
 
-    def __init__(self, tier_stats: TierStats | None):
+    def __init__(self, tier: Tier | None):
         self.step = StepStats()
         self.steps: collections.deque[StepStats] = collections.deque(maxlen=1000)
         self._ended = StepStats()
-        self._tier = tier_stats
+        self._source = tier
         self._seen = (0, 0, 0.0, 0.0)
 
     @property
@@ -73,10 +73,16 @@ class OffloadStats:
         self._read_tier()
         total = dataclasses.replace(self._ended)
         _add(total, self.step)
-        if self._tier is not None:
-            total.write_bytes_per_s = _rate(self._tier.written_bytes, self._tier.write_busy_s)
-            total.read_bytes_per_s = _rate(self._tier.read_bytes, self._tier.read_busy_s)
+        tier = self._tier
+        if tier is not None:
+            total.write_bytes_per_s = _rate(tier.written_bytes, tier.write_busy_s)
+            total.read_bytes_per_s = _rate(tier.read_bytes, tier.read_busy_s)
         return total
+
+    @property
+    def _tier(self) -> TierStats | None:
+        # asked for each time: a tier of several tiers adds up anew
+        return None if self._source is None else self._source.stats
 
     @property
     def load_stall_s(self) -> float:
@@ -87,8 +93,8 @@ class OffloadStats:
         """Close the running step and open the next; returns the closed one."""
         self._read_tier()
         ended = self.step
-        if self._tier is not None:
-            tier = self._tier
+        tier = self._tier
+        if tier is not None:
             now = (tier.written_bytes, tier.read_bytes, tier.write_busy_s, tier.read_busy_s)
             ended.write_bytes_per_s = _rate(now[0] - self._seen[0], now[2] - self._seen[2])
             ended.read_bytes_per_s = _rate(now[1] - self._seen[1], now[3] - self._seen[3])
@@ -99,9 +105,10 @@ class OffloadStats:
         return ended
 
     def _read_tier(self) -> None:
-        if self._tier is not None:
-            self.step.written_bytes = self._tier.written_bytes - self._ended.written_bytes
-            self.step.read_bytes = self._tier.read_bytes - self._ended.read_bytes
+        tier = self._tier
+        if tier is not None:
+            self.step.written_bytes = tier.written_bytes - self._ended.written_bytes
+            self.step.read_bytes = tier.read_bytes - self._ended.read_bytes
 
 
 def _add(total: StepStats, step: StepStats) -> None:

@@ -9,8 +9,8 @@ def empty_at_phase(nbytes: int, phase: int) -> torch.Tensor:
     """A fresh ``uint8`` buffer of ``nbytes`` bytes whose address is ``phase`` modulo :data:`PAGE`.
 
     Allocators that put large blocks on page boundaries give the address at once, and the block then has the size of the
-    one it replaces, which keeps the heap from fragmenting. Otherwise one page more is allocated and the start shifted: the
-    buffer is a slice, and ``buffer.storage_offset()`` is the shift.
+    one it replaces, which keeps the heap from fragmenting. Otherwise one page more is allocated and the start shifted. In
+    both cases the buffer is a storage of its own: operations exist that mishandle a tensor that begins inside of one.
     """
     exact = torch.empty(nbytes, dtype=torch.uint8)
     if (phase - exact.data_ptr()) % PAGE == 0:
@@ -18,7 +18,7 @@ def empty_at_phase(nbytes: int, phase: int) -> torch.Tensor:
     del exact
     raw = torch.empty(nbytes + PAGE, dtype=torch.uint8)
     shift = (phase - raw.data_ptr()) % PAGE
-    return raw[shift : shift + nbytes]
+    return torch.from_numpy(raw.numpy()[shift : shift + nbytes])
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:

@@ -229,20 +229,7 @@ def test_same_bits_while_stores_and_loads_are_on_their_way(name, accumulation, o
     assert_exact(Case(name=name, accumulation=accumulation, settled=False), on_ssd)
 
 
-@pytest.mark.parametrize(
-    "checkpointing",
-    [
-        None,
-        pytest.param(
-            "non-reentrant",
-            marks=pytest.mark.xfail(
-                run=False,
-                reason="AOTAutograd saves the generator's state; torch.set_rng_state crashes on a view with an offset, "
-                "and an offset is what a loaded tensor may have where the saved one had none",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
 def test_same_bits_when_compiled(checkpointing, on_ssd):
     torch.compiler.reset()
     assert_exact(Case(name="llama", checkpointing=checkpointing, compiled=True), on_ssd)
@@ -333,9 +320,6 @@ class _Square(torch.autograd.Function):
         return 2 * value * gradient
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a load's target is a slice of a larger buffer, and so is the tensor that backward gets"
-)
 def test_a_loaded_tensor_lies_in_its_storage_as_the_saved_one_did(on_ssd):
     _Square.found = []
     layer = nn.Linear(8, 158)
@@ -371,11 +355,6 @@ def _unsafe_chunk() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     return module, loss
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the parts that unsafe_chunk gives share a storage but count versions each for itself: the same number is not "
-    "the same content",
-)
 @pytest.mark.parametrize("make", [_unsafe_chunk, _lstm_cell, _gru])
 def test_parts_of_a_storage_with_version_counters_of_their_own(make, on_ssd):
     found = []
@@ -401,7 +380,6 @@ def test_parts_of_a_storage_with_version_counters_of_their_own(make, on_ssd):
     assert differences(*found) == []
 
 
-@pytest.mark.xfail(strict=True, reason="the counters that the statistics read are a snapshot of an empty tier")
 def test_a_spilling_tier_reports_what_it_wrote(tmp_path):
     config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, ram_budget=128 << 10)
     stats, _ = assert_exact(Case(name="gpt2"), config)
