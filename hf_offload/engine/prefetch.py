@@ -7,6 +7,7 @@ really did is learned and used the next time a tape of the same shape begins its
 import collections
 import time
 import weakref
+from typing import NamedTuple
 
 from hf_offload.engine.record import Record, State
 from hf_offload.engine.transfer import Transfer
@@ -42,7 +43,11 @@ class Tape:
     @property
     def smallest_window(self) -> int:
         """Bytes below which reading ahead would run dry between two records."""
-        return max(self.largest, 4 * self.nbytes // max(1, len(self.records)))
+        return max(self.largest, self.usual_records(4))
+
+    def usual_records(self, count: int) -> int:
+        """Bytes of ``count`` records of average size."""
+        return count * self.nbytes // max(1, len(self.records))
 
     @property
     def in_backward(self) -> bool:
@@ -68,17 +73,26 @@ class Tape:
         self.next = 0
 
 
+class _Before(NamedTuple):
+    window_bytes: int
+    waited_share: float
+
+
 class Prefetcher:
     """Keeps ``window_bytes`` of records loaded, or on their way, ahead of backward.
 
-    Without a fixed window it adapts: a backward that waited for more than a small share of its time widens it, some that
-    did not narrow it again, down to where one last waited. It never falls below two usual records or one of the largest.
+    Without a fixed window it adapts. A backward that waited for more than a small share of its time widens it; if that
+    did not help, because the disk is the limit, it is taken back and not tried again for a while. Backwards that hardly
+    waited narrow it, down to where one last waited. It never falls below one of the largest records or four usual ones.
     """
 
-    _WIDEN = 1.25
+    _FIRST_RECORDS = 8
+    _WIDEN = 1.5
     _NARROW = 0.85
+    _WAITED_SHARE = 0.04
+    _HELPED_SHARE = 0.8
     _CALM_STEPS = 4
-    _WAITED_SHARE = 0.02
+    _HOPELESS_STEPS = 32
     _MAX_SHARE = 0.2
     _SHAPES = 16
 
@@ -88,8 +102,10 @@ class Prefetcher:
         self.window_bytes = fixed_window_bytes or 0
         self.tape = Tape()
         self._learned: collections.OrderedDict[Shape, list[int]] = collections.OrderedDict()
-        self._narrowest = 0
+        self._narrowest = 0  # the widest window with which backward still waited
         self._calm = 0
+        self._pause = 0
+        self._widened_from: _Before | None = None
 
     def packed(self, record: Record) -> None:
         """A record was packed in forward."""
@@ -108,19 +124,34 @@ class Prefetcher:
         self.tape = Tape()
 
     def _adapt(self, tape: Tape, load_stall_s: float) -> None:
-        ceiling = max(tape.smallest_window, round(tape.nbytes * self._MAX_SHARE))
-        if load_stall_s > self._WAITED_SHARE * (time.perf_counter() - tape.backward_began_s):
+        smallest = tape.smallest_window
+        window = self._window(tape)
+        waited_share = load_stall_s / (time.perf_counter() - tape.backward_began_s)
+        before, self._widened_from = self._widened_from, None
+        self._pause = max(0, self._pause - 1)
+        if before is not None and waited_share > self._HELPED_SHARE * before.waited_share:
+            window = before.window_bytes
+            self._pause = self._HOPELESS_STEPS
+        elif waited_share > self._WAITED_SHARE:
             self._calm = 0
-            self._narrowest = self.window_bytes
-            self.window_bytes = round(self.window_bytes * self._WIDEN)
+            self._narrowest = window
+            if self._pause == 0:
+                self._widened_from = _Before(window, waited_share)
+                window = round(window * self._WIDEN)
         else:
             self._calm += 1
             if self._calm >= self._CALM_STEPS:
                 self._calm = 0
-                narrower = round(self.window_bytes * self._NARROW)
-                if narrower > self._narrowest:
-                    self.window_bytes = narrower
-        self.window_bytes = min(max(self.window_bytes, tape.smallest_window), ceiling)
+                narrower = round(window * self._NARROW)
+                window = narrower if narrower > self._narrowest else window
+        self.window_bytes = min(max(window, smallest), max(smallest, round(tape.nbytes * self._MAX_SHARE)))
+
+    def _window(self, tape: Tape) -> int:
+        if self._fixed is not None:
+            return self._fixed
+        if not self.window_bytes:
+            return max(tape.smallest_window, tape.usual_records(self._FIRST_RECORDS))
+        return max(self.window_bytes, tape.smallest_window)
 
     def asked(self, record: Record) -> None:
         """Backward is about to use ``record``: note it, and read further ahead."""
@@ -139,7 +170,7 @@ class Prefetcher:
     def fill(self, tape: Tape) -> None:
         """Start loads, in order, as far as the window allows."""
         transfer = self._transfer
-        window = self.window_bytes if self._fixed is not None else max(self.window_bytes, tape.smallest_window)
+        window = self._window(tape)
         with transfer.lock:
             while tape.next < len(tape.order):
                 record = tape.records[tape.order[tape.next]]()

@@ -673,3 +673,35 @@ def test_several_threads_unpack_at_once():
         thread.join(20)
     for one in x:
         assert torch.equal(one.grad, torch.autograd.grad((one * 2).sin().cos().sum(), one)[0])
+
+
+def test_the_window_widens_only_while_that_helps(monkeypatch):
+    """Adaptation is driven by a clock of the test's own, in which every backward takes one second."""
+    now = [0.0]
+    monkeypatch.setattr("hf_offload.engine.prefetch.time.perf_counter", lambda: now[0])
+    rig = Rig()
+    prefetch = rig.engine.prefetch
+    x = leaf(64, 64)
+
+    def step(stall_s):
+        with rig:
+            h = x
+            for _ in range(200):
+                h = h.sin()
+            y = h.sum()
+            del h
+        rig.settle()
+        y.backward()
+        now[0] += 1.0
+        prefetch.begin_tape(stall_s)
+        return prefetch.window_bytes
+
+    first = 8 * 64 * 64 * 4
+    windows = [step(stall_s) for stall_s in (0.5, 0.2, 0.1, 0.01)]
+    assert windows[0] > first
+    assert windows == sorted(windows)  # each widening halved the waiting
+    assert [step(0.01) for _ in range(12)][-1] < windows[-1]  # calm steps narrow it
+    before = prefetch.window_bytes
+    assert step(0.5) > before
+    assert step(0.5) == before  # did not help: taken back
+    assert step(0.5) == before  # and left alone
