@@ -101,9 +101,11 @@ def restart_with_allocator() -> None:
 def tune_running_allocator() -> str:
     """Make glibc's allocator keep freed blocks; leave any other allocator alone. Returns what is in use."""
     name = current_allocator()
-    libc = ctypes.CDLL(None)
-    if name != "glibc" or not hasattr(libc, "mallopt"):
+    if name != "glibc":
         return name
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return "system"  # musl
     done = libc.mallopt(_M_MMAP_MAX, 0)
     done &= libc.mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM)
     done &= libc.mallopt(_M_TOP_PAD, _TOP_PAD_BYTES)

@@ -187,6 +187,16 @@ def _open_tier(config: OffloadConfig, on_host: bool) -> Tier:
             logger.warning("The model is on the CPU: moving activations from RAM to RAM saves no memory.")
         return RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum)
     directories, private = _directories(config)
+    try:
+        return _open_files(config, directories, ram_budget, on_host)
+    finally:
+        if private is not None:
+            # The files were unlinked as soon as they were open; the directory can go, too.
+            shutil.rmtree(private, ignore_errors=True)
+
+
+def _open_files(config: OffloadConfig, directories: tuple[Path, ...], ram_budget: int | None, on_host: bool) -> Tier:
+    checksum = config.verify == "checksum"
     free = free_disk_bytes(directories)
     if config.disk_budget is not None and int(config.disk_budget) > free:
         raise OffloadConfigError(
@@ -199,9 +209,6 @@ def _open_tier(config: OffloadConfig, on_host: bool) -> Tier:
         max_write_bytes=None if config.max_disk_write_bytes is None else int(config.max_disk_write_bytes),
         checksum=checksum,
     )
-    if private is not None:
-        # The files were unlinked as soon as they were open; the directory can go, too.
-        shutil.rmtree(private, ignore_errors=True)
     if ram_budget:
         return SpillTier(RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), disk)
     return disk

@@ -72,7 +72,7 @@ def steps(
     console = output()
     table = Table(title=f"{recipe}: memory and time of a training step", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "strategy" else "right", overflow="fold")
+        table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=True)
     for row in comparison.rows():
         loud = ("DIFFER", "failed")
         table.add_row(*(f"[bold red]{cell}[/]" if cell.endswith(loud) else cell for cell in row.cells()))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 EFFECTS = (
     "CPU, while a run starts: mallopt() keeps freed memory in glibc's heap; a preloaded allocator is left alone",
     "disk tier, on first use: one os.register_at_fork() handler, so that no direct read runs during a fork",
+    "import of the training arguments: one entry in transformers' table of reporters, so that Trainers find the callback",
     "Trainer with offloading active: the name hf_offload is added to report_to of its own arguments",
     "command train on a CPU: the process may start itself again with a better allocator; bench chooses it for its runs",
 )

@@ -1,6 +1,7 @@
 """The engine: autograd's pack and unpack hooks on top of records, transfer and prefetch."""
 
 import dataclasses
+import logging
 import queue
 import threading
 import weakref
@@ -11,15 +12,18 @@ from torch import nn
 
 from hf_offload.engine.device import Device
 from hf_offload.engine.movers import HostMover, StagedMover
-from hf_offload.engine.prefetch import Prefetcher
+from hf_offload.engine.prefetch import Prefetcher, Tape
 from hf_offload.engine.record import KeptTensor, PackedView, Record
 from hf_offload.engine.selection import WeightIndex, byte_span, is_plain
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.engine.transfer import Transfer
 from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.plan.plan import Plan
+from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import whole_storage
 from hf_offload.storage.tier import Tier
+
+logger = logging.getLogger(__name__)
 
 # A view that spans less than this share of its storage gets a record of its span alone.
 _SPAN_SHARE = 0.5
@@ -47,9 +51,12 @@ class Engine:
         self._weights = WeightIndex(model)
         if device.is_host:
             mover: HostMover | StagedMover = HostMover(tier)
+            write_behind_bytes = plan.write_behind_bytes
         else:
+            # What waits to be written has left the device: the ring is what bounds it.
             mover = StagedMover(device, tier, _RING_BYTES, self._on_failed_store)
-        self.transfer = Transfer(device, tier, mover, self.stats, plan.write_behind_bytes)
+            write_behind_bytes = _RING_BYTES
+        self.transfer = Transfer(device, tier, mover, self.stats, write_behind_bytes)
         self.prefetch = Prefetcher(self.transfer, plan.read_ahead_bytes)
         # id of a storage's Python object -> records of that storage. The weak reference tells a reused id.
         self._identities: dict[int, _Identity] = {}
@@ -57,6 +64,7 @@ class Engine:
         self._nothing = torch.empty(0, device=device.torch_device)
         self._where = threading.local()
         self._stall_before_s = 0.0
+        self._reported_room = False
 
     # -- where forward is ---------------------------------------------------------------------------------------------
 
@@ -103,10 +111,15 @@ class Engine:
         """Called when backward needs what :meth:`pack` packed. Any thread, any number of times."""
         if isinstance(handle, KeptTensor):
             tensor = handle.tensor
-            _check_version(tensor._version, handle.version, tensor.type(), tensor.size(), "kept in memory")
+            if tensor._version != handle.version:
+                raise _modified(tensor._version, handle.version, tensor.type(), tensor.size(), "kept in memory")
             return tensor
         record = handle.record
-        _check_version(record.probe._version, record.version, str(handle.dtype), handle.size, record.unit)
+        version = record.probe._version
+        if version != record.version:
+            raise _modified(version, record.version, str(handle.dtype), handle.size, record.unit)
+        if not record.tape.in_backward:
+            self._report_room(record.tape)
         self.prefetch.asked(record)
         tensor = handle.view(*self.transfer.fetch(record))
         self.transfer.reap()
@@ -177,10 +190,24 @@ class Engine:
             identity.records = [other for other in identity.records if other() is not None]
             identity.records.append(weakref.ref(record))
 
+    def _report_room(self, tape: Tape) -> None:
+        """Forward has ended: now it is known how many bytes it really saves. Say so once if they found no room."""
+        if self.stats.step.refused_bytes and not self._reported_room:
+            self._reported_room = True
+            refused = sum(record.nbytes for found in tape.records if (record := found()) and record.slot is None)
+            logger.warning(
+                "This forward saved %s that could be offloaded; the %s tier took %s, and %s stay in memory. Make room "
+                "there (a larger budget, another directory), or use a smaller batch.",
+                format_bytes(tape.nbytes),
+                self.transfer.tier.name,
+                format_bytes(tape.nbytes - refused),
+                format_bytes(refused),
+            )
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _on_failed_store(self, error: BaseException) -> None:
-        self.transfer.refused(0, "a tensor", error)
+    def _on_failed_store(self, error: BaseException, nbytes: int) -> None:
+        self.transfer.refused(nbytes, "a tensor", error)
 
     def end_step(self) -> None:
         """Close the running step's statistics."""
@@ -220,11 +247,10 @@ def _keep(tensor: torch.Tensor) -> KeptTensor:
     return KeptTensor(tensor if isinstance(tensor, nn.Parameter) else tensor.detach(), tensor._version)
 
 
-def _check_version(found: int, expected: int, kind: str, size: torch.Size, unit: str) -> None:
+def _modified(found: int, expected: int, kind: str, size: torch.Size, unit: str) -> SavedTensorModifiedError:
     """Autograd's own check, which saved-tensor hooks switch off."""
-    if found != expected:
-        raise SavedTensorModifiedError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{kind} {list(size)}] ({unit}) is at version {found}; expected version {expected} instead. "
-            "Use the out-of-place form of the operation that changed it, or clone the tensor before changing it."
-        )
+    return SavedTensorModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(size)}] ({unit}) is at version {found}; expected version {expected} instead. "
+        "Use the out-of-place form of the operation that changed it, or clone the tensor before changing it."
+    )

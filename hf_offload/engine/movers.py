@@ -14,13 +14,13 @@ import abc
 import collections
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 
 import torch
 
-from hf_offload.engine.device import Device, Event
-from hf_offload.errors import TierFullError
+from hf_offload.engine.device import Device, Event, Stream
+from hf_offload.errors import OffloadError, TierFullError
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.tier import Slot, Tier
 from hf_offload.storage.workers import WorkerPool
@@ -93,7 +93,7 @@ class StagedMover(Mover):
         device: Device,
         tier: Tier,
         ring_bytes: int,
-        report: Callable[[BaseException], None],
+        report: Callable[[BaseException, int], None],
         pinned: bool = True,
     ):
         self._device = device
@@ -106,21 +106,25 @@ class StagedMover(Mover):
         # Event waits and ring waits of the two directions never share a thread: neither can hold the other up.
         self._store_workers = WorkerPool("hf_offload-store", 1)
         self._load_workers = WorkerPool("hf_offload-load", 1)
+        self._urgent_workers = WorkerPool("hf_offload-urgent", 1)  # never behind a prefetch that waits for room
         self._arrival_workers = WorkerPool("hf_offload-arrive", 1)
-        self._leaving: collections.deque[tuple[Event, torch.Tensor, Callable[[], None]]] = collections.deque()
+        self._leaving: collections.deque[tuple[Event, Stream, torch.Tensor, Callable[[], None]]] = collections.deque()
+        self._leaving_lock = threading.Lock()
 
     def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
         device = self._device
         done: Future[None] = Future()
         view = self._tier.host_view(slot)
         staging = view if view is not None else self._ring.acquire(buffer.numel())
-        device.wait(self._store_stream, device.record(device.current_stream()))
+        compute = device.current_stream()
+        device.wait(self._store_stream, device.record(compute))
         device.copy(staging, buffer, self._store_stream)
         copied = device.record(self._store_stream)
-        self._leaving.append((copied, buffer, drop))
+        self._leaving.append((copied, compute, buffer, drop))
         self.advance()
         if view is not None:
             # In stream order the bytes are there already; nobody on the host has to wait for them.
+            self._tier.stats.count("write", buffer.numel())
             done.set_result(None)
         else:
             self._store_workers.submit(partial(self._write, slot, staging, copied, done))
@@ -132,25 +136,25 @@ class StagedMover(Mover):
             self._ring.release(staging)
             return
 
-        def written(future: "Future[None]") -> None:
-            error = future.exception()
+        def written(error: BaseException | None) -> None:
             if error is not None:
                 # The device buffer has left in stream order: these are the last bytes there are.
                 self._rescued[slot] = staging.clone()
-                self._report(error)
+                self._report(error, staging.numel())
             self._ring.release(staging)
             done.set_result(None)
 
-        self._tier.write(slot, staging).add_done_callback(written)
+        _then(lambda: self._tier.write(slot, staging), written)
 
     def advance(self, everything: bool = False) -> None:
         keep = 0 if everything else self._LAG
-        if len(self._leaving) <= keep:
-            return
-        compute = self._device.current_stream()
         while len(self._leaving) > keep:
-            copied, buffer, drop = self._leaving.popleft()
-            self._device.wait(compute, copied)
+            with self._leaving_lock:
+                if len(self._leaving) <= keep:
+                    return
+                copied, compute, buffer, drop = self._leaving.popleft()
+                # The stream on which the block was in use, so that whoever gets it next is behind the copy.
+                self._device.wait(compute, copied)
             drop()
             del buffer
 
@@ -162,13 +166,15 @@ class StagedMover(Mover):
         if view is None:
             view = self._tier.host_view(slot)
         if view is None:
-            self._load_workers.submit(partial(self._read, slot, target, urgent, free, arrived), urgent=urgent)
+            workers = self._urgent_workers if urgent else self._load_workers
+            workers.submit(partial(self._read, slot, target, urgent, free, arrived))
             return arrived
         # No event orders this behind the copy into the view, nor later copies into it behind this one: compute waited for
         # the first before the buffer was dropped, and for this one before the record could go with its bytes in use.
         event = self._copy_in(view, target, free)
         # The target must outlive the copy even if backward drops it at once: a thread holds it until then.
         self._arrival_workers.submit(partial(_hold, device, event, target))
+        self._tier.stats.count("read", target.numel())
         arrived.set_result(event)
         return arrived
 
@@ -177,30 +183,36 @@ class StagedMover(Mover):
     ) -> None:
         if not arrived.set_running_or_notify_cancel():
             return
-        staging = self._ring.acquire(target.numel(), urgent)
+        try:
+            staging = self._ring.acquire(target.numel(), urgent)
+        except BaseException as error:  # whoever waits for the load has to hear of it
+            arrived.set_exception(error)
+            return
 
-        def read(future: "Future[None]") -> None:
-            self._arrival_workers.submit(partial(self._arrive, future, staging, target, free, arrived))
+        def read(error: BaseException | None) -> None:
+            self._arrival_workers.submit(partial(self._arrive, error, staging, target, free, arrived))
 
-        self._tier.read(slot, staging, urgent).add_done_callback(read)
+        _then(lambda: self._tier.read(slot, staging, urgent), read)
 
     def _arrive(
         self,
-        future: "Future[None]",
+        error: BaseException | None,
         staging: torch.Tensor,
         target: torch.Tensor,
         free: Event,
         arrived: "Future[Event | None]",
     ) -> None:
-        error = future.exception()
-        if error is not None:
+        try:
+            if error is not None:
+                raise error
+            event = self._copy_in(staging, target, free)
+            arrived.set_result(event)
+            self._device.synchronize(event)
+        except BaseException as failure:  # of the read or of the device: whoever waits has to hear of it
+            if not arrived.done():
+                arrived.set_exception(failure)
+        finally:
             self._ring.release(staging)
-            arrived.set_exception(error)
-            return
-        event = self._copy_in(staging, target, free)
-        arrived.set_result(event)
-        self._device.synchronize(event)
-        self._ring.release(staging)
 
     def _copy_in(self, source: torch.Tensor, target: torch.Tensor, free: Event) -> Event:
         self._device.wait(self._load_stream, free)
@@ -215,10 +227,11 @@ class StagedMover(Mover):
             self._device.wait(self._device.current_stream(), event)
 
     def close(self) -> None:
-        for pool in (self._store_workers, self._load_workers, self._arrival_workers):
+        self._device.synchronize(self._device.record(self._load_stream))
+        for pool in (self._store_workers, self._load_workers, self._urgent_workers, self._arrival_workers):
             pool.close()
         while self._leaving:
-            copied, _, drop = self._leaving.popleft()
+            copied, _, _, drop = self._leaving.popleft()
             self._device.synchronize(copied)
             drop()
         self._ring.close()
@@ -264,3 +277,17 @@ class PinnedRing:
 
 def _hold(device: Device, event: Event, target: torch.Tensor) -> None:
     device.synchronize(event)
+
+
+def _then(start: "Callable[[], Future[None]]", finish: Callable[[BaseException | None], None]) -> None:
+    """Call ``finish`` with the error, or None, once what ``start`` begins has ended, or at once if it cannot begin."""
+
+    def ended(future: "Future[None]") -> None:
+        finish(CancelledError() if future.cancelled() else future.exception())
+
+    try:
+        future = start()
+    except OffloadError as error:
+        finish(error)
+    else:
+        future.add_done_callback(ended)

@@ -9,6 +9,8 @@ import time
 import weakref
 from typing import NamedTuple
 
+import torch
+
 from hf_offload.engine.record import Record, State
 from hf_offload.engine.transfer import Transfer
 
@@ -83,17 +85,18 @@ class Prefetcher:
 
     Without a fixed window it adapts. A backward that waited for more than a small share of its time widens it; if that
     did not help, because the disk is the limit, it is taken back and not tried again for a while. Backwards that hardly
-    waited narrow it, down to where one last waited. It never falls below one of the largest records or four usual ones.
+    waited narrow it, down to where one last waited. It stays between four and ten records of usual size, one of the largest
+    at least: what more does not hide is the disk's bandwidth, and more would only be memory.
     """
 
     _FIRST_RECORDS = 8
-    _WIDEN = 1.5
+    _WIDEN = 1.25
     _NARROW = 0.85
     _WAITED_SHARE = 0.04
     _HELPED_SHARE = 0.8
     _CALM_STEPS = 4
     _HOPELESS_STEPS = 32
-    _MAX_SHARE = 0.2
+    _MOST_RECORDS = 10
     _SHAPES = 16
 
     def __init__(self, transfer: Transfer, fixed_window_bytes: int | None):
@@ -144,7 +147,7 @@ class Prefetcher:
                 self._calm = 0
                 narrower = round(window * self._NARROW)
                 window = narrower if narrower > self._narrowest else window
-        self.window_bytes = min(max(window, smallest), max(smallest, round(tape.nbytes * self._MAX_SHARE)))
+        self.window_bytes = min(max(window, smallest), max(smallest, tape.usual_records(self._MOST_RECORDS)))
 
     def _window(self, tape: Tape) -> int:
         if self._fixed is not None:
@@ -175,6 +178,8 @@ class Prefetcher:
             while tape.next < len(tape.order):
                 record = tape.records[tape.order[tape.next]]()
                 if record is not None and not record.ahead:
+                    if record.state is State.STORING and record.buffer is None:
+                        return  # between the device and the tier: next time
                     if record.state in (State.STORING, State.RESIDENT):
                         if transfer.ahead_bytes + record.nbytes > window:
                             return
@@ -182,5 +187,8 @@ class Prefetcher:
                     elif record.state is State.STORED and record.memory() is None:
                         if transfer.ahead_bytes + record.nbytes > window:
                             return
-                        transfer.start_load(record)
+                        try:
+                            transfer.start_load(record)
+                        except torch.OutOfMemoryError:
+                            return  # reading ahead is a convenience; what is needed now has its memory
                 tape.next += 1

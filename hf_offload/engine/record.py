@@ -129,9 +129,14 @@ class PackedView:
         self.neg = tensor.is_neg()
 
     def view(self, storage: torch.UntypedStorage, base: int) -> torch.Tensor:
-        """The tensor over ``storage``, where the record's bytes begin at byte ``base``: same size, strides and bits."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor.set_(storage, (base + self.offset) // tensor.element_size(), self.size, self.stride)
+        """The tensor over ``storage``, where the record's bytes begin at byte ``base``: same size, strides and bits.
+
+        It shares the version counter of the saved tensor: a backward that changes it in place is found out the next time.
+        """
+        data = torch.empty(0, dtype=self.dtype, device=storage.device)
+        data.set_(storage, (base + self.offset) // data.element_size(), self.size, self.stride)
+        tensor = self.record.probe.detach()
+        tensor.data = data
         if self.conj:
             tensor = torch._conj(tensor)
         if self.neg:

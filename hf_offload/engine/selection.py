@@ -61,6 +61,7 @@ def is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
         type(tensor) is torch.Tensor
         and tensor.device == device
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.is_quantized
         and not tensor._is_zerotensor()
         and not tensor.is_inference()

@@ -63,6 +63,7 @@ class OffloadStats:
     def __init__(self, tier: Tier | None):
         self.step = StepStats()
         self.steps: collections.deque[StepStats] = collections.deque(maxlen=1000)
+        self.ended_steps = 0
         self._ended = StepStats()
         self._source = tier
         self._seen = (0, 0, 0.0, 0.0)
@@ -101,6 +102,7 @@ class OffloadStats:
             self._seen = now
         _add(self._ended, ended)
         self.steps.append(ended)
+        self.ended_steps += 1
         self.step = StepStats(peak_resident_bytes=resident_bytes)
         return ended
 

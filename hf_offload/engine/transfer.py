@@ -62,23 +62,26 @@ class Transfer:
     def store(self, record: Record) -> bool:
         """Begin to store a resident record; False if the tier refused and it stays in memory. May wait: backpressure."""
         self._wait_for_writes()
-        try:
-            slot = self.tier.reserve(record.nbytes)
-        except (TierFullError, StorageError) as error:
-            self.refused(record.nbytes, record.unit, error)
-            return False
         buffer = record.buffer
         assert buffer is not None, "a resident record holds its bytes"
+        reference = weakref.ref(record)
+        slot = None
+        try:
+            slot = self.tier.reserve(record.nbytes)
+            future = self._mover.store(buffer, slot, partial(self._drop_source, reference))
+        except (TierFullError, StorageError) as error:
+            if slot is not None:
+                self._free(slot)
+            self.refused(record.nbytes, record.unit, error)
+            return False
+        del buffer
         with self.lock:
             record.slot = slot
+            record.future = future
             record.state = State.STORING
             self._pending_bytes += record.nbytes
+            self._writes_in_flight.append(future)
         self._stats.step.offloaded_bytes += record.nbytes
-        reference = weakref.ref(record)
-        future = self._mover.store(buffer, slot, partial(self._drop_source, reference))
-        del buffer
-        record.future = future
-        self._writes_in_flight.append(future)
         future.add_done_callback(partial(self._stored, reference, record.nbytes))
         return True
 
@@ -162,12 +165,12 @@ class Transfer:
         slot = record.slot
         assert slot is not None, "a stored record has a slot"
         target = self._device.allocate(record.nbytes, record.phase)
+        record.future = self._mover.load(slot, target, urgent)
         record.hold(target)
         record.state = State.LOADING
         self._hold(record.nbytes)
         self._count_ahead(record)
         self._stats.step.loaded_bytes += record.nbytes
-        record.future = self._mover.load(slot, target, urgent)
 
     def fetch(self, record: Record) -> tuple[torch.UntypedStorage, int]:
         """The storage that holds the record's bytes and their offset in it, in order with this thread's compute.
@@ -192,8 +195,9 @@ class Transfer:
             elif record.state in (State.STORING, State.STORED):
                 self.keep_for_backward(record)
             self._consume(record)
-        if record.state is State.LOADED and record.future is not None:
-            self._mover.arrive(record.future.result())
+            loaded = record.future if record.state is State.LOADED else None
+        if loaded is not None:
+            self._mover.arrive(loaded.result())
         if begin:
             self._stats.step.load_stall_s += time.perf_counter() - begin
         return memory
@@ -205,7 +209,9 @@ class Transfer:
             return
         try:
             future.result()
-        except StorageError as error:
+        except BaseException as error:
+            if not future.done():
+                raise  # Ctrl-C while waiting: the load goes on
             with self.lock:
                 if record.future is future and record.state is State.LOADING:
                     self._release_buffer(record)
@@ -224,7 +230,8 @@ class Transfer:
         self._count_not_ahead(record)
         if record.state not in (State.LOADED, State.STORED) or record.buffer is None:
             return
-        if id(record) not in self._consumed:
+        known = self._consumed.get(id(record))
+        if known is None or known() is not record:  # an id is used again
             self._consumed[id(record)] = weakref.ref(record)
 
     def evict_beyond(self, limit_bytes: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.trainer import OffloadCallback, refuse_conflicts
 from hf_offload.settings.schema import OffloadConfig
 
@@ -17,7 +18,10 @@ INTEGRATION_TO_CALLBACK.setdefault(REPORT_NAME, OffloadCallback)
 
 @dataclasses.dataclass
 class OffloadArguments:
-    """Offloading as training arguments. Put it first among the bases: ``class MyArguments(OffloadArguments, SFTConfig)``.
+    """Offloading as training arguments. Put it first among the bases of a dataclass of your own::
+
+        @dataclass
+        class MyArguments(OffloadArguments, SFTConfig): ...
 
     The fields are those of :class:`~hf_offload.OffloadConfig`, where they are explained.
     """
@@ -47,6 +51,16 @@ class OffloadArguments:
     offload_max_disk_write: str | None = dataclasses.field(
         default=None, metadata={"help": "Stop writing to disk after this many bytes in one run, e.g. 10TiB."}
     )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if TrainingArguments in cls.__mro__ and cls.__mro__.index(TrainingArguments) < cls.__mro__.index(
+            OffloadArguments
+        ):
+            raise OffloadConfigError(
+                f"{cls.__name__}: put OffloadArguments before the other arguments class, as in "
+                f"`class {cls.__name__}(OffloadArguments, ...)`; behind it, its settings would be ignored."
+            )
 
     def __post_init__(self) -> None:
         config = self.offload_config()

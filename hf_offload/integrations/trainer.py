@@ -52,6 +52,7 @@ class OffloadCallback(TrainerCallback):
         if config is None or config.tier == "none" or model is None:
             return
         refuse_conflicts(args)
+        _refuse_data_parallel(args)
         self.session = attach(model, config, training=state)
         self.stats = self.session.stats
         if self.session.active:
@@ -99,7 +100,7 @@ class OffloadCallback(TrainerCallback):
 
 
 def refuse_conflicts(args: TrainingArguments) -> None:
-    """Refuse arguments that offload the same tensors themselves, or run the model in a way that cannot be offloaded.
+    """Refuse arguments that offload the same tensors themselves.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` that lists them all.
     """
@@ -115,11 +116,6 @@ def refuse_conflicts(args: TrainingArguments) -> None:
         for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
         if (getattr(args, name, None) or {}).get("offload")
     ]
-    if args.parallel_mode == ParallelMode.NOT_DISTRIBUTED and args.n_gpu > 1:
-        problems.append(
-            f"{args.n_gpu} GPUs are visible to one process, so the Trainer would use nn.DataParallel, which cannot be "
-            "offloaded: start with `accelerate launch --multi_gpu train.py`, or set CUDA_VISIBLE_DEVICES to one GPU."
-        )
     if problems:
         raise OffloadConfigError("\n".join(problems))
 
@@ -127,7 +123,7 @@ def refuse_conflicts(args: TrainingArguments) -> None:
 def summary(stats: OffloadStats) -> str:
     """What a training run offloaded, in one paragraph."""
     total = stats.total
-    steps = max(1, len(stats.steps))
+    steps = max(1, stats.ended_steps)
     return (
         f"Offloading: {format_bytes(total.offloaded_bytes / steps)} of activations moved a step, "
         f"{format_bytes(total.written_bytes)} written and {format_bytes(total.read_bytes)} read in all "
@@ -135,3 +131,12 @@ def summary(stats: OffloadStats) -> str:
         f"at most {format_bytes(total.peak_resident_bytes)} of them in memory at once, "
         f"{total.stall_s:.2f} s waited."
     )
+
+
+def _refuse_data_parallel(args: TrainingArguments) -> None:
+    # Only now: a Trainer with a model that is spread over the GPUs has set n_gpu to 1 by itself.
+    if args.parallel_mode == ParallelMode.NOT_DISTRIBUTED and args.n_gpu > 1:
+        raise OffloadConfigError(
+            f"{args.n_gpu} GPUs are visible to one process, so the Trainer would use nn.DataParallel, which cannot be "
+            "offloaded: start with `accelerate launch --multi_gpu train.py`, or set CUDA_VISIBLE_DEVICES to one GPU."
+        )

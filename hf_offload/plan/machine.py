@@ -84,7 +84,7 @@ class AllocatorFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Everything ``hf-offload doctor`` shows and the planner starts from."""
+    """Everything ``hf-offload doctor`` shows and recipes and settings are judged by."""
 
     device: DeviceFacts
     cpu_count: int

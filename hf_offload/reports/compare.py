@@ -75,7 +75,8 @@ def _strategy(name: str) -> Strategy:
         return Strategy(name, (_NO_OFFLOAD, f"{recompute}=true"), must_match=False)
     tier = name.partition(":")[2]
     # A recipe's directory is for its files, which the RAM tier has none of.
-    drop = ("offload.directory=null",) if tier == "ram" else ()
+    files = ("directory", "disk_budget", "max_disk_write_bytes")
+    drop = tuple(f"offload.{name}=null" for name in files) if tier == "ram" else ()
     return Strategy(name, (*drop, f"offload.tier={tier}", f"{recompute}=false"), must_match=True)
 
 
@@ -166,7 +167,6 @@ class Row:
             self.strategy,
             "failed" if self.peak_bytes is None else f"+{self.peak_bytes / 1e6:.0f} MB",
             _ratio(self.peak_ratio),
-            "-" if self.in_use_bytes is None else f"+{self.in_use_bytes / 1e6:.0f} MB",
             "-" if self.step_s is None else f"{self.step_s:.3f} s",
             _ratio(self.step_ratio),
             format_bytes(self.written_bytes_per_run) if self.written_bytes_per_run else "-",
@@ -187,7 +187,6 @@ COLUMNS = (
     "strategy",
     "peak",
     "of keep",
-    "in use",
     "step",
     "of keep",
     "written",
@@ -313,6 +312,11 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+def _in_use(comparison: Comparison) -> str:
+    known = [(row.strategy, row.in_use_bytes) for row in comparison.rows() if row.in_use_bytes is not None]
+    return ", ".join(f"{name} +{in_use / 1e6:.0f} MB" for name, in_use in known) or "not known for this allocator"
+
+
 _FRAGMENTS = (
     "glibc's heap fragments, which hides part of what offloading saves on a CPU. With tcmalloc installed (Debian and "
     "Ubuntu: libtcmalloc-minimal4, Fedora: gperftools-libs) all runs use it.",
@@ -334,10 +338,10 @@ def footnotes(comparison: Comparison) -> list[str]:
         f"{' '.join([comparison.recipe, *comparison.overrides])}: {report.parameter_count / 1e6:.1f} M parameters, "
         f"{steps}.",
         f"Peak: {measured.get('peak_source')}, above a process that holds weights, gradients and optimizer "
-        f"state ({baseline:.0f} MB). Setup is not part of it. In use: what the allocator counts as "
-        "handed out, sampled every 10 ms, above the same baseline; it keeps the rest of the peak at hand.",
+        f"state ({baseline:.0f} MB). Setup is not part of it. The allocator keeps some of it at hand; of the peak it "
+        f"counted as in use: {_in_use(comparison)}.",
         f"Step: median time without the first {WARMUP_STEPS} steps. Of keep: ratio to keep in the same round. "
-        "Written: to disk, in one run.",
+        "Written: to the tier, in one run.",
         "Identical: losses of all steps and all parameters after the last one, compared bit by bit with those of the "
         "first round's keep.",
         f"Allocator of all runs: {', '.join(used)}. Machine: {machine['cores']} cores, {machine['threads']} threads, "

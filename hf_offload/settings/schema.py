@@ -75,9 +75,14 @@ class OffloadConfig:
                     raise OffloadConfigError(
                         "directory is given but tier='none' offloads nothing: set tier='ssd' or drop it."
                     )
-                if self.tier == "ram" and self.directory:
+                given = [
+                    name
+                    for name in ("directory", "disk_budget", "max_disk_write_bytes")
+                    if getattr(self, name) is not None
+                ]
+                if self.tier == "ram" and given:
                     raise OffloadConfigError(
-                        "directory is given but tier='ram' writes no files: set tier='ssd', or drop directory."
+                        f"{', '.join(given)} given, but tier='ram' writes no files: set tier='ssd', or leave it out."
                     )
 
     def _set(self, name: str, value: Any) -> None:

@@ -12,11 +12,13 @@ for _power, _letter in enumerate("kmgtp", start=1):
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_bytes(value: int | str, name: str = "size") -> int:
+def parse_bytes(value: int | float | str, name: str = "size") -> int:
     """Turn ``"20GiB"`` (or a plain number of bytes) into an ``int``.
 
     ``KiB``/``K`` count in 1024s, ``KB`` in 1000s. Raises :class:`OffloadConfigError` that names the setting ``name``.
     """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 1e9 in YAML
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise OffloadConfigError(f"{name}={value!r} is not a size: give a number of bytes or a string such as '20GiB'.")
     if isinstance(value, int):

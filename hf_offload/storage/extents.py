@@ -31,9 +31,6 @@ class Extents:
         start = self._start_of.get(self.capacity_bytes)
         return 0 if start is None else self.capacity_bytes - start
 
-    def round_up(self, nbytes: int) -> int:
-        return -(-nbytes // self.granule_bytes) * self.granule_bytes
-
     def grow(self, nbytes: int) -> None:
         """Add ``nbytes`` of free space at the end."""
         self._check(nbytes)

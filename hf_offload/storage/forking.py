@@ -103,8 +103,3 @@ _watch = _Watch()
 def guard(tier: Guarded) -> None:
     """Keep forks away from the tier's system calls for as long as the tier lives."""
     _watch.add(tier)
-
-
-def handler_registered() -> bool:
-    """Whether this process carries the fork handler by now."""
-    return _watch.registered

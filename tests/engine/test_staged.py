@@ -11,7 +11,7 @@ from torch import nn
 from hf_offload.engine import movers
 from hf_offload.storage.ram import RamTier
 
-SEEDS = range(4)
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 60))]
 
 
 @pytest.fixture(autouse=True)
