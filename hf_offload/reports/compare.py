@@ -167,10 +167,10 @@ class Row:
             self.strategy,
             "failed" if self.peak_bytes is None else f"+{self.peak_bytes / 1e6:.0f} MB",
             _ratio(self.peak_ratio),
-            "-" if self.step_s is None else f"{self.step_s:.3f} s",
+            "-" if self.step_s is None else f"{self.step_s:.2f} s",
             _ratio(self.step_ratio),
             format_bytes(self.written_bytes_per_run) if self.written_bytes_per_run else "-",
-            "-" if self.final_loss is None else f"{self.final_loss:.6f}",
+            "-" if self.final_loss is None else f"{self.final_loss:.5f}",
             self.identity(),
         ]
 
@@ -190,7 +190,7 @@ COLUMNS = (
     "step",
     "of keep",
     "written",
-    "final loss",
+    "loss",
     "vs keep",
 )
 

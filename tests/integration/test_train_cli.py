@@ -320,7 +320,7 @@ def test_ratios_are_medians_of_each_rounds_ratio(tmp_path):
     assert row.peak_bytes == 10_000_000
     assert row.stall_s_per_run == 1.0
     assert "glibc-tuned" in " ".join(footnotes(comparison))
-    assert "| ours:ssd | +10 MB | 1.000 | 4.000 s | 2.000 | - | 0.500000 | identical |" in markdown(comparison)
+    assert "| ours:ssd | +10 MB | 1.000 | 4.00 s | 2.000 | - | 0.50000 | identical |" in markdown(comparison)
     assert [path.name for path in write_results(comparison, tmp_path)] == ["table.md", "table.json", "memory.png"]
 
 
