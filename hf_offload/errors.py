@@ -10,7 +10,13 @@ class OffloadError(RuntimeError):
 
 
 class OffloadConfigError(OffloadError, ValueError):
-    """A setting is wrong, or two settings cannot go together. Raised before anything is touched."""
+    """A setting is wrong, or two settings cannot go together. Raised before anything is touched.
+
+    Attributes:
+        problems: The single mistakes, if the message lists several.
+    """
+
+    problems: tuple[str, ...] = ()
 
 
 class TierFullError(OffloadError):

@@ -41,7 +41,9 @@ class collect_errors(contextlib.AbstractContextManager["_Check"]):
             if len(self._errors) == 1:
                 raise OffloadConfigError(self._errors[0])
             lines = "\n".join(f"  - {error}" for error in self._errors)
-            raise OffloadConfigError(f"{len(self._errors)} mistakes in the {self._what}:\n{lines}")
+            error = OffloadConfigError(f"{len(self._errors)} mistakes in the {self._what}:\n{lines}")
+            error.problems = tuple(self._errors)
+            raise error
 
 
 class _Check:
@@ -53,7 +55,7 @@ class _Check:
 
     def __exit__(self, exc_type: type | None, exc: BaseException | None, tb: object) -> bool:
         if isinstance(exc, OffloadConfigError):
-            self._errors.append(str(exc))
+            self._errors.extend(exc.problems or (str(exc),))
             return True
         return False
 

@@ -126,3 +126,13 @@ def test_a_size_may_be_a_whole_float():
     assert OffloadConfig(ram_budget=1e9).ram_budget == 10**9
     with pytest.raises(OffloadConfigError, match="not a size"):
         OffloadConfig(ram_budget=1.5)
+
+
+def test_lists_of_mistakes_are_joined_into_one():
+    with pytest.raises(OffloadConfigError) as raised, collect_errors("outer") as check:
+        with check:
+            OffloadConfig(tier="sdd", verify="chek")
+        with check:
+            raise OffloadConfigError("one more")
+    assert str(raised.value).startswith("3 mistakes in the outer:")
+    assert str(raised.value).count("mistakes") == 1
