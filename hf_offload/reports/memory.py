@@ -237,6 +237,8 @@ class _Gauge:
     def settle(self) -> None:
         """Give back what is free, so that a level counts only what is used."""
         gc.collect()
+        if sys.platform == "linux":
+            release_free_memory()
 
     def level(self) -> int:
         import psutil
@@ -270,10 +272,6 @@ class _LinuxGauge(_Gauge):
     def __init__(self) -> None:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
         self._in_use = _allocator_counter()
-
-    def settle(self) -> None:
-        gc.collect()
-        release_free_memory()
 
     def level(self) -> int:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * self._page_bytes
