@@ -168,4 +168,4 @@ class Rig:
         assert self.transfer.live_records == 0
         assert not self.tier.live
         assert self.transfer.resident_bytes == 0
-        assert self.transfer.ahead_bytes == 0
+        assert self.transfer.own_bytes == 0

@@ -12,10 +12,11 @@ from torch import nn
 
 from hf_offload.engine.device import Device
 from hf_offload.engine.movers import HostMover, StagedMover
-from hf_offload.engine.prefetch import Prefetcher, Tape
+from hf_offload.engine.prefetch import Prefetcher
 from hf_offload.engine.record import KeptTensor, PackedView, Record
 from hf_offload.engine.selection import WeightIndex, byte_span, is_plain
 from hf_offload.engine.stats import OffloadStats
+from hf_offload.engine.tape import Tape
 from hf_offload.engine.transfer import Transfer
 from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.plan.plan import Plan
@@ -51,12 +52,12 @@ class Engine:
         self._weights = WeightIndex(model)
         if device.is_host:
             mover: HostMover | StagedMover = HostMover(tier)
-            write_behind_bytes = plan.write_behind_bytes
+            self._write_behind_bytes = plan.write_behind_bytes
         else:
             # What waits to be written has left the device: the ring is what bounds it.
             mover = StagedMover(device, tier, _RING_BYTES, self._on_failed_store)
-            write_behind_bytes = _RING_BYTES
-        self.transfer = Transfer(device, tier, mover, self.stats, write_behind_bytes)
+            self._write_behind_bytes = _RING_BYTES
+        self.transfer = Transfer(device, tier, mover, self.stats)
         self.prefetch = Prefetcher(self.transfer, plan.read_ahead_bytes)
         # id of a storage's Python object -> records of that storage. The weak reference tells a reused id.
         self._identities: dict[int, _Identity] = {}
@@ -169,9 +170,12 @@ class Engine:
         buffer = whole_storage(tensor)[begin:end]
         record = Record(buffer, probe, weakref.ref(_root(tensor)), begin, self.unit, self.transfer.graveyard)
         self.transfer.adopt(record)
-        self.prefetch.packed(record)
         self._remember(storage, record)
-        self.transfer.store(record)
+        if self.prefetch.packed(record):
+            self.stats.step.offloaded_bytes += record.nbytes
+            self.transfer.keep_for_backward(record)
+        else:
+            self.transfer.store(record, self._write_behind_bytes)
         return record
 
     def _remember(self, storage: torch.UntypedStorage, record: Record) -> None:

@@ -1,78 +1,15 @@
-"""Reading ahead: what backward will need, in which order, and how many bytes early.
-
-A *tape* is what one forward (or several, before their backward) packed. Backward mostly unpacks it in reverse; how it
-really did is learned and used the next time a tape of the same shape begins its backward.
-"""
+"""Reading ahead: which records backward will need next, and how many bytes of them to have in memory early."""
 
 import collections
+import itertools
 import time
-import weakref
 from typing import NamedTuple
 
 import torch
 
 from hf_offload.engine.record import Record, State
+from hf_offload.engine.tape import Tape
 from hf_offload.engine.transfer import Transfer
-
-Shape = tuple[int, int]
-
-
-class Tape:
-    """Records in the order in which they were packed, and the order in which backward asked for them."""
-
-    def __init__(self) -> None:
-        self.records: list[weakref.ref[Record]] = []
-        self.nbytes = 0
-        self.largest = 0
-        self.asked: list[int] = []
-        self._seen: set[int] = set()
-        self.order: list[int] = []
-        self.place: list[int] = []
-        self.next = 0
-        self.backward_began_s = 0.0
-
-    def add(self, record: Record) -> None:
-        record.tape = self
-        record.ordinal = len(self.records)
-        self.records.append(weakref.ref(record))
-        self.nbytes += record.nbytes
-        self.largest = max(self.largest, record.nbytes)
-
-    @property
-    def shape(self) -> Shape:
-        return len(self.records), self.nbytes
-
-    @property
-    def smallest_window(self) -> int:
-        """Bytes below which reading ahead would run dry between two records."""
-        return max(self.largest, self.usual_records(4))
-
-    def usual_records(self, count: int) -> int:
-        """Bytes of ``count`` records of average size."""
-        return count * self.nbytes // max(1, len(self.records))
-
-    @property
-    def in_backward(self) -> bool:
-        return bool(self.asked)
-
-    def ask(self, ordinal: int) -> None:
-        """Note when backward asks for a record for the first time."""
-        if ordinal not in self._seen:
-            self._seen.add(ordinal)
-            self.asked.append(ordinal)
-
-    def whole_order(self) -> list[int]:
-        """As backward asked, then what it never asked for, from the end."""
-        return self.asked + [index for index in range(len(self.records) - 1, -1, -1) if index not in self._seen]
-
-    def follow(self, order: list[int]) -> None:
-        """Use ``order`` for what is ahead."""
-        self.order = order
-        self.backward_began_s = time.perf_counter()
-        self.place = [0] * len(order)
-        for index, ordinal in enumerate(order):
-            self.place[ordinal] = index
-        self.next = 0
 
 
 class _Before(NamedTuple):
@@ -81,53 +18,64 @@ class _Before(NamedTuple):
 
 
 class Prefetcher:
-    """Keeps ``window_bytes`` of records loaded, or on their way, ahead of backward.
+    """Decides what backward will need soon: what is loaded ahead of it, and what does not have to leave at all.
 
+    ``window_bytes`` of records are kept loaded, or on their way, ahead of backward; one record at least, however large.
     Without a fixed window it adapts. A backward that waited for more than a small share of its time widens it; if that
     did not help, because the disk is the limit, it is taken back and not tried again for a while. Backwards that hardly
-    waited narrow it, down to where one last waited. It stays between four and ten records of usual size, one of the largest
-    at least: what more does not hide is the disk's bandwidth, and more would only be memory.
+    waited narrow it, down to where one last waited. It stays between four records of usual size, with which it begins, and
+    ten: what more does not hide is the disk's bandwidth, and more would only be memory.
+
+    What the window holds when backward begins need not have left memory. Which records those are is known from the last
+    step, so they are not written at all.
     """
 
-    _FIRST_RECORDS = 8
     _WIDEN = 1.25
     _NARROW = 0.85
     _WAITED_SHARE = 0.04
     _HELPED_SHARE = 0.8
-    _CALM_STEPS = 4
+    _CALM_STEPS = 16
     _HOPELESS_STEPS = 32
+    _FEWEST_RECORDS = 4
     _MOST_RECORDS = 10
-    _SHAPES = 16
+    _LENGTHS = 16
 
     def __init__(self, transfer: Transfer, fixed_window_bytes: int | None):
         self._transfer = transfer
         self._fixed = fixed_window_bytes
         self.window_bytes = fixed_window_bytes or 0
         self.tape = Tape()
-        self._learned: collections.OrderedDict[Shape, list[int]] = collections.OrderedDict()
-        self._narrowest = 0  # the widest window with which backward still waited
+        # Number of records -> order of backward. Batches of other lengths save as many tensors, only of other sizes.
+        self._learned: collections.OrderedDict[int, list[int]] = collections.OrderedDict()
+        self._staying: frozenset[int] = frozenset()  # ordinals, if the next tape is like the last
         self._calm = 0
         self._pause = 0
         self._widened_from: _Before | None = None
 
-    def packed(self, record: Record) -> None:
-        """A record was packed in forward."""
+    def packed(self, record: Record) -> bool:
+        """A record was packed in forward. Returns whether backward will ask for it so soon that it is to stay in memory."""
         self.tape.add(record)
+        return record.ordinal in self._staying
 
     def begin_tape(self, load_stall_s: float) -> None:
         """A new forward begins after a backward, in which ``load_stall_s`` seconds were spent waiting."""
         tape = self.tape
         if tape.asked:
-            self._learned[tape.shape] = tape.whole_order()
-            self._learned.move_to_end(tape.shape)
-            if len(self._learned) > self._SHAPES:
+            order = tape.whole_order()
+            self._learned[len(order)] = order
+            self._learned.move_to_end(len(order))
+            if len(self._learned) > self._LENGTHS:
                 self._learned.popitem(last=False)
             if self._fixed is None:
                 self._adapt(tape, load_stall_s)
+            self._staying = self._first_in_window(tape, order)
         self.tape = Tape()
 
+    def _first_in_window(self, tape: Tape, order: list[int]) -> frozenset[int]:
+        ends = itertools.accumulate(tape.sizes[ordinal] for ordinal in order)
+        return frozenset(ordinal for ordinal, end in zip(order, ends, strict=True) if end <= self._window(tape))
+
     def _adapt(self, tape: Tape, load_stall_s: float) -> None:
-        smallest = tape.smallest_window
         window = self._window(tape)
         waited_share = load_stall_s / (time.perf_counter() - tape.backward_began_s)
         before, self._widened_from = self._widened_from, None
@@ -137,7 +85,6 @@ class Prefetcher:
             self._pause = self._HOPELESS_STEPS
         elif waited_share > self._WAITED_SHARE:
             self._calm = 0
-            self._narrowest = window
             if self._pause == 0:
                 self._widened_from = _Before(window, waited_share)
                 window = round(window * self._WIDEN)
@@ -145,23 +92,21 @@ class Prefetcher:
             self._calm += 1
             if self._calm >= self._CALM_STEPS:
                 self._calm = 0
-                narrower = round(window * self._NARROW)
-                window = narrower if narrower > self._narrowest else window
-        self.window_bytes = min(max(window, smallest), max(smallest, tape.usual_records(self._MOST_RECORDS)))
+                window = round(window * self._NARROW)
+        smallest, largest = tape.usual_records(self._FEWEST_RECORDS), tape.usual_records(self._MOST_RECORDS)
+        self.window_bytes = min(max(window, smallest), largest)
 
     def _window(self, tape: Tape) -> int:
         if self._fixed is not None:
             return self._fixed
-        if not self.window_bytes:
-            return max(tape.smallest_window, tape.usual_records(self._FIRST_RECORDS))
-        return max(self.window_bytes, tape.smallest_window)
+        return max(self.window_bytes, tape.usual_records(self._FEWEST_RECORDS))
 
     def asked(self, record: Record) -> None:
         """Backward is about to use ``record``: note it, and read further ahead."""
         tape: Tape = record.tape
         with self._transfer.lock:
             if not tape.in_backward:
-                tape.follow(self._learned.get(tape.shape) or list(range(len(tape.records) - 1, -1, -1)))
+                tape.follow(self._learned.get(len(tape.records)) or range(len(tape.records) - 1, -1, -1))
             tape.ask(record.ordinal)
             if record.ordinal >= len(tape.place):
                 return  # packed after this tape's backward had begun
@@ -180,12 +125,15 @@ class Prefetcher:
                 if record is not None and not record.ahead:
                     if record.state is State.STORING and record.buffer is None:
                         return  # between the device and the tier: next time
+                    # What still leaves is in memory, too, until it has left; keeping it then adds nothing.
+                    more = 0 if record.leaving else record.nbytes
+                    has_room = transfer.own_bytes + more <= window or transfer.own_bytes == 0
                     if record.state in (State.STORING, State.RESIDENT):
-                        if transfer.ahead_bytes + record.nbytes > window:
+                        if not has_room:
                             return
                         transfer.keep_for_backward(record)
                     elif record.state is State.STORED and record.memory() is None:
-                        if transfer.ahead_bytes + record.nbytes > window:
+                        if not has_room:
                             return
                         try:
                             transfer.start_load(record)

@@ -37,6 +37,7 @@ class Obituary(NamedTuple):
     future: "Future[Any] | None"
     held_bytes: int
     ahead_bytes: int
+    leaving_bytes: int
 
 
 class Record:
@@ -48,6 +49,7 @@ class Record:
         "buffer",
         "future",
         "graveyard",
+        "leaving",
         "nbytes",
         "ordinal",
         "phase",
@@ -86,7 +88,8 @@ class Record:
         self.slot: Slot | None = None
         self.future: Future[Any] | None = None
         self.wanted = False  # backward will need it soon: a store that ends must not drop the buffer
-        self.ahead = False  # counted in the read-ahead window
+        self.ahead = False  # in memory early, for backward
+        self.leaving = False  # in memory until it is written
         self.ordinal = -1
         self.tape: Any = None
         self._point_at(buffer)
@@ -111,7 +114,8 @@ class Record:
         # A finalizer may run inside any allocation, under any lock that this thread holds: it must take none.
         if self.slot is not None or self.buffer is not None:
             held = self.nbytes if self.buffer is not None else 0
-            self.graveyard.put(Obituary(self.slot, self.future, held, self.nbytes if self.ahead else 0))
+            ahead, leaving = self.nbytes * self.ahead, self.nbytes * self.leaving
+            self.graveyard.put(Obituary(self.slot, self.future, held, ahead, leaving))
 
 
 class PackedView:

@@ -12,11 +12,11 @@ class StepStats:
     """Bytes are bytes of saved tensors; seconds are wall-clock time in which the training thread waited."""
 
     offloaded_bytes: int = 0
-    """Handed to the tier, each storage once."""
+    """Taken over from autograd to be moved, each storage once. Those forwarded may not have been written after all."""
     deduplicated_bytes: int = 0
     """Saved again while a record of the same bytes was there: moved only once."""
     forwarded_bytes: int = 0
-    """Needed again before they had left memory: taken from there, not loaded."""
+    """Needed again before they had left memory, or so soon that they never left: taken from there, not loaded."""
     aliased_bytes: int = 0
     """Stored, but something else kept the original alive until backward: taken from there. No memory was saved."""
     kept_bytes: int = 0

@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 class Transfer:
     """Moves records between the device and one tier."""
 
-    def __init__(self, device: Device, tier: Tier, mover: Mover, stats: OffloadStats, write_behind_bytes: int):
+    def __init__(self, device: Device, tier: Tier, mover: Mover, stats: OffloadStats):
         self.lock = threading.RLock()
         self.graveyard: queue.SimpleQueue[Obituary] = queue.SimpleQueue()
         self.tier = tier
         self.live_records = 0
         self.ahead_bytes = 0
+        self.leaving_bytes = 0
         self.resident_bytes = 0
-        self.write_behind_bytes = write_behind_bytes
         self._device = device
         self._mover = mover
         self._stats = stats
@@ -51,6 +51,11 @@ class Transfer:
         self._warned = False
         self._outlived = False  # the session is over, and a thread works off the graveyard
 
+    @property
+    def own_bytes(self) -> int:
+        """Bytes in memory that only the engine wants there now: on their way out, or early for backward."""
+        return self.leaving_bytes + self.ahead_bytes
+
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def adopt(self, record: Record) -> None:
@@ -59,9 +64,12 @@ class Transfer:
             self.live_records += 1
             self._hold(record.nbytes)
 
-    def store(self, record: Record) -> bool:
-        """Begin to store a resident record; False if the tier refused and it stays in memory. May wait: backpressure."""
-        self._wait_for_writes()
+    def store(self, record: Record, write_behind_bytes: int) -> None:
+        """Begin to store a resident record; if the tier refuses, it stays in memory.
+
+        Waits until at most ``write_behind_bytes`` wait to be written.
+        """
+        self._wait_for_writes(write_behind_bytes)
         buffer = record.buffer
         assert buffer is not None, "a resident record holds its bytes"
         reference = weakref.ref(record)
@@ -73,29 +81,30 @@ class Transfer:
             if slot is not None:
                 self._free(slot)
             self.refused(record.nbytes, record.unit, error)
-            return False
+            return
         del buffer
         with self.lock:
             record.slot = slot
             record.future = future
             record.state = State.STORING
+            record.leaving = True
+            self.leaving_bytes += record.nbytes
             self._pending_bytes += record.nbytes
             self._writes_in_flight.append(future)
         self._stats.step.offloaded_bytes += record.nbytes
         future.add_done_callback(partial(self._stored, reference, record.nbytes))
-        return True
 
-    def _wait_for_writes(self) -> None:
+    def _wait_for_writes(self, limit_bytes: int) -> None:
         """Hold forward back while too much is on its way out: a slow disk must not raise the peak."""
         self._mover.advance()
         with self.lock:
             while self._writes_in_flight and self._writes_in_flight[0].done():
                 self._writes_in_flight.popleft()
-        if self._pending_bytes <= self.write_behind_bytes:
+        if self._pending_bytes <= limit_bytes:
             return
         begin = time.perf_counter()
         self._mover.advance(everything=True)
-        while self._pending_bytes > self.write_behind_bytes:
+        while self._pending_bytes > limit_bytes:
             with self.lock:
                 if not self._writes_in_flight:
                     break
@@ -140,6 +149,7 @@ class Transfer:
     def _become_resident(self, record: Record) -> None:
         slot, record.slot, record.future = record.slot, None, None
         record.state = State.RESIDENT
+        self._count_not_leaving(record)
         if slot is not None:
             self._free(slot)
 
@@ -155,6 +165,7 @@ class Transfer:
             if record.buffer is None or record.wanted:
                 return
             record.wanted = True
+            self._count_not_leaving(record)
             self._count_ahead(record)
             self._stats.step.forwarded_bytes += record.nbytes
             if record.state is State.STORING and record.future is not None and record.future.cancel():
@@ -274,6 +285,7 @@ class Transfer:
             self.live_records -= 1
             self.resident_bytes -= obituary.held_bytes
             self.ahead_bytes -= obituary.ahead_bytes
+            self.leaving_bytes -= obituary.leaving_bytes
             if obituary.slot is not None:
                 if obituary.future is not None:
                     obituary.future.cancel()
@@ -287,11 +299,17 @@ class Transfer:
         if record.buffer is not None:
             record.buffer = None
             self.resident_bytes -= record.nbytes
+            self._count_not_leaving(record)
 
     def _count_ahead(self, record: Record) -> None:
         if not record.ahead:
             record.ahead = True
             self.ahead_bytes += record.nbytes
+
+    def _count_not_leaving(self, record: Record) -> None:
+        if record.leaving:
+            record.leaving = False
+            self.leaving_bytes -= record.nbytes
 
     def _count_not_ahead(self, record: Record) -> None:
         if record.ahead:

@@ -1,0 +1,61 @@
+"""What one forward (or several, before their backward) packed, and the order in which backward asked for it."""
+
+import time
+import weakref
+from collections.abc import Sequence
+
+from hf_offload.engine.record import Record
+
+
+class Tape:
+    """Records in the order in which they were packed; *places* are positions in the order that backward follows.
+
+    ``next`` is the first place that reading ahead has not come to.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[weakref.ref[Record]] = []
+        self.sizes: list[int] = []
+        self.nbytes = 0
+        self.largest = 0
+        self.asked: list[int] = []
+        self._seen: set[int] = set()
+        self.order: Sequence[int] = ()
+        self.place: list[int] = []
+        self.next = 0
+        self.backward_began_s = 0.0
+
+    def add(self, record: Record) -> None:
+        record.tape = self
+        record.ordinal = len(self.records)
+        self.records.append(weakref.ref(record))
+        self.sizes.append(record.nbytes)
+        self.nbytes += record.nbytes
+        self.largest = max(self.largest, record.nbytes)
+
+    def usual_records(self, count: int) -> int:
+        """Bytes of ``count`` records of average size."""
+        return count * self.nbytes // max(1, len(self.records))
+
+    @property
+    def in_backward(self) -> bool:
+        return bool(self.asked)
+
+    def ask(self, ordinal: int) -> None:
+        """Note when backward asks for a record for the first time."""
+        if ordinal not in self._seen:
+            self._seen.add(ordinal)
+            self.asked.append(ordinal)
+
+    def whole_order(self) -> list[int]:
+        """As backward asked, then what it never asked for, from the end."""
+        return self.asked + [index for index in range(len(self.records) - 1, -1, -1) if index not in self._seen]
+
+    def follow(self, order: Sequence[int]) -> None:
+        """Backward begins: expect it to go in ``order``."""
+        self.order = order
+        self.backward_began_s = time.perf_counter()
+        self.place = [0] * len(order)
+        for index, ordinal in enumerate(order):
+            self.place[ordinal] = index
+        self.next = 0
