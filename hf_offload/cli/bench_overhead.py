@@ -37,14 +37,15 @@ def overhead(
         typer.echo(json_format.dumps(facts, indent=2))
         return
     table = Table(title="Microseconds a saved tensor: median (quartiles)", box=SIMPLE_HEAD)
-    table.add_column("saved tensor", overflow="fold")
+    table.add_column("saved tensor")
     for name in ("pack", "unpack and free", "sum"):
         table.add_column(name, justify="right", no_wrap=True)
     for cost in costs:
-        label = f"{cost.name}\n[dim]{cost.meaning}[/]"
-        table.add_row(label, _cell(cost.pack), _cell(cost.unpack_and_free), _cell(cost.total))
+        table.add_row(cost.name, _cell(cost.pack), _cell(cost.unpack_and_free), _cell(cost.total))
     console = output()
     console.print(table, highlight=False)
+    for cost in costs:
+        console.print(f"[dim]{cost.name}: {cost.meaning}[/]", highlight=False)
     console.print(
         f"[dim]{repetitions} repetitions of {tensors} tensors, over a tier that is done at once; a saved tensor costs its "
         "own row and that of the hooks[/]",
