@@ -227,5 +227,7 @@ def _operations(count: int, hooks: contextlib.AbstractContextManager[object]) ->
         forward_s = time.perf_counter() - start
     start = time.perf_counter()
     while results:
-        results.pop().grad_fn._saved_self  # noqa: B018  reading the attribute unpacks, as backward does
+        node: Any = results.pop().grad_fn
+        node._saved_self  # noqa: B018  reading the attribute unpacks, as backward does
+    del node
     return _Sample(forward_s, time.perf_counter() - start)
