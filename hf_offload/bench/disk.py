@@ -38,7 +38,7 @@ from hf_offload.storage.file_systems import MEMORY_FILE_SYSTEMS, file_system_of,
 Direction = Literal["write", "read"]
 DIRECTIONS: tuple[Direction, ...] = ("write", "read")
 
-# A saved tensor of a mid-sized model: 4 x 512 tokens, 3072 features, 8 bytes of activations each.
+# Attention weights of GPT-2 in float32 for 4 x 512 tokens: 4 x 12 x 512 x 512 x 4 bytes.
 RECORD_BYTES = 48 << 20
 # Between the engine's smallest and largest read-ahead, four and ten records.
 _RECORDS_IN_FLIGHT = 8
