@@ -10,6 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hf_offload.allocator import ALLOCATORS
+from hf_offload.cli.bench_disk import disk
+from hf_offload.cli.bench_overhead import overhead
 from hf_offload.cli.console import EXIT_INTERRUPTED, EXIT_PROBLEM, clear_errors, messages, output
 from hf_offload.reports.compare import COLUMNS, Cell, footnotes, parse_strategies, run_comparison, write_results
 from hf_offload.reports.plots import require_matplotlib
@@ -17,9 +19,8 @@ from hf_offload.reports.plots import require_matplotlib
 bench = typer.Typer(help="Measure, side by side.", no_args_is_help=True)
 
 
-@bench.callback()
-def _bench() -> None:
-    """Measure, side by side."""  # a callback keeps `steps` a command of its own while it is the only one
+bench.command()(disk)
+bench.command()(overhead)
 
 
 @bench.command()

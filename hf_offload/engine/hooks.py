@@ -87,10 +87,11 @@ class Engine:
         if self.closed or torch._C._current_graph_task_id() != -1:
             # Saved in a recompute, or for a double backward: needed again at once.
             return self._keep(tensor)
-        if tensor.nbytes < self._plan.min_offload_bytes:
+        nbytes = tensor.nbytes
+        if nbytes < self._plan.min_offload_bytes:
             return self._keep(tensor)
         if tensor in self._weights:
-            return _keep(tensor)
+            return _keep_plain(tensor)
         if self.prefetch.tape.in_backward:
             self._begin_tape()
         if self.unit in self._plan.keep_units:
@@ -101,12 +102,12 @@ class Engine:
         storage = tensor.untyped_storage()
         record = self._find(storage, _root(tensor), tensor._version, begin, end)
         if record is not None:
-            self.stats.step.deduplicated_bytes += tensor.nbytes
+            self.stats.step.deduplicated_bytes += nbytes
         else:
             if storage.data_ptr() % _STORAGE_ALIGNMENT:
                 return self._keep(tensor)
             record = self._new_record(tensor, storage, begin, end)
-        return PackedView(record, tensor, int(tensor.storage_offset()) * tensor.element_size() - record.start)
+        return PackedView(record, tensor, begin - record.start)
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Called when backward needs what :meth:`pack` packed. Any thread, any number of times."""
@@ -132,7 +133,7 @@ class Engine:
 
     def _keep(self, tensor: torch.Tensor) -> KeptTensor:
         self.stats.step.kept_bytes += tensor.nbytes
-        return _keep(tensor)
+        return _keep_plain(tensor)
 
     def _begin_tape(self) -> None:
         stalled_s = self.stats.load_stall_s
@@ -167,7 +168,9 @@ class Engine:
         probe = tensor.detach()
         probe.data = self._nothing  # shares the version counter, holds no storage
         self.transfer.reap()
-        buffer = whole_storage(tensor)[begin:end]
+        buffer = whole_storage(tensor)
+        if end - begin < whole:
+            buffer = buffer[begin:end]
         record = Record(buffer, probe, weakref.ref(_root(tensor)), begin, self.unit, self.transfer.graveyard)
         self.transfer.adopt(record)
         self._remember(storage, record)
@@ -188,11 +191,11 @@ class Engine:
             key = id(storage)
             identity = self._identities.get(key)
             if identity is None or identity.storage() is not storage:
-                identity = self._identities[key] = _Identity(
-                    weakref.ref(storage, _announce(self._dead_storages, key)), []
-                )
-            identity.records = [other for other in identity.records if other() is not None]
-            identity.records.append(weakref.ref(record))
+                announced = weakref.ref(storage, _announce(self._dead_storages, key))
+                self._identities[key] = _Identity(announced, [weakref.ref(record)])
+            else:
+                identity.records = [other for other in identity.records if other() is not None]
+                identity.records.append(weakref.ref(record))
 
     def _report_room(self, tape: Tape) -> None:
         """Forward has ended: now it is known how many bytes it really saves. Say so once if they found no room."""
@@ -248,7 +251,12 @@ def _root(tensor: torch.Tensor) -> torch.Tensor:
 def _keep(tensor: torch.Tensor) -> KeptTensor:
     # Never the tensor itself (see record.py), except a Parameter: a leaf holds no graph, and whoever swaps its data
     # (ZeRO, FSDP) counts on autograd seeing the new one.
-    return KeptTensor(tensor if isinstance(tensor, nn.Parameter) else tensor.detach(), tensor._version)
+    return KeptTensor(tensor, tensor._version) if isinstance(tensor, nn.Parameter) else _keep_plain(tensor)
+
+
+def _keep_plain(tensor: torch.Tensor) -> KeptTensor:
+    # is_plain() has ruled a Parameter out already, and isinstance() of a Parameter runs in Python.
+    return KeptTensor(tensor.detach(), tensor._version)
 
 
 def _modified(found: int, expected: int, kind: str, size: torch.Size, unit: str) -> SavedTensorModifiedError:

@@ -45,14 +45,19 @@ class WeightIndex:
         known = self._storages.get(id(storage))
         if known is not None and known() is storage:
             return True
-        if isinstance(tensor._base, nn.Parameter):
+        if _is_parameter(tensor._base):
             return True
         node = tensor.grad_fn
         for _ in range(_MAX_VIEW_NODES):
             if node is None or node.name() not in _VIEW_NODES:
                 break
             node = node.next_functions[0][0]
-        return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)
+        return node is not None and _is_parameter(getattr(node, "variable", None))
+
+
+def _is_parameter(found: object) -> bool:
+    # Parameter has an isinstance() of its own in Python: too slow for the usual answer, that there is nothing.
+    return found is not None and isinstance(found, nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor, device: torch.device) -> bool:

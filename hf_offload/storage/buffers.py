@@ -23,5 +23,4 @@ def empty_at_phase(nbytes: int, phase: int) -> torch.Tensor:
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of the tensor's storage, as a ``uint8`` buffer that shares it."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

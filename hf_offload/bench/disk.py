@@ -1,0 +1,394 @@
+"""The disk tier against what the drive can do: the same bytes, blocks and threads, in turns.
+
+The tier is driven as the engine drives it: through its contract, with several records of a usual size in flight and
+buffers that begin where tensors do, not on page boundaries. The ceiling is ``fio --direct=1``, or a plain loop of our own
+where fio is not installed. Neither side pays for the first allocation of disk blocks: a pass that is not counted has
+written everything once.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import json
+import math
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from hf_offload.errors import OffloadConfigError, StorageError
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.buffers import PAGE, empty_at_phase
+from hf_offload.storage.disk import DiskTier
+from hf_offload.storage.disk_io import DataFile
+from hf_offload.storage.file_systems import MEMORY_FILE_SYSTEMS, file_system_of, free_disk_bytes
+
+Direction = Literal["write", "read"]
+DIRECTIONS: tuple[Direction, ...] = ("write", "read")
+
+# Attention weights of GPT-2 in float32 for 4 x 512 tokens: 4 x 12 x 512 x 512 x 4 bytes.
+RECORD_BYTES = 48 << 20
+# Between the engine's smallest and largest read-ahead, four and ten records.
+_RECORDS_IN_FLIGHT = 8
+# Where CPU allocators let a tensor begin.
+_TENSOR_PHASE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What both sides move in one pass."""
+
+    size_bytes: int
+    block_bytes: int
+    record_bytes: int
+    write_threads: int
+    read_threads: int
+
+    @classmethod
+    def of(cls, size_bytes: int, block_bytes: int) -> "Workload":
+        """The largest workload of at most ``size_bytes`` that divides evenly into records, threads and blocks.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` for sizes that cannot be used.
+        """
+        if block_bytes <= 0 or block_bytes % PAGE:
+            raise OffloadConfigError(
+                f"block={format_bytes(block_bytes)} cannot be moved by direct I/O: give a multiple of {PAGE} bytes."
+            )
+        # As many threads as the tier has in a run; they are the depth of the queue.
+        tier = inspect.signature(DiskTier).parameters
+        threads = {kind: int(tier[f"{kind}_threads"].default) for kind in DIRECTIONS}
+        record_bytes = -(-RECORD_BYTES // block_bytes) * block_bytes
+        unit_bytes = math.lcm(record_bytes, *(count * block_bytes for count in threads.values()))
+        if size_bytes < unit_bytes:
+            raise OffloadConfigError(
+                f"size={format_bytes(size_bytes)} is too little: records of {format_bytes(record_bytes)} and blocks of "
+                f"{format_bytes(block_bytes)} for {threads['read']} threads need at least {format_bytes(unit_bytes)}."
+            )
+        size_bytes -= size_bytes % unit_bytes
+        return cls(size_bytes, block_bytes, record_bytes, threads["write"], threads["read"])
+
+    def threads(self, direction: Direction) -> int:
+        """Threads that move bytes in this direction."""
+        return self.write_threads if direction == "write" else self.read_threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Both sides, one right after the other."""
+
+    ceiling_bytes_per_s: float
+    tier_bytes_per_s: float
+
+    @property
+    def ratio(self) -> float:
+        """The tier's share of the ceiling."""
+        return self.tier_bytes_per_s / self.ceiling_bytes_per_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """All rounds of one direction."""
+
+    rounds: tuple[Round, ...]
+
+    @property
+    def ceiling_bytes_per_s(self) -> float:
+        """Median over the rounds."""
+        return statistics.median(each.ceiling_bytes_per_s for each in self.rounds)
+
+    @property
+    def tier_bytes_per_s(self) -> float:
+        """Median over the rounds."""
+        return statistics.median(each.tier_bytes_per_s for each in self.rounds)
+
+    @property
+    def ratio(self) -> float:
+        """Median of the rounds' own ratios: a drive's speed drifts, but little between two neighbours."""
+        return statistics.median(each.ratio for each in self.rounds)
+
+    @property
+    def ratio_range(self) -> tuple[float, float]:
+        """Smallest and largest ratio of a round."""
+        ratios = [each.ratio for each in self.rounds]
+        return min(ratios), max(ratios)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every round and what follows from them."""
+        return {
+            "rounds": [dataclasses.asdict(each) | {"ratio": each.ratio} for each in self.rounds],
+            "ceiling_bytes_per_s": self.ceiling_bytes_per_s,
+            "tier_bytes_per_s": self.tier_bytes_per_s,
+            "ratio": self.ratio,
+            "ratio_range": list(self.ratio_range),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class DriveReport:
+    """One directory's comparison in both directions."""
+
+    directory: Path
+    file_system: str
+    direct_io: str
+    ceiling: str
+    workload: Workload
+    write: Comparison
+    read: Comparison
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "directory": str(self.directory),
+            "file_system": self.file_system,
+            "direct_io": self.direct_io,
+            "ceiling": self.ceiling,
+            **dataclasses.asdict(self.workload),
+            "write": self.write.as_dict(),
+            "read": self.read.as_dict(),
+        }
+
+
+class Side(Protocol):
+    """One of the two that are compared."""
+
+    name: str
+
+    def measure(self, direction: Direction) -> float:
+        """Move the workload once; bytes per second."""
+
+
+def check_drives(directories: Sequence[Path], workload: Workload) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for the first directory that cannot be measured."""
+    for directory in directories:
+        kind = file_system_of(directory) if directory.is_dir() else ""
+        if kind in MEMORY_FILE_SYSTEMS:
+            raise OffloadConfigError(
+                f"directory {str(directory)!r} is a {kind}, which is RAM: there is no drive to measure, and direct I/O "
+                "does not work there. Name a directory on a drive."
+            )
+        with contextlib.closing(DataFile(directory)) as file:
+            if not file.direct.usable:
+                raise OffloadConfigError(
+                    f"directory {str(directory)!r} cannot be measured past the page cache: {file.direct.reason}. Name a "
+                    "directory on a local drive."
+                )
+            if workload.block_bytes % file.direct.align_bytes:
+                raise OffloadConfigError(
+                    f"block={format_bytes(workload.block_bytes)} is not a multiple of the {file.direct.align_bytes} "
+                    f"bytes that direct I/O takes at a time in {str(directory)!r}."
+                )
+        free, needed = free_disk_bytes([directory]), 2 * workload.size_bytes
+        if free < needed:
+            raise OffloadConfigError(
+                f"directory {str(directory)!r} has {format_bytes(free)} free, and two files of "
+                f"{format_bytes(workload.size_bytes)} need {format_bytes(needed)}: free some space, name another "
+                "directory, or give a smaller size."
+            )
+
+
+def compare_drive(
+    directory: Path, workload: Workload, rounds: int, on_pass: Callable[[str], None] = lambda _: None
+) -> DriveReport:
+    """Let the tier and the ceiling take turns; which goes first changes every round.
+
+    ``on_pass`` is told what runs next. Files have no name in the directory, so nothing is left there however this ends.
+    """
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(_file_without_a_name(directory, workload.size_bytes))
+        ceiling: Side = _Fio(file, workload) if shutil.which("fio") else stack.enter_context(_PlainLoop(file, workload))
+        tier = stack.enter_context(_TierSide(directory, workload))
+        for side in (ceiling, tier):
+            on_pass(f"{side.name}, first write")
+            side.measure("write")
+        found: dict[Direction, list[Round]] = {direction: [] for direction in DIRECTIONS}
+        for index in range(rounds):
+            order: list[Side] = [ceiling, tier] if index % 2 == 0 else [tier, ceiling]
+            for direction in DIRECTIONS:
+                rates = {}
+                for side in order:
+                    on_pass(f"{side.name}, {direction} {index + 1}/{rounds}")
+                    rates[side] = side.measure(direction)
+                found[direction].append(Round(rates[ceiling], rates[tier]))
+        write, read = (Comparison(tuple(found[direction])) for direction in DIRECTIONS)
+        return DriveReport(
+            directory, tier.file.file_system, tier.file.direct.reason, ceiling.name, workload, write, read
+        )
+
+
+PASSES_BEFORE_ROUNDS = 2
+PASSES_PER_ROUND = 4
+
+
+@contextlib.contextmanager
+def _file_without_a_name(directory: Path, nbytes: int) -> Iterator[int]:
+    """A descriptor of ``nbytes`` of reserved disk, gone with the last process that has it open."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            raise StorageError(
+                f"Reserving {format_bytes(nbytes)} in {directory} failed: {error.strerror} (errno {error.errno}). Give a "
+                "smaller size, or name another directory."
+            ) from error
+        yield file.fileno()
+
+
+class _Fio:
+    """``fio``, with as many threads as the tier has, each in a part of the file of its own.
+
+    Threads with plain system calls are what the tier does, too, and no slower than io_uring or libaio with blocks of this
+    size.
+    """
+
+    def __init__(self, fd: int, workload: Workload):
+        self._fd = fd
+        self._workload = workload
+        version = subprocess.run(["fio", "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        self.name = version.stdout.strip() or "fio"
+
+    def measure(self, direction: Direction) -> float:
+        workload = self._workload
+        threads = workload.threads(direction)
+        part = workload.size_bytes // threads
+        command = [
+            "fio",
+            "--name=hf_offload",
+            f"--filename=/proc/self/fd/{self._fd}",
+            f"--rw={direction}",
+            "--ioengine=psync",
+            "--direct=1",
+            f"--bs={workload.block_bytes}",
+            f"--size={part}",
+            f"--offset_increment={part}",
+            f"--numjobs={threads}",
+            "--thread",  # one process, so that nothing outlives it when it is stopped
+            "--fallocate=none",
+            "--group_reporting",
+            "--output-format=json",
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, pass_fds=(self._fd,), check=False
+        )
+        try:
+            if done.returncode:
+                raise ValueError(f"exit status {done.returncode}")
+            # Notes may come before the report.
+            report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
+            if report["io_bytes"] != workload.size_bytes:
+                raise ValueError(f"it moved {report['io_bytes']} of {workload.size_bytes} bytes")
+            return float(report["bw_bytes"])
+        except (ValueError, LookupError) as error:
+            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+            raise StorageError(
+                f"fio gave no result ({error}): {' '.join(last)} Without fio on the PATH a loop of our own is used."
+            ) from error
+
+
+class _PlainLoop:
+    """What fio does, where there is none: threads that call ``pwritev`` or ``preadv`` with one aligned buffer each."""
+
+    name = "own O_DIRECT loop"
+
+    def __init__(self, fd: int, workload: Workload):
+        self._workload = workload
+        self._stop = threading.Event()
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        threads = max(workload.write_threads, workload.read_threads)
+        self._buffers = [mmap.mmap(-1, workload.block_bytes) for _ in range(threads)]
+        for buffer in self._buffers:
+            buffer.write(os.urandom(workload.block_bytes))
+
+    def __enter__(self) -> "_PlainLoop":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._fd)
+        for buffer in self._buffers:
+            buffer.close()
+
+    def measure(self, direction: Direction) -> float:
+        threads = self._workload.threads(direction)
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            start = time.perf_counter()
+            parts = [pool.submit(self._part, direction, index, threads) for index in range(threads)]
+            try:
+                for part in parts:
+                    part.result()
+            except BaseException:
+                self._stop.set()  # or leaving the pool would wait for all of it
+                raise
+        return self._workload.size_bytes / (time.perf_counter() - start)
+
+    def _part(self, direction: Direction, index: int, threads: int) -> None:
+        part, block = self._workload.size_bytes // threads, self._workload.block_bytes
+        call = os.pwritev if direction == "write" else os.preadv
+        for offset in range(index * part, (index + 1) * part, block):
+            if self._stop.is_set():
+                return
+            try:
+                moved = call(self._fd, [self._buffers[index]], offset)
+            except OSError as error:
+                raise StorageError(f"The plain {direction} at offset {offset} failed: {error.strerror}.") from error
+            if moved != block:
+                raise StorageError(f"The plain {direction} at offset {offset} moved {moved} of {block} bytes.")
+
+
+class _TierSide:
+    """The disk tier, with several records in flight."""
+
+    name = "disk tier"
+
+    def __init__(self, directory: Path, workload: Workload):
+        self._workload = workload
+        # Pages touched, and neither zeros nor all alike, which some drives and hosts store without writing.
+        self._buffers = [
+            empty_at_phase(workload.record_bytes, _TENSOR_PHASE).random_(0, 256) for _ in range(_RECORDS_IN_FLIGHT)
+        ]
+        self._tier = DiskTier(
+            directory,
+            budget_bytes=workload.size_bytes,
+            chunk_bytes=workload.block_bytes,
+            write_threads=workload.write_threads,
+            read_threads=workload.read_threads,
+        )
+        try:
+            count = workload.size_bytes // workload.record_bytes
+            self._slots = [self._tier.reserve(workload.record_bytes) for _ in range(count)]
+        except BaseException:
+            self._tier.close()
+            raise
+
+    @property
+    def file(self) -> DataFile:
+        return self._tier.files[0]
+
+    def __enter__(self) -> "_TierSide":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._tier.close()
+
+    def measure(self, direction: Direction) -> float:
+        move: Callable[[Any, torch.Tensor], concurrent.futures.Future[None]]
+        move = self._tier.write if direction == "write" else self._tier.read
+        in_flight: collections.deque[concurrent.futures.Future[None]] = collections.deque()
+        start = time.perf_counter()
+        for slot, buffer in zip(self._slots, itertools.cycle(self._buffers), strict=False):
+            if len(in_flight) == len(self._buffers):
+                in_flight.popleft().result()
+            in_flight.append(move(slot, buffer))
+        for future in in_flight:
+            future.result()
+        return self._workload.size_bytes / (time.perf_counter() - start)

@@ -1,0 +1,86 @@
+"""``hf-offload bench disk``."""
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hf_offload.cli.console import clear_errors, messages, output
+from hf_offload.settings.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from hf_offload.bench.disk import DriveReport
+
+
+def disk(
+    directory: Annotated[
+        list[Path] | None, typer.Option("--directory", "-d", help="Where to measure; several are measured in turn.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="Bytes of one pass, such as 4GiB; twice as much disk is needed.")] = "4GiB",
+    block: Annotated[str, typer.Option(help="Bytes of one system call.")] = "8MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="How often to run each; they take turns.")] = 3,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Compare the disk tier with what the drive can do, by fio where it is installed."""
+    with clear_errors():
+        from hf_offload.bench.disk import (  # slow: it loads torch
+            PASSES_BEFORE_ROUNDS,
+            PASSES_PER_ROUND,
+            Workload,
+            check_drives,
+            compare_drive,
+        )
+
+        workload = Workload.of(parse_bytes(size, "size"), parse_bytes(block, "block"))
+        directories = directory or [Path.cwd()]
+        check_drives(directories, workload)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        reports = []
+        with Progress(*columns, console=messages()) as progress:
+            for path in directories:
+                passes = PASSES_BEFORE_ROUNDS + PASSES_PER_ROUND * rounds
+                task = progress.add_task(escape(str(path)), total=passes, completed=-1)
+
+                def on_pass(what: str, path: Path = path, task: object = task) -> None:
+                    progress.update(task, advance=1, description=escape(f"{path}: {what}"))  # type: ignore[arg-type]
+
+                reports.append(compare_drive(path, workload, rounds, on_pass))
+                progress.update(task, completed=passes, description=escape(str(path)))
+    if json:
+        typer.echo(json_format.dumps({"drives": [report.as_dict() for report in reports]}, indent=2))
+        return
+    for report in reports:
+        _show(report)
+
+
+def _show(report: "DriveReport") -> None:
+    workload = report.workload
+    table = Table(title=escape(f"{report.directory} ({report.file_system})"), box=SIMPLE_HEAD)
+    table.add_column("direction")
+    for name in ("round", f"{report.ceiling}, GB/s", "tier, GB/s", "tier / ceiling"):
+        table.add_column(escape(name), justify="right", no_wrap=True)
+    for direction, found in (("write", report.write), ("read", report.read)):
+        for index, each in enumerate(found.rounds, start=1):
+            rates = _rate(each.ceiling_bytes_per_s), _rate(each.tier_bytes_per_s)
+            table.add_row(direction, str(index), *rates, f"{each.ratio:.2f}")
+        rates = _rate(found.ceiling_bytes_per_s), _rate(found.tier_bytes_per_s)
+        low, high = found.ratio_range
+        table.add_row(direction, "median", *rates, f"{found.ratio:.2f} ({low:.2f}..{high:.2f})", style="bold")
+        table.add_section()
+    console = output()
+    console.print(table, highlight=False)
+    console.print(
+        f"[dim]{format_bytes(workload.size_bytes)} a pass in blocks of {format_bytes(workload.block_bytes)}, records of "
+        f"{format_bytes(workload.record_bytes)}, {workload.write_threads} threads writing and {workload.read_threads} "
+        f"reading; {escape(report.direct_io)}[/]",
+        highlight=False,
+    )
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f}"

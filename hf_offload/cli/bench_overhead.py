@@ -1,0 +1,57 @@
+"""``hf-offload bench overhead``."""
+
+import dataclasses
+import json as json_format
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hf_offload.cli.console import clear_errors, messages, output
+
+if TYPE_CHECKING:
+    from hf_offload.bench.overhead import Figure
+
+
+def overhead(
+    tensors: Annotated[int, typer.Option(min=1, help="Saved tensors of each kind at a time.")] = 500,
+    repetitions: Annotated[int, typer.Option(min=2, help="How often; the table shows the median.")] = 15,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Measure what a saved tensor costs in Python, without the copies."""
+    with clear_errors():
+        from hf_offload.bench.overhead import measure_overhead  # slow: it loads torch
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=messages()) as progress:
+            task = progress.add_task("measuring", total=repetitions)
+            costs = measure_overhead(tensors, repetitions, lambda: progress.update(task, advance=1))
+    if json:
+        facts = {
+            "tensors": tensors,
+            "repetitions": repetitions,
+            "costs": [dataclasses.asdict(cost) for cost in costs],
+        }
+        typer.echo(json_format.dumps(facts, indent=2))
+        return
+    table = Table(title="Microseconds a saved tensor: median (quartiles)", box=SIMPLE_HEAD)
+    table.add_column("saved tensor")
+    for name in ("pack", "unpack and free", "sum"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for cost in costs:
+        table.add_row(cost.name, _cell(cost.pack), _cell(cost.unpack_and_free), _cell(cost.total))
+    console = output()
+    console.print(table, highlight=False)
+    for cost in costs:
+        console.print(f"[dim]{cost.name}: {cost.meaning}[/]", highlight=False)
+    console.print(
+        f"[dim]{repetitions} repetitions of {tensors} tensors, over a tier that is done at once; a saved tensor costs its "
+        "own row and that of the hooks[/]",
+        highlight=False,
+    )
+
+
+def _cell(figure: "Figure") -> str:
+    return f"{figure.median_us:.1f} ({figure.low_us:.1f}..{figure.high_us:.1f})"

@@ -1,0 +1,232 @@
+"""``hf-offload bench disk`` from the command line to its table."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_offload.bench import disk
+from hf_offload.bench.disk import Comparison, Round, Workload
+from hf_offload.cli.main import app
+from hf_offload.errors import OffloadConfigError
+from hf_offload.storage import disk_io
+from hf_offload.storage.disk_io import DataFile, DirectIo
+
+KIB, MIB = 1 << 10, 1 << 20
+SMALL = ("--size", "4MiB", "--block", "256KiB", "--rounds", "2")
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "RECORD_BYTES", MIB)
+    with closing(DataFile(tmp_path)) as file:
+        if not file.direct.usable:
+            pytest.skip(f"no direct I/O under {tmp_path}: {file.direct.reason}")
+    return tmp_path
+
+
+@pytest.fixture
+def without_fio(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("PATH", str(tmp_path_factory.mktemp("empty")))
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["bench", "disk", *(str(word) for word in words)])
+
+
+def check(drive, rounds):
+    assert drive["size_bytes"] == 4 * MIB
+    for direction in ("write", "read"):
+        found = drive[direction]
+        assert len(found["rounds"]) == rounds
+        ratios = [each["tier_bytes_per_s"] / each["ceiling_bytes_per_s"] for each in found["rounds"]]
+        assert [each["ratio"] for each in found["rounds"]] == ratios
+        assert found["ratio"] == statistics.median(ratios)
+        assert found["ratio_range"] == [min(ratios), max(ratios)]
+        assert min(each["tier_bytes_per_s"] for each in found["rounds"]) > 0
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_json_is_pure_and_compares_with_fio(directory, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    result = run("--json", "-d", directory, "-d", other, *SMALL)
+    assert result.exit_code == 0, result.stderr
+    drives = json.loads(result.stdout)["drives"]
+    assert [drive["directory"] for drive in drives] == [str(directory), str(other)]
+    for drive in drives:
+        assert drive["ceiling"].startswith("fio")
+        assert (drive["write_threads"], drive["read_threads"], drive["record_bytes"]) == (2, 4, MIB)
+        check(drive, rounds=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert list(other.iterdir()) == []
+
+
+def test_without_fio_a_loop_of_our_own_is_used_and_named(directory, without_fio):
+    result = run("--json", "-d", directory, *SMALL)
+    assert result.exit_code == 0, result.stderr
+    (drive,) = json.loads(result.stdout)["drives"]
+    assert drive["ceiling"] == "own O_DIRECT loop"
+    check(drive, rounds=2)
+    table = run("-d", directory, *SMALL)
+    assert table.exit_code == 0
+    assert "own O_DIRECT loop, GB/s" in table.stdout
+    assert table.stdout.count("median") == 2
+
+
+def test_the_median_ratio_is_that_of_the_rounds_not_of_the_medians():
+    found = Comparison((Round(1.0, 0.5), Round(10.0, 9.0), Round(4.0, 4.0)))
+    assert (found.ceiling_bytes_per_s, found.tier_bytes_per_s) == (4.0, 4.0)
+    assert found.ratio == 0.9
+    assert found.ratio_range == (0.5, 1.0)
+
+
+def test_both_sides_move_the_same_bytes_in_turns_past_the_page_cache(directory, without_fio, monkeypatch):
+    passes, calls = [], {"pwritev": [], "preadv": []}
+    for name, seen in calls.items():
+        monkeypatch.setattr(os, name, _seen(seen, getattr(os, name)))
+    workload = Workload.of(4 * MIB, 256 * KIB)
+    disk.compare_drive(directory, workload, 2, passes.append)
+    plain, tier = "own O_DIRECT loop", "disk tier"
+    assert passes == [
+        f"{plain}, first write", f"{tier}, first write",
+        f"{plain}, write 1/2", f"{tier}, write 1/2", f"{plain}, read 1/2", f"{tier}, read 1/2",
+        f"{tier}, write 2/2", f"{plain}, write 2/2", f"{tier}, read 2/2", f"{plain}, read 2/2",
+    ]  # fmt: skip
+    for name, count in (("pwritev", 6), ("preadv", 4)):
+        large = [(direct, size) for direct, size in calls[name] if size > 4 * KIB]  # not the probe of the drive
+        assert all(direct for direct, _ in large)
+        # Of every record the tier keeps less than two blocks in memory.
+        assert 0.99 < sum(size for _, size in large) / (count * 4 * MIB) <= 1
+
+
+def _seen(seen, real):
+    def call(fd, buffers, offset):
+        moved = real(fd, buffers, offset)
+        seen.append((bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), moved))
+        return moved
+
+    return call
+
+
+def test_sizes_are_cut_to_whole_records_for_all_threads(directory):
+    workload = Workload.of(5 * MIB + 7, 768 * KIB)
+    assert workload.record_bytes == 1536 * KIB
+    assert workload.size_bytes == 3 * MIB
+    assert (workload.threads("write"), workload.threads("read")) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--size", "many"), "size='many' is not a size"),
+        (("--size", "1MiB", "--block", "1MiB"), "is too little.*at least 4.00 MiB"),
+        (("--block", "1000"), "block=1000 B cannot be moved.*multiple of 4096"),
+        (("--block", "0"), "multiple of 4096"),
+        (("-d", "missing"), "'missing' does not exist"),
+    ],
+)
+def test_wrong_input_ends_with_one_message(directory, monkeypatch, words, message):
+    monkeypatch.chdir(directory)
+    result = run("--json", *words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert re.search(message, result.stderr)
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(directory, monkeypatch):
+    monkeypatch.setattr(disk, "free_disk_bytes", lambda _: 7 * MIB)
+    monkeypatch.setattr(disk, "compare_drive", None)
+    result = run("-d", directory, *SMALL)
+    assert result.exit_code == 2
+    assert "has 7.00 MiB free, and two files of 4.00 MiB need 8.00 MiB" in result.stderr
+
+
+def test_every_directory_is_checked_before_the_first_is_measured(directory, monkeypatch):
+    monkeypatch.setattr(disk, "compare_drive", None)
+    result = run("-d", directory, "-d", directory / "missing", *SMALL)
+    assert result.exit_code == 2
+    assert "does not exist" in result.stderr
+
+
+def test_tmpfs_is_refused_by_name(directory, monkeypatch):
+    monkeypatch.setattr(disk, "file_system_of", lambda _: "tmpfs")
+    result = run("-d", directory, *SMALL)
+    assert result.exit_code == 2
+    assert "is a tmpfs, which is RAM" in result.stderr
+
+
+def test_a_drive_without_direct_io_is_refused_with_the_reason(directory, monkeypatch):
+    monkeypatch.setattr(disk_io, "probe_direct_io", lambda *_: DirectIo(False, 1, "zfs refuses O_DIRECT"))
+    with pytest.raises(OffloadConfigError, match="past the page cache: zfs refuses O_DIRECT"):
+        disk.check_drives([directory], Workload.of(4 * MIB, 256 * KIB))
+
+
+def test_a_fio_that_fails_is_an_error_that_quotes_it(directory, monkeypatch, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bin")
+    fio = folder / "fio"
+    fio.write_text("#!/bin/sh\n[ $1 = --version ] && echo fio-0 && exit\necho 'no engine psync' >&2\nexit 1\n")
+    fio.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    result = run("-d", directory, *SMALL)
+    assert result.exit_code == 2
+    assert "exit status 1): no engine psync" in " ".join(result.stderr.split())
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("fio", [True, False])
+def test_ctrl_c_leaves_no_file_no_space_and_no_fio(directory, fio, monkeypatch, tmp_path_factory):
+    if fio and shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    if not fio:
+        monkeypatch.setenv("PATH", str(tmp_path_factory.mktemp("empty")))
+    words = ["-d", str(directory), "--size", "96MiB", "--rounds", "1000"]
+    command = [sys.executable, "-m", "hf_offload", "bench", "disk", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as process:
+        try:
+            _wait_for(lambda: len(_open_below(process.pid, directory)) >= 2)  # the ceiling's file and the tier's
+            assert list(directory.iterdir()) == []
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert list(directory.iterdir()) == []
+    assert _open_anywhere(directory) == []
+
+
+def _wait_for(condition):
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+def _open_below(pid, directory):
+    found = set()
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            target = str(link.readlink())
+            if target.startswith(f"{directory}/"):
+                found.add(target)
+    except OSError:  # the process, or a descriptor of it, has gone
+        pass
+    return found
+
+
+def _open_anywhere(directory):
+    pids = [path.name for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in pids if _open_below(pid, directory)]

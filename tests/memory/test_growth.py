@@ -1,0 +1,91 @@
+"""Training for long: what a session holds after 500 steps is what it held after 50."""
+
+import collections
+import concurrent.futures
+import gc
+import os
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hf_offload import OffloadConfig, offload_activations
+from hf_offload.reports.memory import _allocator_counter
+
+WARM_STEPS, STEPS = 50, 500
+# What is over is forgotten at the next use, so what the last step left behind is still there: identities of storages that
+# are gone, a handful of weak references to consumed records. A leak of one object in five steps would be 90.
+OBJECT_SLACK = 50
+# Malloc's own scraps. A leak of one record's bytes in ten steps would be 720 KiB.
+HEAP_SLACK_BYTES = 256 << 10
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden
+
+
+def held(session) -> dict[str, int]:
+    """Everything that could grow, counted when nothing is on its way any more."""
+    engine = session._engine
+    transfer, tier = engine.transfer, engine.transfer.tier
+    with tier._quiet:
+        assert tier._quiet.wait_for(lambda: not tier._live, timeout=20)
+    assert not concurrent.futures.wait(transfer._writes_in_flight, timeout=20).not_done
+    transfer._wait_for_writes()  # there is nothing to wait for: it lets go of what is over
+    transfer.reap()
+    gc.collect()
+    kinds = collections.Counter(type(found) for found in gc.get_objects())
+    facts = {
+        "live records": transfer.live_records,
+        "resident bytes": transfer.resident_bytes,
+        "bytes read ahead": transfer.ahead_bytes,
+        "bytes to be written": transfer._pending_bytes,
+        "tier bytes in use": tier.stats.used_bytes,
+        "tier bytes occupied": tier.occupied_bytes,
+        "file bytes": sum(os.fstat(file._buffered_fd).st_size for file in tier.files),
+        "file descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        "threads": threading.active_count(),
+        "identities": sum(each.storage() is not None for each in engine._identities.values()),
+        "learned orders": len(engine.prefetch._learned),
+        "records of the tape": len(engine.prefetch.tape.records),
+        "consumed copies": sum(record() is not None for record in transfer._consumed.values()),
+        "writes in flight": len(transfer._writes_in_flight),
+        "tensors": sum(count for kind, count in kinds.items() if issubclass(kind, torch.Tensor)),
+    }
+    counter = _allocator_counter()
+    facts["heap bytes"] = counter() if counter is not None else 0
+    facts["objects"] = sum(kinds.values()) - len(session.stats.steps)
+    return facts
+
+
+def test_nothing_grows_over_500_steps(tmp_path):
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = torch.randn(256, 64)
+    with offload_activations(model, OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0)) as session:
+        for step in range(1, STEPS + 1):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            session.end_step()
+            if step == WARM_STEPS:
+                held(session)  # the first look makes objects of its own
+                before = held(session)
+        after = held(session)
+    assert session.stats.total.offloaded_bytes == STEPS * 4 * batch.nbytes  # the batch and three results of tanh
+    assert session.stats.ended_steps == STEPS
+    assert before["live records"] == before["resident bytes"] == before["tier bytes in use"] == 0
+    growth = {name: after[name] - before[name] for name in before if after[name] != before[name]}
+    objects, heap_bytes = growth.pop("objects", 0), growth.pop("heap bytes", 0)
+    assert growth == {}
+    assert objects <= OBJECT_SLACK
+    assert heap_bytes <= HEAP_SLACK_BYTES
