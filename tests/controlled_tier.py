@@ -169,3 +169,4 @@ class Rig:
         assert not self.tier.live
         assert self.transfer.resident_bytes == 0
         assert self.transfer.own_bytes == 0
+        assert not self.transfer._consumed

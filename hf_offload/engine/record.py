@@ -33,6 +33,7 @@ class State(enum.Enum):
 class Obituary(NamedTuple):
     """What is left to do once a record is gone."""
 
+    key: int
     slot: Slot | None
     future: "Future[Any] | None"
     held_bytes: int
@@ -115,7 +116,7 @@ class Record:
         if self.slot is not None or self.buffer is not None:
             held = self.nbytes if self.buffer is not None else 0
             ahead, leaving = self.nbytes * self.ahead, self.nbytes * self.leaving
-            self.graveyard.put(Obituary(self.slot, self.future, held, ahead, leaving))
+            self.graveyard.put(Obituary(id(self), self.slot, self.future, held, ahead, leaving))
 
 
 class PackedView:

@@ -286,6 +286,9 @@ class Transfer:
             self.resident_bytes -= obituary.held_bytes
             self.ahead_bytes -= obituary.ahead_bytes
             self.leaving_bytes -= obituary.leaving_bytes
+            consumed = self._consumed.get(obituary.key)
+            if consumed is not None and consumed() is None:  # else the id is used again already
+                del self._consumed[obituary.key]
             if obituary.slot is not None:
                 if obituary.future is not None:
                     obituary.future.cancel()
