@@ -189,8 +189,8 @@ def require_memory_limit() -> None:
     """Raise :class:`OffloadConfigError` where no memory limit can be set."""
     if not torch.cuda.is_available():
         raise OffloadConfigError(
-            "A memory limit stands in for a smaller graphics card and needs a CUDA device: here is none. Leave the option "
-            "out, or run this on a machine with one."
+            "A memory limit stands in for a smaller graphics card. It needs a CUDA device, which this machine has none of: "
+            "run this on one that has."
         )
 
 

@@ -6,7 +6,7 @@ Within a case the strategies take turns (A B C A B C), so that a machine that sl
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -63,6 +63,10 @@ class Plan:
         if strategy.is_ours and strategy.name != REFERENCE:
             return ["auto"]
         return ["glibc", *(["tcmalloc"] if allocators.find_tcmalloc() else [])]
+
+    def environment(self, allocator: str) -> dict[str, str]:
+        """Of a process that is to run with ``allocator``."""
+        return allocators.environment_with(allocator)
 
     @property
     def cell_count(self) -> int:
@@ -156,7 +160,6 @@ class _Run:
         self._on_start = on_start
         self._on_done = on_done
         self._total = plan.cell_count
-        self._environments: dict[str, Mapping[str, str]] = {}
 
     def run(self) -> None:
         for case in self._plan.cases:
@@ -213,11 +216,9 @@ class _Run:
             memory_limit_bytes=self._plan.memory_limit_bytes,
             trace=trace,
         )
-        if allocator not in self._environments:
-            self._environments[allocator] = allocators.environment_with(allocator)
         what = f"{case.label}, {strategy.name}{f' ({extra})' if extra else ''}, round {number}, {allocator}"
         self._on_start(what, len(self._results.cells), self._total)
-        cell = Cell(case, strategy, number, allocator, run_cell(spec, self._environments[allocator]), extra)
+        cell = Cell(case, strategy, number, allocator, run_cell(spec, self._plan.environment(allocator)), extra)
         self._results.cells.append(cell)
         self._on_done(cell)
         return cell

@@ -192,9 +192,11 @@ def find_strategy(name: str) -> Strategy:
     return known[family]
 
 
-def parse_strategies(names: str, read_ahead: str | None = None) -> list[Strategy]:
-    """``"keep,recompute,ours:ssd"`` to strategies, or ``"all"``; ``keep`` has to be among them, as what others are
-    compared with. ``read_ahead`` such as ``"64MiB,128MiB"`` adds ``ours:ssd`` once for each window.
+def parse_strategies(names: str, read_ahead: str | None = None, reference: bool = True) -> list[Strategy]:
+    """``"keep,recompute,ours:ssd"`` to strategies, or ``"all"``.
+
+    With ``reference``, ``keep`` has to be among them, as what others are compared with. ``read_ahead`` such as
+    ``"64MiB,128MiB"`` adds ``ours:ssd`` once for each window.
     """
     asked = strategy_names() if names.strip() == ALL else [part.strip() for part in names.split(",")]
     asked += [f"ours:ssd@{window.strip()}" for window in read_ahead.split(",")] if read_ahead else []
@@ -207,7 +209,7 @@ def parse_strategies(names: str, read_ahead: str | None = None) -> list[Strategy
                     raise OffloadConfigError(f"strategy {strategy.name!r} is given twice: use --rounds to repeat.")
                 strategies.append(strategy)
         with check:
-            if REFERENCE not in asked:
+            if reference and REFERENCE not in asked:
                 raise OffloadConfigError(
                     f"strategies={names!r} leaves out {REFERENCE!r}, which the others are compared with."
                 )

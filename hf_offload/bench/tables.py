@@ -14,6 +14,10 @@ from hf_offload.settings.sizes import format_bytes
 from hf_offload.training.report import WARMUP_STEPS
 
 COLUMNS = ("strategy", "peak", "of keep", "step", "of keep", "spread", "written", "loss", "allocator", "vs keep")
+NARROW = (0, 1, 2, 3, 4, 8, 9)
+"""Which of the columns to show where not all of them fit."""
+WIDE_CHARACTERS = 125
+"""Where they do."""
 
 _FRAGMENTS = (
     "glibc's heap fragments, which hides part of what offloading saves on a CPU. With tcmalloc installed (Debian and "
@@ -69,8 +73,7 @@ def describe(results: Results, case: Case) -> str:
 
 def footnotes(results: Results) -> list[str]:
     """What a reader has to know about the numbers."""
-    notes = [f"{describe(results, case)}." for case in results.cases()]
-    notes += [f"{case.label}: {_VARIES}" for case in results.cases() if results.keep_varies(case)]
+    notes = [f"{case.label}: {_VARIES}" for case in results.cases() if results.keep_varies(case)]
     notes += results.findings()
     report = next((cell.report for cell in results.cells if cell.report is not None), None)
     if report is None:
@@ -109,8 +112,7 @@ def markdown(results: Results) -> str:
     shapes = ", ".join(dict.fromkeys(case.shape for case in cases))
     lines = [f"# {shapes}: memory and time of a training step", ""]
     for case in cases:
-        if len(cases) > 1:
-            lines += [f"## {case.shape}, batch {case.batch} x sequence {case.sequence}", ""]
+        lines += [f"{describe(results, case)}.", ""]
         lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
         lines += [
             "| " + " | ".join(text.replace("|", "\\|") for text in texts(row)) + " |" for row in results.rows(case)

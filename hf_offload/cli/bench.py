@@ -6,15 +6,36 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.console import JustifyMethod
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hf_offload.bench.cell import CRASHED, OUT_OF_MEMORY
+from hf_offload.bench.cell import CRASHED, OUT_OF_MEMORY, require_memory_limit
+from hf_offload.bench.limits import (
+    LIMIT_COLUMNS,
+    VARIED,
+    check_limits,
+    find_limits,
+    limits_csv,
+    limits_json,
+    limits_title,
+    write_limits,
+)
 from hf_offload.bench.results import Cell, Results
 from hf_offload.bench.steps import BENCH_ALLOCATORS, Plan, plan_steps, run_steps
 from hf_offload.bench.strategies import parse_strategies, strategy_names
-from hf_offload.bench.tables import COLUMNS, as_csv, as_json, describe, footnotes, texts, write_results
+from hf_offload.bench.tables import (
+    COLUMNS,
+    NARROW,
+    WIDE_CHARACTERS,
+    as_csv,
+    as_json,
+    describe,
+    footnotes,
+    texts,
+    write_results,
+)
 from hf_offload.cli.console import EXIT_INTERRUPTED, EXIT_PROBLEM, clear_errors, messages, output, visible_log
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.plots import require_matplotlib
@@ -113,6 +134,71 @@ def steps(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
+@bench.command()
+def limits(
+    shapes: Shapes,
+    overrides: Overrides = None,
+    strategies: Strategies = "keep,recompute,ours:ram",
+    vary: Annotated[str, typer.Option(help=f"What to make larger: {' or '.join(VARIED)}.")] = "sequence",
+    most: Annotated[int, typer.Option(min=1, help="Where to stop: nothing larger is tried.")] = 131072,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Batch size, or the first to try. Default: the recipe's.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=2, help="Sequence length, or the first to try. Default: the recipe's.")
+    ] = None,
+    memory_limit: MemoryLimit = None,
+    output_dir: Annotated[
+        Path, typer.Option("--output", help="Folder for the tables and every probe's result.")
+    ] = Path("runs/limits"),
+    json: Json = False,
+    csv: Csv = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Find the longest sequence or the largest batch that each way can train in a given device memory (CUDA)."""
+    with clear_errors(), visible_log():
+        _one_format(json, csv)
+        plan = plan_steps(
+            shapes,
+            overrides or [],
+            parse_strategies(strategies, reference=False),
+            batches=[] if batch is None else [batch],
+            sequences=[] if sequence is None else [sequence],
+            output=output_dir,
+            memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit, "--memory-limit"),
+        )
+        if dry_run:
+            check_limits(plan, vary, most)
+            _list(plan, f"{vary} up to {most}")
+            return
+        require_memory_limit()  # before anything is shown
+        with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=messages()) as progress:
+            task = progress.add_task("starting", total=None)
+            found, interrupted = find_limits(
+                plan, vary, most, lambda what: progress.update(task, description=f"probing {escape(what)}")
+            )
+        if not found:
+            raise KeyboardInterrupt
+        written = write_limits(found, plan, interrupted)
+    if json or csv:
+        typer.echo(limits_json(found, plan, interrupted) if json else limits_csv(found), nl=False)
+    else:
+        console = output()
+        for shape in dict.fromkeys(limit.shape for limit in found):
+            title = escape(limits_title(found, shape))
+            table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
+            for column in LIMIT_COLUMNS:
+                table.add_column(column, overflow="fold")
+            for limit in found:
+                if limit.shape == shape:
+                    table.add_row(*(escape(text) for text in limit.texts()))
+            console.print(table)
+        for path in written:
+            console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    if interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
 def _run(plan: Plan) -> Results:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=messages()) as progress:
@@ -139,22 +225,23 @@ def _show(results: Results) -> None:
         table = Table(
             title=escape(describe(results, case)), box=SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left"
         )
-        for column in COLUMNS:
-            left = column in (COLUMNS[0], COLUMNS[-1])
+        shown = range(len(COLUMNS)) if console.width >= WIDE_CHARACTERS else NARROW
+        for number in shown:
             # The last holds errors, which are long: it is folded rather than cut.
-            table.add_column(
-                column, justify="left" if left else "right", no_wrap=column != COLUMNS[-1], overflow="fold"
-            )
+            first, last = number == 0, number == len(COLUMNS) - 1
+            justify: JustifyMethod = "left" if first or last else "right"
+            table.add_column(COLUMNS[number], justify=justify, no_wrap=not last, overflow="fold")
         for row in results.rows(case):
             loud = row.losses_identical is False or row.parameters_identical is False or not row.rounds
-            *cells, last = (escape(text) for text in texts(row))
-            table.add_row(*cells, f"[bold red]{last}[/]" if loud else last)
+            cells = [escape(text) for text in texts(row)]
+            cells[-1] = f"[bold red]{cells[-1]}[/]" if loud else cells[-1]
+            table.add_row(*(cells[number] for number in shown))
         console.print(table)
     for note in footnotes(results):
         console.print(f"[dim]{escape(note)}[/]", highlight=False)
 
 
-def _list(plan: Plan) -> None:
+def _list(plan: Plan, search: str | None = None) -> None:
     lines = [
         f"{case.label}, {strategy.name}, {'/'.join(plan.allocators(strategy))}"
         f"{'' if strategy.is_installed else f' ({strategy.package} is not installed)'}"
@@ -162,7 +249,12 @@ def _list(plan: Plan) -> None:
         for strategy in plan.strategies
     ]
     limit = "" if plan.memory_limit_bytes is None else f", memory limit {format_bytes(plan.memory_limit_bytes)}"
-    typer.echo("\n".join([*lines, f"{plan.cell_count} runs at most, {plan.rounds} rounds{limit}, into {plan.output}"]))
+    count = (
+        f"{plan.cell_count} runs at most, {plan.rounds} rounds"
+        if search is None
+        else f"{len(lines)} searches, {search}"
+    )
+    typer.echo("\n".join([*lines, f"{count}{limit}, into {plan.output}"]))
 
 
 def _one_format(json: bool, csv: bool) -> None:

@@ -25,7 +25,8 @@ _COLOURS = {
 }
 _OTHER_COLOUR = "#cc79a7"
 _LEGEND_COLUMNS = 3
-_TITLE_CHARACTERS = 100
+_TITLE_CHARACTERS = 90
+_LABEL_POINTS = 9
 
 
 def _colour(name: str) -> str:
@@ -115,10 +116,12 @@ def plot_pareto(points: Sequence[Point], title: str, path: Path) -> None:
     axes = figure.add_subplot()
     front = pareto_front(points)
     widest, longest = max(point.peak_bytes for point in points) / 1e6, max(point.step_s for point in points)
-    # Zero is in the picture, so that distances are ratios; and room for the labels.
+    shortest = min(point.step_s for point in points)
+    # Memory begins at zero, so that distances are ratios; time too, unless that would press all points together.
+    lowest = 0.0 if shortest < longest / 2 else 0.8 * shortest
     axes.set_xlim(0, 1.22 * widest)
-    axes.set_ylim(0, 1.18 * longest)
-    corners = [(front[0].peak_bytes / 1e6, 1.18 * longest), *((p.peak_bytes / 1e6, p.step_s) for p in front)]
+    axes.set_ylim(lowest, longest + 0.15 * (longest - lowest))
+    corners = [(front[0].peak_bytes / 1e6, axes.get_ylim()[1]), *((p.peak_bytes / 1e6, p.step_s) for p in front)]
     corners.append((1.22 * widest, front[-1].step_s))
     x, y = zip(*corners, strict=True)
     axes.step(x, y, where="post", color="#7f7f7f", linewidth=1.2, linestyle="--", zorder=1)
@@ -131,7 +134,7 @@ def plot_pareto(points: Sequence[Point], title: str, path: Path) -> None:
         )  # fmt: skip
     axes.set_title(_wrapped(title), fontsize=10, loc="left")
     axes.set_xlabel("activation peak above weights, gradients and optimizer state (MB)")
-    axes.set_ylabel("median time of a step (s)")
+    axes.set_ylabel(f"median time of a step (s){', axis cut' if lowest else ''}")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.text(
@@ -149,34 +152,40 @@ def plot_pareto(points: Sequence[Point], title: str, path: Path) -> None:
     figure.savefig(path, metadata={"Software": None})
 
 
-# Where a label may go, in units of its distance: beside the point, above, below, then the corners.
-_DIRECTIONS = ((1, 0), (0, 1), (0, -1), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1))
+# Where a label may go, in units of its distance: the corners first, for the front runs straight through its points.
+_DIRECTIONS = ((1, 1), (-1, -1), (1, -1), (-1, 1), (1, 0), (-1, 0), (0, 1), (0, -1))
 _DISTANCES = (9, 16, 26, 38, 52, 68, 86)
 
 
 def _label(axes: Any, points: Sequence[Point]) -> None:
     """Write each name where it covers no point and no other name: the nearest free place around its point."""
-    from matplotlib.text import Text
+    from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
 
     renderer = axes.figure.canvas.get_renderer()
-    spots = [axes.transData.transform((point.peak_bytes / 1e6, point.step_s)) for point in points]
-    taken = [Bbox.from_extents(x - 9, y - 9, x + 9, y + 9) for x, y in spots]
+    pixels = axes.figure.dpi / 72
+    spots = {point.name: axes.transData.transform((point.peak_bytes / 1e6, point.step_s)) for point in points}
+    taken = [Bbox.from_bounds(x - 5 * pixels, y - 5 * pixels, 10 * pixels, 10 * pixels) for x, y in spots.values()]
     frame = axes.get_window_extent(renderer)
-    for point in sorted(points, key=lambda point: point.peak_bytes):
-        note = axes.annotate(
-            point.name, (point.peak_bytes / 1e6, point.step_s), xytext=(0, 0), textcoords="offset points", fontsize=9,
-            va="center", color=_colour(point.name), arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.6},
-        )  # fmt: skip
+    for point in sorted(points, key=lambda point: -point.step_s):
+        x, y = spots[point.name]
+        probe = axes.text(0, 0, point.name, fontsize=_LABEL_POINTS)
+        width, height = probe.get_window_extent(renderer).size
+        probe.remove()
         for distance, right, up in [(distance, *way) for distance in _DISTANCES for way in _DIRECTIONS]:
-            note.set_position((right * distance, up * distance))
-            note.set_horizontalalignment({1: "left", 0: "center", -1: "right"}[right])
-            note.arrow_patch.set_visible(distance > _DISTANCES[0])  # a line from the point to a label further away
-            box = Text.get_window_extent(note, renderer)
+            left = x + right * distance * pixels - width * (1 - right) / 2
+            box = Bbox.from_bounds(left, y + up * distance * pixels - height / 2, width, height)
             inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
             if inside and not any(box.overlaps(other) for other in taken):
                 break
         taken.append(box)
+        line = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6} if distance > _DISTANCES[0] else None
+        axes.annotate(
+            point.name, (point.peak_bytes / 1e6, point.step_s), (right * distance, up * distance),
+            textcoords="offset points", fontsize=_LABEL_POINTS, color=_colour(point.name), arrowprops=line,
+            ha={1: "left", 0: "center", -1: "right"}[right], va="center",
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],
+        )  # fmt: skip
 
 
 def _wrapped(title: str) -> str:

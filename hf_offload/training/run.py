@@ -80,7 +80,7 @@ def run_recipe(
         processing_class=tokenizer,
         callbacks=[StepLosses(), *callbacks],
     )
-    around = contextlib.nullcontext() if around_step is None else around_step(trainer.model)
+    around = contextlib.nullcontext() if around_step is None else around_step(model)
     meter = MemoryMeter() if measure or report is not None else None
     if meter is not None:
         meter.install(trainer)
