@@ -19,7 +19,7 @@ MODEL=llama-1b
 STRATEGIES=keep,recompute,recompute+offload,trl,ours:ram,ours:ssd
 # Without the vocabulary of 128256: its logits, which nothing offloads, would be most of what fits or does not.
 SMALL_HEAD=model.config.vocab_size=8192
-DEADLINE_S=520
+DEADLINE_S=500
 WORK=runs/bench_gpu
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
 
@@ -47,28 +47,30 @@ bench() {
 }
 
 if [[ $DRY ]]; then
-    echo "+ pytest tests/gpu   (at most 90 s)"
+    echo "+ pytest tests/gpu   (at most 60 s)"
     test -d tests/gpu || failed=1
 else
     mkdir -p "$RESULTS" "$OFFLOAD_DIR" "$WORK"
-    timeout --signal=INT --kill-after=30 90 "$PYTHON" -m pytest -q tests/gpu || failed=1
+    timeout --signal=INT --kill-after=30 60 "$PYTHON" -m pytest -q tests/gpu || failed=1
 fi
 
 # Short sequences first: should time run out, what is left out is one slow cell.
-bench 170 steps $MODEL "offload.directory=$OFFLOAD_DIR" --batch 1 --sequence 2048,8192 --steps 5 \
-    --strategies "$STRATEGIES" --trace --output "$WORK/steps"
+bench 165 steps $MODEL "offload.directory=$OFFLOAD_DIR" --batch 1 --sequence 2048,8192 --steps 5 \
+    --strategies "$STRATEGIES" --output "$WORK/steps"
 bench 110 steps $MODEL "offload.directory=$OFFLOAD_DIR" --batch 1 --sequence 32768 --steps 3 \
     --strategies "$STRATEGIES" --output "$WORK/steps_long"
 for limit in 24GB 48GB; do
-    bench 75 limits $MODEL $SMALL_HEAD "offload.directory=$OFFLOAD_DIR" --vary sequence --sequence 16384 --most 131072 \
+    bench 60 limits $MODEL $SMALL_HEAD "offload.directory=$OFFLOAD_DIR" --vary sequence --sequence 16384 --most 131072 \
         --strategies keep,recompute,ours:ram --memory-limit $limit --output "$WORK/limits_$limit"
 done
+bench 45 steps $MODEL "offload.directory=$OFFLOAD_DIR" --batch 1 --sequence 2048 --steps 3 \
+    --strategies keep,ours:ssd --trace --output "$WORK/trace"
 
 [[ $DRY ]] && exit $failed
 
 "$PYTHON" -m hf_offload doctor --json --directory "$OFFLOAD_DIR" --no-measure > "$RESULTS/machine.json" || failed=1
 command -v nvidia-smi > /dev/null && nvidia-smi > "$RESULTS/nvidia-smi.txt"
-for run in steps steps_long limits_24GB limits_48GB; do
+for run in steps steps_long limits_24GB limits_48GB trace; do
     for file in "$WORK/$run"/*.{md,json,csv,png} "$WORK/$run"/traces/*ours_ssd*.json.gz; do
         [[ -f $file ]] && cp "$file" "$RESULTS/${run}_$(basename "$file")"
     done
