@@ -153,6 +153,7 @@ def write_results(results: Results, output: Path) -> list[Path]:
     from hf_offload.reports.plots import Point, plot_memory, plot_pareto
 
     contents = {"table.md": markdown(results), "table.json": as_json(results), "table.csv": as_csv(results.rows())}
+    output.mkdir(parents=True, exist_ok=True)
     written = []
     for name, content in contents.items():
         written.append(output / name)

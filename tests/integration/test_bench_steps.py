@@ -48,14 +48,14 @@ def recipe(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """One real run: three strategies, trials of allocators, traces. What it printed, and the folder it wrote."""
+    """One real run: three strategies, and trials of allocators. What it printed, and the folder it wrote."""
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("bench")
     path = folder / "tiny.yaml"
     path.write_text(RANDOM_RECIPE)
     result = run(
         "bench", "steps", path, "--strategies", "keep,trl,ours:ssd", "--batch", "1", "--sequence", "16", "--steps", "4",
-        "--trace", "--json", "--output", folder / "o",
+        "--json", "--output", folder / "o",
     )  # fmt: skip
     assert result.exit_code == 0, result.stdout + result.stderr
     return result, folder / "o"
@@ -74,7 +74,7 @@ def test_a_real_run_compares_and_says_what_was_measured(real):
     assert table["problems"] == []
     named = {
         "shape": "tiny", "batch": 1, "sequence": 16, "layers": "2", "vocabulary": 300, "dropout": "0.1",
-        "attention": "sdpa", "dtype": "float32", "parameters": 123_520,
+        "attention": "sdpa", "dtype": "float32", "parameters": 123_392,
     }  # fmt: skip
     for row in rows.values():
         assert row.items() >= named.items()
@@ -119,18 +119,6 @@ def test_tables_and_pictures_are_written(real):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_trace_shows_one_step_and_disturbs_no_figure(real):
-    result, folder = real
-    traces = sorted(path.name for path in (folder / "traces").glob("*"))
-    assert traces[:2] == ["tiny_1x16_keep.json.gz", "tiny_1x16_ours_ssd.json.gz"]
-    events = json.loads(gzip.decompress((folder / "traces" / traces[0]).read_bytes()))["traceEvents"]
-    optimizer_steps = [event for event in events if event.get("name", "").startswith("Optimizer.step#")]
-    assert len(optimizer_steps) == 1
-    extra = [each for each in json.loads(result.stdout)["extra_runs"] if each["why"] == "trace"]
-    assert {each["strategy"] for each in extra} >= {"keep", "ours:ssd"}
-    assert all(each["step_s"] is None for each in extra)
-
-
 # -------------------------------------------------------------------------------------------------- cells, one by one
 
 
@@ -163,6 +151,16 @@ def test_every_strategy_runs_with_the_bits_of_keep_or_says_why_not(recipe, name)
     # Results survive the way through a file.
     result.write(recipe.parent / "r.json")
     assert CellResult.read(recipe.parent / "r.json") == result
+
+
+def test_a_trace_shows_one_step(recipe):
+    path = recipe.parent / "traces" / "t.json.gz"
+    result = execute(spec_for(recipe, "ours:ssd", trace=str(path)))
+    assert result.outcome == DONE
+    assert result.report.memory is None, "a profiled run is slower: nothing is measured"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert len([event for event in events if event.get("name", "").startswith("Optimizer.step#")]) == 1
+    assert [each.name for each in path.parent.iterdir()] == ["t.json.gz"]
 
 
 def test_the_context_is_entered_for_every_micro_batch(recipe, monkeypatch):
@@ -235,7 +233,7 @@ def test_ctrl_c_reaches_a_running_cell(recipe):
     """A signal to the parent alone, as a supervisor sends it, ends the child too and keeps what it can."""
     command = [sys.executable, "-m", "hf_offload", "bench", "steps", str(recipe), "--steps", "100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    base = Path("runs/bench/cells/tiny_2x32/1_keep_glibc" if ON_CPU and sys.platform == "linux" else "1_keep_auto")
+    base = Path(f"runs/bench/cells/tiny_2x32/1_keep_{'glibc' if sys.platform == 'linux' else 'auto'}")
     log = base.with_suffix(".log")
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline and not (log.is_file() and "loss" in log.read_text()):
@@ -348,6 +346,15 @@ def test_the_faster_allocator_goes_on_and_is_what_is_reported(recipe, monkeypatc
     assert rows["keep"]["allocator"] == "glibc-tuned"
     trials = [(extra["strategy"], extra["allocator"], extra["step_s"]) for extra in table()["extra_runs"]]
     assert trials == [("keep", "the slow one", 4.0), ("recompute", "the slow one", 4.0)]
+
+
+def test_traces_follow_the_measured_rounds_and_change_no_figure(recipe, monkeypatch):
+    slow = fake_report(step_times_s=[9.0, 9.0, 9.0], losses_hex=[(2.0).hex()])
+    order = fake_runner(monkeypatch, {"recompute": CRASH, "trace": slow})
+    assert bench(recipe, "--rounds", 2, "--trace").exit_code == 0
+    assert [name.split()[1] for name in order][-2:] == ["2_keep_trace", "2_ours:ssd_trace"]
+    assert {row["step_s"] for row in table()["rows"]} == {1.0, None}
+    assert [extra["why"] for extra in table()["extra_runs"]] == ["trace", "trace"]
 
 
 def test_a_sweep_adds_a_strategy_for_each_window(recipe, monkeypatch):
@@ -530,13 +537,32 @@ def test_limits_refuses_what_makes_no_sense(recipe, arguments, part):
     assert part in said(result)
 
 
-def test_the_script_for_a_gpu_checks_itself(tmp_path):
+@pytest.mark.skipif(os.name != "posix", reason="a shell script")
+def test_the_script_for_a_gpu_checks_itself(recipe):
     """Every command in it is understood, and nothing is written."""
-    environment = os.environ | {"PYTHON": sys.executable, "RESULTS": str(tmp_path / "r")}
-    script = REPOSITORY / "examples" / "bench_gpu.sh"
-    done = subprocess.run(["bash", script, "--dry-run"], env=environment, capture_output=True, text=True)
+    # Starting Python for each command takes longer than checking it: a stand-in notes them.
+    python = recipe.parent / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$*" >> "$COMMANDS"\n[ "$*" != "$FAIL" ]\n')
+    python.chmod(0o755)
+    commands = recipe.parent / "commands"
+    environment = os.environ | {"PYTHON": str(python), "COMMANDS": str(commands), "RESULTS": str(recipe.parent / "r")}
+    script = ["bash", REPOSITORY / "examples" / "bench_gpu.sh", "--dry-run"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tests/gpu" in done.stdout
-    assert "llama-1b 1 x 32768, ours:ssd" in done.stdout
-    assert "memory limit 22.35 GiB" in done.stdout
-    assert list(tmp_path.iterdir()) == []
+    noted = commands.read_text().splitlines()
+    assert len(noted) >= 4
+    said = ""
+    for command in noted:
+        module, *arguments = command.removeprefix("-m ").split()
+        assert (module, arguments[-1]) == ("hf_offload", "--dry-run")
+        result = run(*arguments)
+        assert result.exit_code == 0, result.stderr
+        said += result.stdout
+    # 24 and 48 GB, as cards are sold.
+    for part in ("llama-1b 1 x 32768, ours:ssd", "llama-1b 1 x 2048, trl", "22.35 GiB", "44.70 GiB"):
+        assert part in said
+    assert not (recipe.parent / "r").exists()
+    # One command that is refused fails the whole.
+    done = subprocess.run(script, env=environment | {"FAIL": noted[1]}, capture_output=True)
+    assert done.returncode == 1
