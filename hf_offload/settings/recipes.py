@@ -22,8 +22,13 @@ from hf_offload.settings.load import choose, collect_errors, from_mapping, neare
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import parse_bytes
 
-TASKS = ("causal-lm",)
-SOURCES = ("python-stdlib",)
+RANDOM_TOKENS = "random-tokens"
+TASKS = {
+    "causal-lm": "causal language model",
+    "masked-lm": "masked language model",
+    "seq2seq-lm": "sequence-to-sequence language model",
+}
+SOURCES = ("python-stdlib", RANDOM_TOKENS)
 DTYPES = ("float32", "bfloat16", "float16")
 SECTIONS = ("model", "data", "training", "offload")
 SMALLEST_BPE = 257
@@ -48,7 +53,7 @@ class ModelRecipe:
         name: Hub name or folder of a pretrained model.
         architecture: Model type of transformers, such as ``gpt2``, for a model from random weights.
         config: Fields of that architecture's configuration.
-        task: ``causal-lm``.
+        task: ``causal-lm``, ``masked-lm`` or ``seq2seq-lm``; the last two need ``data.source: random-tokens`` so far.
         dtype: Of the weights: ``float32``, ``bfloat16`` or ``float16``.
         attention: Attention implementation, such as ``sdpa`` or ``eager``. Default: the model's own choice.
     """
@@ -84,7 +89,7 @@ class ModelRecipe:
                     )
             with check:
                 if isinstance(self.architecture, str) and isinstance(self.config, Mapping):
-                    _check_architecture(self.architecture, self.config)
+                    _check_architecture(self.architecture, self.config, self.task)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +116,8 @@ class DataRecipe:
 
     Args:
         source: ``python-stdlib``: the source code of Python's standard library, found on every machine.
-        max_bytes: With ``source``: stop after the file that reaches this many bytes.
+            ``random-tokens``: as many rows of random token ids as the run needs, for measuring memory and time.
+        max_bytes: With ``python-stdlib``: stop after the file that reaches this many bytes.
         files: Local files or patterns: text (one document a file), JSON lines, CSV or Parquet.
         hub: A dataset's name, or a mapping with ``name``, ``config`` and ``split``.
         streaming: Read while training instead of preparing everything first.
@@ -146,8 +152,8 @@ class DataRecipe:
             with check:
                 if self.max_bytes is not None:
                     self._set("max_bytes", parse_bytes(self.max_bytes, "data.max_bytes"))
-                    if self.source is None:
-                        raise OffloadConfigError("data.max_bytes goes with data.source only: drop it.")
+                    if self.source in (None, RANDOM_TOKENS):
+                        raise OffloadConfigError("data.max_bytes goes with data.source=python-stdlib only: drop it.")
             with check:
                 if self.files is not None:
                     files = (self.files,) if isinstance(self.files, str) else self.files
@@ -178,6 +184,10 @@ class DataRecipe:
                     _whole("data.tokenizer.train_bpe", self.tokenizer.get("train_bpe"), at_least=SMALLEST_BPE)
                 else:
                     _text("data", "tokenizer", self.tokenizer)
+            for field, unused in (("tokenizer", None), ("streaming", False), ("text_column", "text")):
+                with check:
+                    if self.source == RANDOM_TOKENS and getattr(self, field) != unused:
+                        raise OffloadConfigError(f"data.{field}: {RANDOM_TOKENS} are no text and need none: drop it.")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -288,8 +298,18 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
         with check:
             if sections["data"].get("streaming") is True and int(training.get("max_steps") or 0) <= 0:
                 raise OffloadConfigError("data.streaming has no known end: set training.max_steps.")
+        random_tokens = sections["data"].get("source") == RANDOM_TOKENS
         with check:
-            if sections["model"].get("architecture") and not sections["data"].get("tokenizer"):
+            if random_tokens and int(training.get("max_steps") or 0) <= 0:
+                raise OffloadConfigError(f"data.source: {RANDOM_TOKENS} have no end: set training.max_steps.")
+        with check:
+            task = sections["model"].get("task", "causal-lm")
+            if task in TASKS and task != "causal-lm" and not random_tokens:
+                raise OffloadConfigError(
+                    f"model.task: {task} needs data.source: {RANDOM_TOKENS} so far. Set that, or take causal-lm."
+                )
+        with check:
+            if sections["model"].get("architecture") and not sections["data"].get("tokenizer") and not random_tokens:
                 raise OffloadConfigError(
                     "data.tokenizer is missing: a model from random weights brings none. Name one, or give "
                     "tokenizer: {train_bpe: 8192}."
@@ -384,15 +404,26 @@ def _whole(name: str, value: object, at_least: int) -> None:
         raise OffloadConfigError(f"{name}={value} is too small: give {at_least} or more.")
 
 
-def _check_architecture(architecture: str, config: Mapping[str, Any]) -> None:
+def _check_architecture(architecture: str, config: Mapping[str, Any], task: str) -> None:
     """Refuse an unknown architecture and configuration fields that its configuration would swallow silently."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
 
-    trainable = [name for name in CONFIG_MAPPING_NAMES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    if task not in TASKS:
+        return  # a mistake of its own
+    names: Mapping[str, Any] = {
+        "causal-lm": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "masked-lm": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "seq2seq-lm": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    }[task]
+    trainable = [name for name in CONFIG_MAPPING_NAMES if name in names]
     if architecture not in trainable:
-        known = "has no causal language model" if architecture in CONFIG_MAPPING_NAMES else "is unknown to transformers"
+        known = f"has no {TASKS[task]}" if architecture in CONFIG_MAPPING_NAMES else "is unknown to transformers"
         raise OffloadConfigError(f"model.architecture={architecture!r} {known}.{nearest(architecture, trainable)}")
     config_class = CONFIG_MAPPING[architecture]
     known_fields = {*config_class().to_dict(), *config_class.attribute_map}

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"
 BPE_SAMPLE_BYTES = 16 << 20
 """A tokenizer is trained on the first part of the data: more hardly changes it, and a stream has no end."""
+MASKED_SHARE = 0.15
+NO_LABEL = -100
 DOCUMENTS_PER_BATCH = 1000
 """Documents that are joined and cut together; the rest that fills no block is dropped once for each such batch."""
 
@@ -142,12 +144,50 @@ def load_blocks(data: DataRecipe, tokenizer: "PreTrainedTokenizerBase", cache_di
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Stack blocks into ``input_ids`` and ``labels``, both int64 of shape (batch, sequence).
+    """Stack blocks into ``input_ids`` and ``labels``, both int64 of shape (batch, sequence); without labels of their own,
+    the labels of blocks are their ids.
 
     There is no attention mask, since no token is padding: attention kernels are faster without one.
     """
+    if "labels" in rows[0]:
+        return {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
     input_ids = torch.tensor([row["input_ids"] for row in rows], dtype=torch.long)
     return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+
+class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of random token ids, each drawn from the seed and its own number: the same in every process and order.
+
+    Labels are the ids themselves (``causal-lm``), the ids at 15 % of the places (``masked-lm``; elsewhere -100, which
+    losses leave out), or as many ids drawn anew (``seq2seq-lm``).
+    """
+
+    def __init__(self, rows: int, length: int, vocabulary: int, seed: int, task: str):
+        self._rows = rows
+        self._length = length
+        self._vocabulary = vocabulary
+        self._seed = seed
+        self._task = task
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed((self._seed << 32) + index)
+        input_ids = self._draw(generator)
+        if self._task == "seq2seq-lm":
+            labels = self._draw(generator)
+        elif self._task == "masked-lm":
+            # Never none: the mean over no label is not a number.
+            kept = torch.randperm(self._length, generator=generator)[: max(1, round(MASKED_SHARE * self._length))]
+            labels = torch.full_like(input_ids, NO_LABEL)
+            labels[kept] = input_ids[kept]
+        else:
+            labels = input_ids.clone()
+        return {"input_ids": input_ids, "labels": labels}
+
+    def _draw(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(self._vocabulary, (self._length,), generator=generator)
 
 
 def _pack(batch: dict[str, list[Any]], tokenizer: Any, column: str, length: int) -> dict[str, list[list[int]]]:

@@ -88,6 +88,30 @@ def parameter_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+def describe_model(model: torch.nn.Module) -> dict[str, Any]:
+    """What a reader has to know to compare: layers, vocabulary, dropout, attention kernel, dtype, parameters."""
+    config: Any = model.config
+    decoder_layers = next(
+        (n for key in ("num_decoder_layers", "decoder_layers") if (n := getattr(config, key, None))), 0
+    )
+    rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+    # Attention that drops inside its kernel has no module for it.
+    rates |= {
+        rate for module in model.modules() if isinstance(rate := getattr(module, "attention_dropout", None), float)
+    }
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]  # every model of transformers has it
+    return {
+        "architecture": config.model_type,
+        "layers": f"{config.num_hidden_layers}{f'+{decoder_layers}' if config.is_encoder_decoder else ''}",
+        "hidden_size": config.hidden_size,
+        "vocabulary": embeddings.weight.shape[0],
+        "dropout": "/".join(f"{rate:g}" for rate in sorted(rates)) or "0",
+        "attention": config._attn_implementation,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
 def describe_machine() -> dict[str, Any]:
     """Processor, cores and threads, memory, accelerator: what decides how fast a run is."""
     import psutil
@@ -105,7 +129,7 @@ def describe_machine() -> dict[str, Any]:
 
 def describe_versions() -> dict[str, str]:
     """Versions of everything that takes part in the numbers."""
-    packages = ("hf-offload", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
+    packages = ("hf-offload", "torch", "transformers", "accelerate", "datasets", "tokenizers", "trl", "numpy")
     versions = {"python": platform.python_version()}
     for package in packages:
         try:

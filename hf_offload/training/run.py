@@ -1,9 +1,10 @@
 """From a recipe to a trained model and a report of the run."""
 
+import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,19 +12,30 @@ import torch
 
 from hf_offload.allocator import current_allocator
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.recipes import Recipe
+from hf_offload.settings.recipes import RANDOM_TOKENS, Recipe
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.training.data import build_tokenizer, collate, load_blocks
+from hf_offload.training.data import RandomTokens, build_tokenizer, collate, load_blocks
 from hf_offload.training.report import TrainingReport, describe_machine, describe_versions, parameter_digest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, TrainingArguments
+    from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
+AroundStep = Callable[[torch.nn.Module], contextlib.AbstractContextManager[Any]]
+"""Called once with the model on its device; what it returns is entered for forward and backward of every micro-batch."""
 
-def run_recipe(recipe: Recipe, *, report: Path | None = None) -> TrainingReport:
-    """Train what ``recipe`` describes; with ``report``, measure memory too and write everything to that JSON file.
+
+def run_recipe(
+    recipe: Recipe,
+    *,
+    report: Path | None = None,
+    measure: bool = False,
+    around_step: AroundStep | None = None,
+    callbacks: "Sequence[TrainerCallback]" = (),
+) -> TrainingReport:
+    """Train what ``recipe`` describes; with ``measure``, measure memory and step times too; with ``report``, measure and
+    write everything to that JSON file.
 
     Ctrl-C ends the training, not the function: the report then has ``completed=False`` and what was done until then.
     """
@@ -36,7 +48,8 @@ def run_recipe(recipe: Recipe, *, report: Path | None = None) -> TrainingReport:
         """Keeps each micro-batch's loss as it is, because the Trainer's log holds means over steps."""
 
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            loss = super().training_step(*args, **kwargs)
+            with around:
+                loss = super().training_step(*args, **kwargs)
             micro_losses.append(loss.detach())
             return loss
 
@@ -52,20 +65,23 @@ def run_recipe(recipe: Recipe, *, report: Path | None = None) -> TrainingReport:
 
     arguments = build_arguments(recipe)
     set_seed(arguments.seed)
-    tokenizer = build_tokenizer(recipe.data, recipe.model.name, recipe.cache_dir)
-    blocks = load_blocks(recipe.data, tokenizer, recipe.cache_dir)
+    tokenizer, blocks = None, None
+    if recipe.data.source != RANDOM_TOKENS:
+        tokenizer = build_tokenizer(recipe.data, recipe.model.name, recipe.cache_dir)
+        blocks = load_blocks(recipe.data, tokenizer, recipe.cache_dir)
     # Again, so that weights and dropout do not depend on whether the tokenizer had to be trained first.
     set_seed(arguments.seed)
-    model = build_model(recipe, tokenizer)
+    model = build_model(recipe, tokenizer, arguments.device)
     trainer = RecordingTrainer(
         model=model,
         args=arguments,
-        train_dataset=blocks,
+        train_dataset=_random_tokens(recipe, model, arguments) if blocks is None else blocks,
         data_collator=collate,
         processing_class=tokenizer,
-        callbacks=[StepLosses()],
+        callbacks=[StepLosses(), *callbacks],
     )
-    meter = MemoryMeter() if report is not None else None
+    around = contextlib.nullcontext() if around_step is None else around_step(model)
+    meter = MemoryMeter() if measure or report is not None else None
     if meter is not None:
         meter.install(trainer)
     completed = True
@@ -146,28 +162,46 @@ def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
     return {names.get(name, f"offload_{name}"): value for name, value in values.items()}
 
 
-def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> torch.nn.Module:
-    """The recipe's model on the CPU, checked against the tokenizer and the length of a block."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _random_tokens(recipe: Recipe, model: torch.nn.Module, arguments: "TrainingArguments") -> RandomTokens:
+    """As many rows as the run has room for, so that it is one epoch."""
+    per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]  # every model of transformers has it
+    vocabulary = embeddings.weight.shape[0]
+    length = recipe.data.sequence_length
+    return RandomTokens(arguments.max_steps * per_step, length, vocabulary, arguments.seed, recipe.model.task)
+
+
+def build_model(
+    recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None", device: torch.device | None = None
+) -> torch.nn.Module:
+    """The recipe's model, checked against the tokenizer and the length of a block.
+
+    Random weights are drawn on ``device``, which for a large model takes an accelerator a moment and a CPU minutes.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     model = recipe.model
+    auto: Any = {
+        "causal-lm": AutoModelForCausalLM,
+        "masked-lm": AutoModelForMaskedLM,
+        "seq2seq-lm": AutoModelForSeq2SeqLM,
+    }[model.task]
     options: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
     if model.attention is not None:
         options["attn_implementation"] = model.attention
     try:
         if model.name is not None:
-            built = AutoModelForCausalLM.from_pretrained(model.name, **options)
+            built = auto.from_pretrained(model.name, **options)
         else:
-            values = dict(model.config)
-            values.setdefault("vocab_size", recipe.data.train_bpe or len(tokenizer))
-            for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                values.setdefault(token, getattr(tokenizer, token))
-            config = AutoConfig.for_model(str(model.architecture), **values)
-            built = AutoModelForCausalLM.from_config(config, **options)
+            config = AutoConfig.for_model(str(model.architecture), **_config_values(recipe, tokenizer))
+            if model.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
+                config.decoder_start_token_id = config.pad_token_id
+            with torch.device(device) if device is not None and device.type != "cpu" else contextlib.nullcontext():
+                built = auto.from_config(config, **options)
     except (OSError, TypeError, ValueError, ImportError) as error:
         raise OffloadConfigError(f"{recipe.name}, section model: {error}") from error
     rows = cast(torch.Tensor, built.get_input_embeddings().weight).shape[0]
-    if len(tokenizer) > rows:
+    if tokenizer is not None and len(tokenizer) > rows:
         raise OffloadConfigError(
             f"The tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {rows}: raise "
             "model.config.vocab_size or take the tokenizer that belongs to the model."
@@ -178,6 +212,17 @@ def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> torch.n
             f"data.sequence_length={recipe.data.sequence_length} is longer than the {longest} positions of the model."
         )
     return built
+
+
+def _config_values(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
+    values = dict(recipe.model.config)
+    if tokenizer is None:
+        # The architecture's own may lie outside a smaller vocabulary.
+        return {"bos_token_id": None, "eos_token_id": None, **values}
+    values.setdefault("vocab_size", recipe.data.train_bpe or len(tokenizer))
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        values.setdefault(token, getattr(tokenizer, token))
+    return values
 
 
 def _plain(value: Any) -> Any:

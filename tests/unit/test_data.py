@@ -6,7 +6,15 @@ import torch
 
 from hf_offload import OffloadConfigError
 from hf_offload.settings.recipes import DataRecipe
-from hf_offload.training.data import END_OF_TEXT, build_tokenizer, collate, load_blocks, load_text, stdlib_files
+from hf_offload.training.data import (
+    END_OF_TEXT,
+    RandomTokens,
+    build_tokenizer,
+    collate,
+    load_blocks,
+    load_text,
+    stdlib_files,
+)
 
 TEXTS = [f"document {i} says: " + "saved tensors go to disk and come back exact. " * (i + 1) for i in range(12)]
 BPE = {"train_bpe": 280}
@@ -137,3 +145,28 @@ def test_a_batch_has_labels_of_its_own():
     assert batch["input_ids"].dtype == torch.int64
     assert torch.equal(batch["input_ids"], batch["labels"])
     assert batch["input_ids"].data_ptr() != batch["labels"].data_ptr()
+
+
+def test_random_tokens_depend_on_the_seed_and_the_row_alone():
+    data = RandomTokens(8, 64, 50, seed=7, task="causal-lm")
+    rows = [data[i]["input_ids"] for i in range(8)]
+    assert len(data) == 8
+    assert all(torch.equal(data[i]["input_ids"], rows[i]) for i in reversed(range(8)))
+    assert not torch.equal(rows[0], rows[1])
+    assert not torch.equal(RandomTokens(8, 64, 50, seed=8, task="causal-lm")[0]["input_ids"], rows[0])
+    assert set(torch.cat(rows).tolist()) == set(range(50))
+
+
+def test_labels_of_random_tokens_fit_the_task():
+    causal, masked, seq2seq = (
+        collate([RandomTokens(2, 200, 50, seed=7, task=task)[i] for i in range(2)])
+        for task in ("causal-lm", "masked-lm", "seq2seq-lm")
+    )
+    for batch in (causal, masked, seq2seq):
+        assert batch["input_ids"].shape == batch["labels"].shape == (2, 200)
+    assert torch.equal(causal["labels"], causal["input_ids"])
+    kept = masked["labels"] != -100
+    assert kept.sum(dim=1).tolist() == [30, 30]
+    assert torch.equal(masked["labels"][kept], masked["input_ids"][kept])
+    assert not torch.equal(seq2seq["labels"], seq2seq["input_ids"])
+    assert (RandomTokens(1, 2, 50, seed=7, task="masked-lm")[0]["labels"] != -100).sum() == 1

@@ -4,10 +4,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import hf_offload
 from hf_offload import OffloadConfig, OffloadConfigError
 from hf_offload.settings.recipes import HubData, find_recipe, load_recipe, recipe_names
+from hf_offload.training.report import describe_model
+from hf_offload.training.run import build_model
 
 REPOSITORY = Path(hf_offload.__file__).parent.parent
 
@@ -36,6 +39,25 @@ def test_the_demo_is_shipped():
     assert recipe.offload.tier == "ssd"
     assert recipe.training["max_steps"] >= 12
     assert recipe.data.sequence_length * recipe.training["per_device_train_batch_size"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "layers", "dropout"),
+    [
+        ("gpt2-small", 124_439_808, "12", "0.1"),
+        ("gpt2-medium", 354_823_168, "24", "0.1"),
+        ("bert-base", 109_514_298, "12", "0.1"),
+        ("t5-base", 222_903_552, "12+12", "0.1"),
+        ("llama-1b", 1_235_814_400, "16", "0"),
+        ("llama-8b-layers4", 1_923_125_248, "4", "0"),
+    ],
+)
+def test_presets_have_the_published_shapes(name, parameters, layers, dropout):
+    recipe = load_recipe(f"bench/{name}")
+    built = describe_model(build_model(recipe, None, torch.device("meta")))
+    assert (built["parameters"], built["layers"], built["dropout"]) == (parameters, layers, dropout)
+    assert built["attention"] == "sdpa"
+    assert built["dtype"] == recipe.model.dtype == ("bfloat16" if "llama" in name else "float32")
 
 
 def test_unknown_recipe_names_the_nearest():
@@ -130,13 +152,21 @@ def test_all_mistakes_come_at_once(tiny_recipe):
         (["model.config.n_layer=six"], "n_layer"),
         (["model.name=gpt2"], "not both"),
         (["model.architecture=null"], "not neither"),
+        (["model.task=masked-lm"], "'gpt2' has no masked language model"),
+        (["model.task=masked-lm", "model={architecture: bert, task: masked-lm}"], "needs data.source: random-tokens"),
+        (["model={architecture: bert, task: seq2seq-lm}"], "'bert' has no sequence-to-sequence language model"),
+        (["data={source: random-tokens, tokenizer: gpt2}"], "data.tokenizer: random-tokens are no text"),
+        (["data={source: random-tokens, streaming: true}"], "data.streaming: random-tokens are no text"),
+        (["data={source: random-tokens, text_column: body}"], "data.text_column: random-tokens are no text"),
+        (["data={source: random-tokens, max_bytes: 1MB}"], "goes with data.source=python-stdlib only"),
+        (["data={source: random-tokens}", "training.max_steps=-1"], "random-tokens have no end"),
         (["model.dtype=float8"], "model.dtype='float8' is unknown"),
         (["model=7"], "section model is 7"),
         (["data.tokenizer=null"], "data.tokenizer is missing"),
         (["data.tokenizer={train_bpe: 10}"], "too small: give 257 or more"),
         (["data.tokenizer={train_bpe: many}"], "'many' is not a whole number"),
         (["data.tokenizer={train_unigram: 300}"], "unknown key 'train_unigram'"),
-        (["data.max_bytes=1MB"], "goes with data.source only"),
+        (["data.max_bytes=1MB"], "goes with data.source=python-stdlib only"),
         (["data.files=null"], "not none"),
         (["data.files=null", "data.source=wikipedia"], "data.source='wikipedia' is unknown"),
         (["data.files=null", "data.hub={split: train}"], "data.hub has no name"),

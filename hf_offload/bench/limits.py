@@ -1,0 +1,241 @@
+"""What fits: the longest sequence or the largest batch of each strategy under a memory limit, found by bisection.
+
+Each probe is a training run of two steps in a process of its own: the first makes the optimizer's state, the second has
+to live with it.
+"""
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_offload.bench.cell import DONE, OUT_OF_MEMORY, CellSpec, require_memory_limit, run_cell
+from hf_offload.bench.results import Case, file_name
+from hf_offload.bench.steps import Plan
+from hf_offload.bench.strategies import Strategy
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.load import choose
+from hf_offload.settings.sizes import format_bytes
+
+VARIED = {"sequence": 128, "batch": 1}
+"""What can be varied, and what the answer is a multiple of."""
+PRECISION = 8
+"""The search ends when what may still be gained is less than this fraction of what fits."""
+PROBE_STEPS = 2
+
+LIMIT_COLUMNS = ("strategy", "fits", "fails", "probes", "ended")
+
+
+def largest_that_fits(fits: Callable[[int], bool], *, start: int, multiple: int, most: int) -> tuple[int, int | None]:
+    """The largest multiple of ``multiple`` up to ``most`` found to fit, zero if none does, and the smallest found not to.
+
+    Doubles from ``start`` on until something does not fit, then halves the interval until it is an eighth of what fits,
+    or one ``multiple``. ``fits`` is asked once for each value.
+    """
+    low, high = 0, None
+    value = min(max(start // multiple, 1), most // multiple) * multiple
+    while value and high is None:
+        if fits(value):
+            low = value
+            value = min(2 * value, most // multiple * multiple)
+            if value == low:
+                return low, None
+        else:
+            high = value
+    while high is not None and high - low > max(multiple, low // PRECISION):
+        middle = (low + high) // 2 // multiple * multiple
+        if middle <= low:
+            middle = low + multiple
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low, high
+
+
+@dataclasses.dataclass(kw_only=True)
+class Limit:
+    """What one strategy can train."""
+
+    shape: str
+    strategy: str
+    vary: str
+    memory_limit_bytes: int
+    fits: int = 0
+    """Zero when nothing that was tried fits."""
+    fails: int | None = None
+    """The smallest that was tried and ran out of memory; ``None`` when nothing did."""
+    probes: int = 0
+    error: str | None = None
+    """Why the search ended before its end."""
+    batch: int | None = None
+    sequence: int | None = None
+    """The one that is not varied."""
+    architecture: str | None = None
+    layers: str | None = None
+    hidden_size: int | None = None
+    vocabulary: int | None = None
+    dropout: str | None = None
+    attention: str | None = None
+    dtype: str | None = None
+    parameters: int | None = None
+    source: str = ""
+
+    def texts(self) -> list[str]:
+        """The row as the texts of :data:`LIMIT_COLUMNS`."""
+        ended = self.error or ("the most that was asked for fits" if self.fails is None else "out of memory")
+        return [self.strategy, str(self.fits or "-"), str(self.fails or "-"), str(self.probes), ended]
+
+
+class _Ended(Exception):
+    """A probe ended in a way that says nothing about memory."""
+
+
+def check_limits(plan: Plan, vary: str, most: int) -> None:
+    """Raise :class:`OffloadConfigError` for a search that makes no sense."""
+    choose("vary", vary, VARIED)
+    if plan.memory_limit_bytes is None:
+        raise OffloadConfigError("What fits depends on the card: give --memory-limit, such as 24GiB.")
+    if most < VARIED[vary]:
+        raise OffloadConfigError(f"--most {most}: give {VARIED[vary]} or more.")
+
+
+def find_limits(
+    plan: Plan,
+    vary: str,
+    most: int,
+    on_probe: Callable[[str], None] = lambda what: None,
+    on_limit: Callable[[Limit], None] = lambda limit: None,
+) -> tuple[list[Limit], bool]:
+    """Search for every strategy of every case of ``plan``, whose batch and sequence are where it begins.
+
+    Returns what was found and whether Ctrl-C ended it. ``on_probe`` hears of each probe before it runs.
+    """
+    require_memory_limit()
+    check_limits(plan, vary, most)
+    limits: list[Limit] = []
+    for case in plan.cases:
+        for strategy in plan.strategies:
+            try:
+                limits.append(_find(plan, case, strategy, vary, most, on_probe))
+            except KeyboardInterrupt:
+                return limits, True
+            on_limit(limits[-1])
+    return limits, False
+
+
+def _find(plan: Plan, case: Case, strategy: Strategy, vary: str, most: int, on_probe: Callable[[str], None]) -> Limit:
+    limit = Limit(
+        shape=case.shape,
+        strategy=strategy.name,
+        vary=vary,
+        memory_limit_bytes=plan.memory_limit_bytes or 0,
+        batch=None if vary == "batch" else case.batch,
+        sequence=None if vary == "sequence" else case.sequence,
+        source=strategy.source,
+    )
+
+    def fits(value: int) -> bool:
+        probed = (
+            dataclasses.replace(case, batch=value) if vary == "batch" else dataclasses.replace(case, sequence=value)
+        )
+        on_probe(f"{probed.label}, {strategy.name}")
+        limit.probes += 1
+        spec = CellSpec(
+            recipe=case.recipe,
+            overrides=(*plan.case_overrides(probed), f"training.max_steps={PROBE_STEPS}"),
+            strategy=strategy.name,
+            base=str(plan.output / "probes" / file_name(f"{probed.file_name}_{strategy.name}")),
+            measure=False,
+            memory_limit_bytes=plan.memory_limit_bytes,
+        )
+        result = run_cell(spec, plan.environment(plan.allocators(strategy)[0]))
+        for name, known in (result.model or {}).items():
+            setattr(limit, name, known)
+        if result.outcome not in (DONE, OUT_OF_MEMORY):
+            raise _Ended(f"{result.outcome}: {result.error}")
+        # What is known already, should a later probe end the search.
+        if result.outcome == DONE:
+            limit.fits = max(limit.fits, value)
+        else:
+            limit.fails = value if limit.fails is None else min(limit.fails, value)
+        return result.outcome == DONE
+
+    try:
+        largest_that_fits(fits, start=getattr(case, vary), multiple=VARIED[vary], most=most)
+    except _Ended as error:
+        limit.error = str(error)
+    return limit
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def limits_dict(limits: list[Limit], plan: Plan, interrupted: bool) -> dict[str, Any]:
+    """Everything, for JSON."""
+    return {
+        "overrides": list(plan.overrides),
+        "memory_limit_bytes": plan.memory_limit_bytes,
+        "probe_steps": PROBE_STEPS,
+        "precision": f"1/{PRECISION}, or one multiple of what is varied",
+        "interrupted": interrupted,
+        "rows": [dataclasses.asdict(limit) for limit in limits],
+    }
+
+
+def limits_json(limits: list[Limit], plan: Plan, interrupted: bool) -> str:
+    """Everything as text."""
+    return json.dumps(limits_dict(limits, plan, interrupted), indent=1) + "\n"
+
+
+def limits_csv(limits: list[Limit]) -> str:
+    """All rows with all their fields."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Limit)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(dataclasses.asdict(limit) for limit in limits)
+    return text.getvalue()
+
+
+def limits_title(limits: list[Limit], shape: str) -> str:
+    """What was searched for, and in what."""
+    limit = next(limit for limit in limits if limit.shape == shape)
+    built = next((each for each in limits if each.shape == shape and each.layers), limit)
+    what = "longest sequence" if limit.vary == "sequence" else "largest batch"
+    fixed = f"batch {limit.batch}" if limit.vary == "sequence" else f"sequence {limit.sequence}"
+    model = (
+        f": {built.architecture}, {built.layers} layers of width {built.hidden_size}, vocabulary {built.vocabulary}, "
+        f"dropout {built.dropout}, {built.attention} attention, {built.dtype}, {(built.parameters or 0) / 1e6:.1f} M "
+        "parameters"
+        if built.layers
+        else ""
+    )
+    return f"{shape}, {what} in {format_bytes(limit.memory_limit_bytes)}, {fixed}{model}"
+
+
+def write_limits(limits: list[Limit], plan: Plan, interrupted: bool) -> list[Path]:
+    """Write ``limits.md``, ``limits.json`` and ``limits.csv`` into the plan's output folder; returns their paths."""
+    lines = []
+    for shape in dict.fromkeys(limit.shape for limit in limits):
+        lines += [f"# {limits_title(limits, shape)}", ""]
+        lines += ["| " + " | ".join(LIMIT_COLUMNS) + " |", "|" + "---|" * len(LIMIT_COLUMNS)]
+        lines += [
+            "| " + " | ".join(text.replace("|", "\\|") for text in limit.texts()) + " |"
+            for limit in limits
+            if limit.shape == shape
+        ]
+        lines.append("")
+    if interrupted:
+        lines += ["**Interrupted: only the searches that finished are shown.**", ""]
+    contents = {
+        "limits.md": "\n".join(lines),
+        "limits.json": limits_json(limits, plan, interrupted),
+        "limits.csv": limits_csv(limits),
+    }
+    plan.output.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (plan.output / name).write_text(content, encoding="utf-8")
+    return [plan.output / name for name in contents]

@@ -1,0 +1,299 @@
+"""What a matrix of runs says: one row a strategy in each case, medians and spread, and what must not be overlooked.
+
+Times and memory are compared within a round. Whether a strategy computes the same is not assumed: losses of every step
+and the final weights are compared bit by bit.
+"""
+
+import dataclasses
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from hf_offload.bench.cell import CRASHED, DONE, CellResult
+from hf_offload.bench.strategies import REFERENCE, Strategy
+from hf_offload.training.report import WARMUP_STEPS, TrainingReport, median_after_warmup
+
+Reports = dict[int, TrainingReport]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model at one batch size and sequence length."""
+
+    shape: str
+    """As it was asked for."""
+    recipe: str
+    batch: int
+    sequence: int
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.shape} {self.batch} x {self.sequence}"
+
+    @property
+    def file_name(self) -> str:
+        """For files."""
+        return file_name(f"{self.shape}_{self.batch}x{self.sequence}")
+
+
+def file_name(text: str) -> str:
+    """``text`` without what a file's name had better not hold."""
+    return re.sub(r"[^\w.+-]+", "_", text)
+
+
+@dataclasses.dataclass
+class Cell:
+    """One run of one strategy, and how it ended."""
+
+    case: Case
+    strategy: Strategy
+    round: int
+    allocator: str
+    """That was asked for; the report names the one that was there."""
+    result: CellResult
+    extra: str | None = None
+    """Why this run is not part of the rows: the slower allocator's trial, a control, a trace."""
+
+    @property
+    def report(self) -> TrainingReport | None:
+        """The run's report, if it ran to its end."""
+        return self.result.report if self.result.outcome == DONE else None
+
+    @property
+    def where(self) -> str:
+        """Which run this is, for messages."""
+        return f"{self.case.label}, {self.strategy.name}, round {self.round}{f' ({self.extra})' if self.extra else ''}"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Row:
+    """One strategy in one case over all its rounds. Ratios to ``keep`` are medians of each round's ratio."""
+
+    shape: str
+    batch: int
+    sequence: int
+    architecture: str | None = None
+    layers: str | None = None
+    hidden_size: int | None = None
+    vocabulary: int | None = None
+    dropout: str | None = None
+    attention: str | None = None
+    dtype: str | None = None
+    parameters: int | None = None
+    strategy: str
+    outcome: str
+    error: str | None = None
+    rounds: int = 0
+    allocator: str | None = None
+    peak_bytes: float | None = None
+    """Above the baseline."""
+    peak_ratio: float | None = None
+    peak_ratio_min: float | None = None
+    peak_ratio_max: float | None = None
+    in_use_bytes: float | None = None
+    """The allocator's own count of bytes in use at its highest sample, above the baseline."""
+    step_s: float | None = None
+    step_s_min: float | None = None
+    step_s_max: float | None = None
+    step_ratio: float | None = None
+    step_ratio_min: float | None = None
+    step_ratio_max: float | None = None
+    """Least and greatest of the rounds' ratios."""
+    written_bytes_per_run: float = 0.0
+    stall_s_per_run: float = 0.0
+    final_loss: float | None = None
+    losses_identical: bool | None = None
+    """To those of keep's first round, in every round; ``None`` when there was nothing to compare, or keep itself varies."""
+    parameters_identical: bool | None = None
+    source: str = ""
+
+
+@dataclasses.dataclass
+class Results:
+    """All cells that ran, in the order in which they ran."""
+
+    overrides: Sequence[str]
+    allocator: str
+    rounds: int
+    memory_limit_bytes: int | None = None
+    cells: list[Cell] = dataclasses.field(default_factory=list)
+    interrupted: bool = False
+
+    def cases(self) -> list[Case]:
+        """The cases of which anything ran."""
+        return list(dict.fromkeys(cell.case for cell in self.cells))
+
+    def model(self, case: Case) -> dict[str, Any]:
+        """What the case's model is; empty when none was ever built."""
+        models = (cell.result.model for cell in self.cells if cell.case == case)
+        return next((model for model in models if model), {})
+
+    def rows(self, case: Case | None = None) -> list[Row]:
+        """One row a strategy, in the order given, of one case or of all."""
+        if case is None:
+            return [row for each in self.cases() for row in self.rows(each)]
+        names = dict.fromkeys(cell.strategy.name for cell in self.cells if cell.case == case and not cell.extra)
+        return [self._row(case, name) for name in names]
+
+    def reports(self, case: Case, name: str) -> Reports:
+        """Reports of a strategy by round."""
+        return {cell.round: cell.report for cell in self._cells(case, name) if cell.report is not None}
+
+    def keep_varies(self, case: Case) -> bool:
+        """Whether keep itself yields other bits from run to run, as some kernels of accelerators do.
+
+        Then no strategy can be asked to repeat them. On a CPU this is a defect, and one of the problems.
+        """
+        reports = [
+            cell.report
+            for cell in self.cells
+            if cell.case == case and cell.strategy.name == REFERENCE and cell.report is not None
+        ]
+        on_accelerator = bool(reports) and reports[0].machine["device"] != "cpu"
+        return on_accelerator and len({(*report.losses_hex, report.parameters_sha256) for report in reports}) > 1
+
+    def problems(self) -> list[str]:
+        """Failures of the measurement: our own runs that crashed, and results that had to be identical and are not."""
+        problems = []
+        for cell in self.cells:
+            if not cell.strategy.is_ours:
+                continue
+            if cell.result.outcome == CRASHED:
+                problems.append(f"{cell.where}: {cell.result.error}")
+            elif not self.keep_varies(cell.case):
+                problems += self._mismatch(cell)
+        return problems
+
+    def findings(self) -> list[str]:
+        """Runs of others that failed, which is a result."""
+        rows = [row for row in self.rows() if row.outcome != DONE]
+        return [f"{row.shape} {row.batch} x {row.sequence}, {row.strategy}: {outcome(row)}." for row in rows]
+
+    def mismatches(self, case: Case) -> list[str]:
+        """Results of a case that had to be identical and are not."""
+        return [text for cell in self.cells if cell.case == case for text in self._mismatch(cell)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        reports = [cell.report for cell in self.cells if cell.report is not None]
+        return {
+            "overrides": list(self.overrides),
+            "allocator": self.allocator,
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "rounds": self.rounds,
+            "warmup_steps": WARMUP_STEPS,
+            "interrupted": self.interrupted,
+            "rows": [dataclasses.asdict(row) for row in self.rows()],
+            "extra_runs": [_extra(cell) for cell in self.cells if cell.extra],
+            "problems": self.problems(),
+            "machine": reports[0].machine if reports else {},
+            "versions": reports[0].versions if reports else {},
+        }
+
+    def _cells(self, case: Case, name: str) -> list[Cell]:
+        return [cell for cell in self.cells if (cell.case, cell.strategy.name, cell.extra) == (case, name, None)]
+
+    def _mismatch(self, cell: Cell) -> list[str]:
+        """What is wrong with the bits of a cell, if anything."""
+        wanted, report = cell.strategy.must_match, cell.report
+        first = next(iter(self.reports(cell.case, wanted).values()), None) if wanted else None
+        if first is None or report is None or (cell.extra or "").startswith("trace"):
+            return []
+        if report.losses_hex != first.losses_hex:
+            return [f"{cell.where}: losses differ from {wanted} {_first_difference(report, first)}."]
+        if report.parameters_sha256 != first.parameters_sha256:
+            return [f"{cell.where}: losses equal those of {wanted}, final parameters differ."]
+        return []
+
+    def _row(self, case: Case, name: str) -> Row:
+        cells = self._cells(case, name)
+        failed = next((cell.result for cell in cells if cell.result.outcome != DONE), None)
+        reports = self.reports(case, name)
+        row = Row(
+            shape=case.shape,
+            batch=case.batch,
+            sequence=case.sequence,
+            strategy=name,
+            outcome=failed.outcome if failed else DONE,
+            error=failed.error if failed else None,
+            rounds=len(reports),
+            source=cells[0].strategy.source,
+            **self.model(case),
+        )
+        if reports:
+            _measure(row, list(reports.values()))
+            _compare(row, reports, self.reports(case, REFERENCE))
+            if self.keep_varies(case):
+                row.losses_identical = row.parameters_identical = None
+        return row
+
+
+def outcome(row: Row) -> str:
+    """How a row's runs ended, in words."""
+    return f"{row.outcome}{f' ({row.error})' if row.error and row.outcome != DONE else ''}"
+
+
+def _extra(cell: Cell) -> dict[str, Any]:
+    report = cell.report
+    return {
+        "shape": cell.case.shape,
+        "batch": cell.case.batch,
+        "sequence": cell.case.sequence,
+        "strategy": cell.strategy.name,
+        "why": cell.extra,
+        "outcome": cell.result.outcome,
+        "error": cell.result.error,
+        "allocator": report.allocator if report else cell.allocator,
+        "step_s": report.median_step_s if report else None,
+        "peak_bytes": report.peak_over_baseline_bytes if report else None,
+    }
+
+
+def _measure(row: Row, reports: list[TrainingReport]) -> None:
+    row.allocator = "/".join(sorted({report.allocator for report in reports}))
+    peaks = [peak for report in reports if (peak := report.peak_over_baseline_bytes) is not None]
+    row.peak_bytes = statistics.median(peaks) if peaks else None
+    in_use = [known for report in reports if (known := report.peak_in_use_over_baseline_bytes) is not None]
+    row.in_use_bytes = statistics.median(in_use) if in_use else None
+    times = [time for report in reports for time in report.step_times_s[WARMUP_STEPS:]]
+    row.step_s = median_after_warmup(times, 0)
+    row.step_s_min, row.step_s_max = (min(times), max(times)) if times else (None, None)
+    row.final_loss = next((report.losses[-1] for report in reports if report.losses), None)
+    counters = [report.offload or {} for report in reports]
+    row.written_bytes_per_run = statistics.median(counter.get("written_bytes", 0) for counter in counters)
+    row.stall_s_per_run = statistics.median(counter.get("stall_s", 0.0) for counter in counters)
+
+
+def _compare(row: Row, reports: Reports, reference: Reports) -> None:
+    peaks = _ratios(
+        {number: report.peak_over_baseline_bytes for number, report in reports.items()},
+        {number: report.peak_over_baseline_bytes for number, report in reference.items()},
+    )
+    steps = _ratios(
+        {number: report.median_step_s for number, report in reports.items()},
+        {number: report.median_step_s for number, report in reference.items()},
+    )
+    if peaks:
+        row.peak_ratio, row.peak_ratio_min, row.peak_ratio_max = statistics.median(peaks), min(peaks), max(peaks)
+    if steps:
+        row.step_ratio, row.step_ratio_min, row.step_ratio_max = statistics.median(steps), min(steps), max(steps)
+    first = next(iter(reference.values()), None)
+    others = [report for report in reports.values() if report is not first]
+    if first is not None and others:
+        row.losses_identical = all(report.losses_hex == first.losses_hex for report in others)
+        row.parameters_identical = all(report.parameters_sha256 == first.parameters_sha256 for report in others)
+
+
+def _ratios(values: dict[int, Any], reference: dict[int, Any]) -> list[float]:
+    pairs = [(value, reference.get(number)) for number, value in values.items()]
+    return [value / base for value, base in pairs if value is not None and base]
+
+
+def _first_difference(report: TrainingReport, reference: TrainingReport) -> str:
+    pairs = zip(report.losses_hex, reference.losses_hex, strict=False)
+    for step, (ours, theirs) in enumerate(pairs, start=1):
+        if ours != theirs:
+            return f"from step {step} on ({float.fromhex(ours)!r} instead of {float.fromhex(theirs)!r})"
+    return f"in number ({report.steps} steps instead of {reference.steps})"

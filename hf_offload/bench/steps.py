@@ -1,0 +1,246 @@
+"""The matrix: models x batch sizes x sequence lengths x strategies, each cell a training run of its own.
+
+Within a case the strategies take turns (A B C A B C), so that a machine that slows down slows all of them.
+"""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from hf_offload import allocator as allocators
+from hf_offload.bench.cell import CRASHED, NOT_INSTALLED, OUT_OF_MEMORY, CellSpec, require_memory_limit, run_cell
+from hf_offload.bench.results import Case, Cell, Results, file_name
+from hf_offload.bench.strategies import REFERENCE, Strategy
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.load import choose, collect_errors
+from hf_offload.settings.recipes import load_recipe, recipe_names
+from hf_offload.training.report import WARMUP_STEPS
+
+logger = logging.getLogger(__name__)
+
+FASTEST = "fastest"
+BENCH_ALLOCATORS = (FASTEST, *allocators.ALLOCATORS)
+PRESETS = "bench/"
+_TRAINER_BATCH = 8
+"""The Trainer's own ``per_device_train_batch_size``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is going to run; checked, nothing has run yet."""
+
+    cases: tuple[Case, ...]
+    strategies: tuple[Strategy, ...]
+    overrides: tuple[str, ...]
+    rounds: int
+    output: Path
+    allocator: str
+    memory_limit_bytes: int | None = None
+    trace: bool = False
+
+    def case_overrides(self, case: Case) -> tuple[str, ...]:
+        """Changes to the recipe that all strategies of a case share."""
+        return (
+            *self.overrides,
+            f"training.per_device_train_batch_size={case.batch}",
+            f"data.sequence_length={case.sequence}",
+            f"training.output_dir={self.output / 'work'}",
+            f"data.cache_dir={self.output / 'data'}",
+        )
+
+    def allocators(self, strategy: Strategy) -> list[str]:
+        """Which to run a strategy with in the first round; it goes on with the fastest."""
+        if self.allocator != FASTEST:
+            return [self.allocator]
+        if sys.platform != "linux":
+            return ["auto"]
+        if torch.accelerator.is_available():
+            return ["glibc"]  # nothing but the environment as it is: activations are not on the CPU
+        if strategy.is_ours and strategy.name != REFERENCE:
+            return ["auto"]
+        return ["glibc", *(["tcmalloc"] if allocators.find_tcmalloc() else [])]
+
+    def environment(self, allocator: str) -> dict[str, str]:
+        """Of a process that is to run with ``allocator``."""
+        return allocators.environment_with(allocator)
+
+    @property
+    def cell_count(self) -> int:
+        """Most runs there can be; a strategy that fails is not tried again."""
+        trials = sum(len(self.allocators(strategy)) for strategy in self.strategies)
+        later = (self.rounds - 1 + int(self.trace)) * len(self.strategies)
+        return len(self.cases) * (trials + later)
+
+
+def plan_steps(
+    shapes: str,
+    overrides: Sequence[str],
+    strategies: Sequence[Strategy],
+    *,
+    batches: Sequence[int] = (),
+    sequences: Sequence[int] = (),
+    steps: int | None = None,
+    rounds: int = 1,
+    output: Path = Path("runs/bench"),
+    allocator: str = FASTEST,
+    memory_limit_bytes: int | None = None,
+    trace: bool = False,
+) -> Plan:
+    """Check everything that can be checked without running; raises :class:`OffloadConfigError` with all mistakes."""
+    output = output.resolve()
+    overrides = (*overrides, *([f"training.max_steps={steps}"] if steps is not None else []))
+    cases: list[Case] = []
+    with collect_errors("benchmark") as check:
+        with check:
+            choose("allocator", allocator, BENCH_ALLOCATORS)
+            if allocator != FASTEST:
+                allocators.environment_with(allocator)
+        with check:
+            if rounds < 1:
+                raise OffloadConfigError(f"rounds={rounds}: give one or more.")
+        for shape in (part.strip() for part in shapes.split(",")):
+            with check:
+                cases += _cases(shape, overrides, batches, sequences)
+        plan = Plan(
+            cases=tuple(dict.fromkeys(cases)),
+            strategies=tuple(strategies),
+            overrides=overrides,
+            rounds=rounds,
+            output=output,
+            allocator=allocator,
+            memory_limit_bytes=memory_limit_bytes,
+            trace=trace,
+        )
+        for case in plan.cases:
+            for strategy in plan.strategies:
+                with check:
+                    strategy.load(case.recipe, plan.case_overrides(case))
+    return plan
+
+
+def resolve_shape(shape: str) -> str:
+    """The recipe that a preset's name such as ``gpt2-small`` stands for; anything else is a recipe's name or file."""
+    return f"{PRESETS}{shape}" if f"{PRESETS}{shape}" in recipe_names() and not Path(shape).is_file() else shape
+
+
+def run_steps(
+    plan: Plan,
+    on_start: Callable[[str, int, int], None] = lambda name, done, total: None,
+    on_done: Callable[[Cell], None] = lambda cell: None,
+) -> Results:
+    """Run the plan. ``on_start`` hears the name of each cell before it runs, how many are done and how many there are.
+
+    Ctrl-C ends the running cell and keeps those that finished. ``plan.memory_limit_bytes`` on a machine that cannot set
+    a limit raises :class:`OffloadConfigError` before anything runs.
+    """
+    if plan.memory_limit_bytes is not None:
+        require_memory_limit()
+    results = Results(plan.overrides, plan.allocator, plan.rounds, plan.memory_limit_bytes)
+    try:
+        _Run(plan, results, on_start, on_done).run()
+    except KeyboardInterrupt:
+        results.interrupted = True
+    return results
+
+
+class _Run:
+    def __init__(
+        self,
+        plan: Plan,
+        results: Results,
+        on_start: Callable[[str, int, int], None],
+        on_done: Callable[[Cell], None],
+    ):
+        self._plan = plan
+        self._results = results
+        self._on_start = on_start
+        self._on_done = on_done
+        self._total = plan.cell_count
+
+    def run(self) -> None:
+        for case in self._plan.cases:
+            latest = {strategy.name: self._first_round(case, strategy) for strategy in self._plan.strategies}
+            for number in range(2, self._plan.rounds + 1):
+                for strategy in self._plan.strategies:
+                    self._again(latest, strategy, number)
+            self._control(case, latest[REFERENCE])
+            if self._plan.trace:
+                for strategy in self._plan.strategies:
+                    self._again(latest, strategy, self._plan.rounds, "trace")
+
+    def _again(self, latest: dict[str, Cell], strategy: Strategy, number: int, extra: str | None = None) -> None:
+        """Run the strategy with the allocator it has, unless it cannot work."""
+        last = latest[strategy.name]
+        if self._hopeless(last):
+            self._total -= 1
+        else:
+            latest[strategy.name] = self._cell(last.case, strategy, number, last.allocator, extra)
+
+    def _first_round(self, case: Case, strategy: Strategy) -> Cell:
+        """Run the strategy with every allocator to try; returns the fastest run, which is the one that counts."""
+        candidates = self._plan.allocators(strategy)
+        trials: list[Cell] = []
+        for allocator in candidates:
+            trials.append(self._cell(case, strategy, 1, allocator))
+            if self._hopeless(trials[-1]):
+                break
+        self._total -= len(candidates) - len(trials)
+        best = min(trials, key=lambda cell: (cell.report.median_step_s if cell.report else None) or float("inf"))
+        for cell in trials:
+            cell.extra = None if cell is best else "trial of an allocator"
+        return best
+
+    def _control(self, case: Case, last: Cell) -> None:
+        """Run keep once more where bits differ on an accelerator: keep may not repeat itself either."""
+        keep = self._results.reports(case, REFERENCE)
+        if len(keep) != 1 or keep[min(keep)].machine["device"] == "cpu" or not self._results.mismatches(case):
+            return
+        self._total += 1
+        self._cell(case, last.strategy, self._plan.rounds, last.allocator, "control of whether keep repeats itself")
+
+    def _cell(self, case: Case, strategy: Strategy, number: int, allocator: str, extra: str | None = None) -> Cell:
+        name = file_name(f"{number}_{strategy.name}_{allocator}{f'_{extra.split()[0]}' if extra else ''}")
+        overrides, trace = self._plan.case_overrides(case), None
+        if extra == "trace":
+            trace = str(self._plan.output / "traces" / f"{case.file_name}_{file_name(strategy.name)}.json.gz")
+            overrides = (*overrides, f"training.max_steps={WARMUP_STEPS + 1}")
+        spec = CellSpec(
+            recipe=case.recipe,
+            overrides=overrides,
+            strategy=strategy.name,
+            base=str(self._plan.output / "cells" / case.file_name / name),
+            memory_limit_bytes=self._plan.memory_limit_bytes,
+            trace=trace,
+        )
+        what = f"{case.label}, {strategy.name}{f' ({extra})' if extra else ''}, round {number}, {allocator}"
+        self._on_start(what, len(self._results.cells), self._total)
+        cell = Cell(case, strategy, number, allocator, run_cell(spec, self._plan.environment(allocator)), extra)
+        self._results.cells.append(cell)
+        self._on_done(cell)
+        return cell
+
+    @staticmethod
+    def _hopeless(cell: Cell) -> bool:
+        """Whether running it again would only fail again; of our own crashes, every one is of interest."""
+        outcome = cell.result.outcome
+        return outcome in (NOT_INSTALLED, OUT_OF_MEMORY) or (outcome == CRASHED and not cell.strategy.is_ours)
+
+
+def _cases(shape: str, overrides: Sequence[str], batches: Sequence[int], sequences: Sequence[int]) -> list[Case]:
+    recipe = resolve_shape(shape)
+    loaded = load_recipe(recipe, overrides)
+    if loaded.model.dtype != "float32" and not torch.accelerator.is_available():
+        logger.warning(
+            f"{shape} computes in {loaded.model.dtype}, which is meant for accelerators: a CPU is slow in it."
+        )
+    name = Path(shape).stem if Path(shape).is_file() else shape
+    own_batch = int(loaded.training.get("per_device_train_batch_size") or _TRAINER_BATCH)
+    return [
+        Case(name, recipe, batch, sequence)
+        for batch in batches or [own_batch]
+        for sequence in sequences or [loaded.data.sequence_length]
+    ]

@@ -1,0 +1,216 @@
+"""Every way to save activation memory that is measured, ours and others', each as its authors say to use it."""
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.load import collect_errors, nearest
+from hf_offload.settings.recipes import Recipe, load_recipe
+from hf_offload.settings.schema import TIER_ALIASES
+from hf_offload.settings.sizes import parse_bytes
+from hf_offload.training.run import AroundStep
+
+REFERENCE = "keep"
+ALL = "all"
+SPILL_RAM_BUDGET = "512MiB"
+"""Of ``ours:spill`` where the recipe names no ``ram_budget``."""
+
+_NO_OFFLOAD = "offload={tier: none}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A way to spend memory: changes to a recipe, and what every training step runs inside of."""
+
+    name: str
+    overrides: tuple[str, ...]
+    source: str
+    """Where the settings come from: what is run, and where it is described."""
+    must_match: str | None = None
+    """The strategy whose losses and weights it has to repeat bit by bit; ``None`` for those of others, who may differ."""
+    around_step: AroundStep | None = None
+    package: str | None = None
+    """What has to be installed."""
+    open_settings: tuple[str, ...] = ()
+    """Changes to settings of the section offload that apply only where the recipe leaves them open."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a failure is a defect of this package."""
+        return self.must_match is not None
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the package it needs can be imported."""
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+    def load(self, recipe: str, overrides: Sequence[str]) -> Recipe:
+        """The recipe as this strategy runs it."""
+        everything = (*overrides, *self.overrides)
+        loaded = load_recipe(recipe, everything)
+        still_open = [
+            change
+            for change in self.open_settings
+            if getattr(loaded.offload, change.partition("=")[0].removeprefix("offload.")) is None
+        ]
+        return load_recipe(recipe, (*everything, *still_open)) if still_open else loaded
+
+
+# ------------------------------------------------------------------------------------------------------- others' ways
+
+
+def _recompute(kwargs: str | None = None, on: bool = True) -> tuple[str, ...]:
+    """Overrides for activation checkpointing."""
+    from transformers import TrainingArguments
+
+    # transformers 5.23 renamed the argument, and warns about the old name.
+    renamed = hasattr(TrainingArguments, "activation_checkpointing")
+    name = f"training.{'activation' if renamed else 'gradient'}_checkpointing"
+    return (f"{name}={'true' if on else 'false'}", f"{name}_kwargs={kwargs or 'null'}")
+
+
+def _save_on_cpu(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    # Pinned memory is an accelerator's: without one there is nothing to pin for.
+    return torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available())
+
+
+def _trl(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    return get_act_offloading_ctx_manager(model=model)
+
+
+_RECOMPUTE_SOURCE = (
+    "transformers Trainer(activation_checkpointing=True): PreTrainedModel.activation_checkpointing_enable, "
+    "torch.utils.checkpoint with use_reentrant=False"
+)
+_TRL_SOURCE = (
+    "trl.models.activation_offloading.get_act_offloading_ctx_manager round training_step, as trl.SFTTrainer has it with "
+    "activation_offloading=True: pinned memory, a stream of its own, the output head left out"
+)
+
+
+def _others() -> list[Strategy]:
+    plain = (_NO_OFFLOAD, *_recompute(on=False))
+    return [
+        Strategy(REFERENCE, plain, "the recipe as it is: autograd keeps what it saves", must_match=REFERENCE),
+        Strategy("recompute", (_NO_OFFLOAD, *_recompute()), _RECOMPUTE_SOURCE),
+        Strategy(
+            "recompute+offload",
+            (_NO_OFFLOAD, *_recompute("{offload: true}")),
+            "transformers Trainer(activation_checkpointing=True, activation_checkpointing_kwargs={'offload': True}): "
+            "torch.autograd.graph.save_on_cpu(pin_memory=True) round each checkpointed layer",
+        ),
+        Strategy(
+            "save_on_cpu",
+            plain,
+            "torch.autograd.graph.save_on_cpu(pin_memory=True) round the step, without pinning where there is no "
+            "accelerator: https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu",
+            around_step=_save_on_cpu,
+        ),
+        Strategy("trl", plain, _TRL_SOURCE, around_step=_trl, package="trl"),
+        Strategy(
+            "trl+recompute",
+            (_NO_OFFLOAD, *_recompute()),
+            f"{_TRL_SOURCE}; with gradient_checkpointing=True, SFTConfig's default",
+            around_step=_trl,
+            package="trl",
+        ),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ our ways
+
+# A recipe's directory and its limits are for files, which the RAM tier has none of.
+_NO_FILES = tuple(f"offload.{name}=null" for name in ("directory", "disk_budget", "max_disk_write_bytes"))
+_ONLY_DISK = ("offload.tier=ssd", "offload.ram_budget=null")
+
+
+def _ours() -> list[Strategy]:
+    plain = _recompute(on=False)
+    return [
+        Strategy("ours:ram", (*_NO_FILES, "offload.tier=ram", *plain), "OffloadConfig(tier='ram')", REFERENCE),
+        Strategy("ours:ssd", (*_ONLY_DISK, *plain), "OffloadConfig(tier='ssd')", REFERENCE),
+        Strategy(
+            "ours:spill",
+            ("offload.tier=ssd", *plain),
+            f"OffloadConfig(tier='ssd', ram_budget=that of the recipe, otherwise {SPILL_RAM_BUDGET})",
+            REFERENCE,
+            open_settings=(f"offload.ram_budget={SPILL_RAM_BUDGET}",),
+        ),
+        # Whether recomputing yields the bits of keep is recompute's affair.
+        Strategy(
+            "ours+recompute",
+            (*_ONLY_DISK, *_recompute()),
+            "OffloadConfig(tier='ssd') and activation checkpointing: what is left, the layers' inputs, is offloaded",
+            "recompute",
+        ),
+    ]
+
+
+def read_ahead_strategy(window: str) -> Strategy:
+    """``ours:ssd`` with backward reading ahead as far as ``window``, such as ``64MiB``, instead of adapting."""
+    ssd = next(strategy for strategy in _ours() if strategy.name == "ours:ssd")
+    size = parse_bytes(window, "read-ahead")
+    return dataclasses.replace(
+        ssd,
+        name=f"ours:ssd@{window}",
+        overrides=(*ssd.overrides, f"offload.read_ahead_bytes={size}"),
+        source=f"OffloadConfig(tier='ssd', read_ahead_bytes={window!r})",
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- choice
+
+
+def strategy_names() -> list[str]:
+    """All names, in the order of tables."""
+    return [strategy.name for strategy in (*_others(), *_ours())]
+
+
+def find_strategy(name: str) -> Strategy:
+    """The strategy of that name; ``ours:ssd@64MiB`` fixes the read-ahead.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` with the nearest name if there is none.
+    """
+    family, at, window = name.partition("@")
+    kind, colon, tier = family.partition(":")
+    family = f"ours:{TIER_ALIASES.get(tier, tier)}" if kind == "ours" and colon else family
+    if at and family == "ours:ssd":
+        return read_ahead_strategy(window)
+    known = {strategy.name: strategy for strategy in (*_others(), *_ours())}
+    if at or family not in known:
+        raise OffloadConfigError(
+            f"strategy {name!r} is unknown: choose from {', '.join(known)}, or {ALL}.{nearest(name, known)}"
+        )
+    return known[family]
+
+
+def parse_strategies(names: str, read_ahead: str | None = None, reference: bool = True) -> list[Strategy]:
+    """``"keep,recompute,ours:ssd"`` to strategies, or ``"all"``.
+
+    With ``reference``, ``keep`` has to be among them, as what others are compared with. ``read_ahead`` such as
+    ``"64MiB,128MiB"`` adds ``ours:ssd`` once for each window.
+    """
+    asked = strategy_names() if names.strip() == ALL else [part.strip() for part in names.split(",")]
+    asked += [f"ours:ssd@{window.strip()}" for window in read_ahead.split(",")] if read_ahead else []
+    strategies: list[Strategy] = []
+    with collect_errors("strategies") as check:
+        for name in asked:
+            with check:
+                strategy = find_strategy(name)
+                if strategy.name in [other.name for other in strategies]:
+                    raise OffloadConfigError(f"strategy {strategy.name!r} is given twice: use --rounds to repeat.")
+                strategies.append(strategy)
+        with check:
+            if reference and REFERENCE not in asked:
+                raise OffloadConfigError(
+                    f"strategies={names!r} leaves out {REFERENCE!r}, which the others are compared with."
+                )
+    return strategies

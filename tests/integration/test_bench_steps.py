@@ -1,0 +1,568 @@
+"""``hf-offload bench steps`` and ``limits`` from the command line to the files they leave."""
+
+import csv
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from bench_recipes import RANDOM_RECIPE, fake_report
+from typer.testing import CliRunner
+
+import hf_offload
+from hf_offload.allocator import find_tcmalloc
+from hf_offload.bench import cell, limits, steps
+from hf_offload.bench.cell import CRASHED, DONE, NOT_INSTALLED, OUT_OF_MEMORY, CellResult, CellSpec, execute, run_cell
+from hf_offload.bench.strategies import strategy_names
+from hf_offload.cli.main import app
+
+REPOSITORY = Path(hf_offload.__file__).parent.parent
+ON_CPU = not torch.accelerator.is_available()
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def said(result):
+    return " ".join(result.stderr.split())
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RANDOM_RECIPE)
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------- a real matrix
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """One real run: three strategies, and trials of allocators. What it printed, and the folder it wrote."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("bench")
+    path = folder / "tiny.yaml"
+    path.write_text(RANDOM_RECIPE)
+    result = run(
+        "bench", "steps", path, "--strategies", "keep,trl,ours:ssd", "--batch", "1", "--sequence", "16", "--steps", "4",
+        "--json", "--output", folder / "o",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stdout + result.stderr
+    return result, folder / "o"
+
+
+def test_a_real_run_compares_and_says_what_was_measured(real):
+    result, folder = real
+    table = json.loads(result.stdout)  # JSON and nothing else
+    assert table == json.loads((folder / "table.json").read_text())
+    rows = {row["strategy"]: row for row in table["rows"]}
+    assert list(rows) == ["keep", "trl", "ours:ssd"]
+    assert rows["keep"]["peak_ratio"] == rows["keep"]["step_ratio"] == 1
+    assert rows["keep"]["losses_identical"] is None, "nothing to compare keep with"
+    assert rows["ours:ssd"]["losses_identical"] is rows["ours:ssd"]["parameters_identical"] is True
+    assert rows["ours:ssd"]["written_bytes_per_run"] > 0 == rows["keep"]["written_bytes_per_run"]
+    assert table["problems"] == []
+    named = {
+        "shape": "tiny", "batch": 1, "sequence": 16, "layers": "2", "vocabulary": 300, "dropout": "0.1",
+        "attention": "sdpa", "dtype": "float32", "parameters": 123_392,
+    }  # fmt: skip
+    for row in rows.values():
+        assert row.items() >= named.items()
+    spec = json.loads(next((folder / "cells/tiny_1x16").glob("1_keep_*.spec.json")).read_text())
+    assert "training.max_steps=4" in spec["overrides"]
+
+
+@pytest.mark.skipif(not ON_CPU, reason="TRL needs an accelerator, and has one here")
+def test_a_real_crash_of_a_peer_is_a_row_with_its_error(real):
+    pytest.importorskip("trl")
+    result, folder = real
+    row = next(row for row in json.loads(result.stdout)["rows"] if row["strategy"] == "trl")
+    assert (row["outcome"], row["rounds"], row["step_s"]) == (CRASHED, 0, None)
+    assert row["error"].startswith("AttributeError: ")
+    assert row["layers"] == "2", "the model was built before it crashed"
+    text = (folder / "table.md").read_text()
+    assert "| crashed (AttributeError: " in text
+    assert "tiny 1 x 16, trl: crashed (AttributeError: " in text
+    assert "activation_offloading.get_act_offloading_ctx_manager" in text, "its source"
+
+
+@pytest.mark.skipif(not ON_CPU or sys.platform != "linux", reason="the CPU's allocator matters")
+def test_each_runs_with_its_own_best_allocator(real):
+    result, _ = real
+    table = json.loads(result.stdout)
+    rows = {row["strategy"]: row for row in table["rows"]}
+    assert rows["ours:ssd"]["allocator"] == ("tcmalloc" if find_tcmalloc() else "glibc-tuned")
+    if find_tcmalloc() is None:
+        assert rows["keep"]["allocator"] == "glibc"
+        return
+    (trial,) = [extra for extra in table["extra_runs"] if extra["why"] == "trial of an allocator"]
+    assert {trial["allocator"], rows["keep"]["allocator"]} == {"glibc", "tcmalloc"}
+    assert trial["step_s"] >= rows["keep"]["step_s"]
+
+
+def test_tables_and_pictures_are_written(real):
+    _, folder = real
+    rows = list(csv.DictReader(io.StringIO((folder / "table.csv").read_text())))
+    assert [row["strategy"] for row in rows] == ["keep", "trl", "ours:ssd"]
+    assert rows[2]["losses_identical"] == "True"
+    for name in ("memory.png", "pareto.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+# -------------------------------------------------------------------------------------------------- cells, one by one
+
+
+def spec_for(recipe, strategy, **changes):
+    values = {"recipe": str(recipe), "overrides": (), "strategy": strategy, "base": str(recipe.parent / "cell")}
+    return CellSpec(**(values | changes))
+
+
+# On a CPU: what asks for pinned memory or a stream fails, and save_on_cpu has nothing to do.
+CRASHES_ON_CPU = {"recompute+offload": "RuntimeError: ", "trl": "AttributeError: ", "trl+recompute": "AttributeError: "}
+
+
+@pytest.mark.parametrize("name", [*strategy_names()[1:], "ours:ssd@64KiB"])
+def test_every_strategy_runs_with_the_bits_of_keep_or_says_why_not(recipe, name):
+    if name.startswith("trl"):
+        pytest.importorskip("trl")
+    result = execute(spec_for(recipe, name))
+    if ON_CPU and name in CRASHES_ON_CPU:
+        assert (result.outcome, result.report) == (CRASHED, None)
+        assert result.error.startswith(CRASHES_ON_CPU[name])
+        assert "\n" not in result.error
+        return
+    keep = execute(spec_for(recipe, "keep"))
+    assert result.outcome == keep.outcome == DONE, result.error
+    assert result.report.losses_hex == keep.report.losses_hex
+    assert result.report.parameters_sha256 == keep.report.parameters_sha256
+    assert (result.report.offload is not None) == name.startswith("ours")
+    if name.startswith("ours"):
+        assert result.report.offload["loaded_bytes"] > 0
+    # Results survive the way through a file.
+    result.write(recipe.parent / "r.json")
+    assert CellResult.read(recipe.parent / "r.json") == result
+
+
+def test_a_trace_shows_one_step(recipe):
+    path = recipe.parent / "traces" / "t.json.gz"
+    result = execute(spec_for(recipe, "ours:ssd", trace=str(path)))
+    assert result.outcome == DONE
+    assert result.report.memory is None, "a profiled run is slower: nothing is measured"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert len([event for event in events if event.get("name", "").startswith("Optimizer.step#")]) == 1
+    assert [each.name for each in path.parent.iterdir()] == ["t.json.gz"]
+
+
+def test_the_context_is_entered_for_every_micro_batch(recipe, monkeypatch):
+    from hf_offload.bench import strategies
+
+    entered = []
+
+    class Counting(torch.autograd.graph.save_on_cpu):
+        def __enter__(self):
+            entered.append(True)
+            super().__enter__()
+
+    monkeypatch.setattr(strategies.torch.autograd.graph, "save_on_cpu", Counting)
+    spec = spec_for(recipe, "save_on_cpu", overrides=("training.gradient_accumulation_steps=2",))
+    assert execute(spec).outcome == DONE
+    assert len(entered) == 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), OUT_OF_MEMORY),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), OUT_OF_MEMORY),
+        (RuntimeError("something else"), CRASHED),
+    ],
+)
+def test_running_out_of_memory_is_an_outcome_of_its_own(recipe, monkeypatch, error, outcome):
+    def fail(*_, **__):
+        raise ValueError("wrapped") from error
+
+    monkeypatch.setattr(cell, "run_recipe", fail)
+    result = execute(spec_for(recipe, "keep"))
+    assert (result.outcome, result.error) == (outcome, "ValueError: wrapped")
+
+
+@pytest.mark.parametrize(
+    ("ending", "outcome", "part"),
+    [("kill -9 $$", OUT_OF_MEMORY, "SIGKILL"), ("kill -11 $$", CRASHED, "code -11"), ("exit 3", CRASHED, "code 3")],
+)
+@pytest.mark.skipif(os.name != "posix", reason="ends a shell with signals")
+def test_a_child_that_leaves_no_result_has_an_outcome_all_the_same(recipe, monkeypatch, ending, outcome, part):
+    child = recipe.parent / "python"
+    child.write_text(f"#!/bin/sh\n{ending}\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(cell.sys, "executable", str(child))
+    spec = spec_for(recipe, "keep")
+    CellResult(DONE).write(spec.result_path)  # of an earlier run
+    result = run_cell(spec, os.environ)
+    assert result.outcome == outcome
+    assert part in result.error
+
+
+def test_a_peer_that_is_not_installed_is_said_to_be(recipe, monkeypatch):
+    monkeypatch.setattr("hf_offload.bench.strategies.importlib.util.find_spec", lambda name: None)
+    assert run_cell(spec_for(recipe, "trl"), {}) == CellResult(NOT_INSTALLED, "trl is not installed")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_memory_limit_needs_cuda(recipe, monkeypatch):
+    monkeypatch.setattr(steps, "run_cell", lambda *_: pytest.fail("a cell ran"))
+    monkeypatch.setattr(limits, "run_cell", lambda *_: pytest.fail("a probe ran"))
+    for command in ("steps", "limits"):
+        result = run("bench", command, recipe, "--memory-limit", "24GiB")
+        assert result.exit_code == 2
+        assert "needs a CUDA device, which this machine has none of" in said(result)
+
+
+def test_ctrl_c_reaches_a_running_cell(recipe):
+    """A signal to the parent alone, as a supervisor sends it, ends the child too and keeps what it can."""
+    command = [sys.executable, "-m", "hf_offload", "bench", "steps", str(recipe), "--steps", "100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    base = Path(f"runs/bench/cells/tiny_2x32/1_keep_{'glibc' if sys.platform == 'linux' else 'auto'}")
+    log = base.with_suffix(".log")
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline and not (log.is_file() and "loss" in log.read_text()):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output.decode()
+    result = CellResult.read(base.with_suffix(".json"))
+    assert not result.report.completed
+    assert 0 < result.report.steps < 100000
+
+
+# ------------------------------------------------------------------------------------- the matrix, without its processes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--strategies", "keep,recompte"], "Did you mean 'recompute'?"),
+        (["--strategies", "recompute"], "leaves out 'keep'"),
+        (["--strategies", "keep,keep"], "given twice"),
+        (["--strategies", "keep,ours:floppy"], "'ours:floppy' is unknown"),
+        (["--read-ahead", "64MiB,much"], "read-ahead='much' is not a size"),
+        (["--allocator", "malloc"], "allocator='malloc' is unknown"),
+        (["--batch", "4,x"], "--batch '4,x': give whole numbers"),
+        (["--sequence", "0"], "--sequence '0': give whole numbers"),
+        (["--memory-limit", "lots"], "--memory-limit='lots' is not a size"),
+        (["--json", "--csv"], "give one of them"),
+        (["training.max_step=1"], "no field 'max_step'"),
+    ],
+)
+def test_bench_refuses_before_it_runs_anything(recipe, monkeypatch, arguments, part):
+    monkeypatch.setattr(steps, "run_cell", lambda *_: pytest.fail("a cell ran"))
+    result = run("bench", "steps", recipe, *arguments)
+    assert result.exit_code == 2
+    assert part in said(result)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
+def test_a_missing_tcmalloc_says_what_to_install(recipe, monkeypatch):
+    monkeypatch.setattr("hf_offload.allocator.find_tcmalloc", lambda: None)
+    result = run("bench", "steps", recipe, "--allocator", "tcmalloc")
+    assert result.exit_code == 2
+    assert "libtcmalloc-minimal4" in said(result)
+
+
+def test_a_preset_is_a_shipped_recipe_of_that_name_and_all_mistakes_come_at_once(recipe):
+    assert steps.resolve_shape("gpt2-small") == "bench/gpt2-small"
+    assert steps.resolve_shape("gpt/demo") == "gpt/demo"
+    Path("gpt2-small").write_text("a file of that name wins")
+    assert steps.resolve_shape("gpt2-small") == "gpt2-small"
+    result = run("bench", "steps", "gpt2-smal,gpt/dmeo", "--allocator", "malloc")
+    assert "3 mistakes" in said(result)
+    assert "'bench/gpt2-small'" in said(result)
+
+
+def fake_runner(monkeypatch, outcomes):
+    """Stand in for the processes. ``outcomes`` maps parts of a cell's name (``2_ours:ssd``) to a report, a result or
+    Ctrl-C; returns the names in the order of running.
+    """
+    order = []
+
+    def fake(spec, environment):
+        case, name = Path(spec.base).parts[-2:]
+        number, allocator = name.split("_")[0], name.split("_")[-1]
+        order.append(f"{case} {number}_{spec.strategy}_{allocator}")
+        result = next((result for part, result in outcomes.items() if part in order[-1]), fake_report())
+        if result is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return result if isinstance(result, CellResult) else CellResult(DONE, report=result)
+
+    monkeypatch.setattr(steps, "run_cell", fake)
+    return order
+
+
+def bench(recipe, *arguments, allocator="auto"):
+    return run(
+        "bench", "steps", recipe, "--strategies", "keep,recompute,ours:ssd", "--allocator", allocator,
+        "--output", "o", *arguments,
+    )  # fmt: skip
+
+
+def table():
+    return json.loads(Path("o/table.json").read_text())
+
+
+def test_strategies_take_turns_in_every_case(recipe, monkeypatch):
+    order = fake_runner(monkeypatch, {})
+    assert bench(recipe, "--rounds", 2, "--batch", "1,2", "--sequence", "8,16").exit_code == 0
+    turns = [f"{number}_{name}_auto" for number in (1, 2) for name in ("keep", "recompute", "ours:ssd")]
+    cases = ["tiny_1x8", "tiny_1x16", "tiny_2x8", "tiny_2x16"]
+    assert order == [f"{case} {turn}" for case in cases for turn in turns]
+    assert [(row["batch"], row["sequence"]) for row in table()["rows"]][::3] == [(1, 8), (1, 16), (2, 8), (2, 16)]
+    pictures = sorted(path.name for path in Path("o").glob("*.png"))
+    assert pictures == sorted(f"{kind}_{case}.png" for kind in ("memory", "pareto") for case in cases)
+
+
+@pytest.mark.skipif(not ON_CPU or sys.platform != "linux", reason="the CPU's allocator matters")
+def test_the_faster_allocator_goes_on_and_is_what_is_reported(recipe, monkeypatch):
+    monkeypatch.setattr("hf_offload.allocator.find_tcmalloc", lambda: "/lib/libtcmalloc.so")
+    slow = fake_report(step_times_s=[9.0, 9.0, 4.0, 4.0], allocator="the slow one")
+    outcomes = {"1_keep_glibc": slow, "recompute_tcmalloc": slow}
+    order = fake_runner(monkeypatch, outcomes)
+    assert bench(recipe, "--rounds", 2, allocator="fastest").exit_code == 0
+    first = ["1_keep_glibc", "1_keep_tcmalloc", "1_recompute_glibc", "1_recompute_tcmalloc", "1_ours:ssd_auto"]
+    second = ["2_keep_tcmalloc", "2_recompute_glibc", "2_ours:ssd_auto"]
+    assert [name.split()[1] for name in order] == first + second
+    rows = {row["strategy"]: row for row in table()["rows"]}
+    assert rows["keep"]["step_s"] == rows["recompute"]["step_s"] == 1.0
+    assert rows["keep"]["allocator"] == "glibc-tuned"
+    trials = [(extra["strategy"], extra["allocator"], extra["step_s"]) for extra in table()["extra_runs"]]
+    assert trials == [("keep", "the slow one", 4.0), ("recompute", "the slow one", 4.0)]
+
+
+def test_traces_follow_the_measured_rounds_and_change_no_figure(recipe, monkeypatch):
+    slow = fake_report(step_times_s=[9.0, 9.0, 9.0], losses_hex=[(2.0).hex()])
+    order = fake_runner(monkeypatch, {"recompute": CRASH, "trace": slow})
+    assert bench(recipe, "--rounds", 2, "--trace").exit_code == 0
+    assert [name.split()[1] for name in order][-2:] == ["2_keep_trace", "2_ours:ssd_trace"]
+    assert {row["step_s"] for row in table()["rows"]} == {1.0, None}
+    assert [extra["why"] for extra in table()["extra_runs"]] == ["trace", "trace"]
+
+
+def test_a_sweep_adds_a_strategy_for_each_window(recipe, monkeypatch):
+    order = fake_runner(monkeypatch, {})
+    assert bench(recipe, "--read-ahead", "64MiB,1GiB").exit_code == 0
+    assert [name.split("_")[2] for name in order][-2:] == ["ours:ssd@64MiB", "ours:ssd@1GiB"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        (
+            {"losses_hex": [value.hex() for value in (2.0, 1.5, 1.0000000000000002, 0.5)]},
+            "losses differ from keep from step 3",
+        ),
+        ({"parameters_sha256": "other"}, "final parameters differ"),
+        ({"losses_hex": [(2.0).hex()], "steps": 1}, "1 steps instead of 4"),
+    ],
+)
+def test_a_mismatch_is_loud_in_every_output(recipe, monkeypatch, changes, part):
+    fake_runner(monkeypatch, {"2_ours:ssd": fake_report(**changes)})
+    result = bench(recipe, "--rounds", 2)
+    assert result.exit_code == 1
+    assert "DIFFER" in result.stdout
+    assert part in said(result)
+    assert part in Path("o/table.md").read_text()
+    assert "DIFFER" in Path("o/table.md").read_text()
+    assert table()["problems"]
+
+
+def test_keep_that_differs_from_itself_is_a_problem_on_a_cpu(recipe, monkeypatch):
+    fake_runner(monkeypatch, {"2_keep": fake_report(parameters_sha256="other")})
+    result = bench(recipe, "--rounds", 2)
+    assert result.exit_code == 1
+    assert "keep, round 2" in said(result)
+
+
+ON_GPU = {"machine": {"cores": 2, "threads": 2, "device": "H200"}}
+
+
+def test_on_an_accelerator_a_mismatch_is_ours_only_if_keep_repeats_itself(recipe, monkeypatch):
+    outcomes = {"ours:ssd": fake_report(parameters_sha256="other", **ON_GPU), "": fake_report(**ON_GPU)}
+    order = fake_runner(monkeypatch, outcomes)
+    assert bench(recipe).exit_code == 1
+    assert order[-1] == "tiny_2x32 1_keep_control"
+    varying = {"keep_control": fake_report(parameters_sha256="a third", **ON_GPU)} | outcomes
+    fake_runner(monkeypatch, varying)
+    result = bench(recipe)
+    assert result.exit_code == 0
+    assert [row["losses_identical"] for row in table()["rows"]] == [None] * 3
+    assert "training.full_determinism=true" in Path("o/table.md").read_text()
+
+
+def test_recompute_that_differs_is_reported_but_no_failure(recipe, monkeypatch):
+    fake_runner(monkeypatch, {"recompute": fake_report(parameters_sha256="other")})
+    assert bench(recipe).exit_code == 0
+    assert "DIFFER" in Path("o/table.md").read_text()
+
+
+CRASH = CellResult(CRASHED, "RuntimeError: no such luck")
+
+
+def test_a_peer_that_crashes_is_a_row_and_no_failure_and_is_not_tried_again(recipe, monkeypatch):
+    order = fake_runner(monkeypatch, {"recompute": CRASH})
+    result = bench(recipe, "--rounds", 2)
+    assert result.exit_code == 0
+    assert [name.split("_")[2] for name in order] == ["keep", "recompute", "ours:ssd", "keep", "ours:ssd"]
+    assert "crashed (RuntimeError: no such luck)" in Path("o/table.md").read_text()
+    assert "no such luck" in " ".join(result.stdout.split())
+    row = table()["rows"][1]
+    assert (row["strategy"], row["outcome"], row["error"]) == ("recompute", CRASHED, "RuntimeError: no such luck")
+
+
+@pytest.mark.parametrize("name", ["keep", "ours:ssd"])
+def test_our_own_crash_is_a_failure_and_the_others_go_on(recipe, monkeypatch, name):
+    order = fake_runner(monkeypatch, {f"1_{name}": CRASH})
+    result = bench(recipe)
+    assert result.exit_code == 1
+    assert len(order) == 3
+    assert f"{name}, round 1: RuntimeError: no such luck" in said(result)
+
+
+def test_without_keep_there_are_no_ratios(recipe, monkeypatch):
+    fake_runner(monkeypatch, {"keep": CellResult(OUT_OF_MEMORY, "OutOfMemoryError: CUDA out of memory")})
+    assert bench(recipe).exit_code == 0
+    keep, recompute, ours = table()["rows"]
+    assert keep["outcome"] == OUT_OF_MEMORY
+    assert recompute["step_ratio"] is ours["peak_ratio"] is ours["losses_identical"] is None
+    assert ours["step_s"] == 1.0
+    text = Path("o/table.md").read_text()
+    assert "| out of memory (OutOfMemoryError: CUDA out of memory) |" in text
+    assert "| ours:ssd | +10 MB | - | 1.00 s | - |" in text
+
+
+def test_ctrl_c_keeps_the_finished_cells(recipe, monkeypatch):
+    fake_runner(monkeypatch, {"ours:ssd": KeyboardInterrupt})
+    assert bench(recipe).exit_code == 130
+    assert table()["interrupted"]
+    assert [row["strategy"] for row in table()["rows"]] == ["keep", "recompute"]
+    assert "Interrupted" in Path("o/table.md").read_text()
+
+
+def test_ctrl_c_before_anything_finished(recipe, monkeypatch):
+    fake_runner(monkeypatch, {"keep": KeyboardInterrupt})
+    assert bench(recipe).exit_code == 130
+
+
+def test_nothing_that_finished_is_an_error(recipe, monkeypatch):
+    fake_runner(monkeypatch, {"": CRASH})
+    result = bench(recipe)
+    assert result.exit_code == 2
+    assert "No run finished" in said(result)
+
+
+def test_csv_is_all_there_is_on_stdout(recipe, monkeypatch):
+    fake_runner(monkeypatch, {})
+    result = bench(recipe, "--csv")
+    assert result.stdout == Path("o/table.csv").read_text()
+    assert len(list(csv.DictReader(io.StringIO(result.stdout)))) == 3
+
+
+def test_a_dry_run_lists_the_cells_and_runs_none(recipe, monkeypatch):
+    order = fake_runner(monkeypatch, {})
+    result = bench(recipe, "--batch", "1,2", "--rounds", 3, "--dry-run")
+    assert result.exit_code == 0
+    assert "tiny 2 x 32, ours:ssd, auto" in result.stdout
+    assert "18 runs at most, 3 rounds" in result.stdout
+    assert order == []
+    assert not Path("o").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(("vary", "start", "capacity", "fits"), [("sequence", 256, 3000, 2944), ("batch", 2, 21, 20)])
+def test_limits_searches_with_probes(recipe, monkeypatch, vary, start, capacity, fits):
+    monkeypatch.setattr("hf_offload.bench.limits.require_memory_limit", lambda: None)
+    monkeypatch.setattr("hf_offload.cli.bench.require_memory_limit", lambda: None)
+    probes = []
+
+    def fake(spec, environment):
+        setting = {"sequence": "data.sequence_length", "batch": "training.per_device_train_batch_size"}[vary]
+        value = int(next(change for change in spec.overrides if change.startswith(setting)).partition("=")[2])
+        probes.append((spec.strategy, value))
+        assert not spec.measure
+        assert spec.memory_limit_bytes == 24 << 30
+        assert spec.overrides[-1] == "training.max_steps=2"
+        if spec.strategy == "recompute" and value > 4 * start:
+            return CRASH
+        roomy = capacity * (4 if spec.strategy == "ours:ram" else 1)
+        return CellResult(DONE if value <= roomy else OUT_OF_MEMORY, model={"layers": "2", "parameters": 1})
+
+    monkeypatch.setattr(limits, "run_cell", fake)
+    arguments = [recipe, "--vary", vary, f"--{vary}", start, "--memory-limit", "24GiB", "--most", 4096, "--output", "l"]
+    result = run("bench", "limits", *arguments)
+    assert result.exit_code == 0, result.stdout + result.stderr
+    rows = {row["strategy"]: row for row in json.loads(Path("l/limits.json").read_text())["rows"]}
+    assert capacity * 7 / 8 - 1 <= rows["keep"]["fits"] <= capacity < rows["keep"]["fails"]
+    assert rows["keep"]["layers"] == "2"
+    assert rows["recompute"]["fits"] == 4 * start
+    assert rows["recompute"]["error"] == "crashed: RuntimeError: no such luck"
+    assert rows["ours:ram"]["fits"] > rows["keep"]["fits"]
+    assert len(set(probes)) == len(probes)
+    assert "no such luck" in Path("l/limits.md").read_text()
+    printed = run("bench", "limits", *arguments, "--csv").stdout
+    assert printed == Path("l/limits.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--vary", "depth", "--memory-limit", "1GiB"], "vary='depth' is unknown"),
+        ([], "give --memory-limit"),
+        (["--memory-limit", "1GiB", "--most", "100"], "--most 100: give 128 or more"),
+    ],
+)
+def test_limits_refuses_what_makes_no_sense(recipe, arguments, part):
+    result = run("bench", "limits", recipe, *arguments, "--dry-run")
+    assert result.exit_code == 2
+    assert part in said(result)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell script")
+def test_the_script_for_a_gpu_checks_itself(recipe):
+    """Every command in it is understood, and nothing is written."""
+    # Starting Python for each command takes longer than checking it: a stand-in notes them.
+    python = recipe.parent / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$*" >> "$COMMANDS"\n[ "$*" != "$FAIL" ]\n')
+    python.chmod(0o755)
+    commands = recipe.parent / "commands"
+    environment = os.environ | {"PYTHON": str(python), "COMMANDS": str(commands), "RESULTS": str(recipe.parent / "r")}
+    script = ["bash", REPOSITORY / "examples" / "bench_gpu.sh", "--dry-run"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tests/gpu" in done.stdout
+    noted = commands.read_text().splitlines()
+    assert len(noted) >= 4
+    said = ""
+    for command in noted:
+        module, *arguments = command.removeprefix("-m ").split()
+        assert (module, arguments[-1]) == ("hf_offload", "--dry-run")
+        result = run(*arguments)
+        assert result.exit_code == 0, result.stderr
+        said += result.stdout
+    # 24 and 48 GB, as cards are sold.
+    for part in ("llama-1b 1 x 32768, ours:ssd", "llama-1b 1 x 2048, trl", "22.35 GiB", "44.70 GiB"):
+        assert part in said
+    assert not (recipe.parent / "r").exists()
+    # One command that is refused fails the whole.
+    done = subprocess.run(script, env=environment | {"FAIL": noted[1]}, capture_output=True)
+    assert done.returncode == 1

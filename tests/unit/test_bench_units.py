@@ -1,0 +1,194 @@
+"""Parts of the benchmark that need no run: strategies, rows, the search for limits, the Pareto front."""
+
+import pytest
+from bench_recipes import RANDOM_RECIPE, fake_report
+
+from hf_offload import OffloadConfigError
+from hf_offload.bench.cell import CRASHED, DONE, CellResult
+from hf_offload.bench.limits import largest_that_fits
+from hf_offload.bench.results import Case, Cell, Results
+from hf_offload.bench.strategies import find_strategy, parse_strategies, strategy_names
+from hf_offload.bench.tables import as_csv, footnotes, markdown
+from hf_offload.reports.plots import Point, pareto_front, plot_pareto
+
+# ----------------------------------------------------------------------------------------------------------- strategies
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(RANDOM_RECIPE)
+    return str(path)
+
+
+def recomputes(recipe):
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    return next(recipe.training[name] for name in names if name in recipe.training)
+
+
+@pytest.mark.parametrize("name", strategy_names())
+def test_a_strategy_sets_everything_it_is_about_whatever_the_recipe_says(path, name):
+    theirs = ["offload={tier: ssd, directory: d, ram_budget: 1GiB, read_ahead_bytes: 7MiB, disk_budget: 2GiB}"]
+    recipe = find_strategy(name).load(path, theirs)
+    tier = {"ours:ram": "ram"}.get(name, "ssd" if name.startswith("ours") else "none")
+    assert recipe.offload.tier == tier
+    assert recomputes(recipe) is ("recompute" in name)
+    assert bool(recipe.offload.directories) == (tier == "ssd")
+    assert recipe.offload.ram_budget == (1 << 30 if name in ("ours:ram", "ours:spill") else None)
+    kwargs = [value for key, value in recipe.training.items() if key.endswith("checkpointing_kwargs")]
+    assert kwargs == [{"offload": True} if name == "recompute+offload" else None]
+    assert find_strategy(name).source
+
+
+def test_spill_has_a_budget_of_its_own_where_the_recipe_has_none(path):
+    assert find_strategy("ours:spill").load(path, []).offload.ram_budget == 512 << 20
+    assert find_strategy("ours:spill").load(path, ["offload.ram_budget=1MiB"]).offload.ram_budget == 1 << 20
+
+
+def test_a_window_fixes_the_read_ahead(path):
+    strategy = find_strategy("ours:nvme@64MiB")
+    assert strategy.name == "ours:ssd@64MiB"
+    assert strategy.must_match == "keep"
+    assert strategy.load(path, ["offload.read_ahead_bytes=1"]).offload.read_ahead_bytes == 64 << 20
+    with pytest.raises(OffloadConfigError, match="unknown"):
+        find_strategy("ours:ram@64MiB")
+
+
+def test_who_has_to_match_whom():
+    wanted = {strategy.name: strategy.must_match for strategy in parse_strategies("all")}
+    ours = {"keep", "ours:ram", "ours:ssd", "ours:spill"}
+    assert wanted == {name: "keep" if name in ours else None for name in wanted} | {"ours+recompute": "recompute"}
+
+
+def test_names_are_kept_in_order_and_aliases_resolved():
+    chosen = parse_strategies("ours:disk, keep", read_ahead="1MiB, 2MiB")
+    assert [strategy.name for strategy in chosen] == ["ours:ssd", "keep", "ours:ssd@1MiB", "ours:ssd@2MiB"]
+    assert [strategy.name for strategy in parse_strategies("ours:ram", reference=False)] == ["ours:ram"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+CASE = Case("r", "r.yaml", 2, 32)
+
+
+def results(*runs, rounds=1):
+    """``runs`` are (strategy, round, report or result)."""
+    cells = [
+        Cell(
+            CASE,
+            find_strategy(name),
+            number,
+            "auto",
+            run if isinstance(run, CellResult) else CellResult(DONE, report=run),
+        )
+        for name, number, run in runs
+    ]
+    return Results([], "auto", rounds, cells=cells)
+
+
+def test_ratios_are_medians_of_each_rounds_ratio_with_their_spread():
+    # The machine gets slower from round to round; ours takes twice as long as keep, once three times.
+    runs = []
+    for number, (speed, factor) in enumerate(((1.0, 2), (2.0, 3), (5.0, 2)), start=1):
+        runs.append(("keep", number, fake_report(step_times_s=[0, 0, speed, speed])))
+        ours = fake_report(step_times_s=[0, 0, factor * speed, factor * speed], offload={"stall_s": 1.0})
+        runs.append(("ours:ssd", number, ours))
+    compared = results(*runs, rounds=3)
+    _, row = compared.rows()
+    assert (row.step_ratio, row.step_ratio_min, row.step_ratio_max) == (2, 2, 3)
+    assert (row.step_s, row.step_s_min, row.step_s_max) == (6.0, 2.0, 10.0)
+    assert (row.peak_bytes, row.peak_ratio, row.peak_ratio_min) == (10_000_000, 1, 1)
+    assert row.stall_s_per_run == 1.0
+    assert "glibc-tuned" in as_csv([row])
+    line = "| ours:ssd | +10 MB | 1.000 | 6.00 s | 2.000 | 2.000..3.000 | - | 0.50000 | glibc-tuned | identical |"
+    assert line in markdown(compared)
+    assert "3 rounds" in " ".join(footnotes(compared))
+
+
+def test_of_one_round_the_spread_is_that_of_its_steps():
+    compared = results(("keep", 1, fake_report(step_times_s=[9, 9, 1.0, 2.0, 4.0])))
+    assert "| 2.00 s | 1.000 | 1.00..4.00 s |" in markdown(compared)
+
+
+def test_a_round_that_crashed_is_named_beside_the_others():
+    compared = results(
+        ("keep", 1, fake_report()),
+        ("ours:ssd", 1, fake_report()),
+        ("ours:ssd", 2, CellResult(CRASHED, "E: x")),
+        rounds=2,
+    )
+    assert "| identical; one round crashed (E: x) |" in markdown(compared)
+    assert compared.problems() == ["r 2 x 32, ours:ssd, round 2: E: x"]
+
+
+def test_ours_with_recompute_has_to_match_recompute():
+    other = fake_report(parameters_sha256="other")
+    runs = [("keep", 1, fake_report()), ("recompute", 1, other), ("ours+recompute", 1, other)]
+    assert results(*runs).problems() == []
+    assert "final parameters differ" in results(*runs[:2], ("ours+recompute", 1, fake_report())).problems()[0]
+
+
+# --------------------------------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 127, 128, 255, 256, 1000, 1024, 5000, 70_000, 131_072, 10**9])
+@pytest.mark.parametrize("start", [128, 1024, 500, 200_000])
+@pytest.mark.parametrize("multiple", [1, 128])
+def test_the_search_finds_what_fits_to_an_eighth(capacity, start, multiple):
+    asked = []
+
+    def fits(value):
+        asked.append(value)
+        return value <= capacity
+
+    low, high = largest_that_fits(fits, start=start, multiple=multiple, most=131_072)
+    assert len(set(asked)) == len(asked) <= 20
+    assert all(0 < value <= 131_072 and value % multiple == 0 for value in asked)
+    if capacity >= 131_072:
+        assert (low, high) == (131_072, None)
+    else:
+        assert low <= capacity < high
+        assert high - low <= max(multiple, low // 8)
+        assert low == max((value for value in asked if value <= capacity), default=0)
+
+
+# ------------------------------------------------------------------------------------------------------------- pictures
+
+
+def points(*values):
+    return [Point(name, peak, step) for name, peak, step in values]
+
+
+def test_the_front_holds_what_nothing_else_beats():
+    keep, ours, worse, equal = points(("keep", 9, 1), ("ours", 2, 2), ("worse", 3, 2.5), ("equal", 9, 1.0))
+    assert pareto_front([keep, worse, ours]) == [ours, keep]
+    assert pareto_front([keep, equal]) == [keep]
+    assert pareto_front([worse]) == [worse]
+
+
+def test_labels_of_a_crowded_plot_do_not_overlap(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    notes = []
+    original = Axes.annotate
+
+    def annotate(self, text, *args, **kwargs):
+        notes.append(original(self, text, *args, **kwargs))
+        return notes[-1]
+
+    monkeypatch.setattr(Axes, "annotate", annotate)
+    crowd = points(*((f"ours:ssd@{n}MiB", 1e8 + n * 1e5, 5 + n / 1000) for n in range(0, 120, 12)), ("keep", 9e8, 4.9))
+    plot_pareto(crowd, "a long title " * 20, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert {note.get_text() for note in notes} == {point.name for point in crowd}
+    renderer = notes[0].figure.canvas.get_renderer()
+    boxes = []
+    for note in notes:
+        note.update_positions(renderer)
+        boxes.append(type(note).__mro__[1].get_window_extent(note, renderer))
+    frame = notes[0].axes.get_window_extent(renderer)
+    for i, box in enumerate(boxes):
+        assert frame.x0 <= box.x0
+        assert box.x1 <= frame.x1
+        assert not any(box.overlaps(other) for other in boxes[:i])
