@@ -29,6 +29,9 @@ _TUNED = {
     "MALLOC_TOP_PAD_": str(16 << 20),
     "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0",
 }
+# Freed pages stay mapped. tcmalloc takes whichever free block fits best, given back to the kernel or not; if it gives none
+# back, it has no reason to touch new pages while warm ones are free, and what a run holds stops growing.
+_KEEP_PAGES = {"TCMALLOC_RELEASE_RATE": "0"}
 _PRELOADABLE = ("tcmalloc", "jemalloc", "mimalloc")
 
 # <malloc.h>
@@ -42,11 +45,12 @@ _TOP_PAD_BYTES = 16 << 20
 def environment_with(name: str) -> dict[str, str]:
     """This process's environment, changed so that a child starts with the allocator ``name`` and no other.
 
-    ``"auto"`` is tcmalloc where it is installed, otherwise a tuned glibc. Raises
+    ``"auto"`` is tcmalloc that keeps its pages, where it is installed, otherwise a tuned glibc. ``"tcmalloc"`` and
+    ``"glibc"`` are these as they come. Raises
     :class:`~hf_offload.errors.OffloadConfigError` for an unknown name, and for tcmalloc when it is not installed.
     """
     choose("allocator", name, ALLOCATORS)
-    environment = {key: value for key, value in os.environ.items() if key not in _TUNED}
+    environment = {key: value for key, value in os.environ.items() if key not in _TUNED | _KEEP_PAGES}
     environment[CHOSEN_VARIABLE] = name
     preload = [
         part
@@ -60,6 +64,7 @@ def environment_with(name: str) -> dict[str, str]:
     library = find_tcmalloc() if name in ("auto", "tcmalloc") else None
     if library is not None:
         preload.insert(0, library)
+        environment |= _KEEP_PAGES if name == "auto" else {}
     elif name == "tcmalloc":
         raise OffloadConfigError(
             "allocator='tcmalloc' is not installed: install it (Debian and Ubuntu: libtcmalloc-minimal4, Fedora: "

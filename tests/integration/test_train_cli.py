@@ -171,12 +171,19 @@ def test_a_child_runs_with_the_allocator_that_was_asked_for(name, monkeypatch):
         pytest.skip("tcmalloc is not installed")
     # What the parent runs with must not leak into the child.
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
+    monkeypatch.setenv("TCMALLOC_RELEASE_RATE", "7")
+    assert environment_with(name).get("TCMALLOC_RELEASE_RATE") is None
     program = "from hf_offload.allocator import current_allocator; import sys; sys.stdout.write(current_allocator())"
     child = subprocess.run(
         [sys.executable, "-c", program], env=environment_with(name), capture_output=True, text=True, check=True
     )
     assert child.stdout == name
     assert current_allocator() in ("glibc", "tcmalloc", "jemalloc", "mimalloc")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or find_tcmalloc() is None, reason="tcmalloc is not installed")
+def test_ours_runs_with_a_tcmalloc_that_keeps_its_pages():
+    assert environment_with("auto")["TCMALLOC_RELEASE_RATE"] == "0"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
