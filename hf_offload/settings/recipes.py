@@ -414,14 +414,13 @@ def _check_architecture(architecture: str, config: Mapping[str, Any], task: str)
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
 
-    if task not in TASKS:
-        return  # a mistake of its own
-    names: Mapping[str, Any] = {
+    models: Mapping[str, Mapping[str, Any]] = {
         "causal-lm": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked-lm": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "seq2seq-lm": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    }[task]
-    trainable = [name for name in CONFIG_MAPPING_NAMES if name in names]
+    }
+    # An unknown task is a mistake of its own, and no reason to leave out the others.
+    trainable = [name for name in CONFIG_MAPPING_NAMES if task not in models or name in models[task]]
     if architecture not in trainable:
         known = f"has no {TASKS[task]}" if architecture in CONFIG_MAPPING_NAMES else "is unknown to transformers"
         raise OffloadConfigError(f"model.architecture={architecture!r} {known}.{nearest(architecture, trainable)}")

@@ -173,7 +173,9 @@ class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return self._rows
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed((self._seed << 32) + index)
+        # Of a seed, the generator takes 32 bits.
+        digest = hashlib.sha256(f"{self._seed} {index}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
         input_ids = self._draw(generator)
         if self._task == "seq2seq-lm":
             labels = self._draw(generator)
