@@ -32,11 +32,23 @@ lint: $(STAMP)  ## Style and types
 	$(BIN)/mypy
 
 ROUNDS ?= 3
-bench-cpu: $(STAMP)  ## 6 and 12 layers at 4 x 512, alternating rounds; tables and plots in runs/bench_*
-	$(BIN)/hf-offload bench steps gpt/demo data.sequence_length=512 training.max_steps=8 \
-	    --strategies keep,recompute,ours:ssd --rounds $(ROUNDS) --output runs/bench_6l
-	$(BIN)/hf-offload bench steps gpt/demo data.sequence_length=512 training.max_steps=8 model.config.n_layer=12 \
-	    --strategies keep,recompute,ours:ssd --rounds $(ROUNDS) --output runs/bench_12l
+SMALL   = model.config.vocab_size=8192 --steps 6 --rounds $(ROUNDS)
+GPT2    = $(BIN)/hf-offload bench steps gpt2-small --batch 4 --sequence 512 $(SMALL)
+NO_DROP = model.config.resid_pdrop=0.0 model.config.embd_pdrop=0.0 model.config.attn_pdrop=0.0
+LLAMA   = model.dtype=float32 model.config.num_hidden_layers=6 model.config.hidden_size=768 \
+          model.config.num_attention_heads=12 model.config.num_key_value_heads=4 model.config.intermediate_size=2048
+PAIR    = --strategies keep,ours:ssd
+bench-cpu: $(STAMP)  ## All tables of the README (more than an hour); ROUNDS=1 for a look
+	$(GPT2) model.config.n_layer=6 --output runs/bench/gpt2_6l
+	$(GPT2) --output runs/bench/gpt2_12l
+	$(GPT2) model.config.n_layer=6 $(NO_DROP) --output runs/bench/gpt2_6l_no_dropout
+	$(GPT2) $(NO_DROP) --output runs/bench/gpt2_12l_no_dropout
+	$(BIN)/hf-offload bench steps bert-base --batch 16 --sequence 128 $(SMALL) $(PAIR) --output runs/bench/bert
+	$(BIN)/hf-offload bench steps t5-base --batch 8 --sequence 128 $(SMALL) $(PAIR) --output runs/bench/t5
+	$(BIN)/hf-offload bench steps llama-1b $(LLAMA) --batch 4 --sequence 512 $(SMALL) $(PAIR) --output runs/bench/llama
+	$(GPT2) model.config.n_layer=6 --strategies all --read-ahead 32MiB,64MiB,128MiB,256MiB --output runs/bench/peers
+	$(BIN)/hf-offload bench disk
+	$(BIN)/hf-offload bench overhead
 
 clean:  ## Remove the environment and all results
 	rm -rf $(VENV) runs

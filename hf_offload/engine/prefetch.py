@@ -30,14 +30,14 @@ class Prefetcher:
     step, so they are not written at all.
     """
 
-    _WIDEN = 1.25
+    _WIDEN = 2.0
     _NARROW = 0.85
     _WAITED_SHARE = 0.04
     _HELPED_SHARE = 0.8
     _CALM_STEPS = 16
     _HOPELESS_STEPS = 32
     _FEWEST_RECORDS = 4
-    _MOST_RECORDS = 10
+    _MOST_RECORDS = 7
     _LENGTHS = 16
 
     def __init__(self, transfer: Transfer, fixed_window_bytes: int | None):

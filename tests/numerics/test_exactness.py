@@ -368,10 +368,9 @@ def test_parts_of_a_storage_with_version_counters_of_their_own(make, on_ssd):
                 transfer = session._engine.transfer
                 store = transfer.store
 
-                def store_at_once(record: Any, store: Any = store) -> bool:
-                    stored = store(record)
+                def store_at_once(record: Any, write_behind_bytes: int, store: Any = store) -> None:
+                    store(record, write_behind_bytes)
                     concurrent.futures.wait([record.future])
-                    return stored
 
                 transfer.store = store_at_once
                 loss().backward()
