@@ -231,13 +231,14 @@ def _show(results: Results) -> None:
         )
         shown = range(len(COLUMNS)) if console.width >= WIDE_CHARACTERS else NARROW
         for number in shown:
-            # The last holds errors, which are long: it is folded rather than cut.
             first, last = number == 0, number == len(COLUMNS) - 1
             justify: JustifyMethod = "left" if first or last else "right"
             table.add_column(COLUMNS[number], justify=justify, no_wrap=not last, overflow="fold")
         for row in results.rows(case):
             loud = row.losses_identical is False or row.parameters_identical is False or not row.rounds
             cells = [escape(text) for text in texts(row)]
+            if not row.rounds:
+                cells[-1] = row.outcome  # the error is in the notes, where there is room for it
             cells[-1] = f"[bold red]{cells[-1]}[/]" if loud else cells[-1]
             table.add_row(*(cells[number] for number in shown))
         console.print(table)

@@ -155,7 +155,7 @@ def test_every_strategy_runs_with_the_bits_of_keep_or_says_why_not(recipe, name)
 
 def test_a_trace_shows_one_step(recipe):
     path = recipe.parent / "traces" / "t.json.gz"
-    result = execute(spec_for(recipe, "ours:ssd", trace=str(path)))
+    result = execute(spec_for(recipe, "ours:ssd", trace=str(path), overrides=("training.max_steps=5",)))
     assert result.outcome == DONE
     assert result.report.memory is None, "a profiled run is slower: nothing is measured"
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
