@@ -21,23 +21,24 @@ class Prefetcher:
     """Decides what backward will need soon: what is loaded ahead of it, and what does not have to leave at all.
 
     ``window_bytes`` of records are kept loaded, or on their way, ahead of backward; one record at least, however large.
-    Without a fixed window it adapts. A backward that waited for more than a small share of its time widens it; if that
-    did not help, because the disk is the limit, it is taken back and not tried again for a while. Backwards that hardly
-    waited narrow it, down to where one last waited. It stays between four records of usual size, with which it begins, and
-    ten: what more does not hide is the disk's bandwidth, and more would only be memory.
+    Without a fixed window it adapts. A backward that waited for more than a small share of its time widens it; if that did
+    not help, because the disk is the limit, it is taken back and not tried again for a while. Many backwards in a row that
+    hardly waited narrow it. It stays between four records of usual size, with which it begins, and five. Seven to ten would
+    hide most of what is waited for when attention needs two large records at once, but every record costs its size in peak
+    memory; whoever wants that trade sets the window.
 
     What the window holds when backward begins need not have left memory. Which records those are is known from the last
     step, so they are not written at all.
     """
 
-    _WIDEN = 2.0
+    _WIDEN = 1.25
     _NARROW = 0.85
     _WAITED_SHARE = 0.04
     _HELPED_SHARE = 0.8
     _CALM_STEPS = 16
     _HOPELESS_STEPS = 32
     _FEWEST_RECORDS = 4
-    _MOST_RECORDS = 7
+    _MOST_RECORDS = 5
     _LENGTHS = 16
 
     def __init__(self, transfer: Transfer, fixed_window_bytes: int | None):

@@ -746,13 +746,13 @@ def test_the_window_widens_only_while_that_helps(monkeypatch):
 
     one = 64 * 64 * 4
     assert step(0.01) == 4 * one  # as it began: memory first
-    assert step(0.5) == 7 * one  # twice as much would be more than is of use
+    assert step(0.5) == 5 * one
     assert step(0.45) == 4 * one  # it did not help: taken back
     assert step(0.5) == 4 * one  # and left alone
-    assert [step(0.5) for _ in range(31)][-1] == 7 * one  # for a while
-    assert step(0.1) == 7 * one  # this time it helped
-    assert [step(0.01) for _ in range(15)] == [7 * one] * 15
-    assert step(0.01) == round(7 * one * 0.85)
+    assert [step(0.5) for _ in range(31)][-1] == 5 * one  # for a while
+    assert step(0.1) == 5 * one  # this time it helped, and five are enough
+    assert [step(0.01) for _ in range(15)] == [5 * one] * 15
+    assert step(0.01) == round(5 * one * 0.85)
     assert [step(0.01) for _ in range(100)][-1] == 4 * one
 
 
