@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)  ## Keep, recompute and offload the same small model; table and plot in runs/demo (a few minutes)
-	$(BIN)/hf-offload bench steps gpt/demo --strategies keep,recompute,ours:ssd --output runs/demo
+	$(BIN)/hf-offload bench steps gpt/demo --strategies keep,recompute,ours:ssd --allocator auto --output runs/demo
 
 test: $(STAMP)  ## All tests but the slow ones; prints what was skipped and why
 	$(BIN)/python -m pytest -m "not full"
