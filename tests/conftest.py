@@ -1,6 +1,7 @@
 """Nothing here may reach a network or depend on how many cores a machine has."""
 
 import os
+import signal
 from pathlib import Path
 
 # Before transformers and datasets are imported: they read these once.
@@ -12,6 +13,10 @@ os.environ.pop("HF_OFFLOAD_DISABLE", None)
 # Processes that tests start find the package, and from any directory the same one.
 _ROOT = str(Path(__file__).resolve().parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
+
+# A test suite that was started in the background ignores Ctrl-C, and so would the processes that tests start and stop.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
