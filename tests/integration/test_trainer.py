@@ -653,11 +653,11 @@ def test_two_surfaces_on_one_model_are_refused(plain, flags, config):
 def test_lora_moves_no_frozen_weight(plain, flags, monkeypatch):
     peft = pytest.importorskip("peft")
     stored = set()
-    store = Transfer.store
+    adopt = Transfer.adopt
 
     def spying(self, record):
         stored.add(record.buffer.numpy().tobytes())
-        return store(self, record)
+        adopt(self, record)
 
     def adapted():
         torch.manual_seed(5)
@@ -666,7 +666,7 @@ def test_lora_moves_no_frozen_weight(plain, flags, monkeypatch):
 
     expected = make_trainer(TrainingArguments(**plain), "llama", adapted())
     expected.train()
-    monkeypatch.setattr(Transfer, "store", spying)
+    monkeypatch.setattr(Transfer, "adopt", spying)
     model = adapted()
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     found = make_trainer(OffloadTrainingArguments(**plain, **flags), "llama", model)
