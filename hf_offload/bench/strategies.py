@@ -155,7 +155,7 @@ def _ours() -> list[Strategy]:
 
 
 def read_ahead_strategy(window: str) -> Strategy:
-    """``ours:ssd`` with backward reading ahead as far as ``window``, such as ``64MiB``, instead of adapting."""
+    """``ours:ssd`` with backward reading ahead as far as ``window``, such as ``64MiB``."""
     ssd = next(strategy for strategy in _ours() if strategy.name == "ours:ssd")
     size = parse_bytes(window, "read-ahead")
     return dataclasses.replace(

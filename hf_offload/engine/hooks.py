@@ -64,7 +64,6 @@ class Engine:
         self._dead_storages: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._nothing = torch.empty(0, device=device.torch_device)
         self._where = threading.local()
-        self._stall_before_s = 0.0
         self._reported_room = False
 
     # -- where forward is ---------------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ class Engine:
         tensor = handle.view(*self.transfer.fetch(record))
         self.transfer.reap()
         self.prefetch.fill(record.tape)
-        self.transfer.evict_beyond(self.prefetch.window_bytes + 2 * record.tape.largest)
+        self.transfer.evict_beyond(self.prefetch.window(record.tape) + 2 * record.tape.largest)
         return tensor
 
     # -- records ------------------------------------------------------------------------------------------------------
@@ -136,9 +135,7 @@ class Engine:
         return _keep_plain(tensor)
 
     def _begin_tape(self) -> None:
-        stalled_s = self.stats.load_stall_s
-        self.prefetch.begin_tape(stalled_s - self._stall_before_s)
-        self._stall_before_s = stalled_s
+        self.prefetch.begin_tape()
         self._weights.refresh()
 
     def _find(

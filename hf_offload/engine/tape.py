@@ -1,6 +1,5 @@
 """What one forward (or several, before their backward) packed, and the order in which backward asked for it."""
 
-import time
 import weakref
 from collections.abc import Sequence
 
@@ -23,7 +22,6 @@ class Tape:
         self.order: Sequence[int] = ()
         self.place: list[int] = []
         self.next = 0
-        self.backward_began_s = 0.0
 
     def add(self, record: Record) -> None:
         record.tape = self
@@ -54,7 +52,6 @@ class Tape:
     def follow(self, order: Sequence[int]) -> None:
         """Backward begins: expect it to go in ``order``."""
         self.order = order
-        self.backward_began_s = time.perf_counter()
         self.place = [0] * len(order)
         for index, ordinal in enumerate(order):
             self.place[ordinal] = index

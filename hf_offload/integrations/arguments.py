@@ -43,7 +43,7 @@ class OffloadArguments:
         default=0, metadata={"help": "How many of the last blocks keep their activations in memory."}
     )
     offload_read_ahead: str | None = dataclasses.field(
-        default=None, metadata={"help": "How many bytes backward reads ahead. Default: adapts during training."}
+        default=None, metadata={"help": "How many bytes backward reads ahead. Default: six tensors of usual size."}
     )
     offload_verify: str = dataclasses.field(
         default="off", metadata={"help": "off, or checksum: compare every buffer before the store and after the load."}

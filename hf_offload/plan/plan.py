@@ -19,7 +19,7 @@ class Plan:
         tier: ``"none"``, ``"ram"`` or ``"ssd"``.
         keep_units: Names of modules whose saved tensors stay in memory.
         min_offload_bytes: Smaller tensors stay in memory.
-        read_ahead_bytes: Window of the prefetcher; None lets it adapt.
+        read_ahead_bytes: Window of the prefetcher; None: six records of usual size.
         write_behind_bytes: Most bytes that wait to be written from memory that is short.
         reason: Why, in words a user can read.
     """

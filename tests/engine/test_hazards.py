@@ -723,44 +723,13 @@ def test_several_threads_unpack_at_once():
         assert torch.equal(one.grad, torch.autograd.grad((one * 2).sin().cos().sum(), one)[0])
 
 
-def test_the_window_widens_only_while_that_helps(monkeypatch):
-    """Adaptation is driven by a clock of the test's own, in which every backward takes one second."""
-    now = [0.0]
-    monkeypatch.setattr("hf_offload.engine.prefetch.time.perf_counter", lambda: now[0])
-    rig = Rig()
-    prefetch = rig.engine.prefetch
-    x = leaf(64, 64)
-
-    def step(stall_s):
-        with rig:
-            h = x
-            for _ in range(200):
-                h = h.sin()
-            y = h.sum()
-            del h
-        rig.settle()
-        y.backward()
-        now[0] += 1.0
-        prefetch.begin_tape(stall_s)
-        return prefetch.window_bytes
-
-    one = 64 * 64 * 4
-    assert step(0.01) == 4 * one  # as it began: memory first
-    assert step(0.5) == 5 * one
-    assert step(0.45) == 4 * one  # it did not help: taken back
-    assert step(0.5) == 4 * one  # and left alone
-    assert [step(0.5) for _ in range(31)][-1] == 5 * one  # for a while
-    assert step(0.1) == 5 * one  # this time it helped, and five are enough
-    assert [step(0.01) for _ in range(15)] == [5 * one] * 15
-    assert step(0.01) == round(5 * one * 0.85)
-    assert [step(0.01) for _ in range(100)][-1] == 4 * one
-
-
-def sines(x, count):
-    """``count`` saved tensors in a row, each needed by one step of backward."""
+def sines(x, count, during_backward=None):
+    """``count`` saved tensors in a row, each needed by one step of backward, after which ``during_backward`` is called."""
     h = x
     for _ in range(count):
         h = h.sin()
+        if during_backward is not None:
+            h.register_hook(during_backward)
     return h.sum()
 
 
@@ -790,6 +759,31 @@ def test_a_record_larger_than_the_window_is_read_ahead_alone():
     rig.settle()
     y.backward()
     assert rig.tier.started[:2] == ["urgent", "ahead"]
+
+
+@pytest.mark.parametrize(("read_ahead_bytes", "records"), [(None, 6), (2 * 64 * 64 * 4, 2), (7 * 64 * 64 * 4, 7)])
+def test_the_window_is_six_usual_records_unless_it_is_given(read_ahead_bytes, records):
+    rig = Rig(read_ahead_bytes=read_ahead_bytes)
+    x = leaf(64, 64)
+    ahead = []
+    with rig:
+        y = sines(x, 20, lambda _: ahead.append(rig.transfer.own_bytes))
+    rig.settle()
+    y.backward()
+    assert max(ahead) == records * x.nbytes
+
+
+def test_a_window_of_records_that_are_still_leaving_keeps_them_all():
+    """They are in memory in any case: writing them would only cost the disk."""
+    rig = Rig(read_ahead_bytes=3 * 64 * 64 * 4)
+    x = leaf(64, 64)
+    kept = []
+    rig.tier.write_gate.clear()
+    with rig:
+        y = sines(x, 4, lambda _: kept.append(rig.stats.forwarded_bytes))
+    y.backward()
+    rig.tier.write_gate.set()
+    assert kept[1] == 4 * x.nbytes  # as soon as backward has asked for one of them
 
 
 def test_what_is_still_on_its_way_out_fills_the_window():
