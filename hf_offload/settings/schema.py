@@ -33,7 +33,7 @@ class OffloadConfig:
         disk_budget: Most bytes of disk the run may occupy at any time, over all directories.
         min_offload_bytes: Smaller tensors stay where they are.
         keep_last_count: How many of the model's last blocks keep their activations: backward needs those first.
-        read_ahead_bytes: How far backward reads ahead. Default: found during training, so that it never waits.
+        read_ahead_bytes: How far backward reads ahead. Default: six tensors of usual size, enough not to wait.
         verify: ``"checksum"`` compares a CRC-32 of every buffer before the store and after the load.
         max_disk_write_bytes: Stop writing to disk after this many bytes in one run, to spare the drive; what follows
             stays in memory.
