@@ -7,13 +7,13 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.versions import find_versions
 
 WARMUP_STEPS = 2
 """Steps left out of the median time: kernels are chosen, memory is mapped and read-ahead is learned in them."""
@@ -130,10 +130,4 @@ def describe_machine() -> dict[str, Any]:
 def describe_versions() -> dict[str, str]:
     """Versions of everything that takes part in the numbers."""
     packages = ("hf-offload", "torch", "transformers", "accelerate", "datasets", "tokenizers", "trl", "numpy")
-    versions = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-            versions[package] = "not installed"
-    return versions
+    return {package: version or "not installed" for package, version in find_versions(packages).items()}
