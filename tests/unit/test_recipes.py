@@ -8,7 +8,8 @@ import torch
 
 import hf_offload
 from hf_offload import OffloadConfig, OffloadConfigError
-from hf_offload.settings.recipes import HubData, find_recipe, load_recipe, recipe_names
+from hf_offload.settings.recipe_files import find_recipe, recipe_names
+from hf_offload.settings.recipes import HubData, load_recipe
 from hf_offload.training.report import describe_model
 from hf_offload.training.run import build_model
 
