@@ -12,13 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hf_offload.bench.cell import CRASHED, OUT_OF_MEMORY, require_memory_limit
+from hf_offload.bench.formats import csv_text, json_text
 from hf_offload.bench.limits import (
     LIMIT_COLUMNS,
     VARIED,
     check_limits,
     find_limits,
-    limits_csv,
-    limits_json,
+    limits_dict,
     limits_title,
     write_limits,
 )
@@ -29,8 +29,6 @@ from hf_offload.bench.tables import (
     COLUMNS,
     NARROW,
     WIDE_CHARACTERS,
-    as_csv,
-    as_json,
     describe,
     footnotes,
     texts,
@@ -124,7 +122,7 @@ def steps(
             raise KeyboardInterrupt
         written = write_results(results, plan.output)
     if json or csv:
-        typer.echo(as_json(results) if json else as_csv(results.rows()), nl=False)
+        typer.echo(json_text(results.as_dict()) if json else csv_text(results.rows()), nl=False)
     else:
         _show(results)
         for path in written:
@@ -185,7 +183,7 @@ def limits(
             raise KeyboardInterrupt
         written = write_limits(found, plan, interrupted)
     if json or csv:
-        typer.echo(limits_json(found, plan, interrupted) if json else limits_csv(found), nl=False)
+        typer.echo(json_text(limits_dict(found, plan, interrupted)) if json else csv_text(found), nl=False)
     else:
         console = output()
         for shape in dict.fromkeys(limit.shape for limit in found):

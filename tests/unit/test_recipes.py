@@ -56,9 +56,9 @@ def test_the_demo_is_shipped():
 def test_presets_have_the_published_shapes(name, parameters, layers, dropout):
     recipe = load_recipe(f"bench/{name}")
     built = describe_model(build_model(recipe, None, torch.device("meta")))
-    assert (built["parameters"], built["layers"], built["dropout"]) == (parameters, layers, dropout)
-    assert built["attention"] == "sdpa"
-    assert built["dtype"] == recipe.model.dtype == ("bfloat16" if "llama" in name else "float32")
+    assert (built.parameters, built.layers, built.dropout) == (parameters, layers, dropout)
+    assert built.attention == "sdpa"
+    assert built.dtype == recipe.model.dtype == ("bfloat16" if "llama" in name else "float32")
 
 
 def test_unknown_recipe_names_the_nearest():
