@@ -1,6 +1,6 @@
 """Recipes, reports and strategies for tests of the benchmark."""
 
-from hf_offload.training.report import TrainingReport
+from hf_offload.training.report import ModelFacts, TrainingReport
 
 RANDOM_RECIPE = """
 model:
@@ -19,6 +19,17 @@ training:
   disable_tqdm: true
 offload: {min_offload_bytes: 1KiB}
 """
+
+TINY_MODEL = ModelFacts(
+    architecture="gpt2",
+    layers="2",
+    hidden_size=64,
+    vocabulary=300,
+    dropout="0.1",
+    attention="sdpa",
+    dtype="float32",
+    parameters=123_392,
+)
 
 
 def fake_report(**changes):

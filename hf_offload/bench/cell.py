@@ -23,7 +23,7 @@ from torch import nn
 from hf_offload.bench.strategies import Strategy, find_strategy
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.training.report import WARMUP_STEPS, TrainingReport, describe_model
+from hf_offload.training.report import WARMUP_STEPS, ModelFacts, TrainingReport, describe_model
 from hf_offload.training.run import run_recipe
 
 DONE = "done"
@@ -79,8 +79,8 @@ class CellResult:
     outcome: str
     error: str | None = None
     """One line."""
-    model: dict[str, Any] | None = None
-    """Of :func:`~hf_offload.training.report.describe_model`; known as soon as the model is built."""
+    model: ModelFacts | None = None
+    """Known as soon as the model is built."""
     report: TrainingReport | None = None
 
     def write(self, path: Path) -> None:
@@ -93,8 +93,9 @@ class CellResult:
     def read(cls, path: Path) -> "CellResult":
         """Read what :meth:`write` wrote."""
         values = json.loads(path.read_text(encoding="utf-8"))
-        report = values.pop("report")
-        return cls(**values, report=None if report is None else TrainingReport(**report))
+        for name, kind in (("model", ModelFacts), ("report", TrainingReport)):
+            values[name] = None if values[name] is None else kind(**values[name])
+        return cls(**values)
 
 
 # --------------------------------------------------------------------------------------------------------------- parent

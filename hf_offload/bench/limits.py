@@ -4,21 +4,20 @@ Each probe is a training run of two steps in a process of its own: the first mak
 to live with it.
 """
 
-import csv
 import dataclasses
-import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hf_offload.bench.cell import DONE, OUT_OF_MEMORY, CellSpec, require_memory_limit, run_cell
+from hf_offload.bench.formats import csv_text, flat, json_text, markdown_table, write_texts
 from hf_offload.bench.results import Case, file_name
 from hf_offload.bench.steps import Plan
 from hf_offload.bench.strategies import Strategy
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.training.report import ModelFacts
 
 VARIED = {"sequence": 128, "batch": 1}
 """What can be varied, and what the answer is a multiple of."""
@@ -74,14 +73,8 @@ class Limit:
     batch: int | None = None
     sequence: int | None = None
     """The one that is not varied."""
-    architecture: str | None = None
-    layers: str | None = None
-    hidden_size: int | None = None
-    vocabulary: int | None = None
-    dropout: str | None = None
-    attention: str | None = None
-    dtype: str | None = None
-    parameters: int | None = None
+    model: ModelFacts | None = None
+    """``None`` when none was ever built."""
     source: str = ""
 
     def texts(self) -> list[str]:
@@ -153,8 +146,7 @@ def _find(plan: Plan, case: Case, strategy: Strategy, vary: str, most: int, on_p
             memory_limit_bytes=plan.memory_limit_bytes,
         )
         result = run_cell(spec, plan.environment(plan.allocators(strategy)[0]))
-        for name, known in (result.model or {}).items():
-            setattr(limit, name, known)
+        limit.model = result.model or limit.model
         if result.outcome not in (DONE, OUT_OF_MEMORY):
             raise _Ended(f"{result.outcome}: {result.error}")
         # What is known already, should a later probe end the search.
@@ -182,38 +174,17 @@ def limits_dict(limits: list[Limit], plan: Plan, interrupted: bool) -> dict[str,
         "probe_steps": PROBE_STEPS,
         "precision": f"1/{PRECISION}, or one multiple of what is varied",
         "interrupted": interrupted,
-        "rows": [dataclasses.asdict(limit) for limit in limits],
+        "rows": [flat(limit) for limit in limits],
     }
-
-
-def limits_json(limits: list[Limit], plan: Plan, interrupted: bool) -> str:
-    """Everything as text."""
-    return json.dumps(limits_dict(limits, plan, interrupted), indent=1) + "\n"
-
-
-def limits_csv(limits: list[Limit]) -> str:
-    """All rows with all their fields."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Limit)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(dataclasses.asdict(limit) for limit in limits)
-    return text.getvalue()
 
 
 def limits_title(limits: list[Limit], shape: str) -> str:
     """What was searched for, and in what."""
     limit = next(limit for limit in limits if limit.shape == shape)
-    built = next((each for each in limits if each.shape == shape and each.layers), limit)
+    model = next((each.model for each in limits if each.shape == shape and each.model), None)
     what = "longest sequence" if limit.vary == "sequence" else "largest batch"
     fixed = f"batch {limit.batch}" if limit.vary == "sequence" else f"sequence {limit.sequence}"
-    model = (
-        f": {built.architecture}, {built.layers} layers of width {built.hidden_size}, vocabulary {built.vocabulary}, "
-        f"dropout {built.dropout}, {built.attention} attention, {built.dtype}, {(built.parameters or 0) / 1e6:.1f} M "
-        "parameters"
-        if built.layers
-        else ""
-    )
-    return f"{shape}, {what} in {format_bytes(limit.memory_limit_bytes)}, {fixed}{model}"
+    return f"{shape}, {what} in {format_bytes(limit.memory_limit_bytes)}, {fixed}{f': {model}' if model else ''}"
 
 
 def write_limits(limits: list[Limit], plan: Plan, interrupted: bool) -> list[Path]:
@@ -221,21 +192,12 @@ def write_limits(limits: list[Limit], plan: Plan, interrupted: bool) -> list[Pat
     lines = []
     for shape in dict.fromkeys(limit.shape for limit in limits):
         lines += [f"# {limits_title(limits, shape)}", ""]
-        lines += ["| " + " | ".join(LIMIT_COLUMNS) + " |", "|" + "---|" * len(LIMIT_COLUMNS)]
-        lines += [
-            "| " + " | ".join(text.replace("|", "\\|") for text in limit.texts()) + " |"
-            for limit in limits
-            if limit.shape == shape
-        ]
-        lines.append("")
+        lines += markdown_table(LIMIT_COLUMNS, [limit.texts() for limit in limits if limit.shape == shape])
     if interrupted:
         lines += ["**Interrupted: only the searches that finished are shown.**", ""]
     contents = {
         "limits.md": "\n".join(lines),
-        "limits.json": limits_json(limits, plan, interrupted),
-        "limits.csv": limits_csv(limits),
+        "limits.json": json_text(limits_dict(limits, plan, interrupted)),
+        "limits.csv": csv_text(limits),
     }
-    plan.output.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        (plan.output / name).write_text(content, encoding="utf-8")
-    return [plan.output / name for name in contents]
+    return write_texts(plan.output, contents)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_offload.bench.cell import CRASHED, DONE, CellResult
+from hf_offload.bench.formats import flat
 from hf_offload.bench.strategies import REFERENCE, Strategy
-from hf_offload.training.report import WARMUP_STEPS, TrainingReport, median_after_warmup
+from hf_offload.training.report import WARMUP_STEPS, ModelFacts, TrainingReport, median_after_warmup
 
 Reports = dict[int, TrainingReport]
 
@@ -74,14 +75,8 @@ class Row:
     shape: str
     batch: int
     sequence: int
-    architecture: str | None = None
-    layers: str | None = None
-    hidden_size: int | None = None
-    vocabulary: int | None = None
-    dropout: str | None = None
-    attention: str | None = None
-    dtype: str | None = None
-    parameters: int | None = None
+    model: ModelFacts | None = None
+    """``None`` when none was ever built."""
     strategy: str
     outcome: str
     error: str | None = None
@@ -125,10 +120,10 @@ class Results:
         """The cases of which anything ran."""
         return list(dict.fromkeys(cell.case for cell in self.cells))
 
-    def model(self, case: Case) -> dict[str, Any]:
-        """What the case's model is; empty when none was ever built."""
+    def model(self, case: Case) -> ModelFacts | None:
+        """What the case's model is; ``None`` when none was ever built."""
         models = (cell.result.model for cell in self.cells if cell.case == case)
-        return next((model for model in models if model), {})
+        return next((model for model in models if model), None)
 
     def rows(self, case: Case | None = None) -> list[Row]:
         """One row a strategy, in the order given, of one case or of all."""
@@ -185,7 +180,7 @@ class Results:
             "rounds": self.rounds,
             "warmup_steps": WARMUP_STEPS,
             "interrupted": self.interrupted,
-            "rows": [dataclasses.asdict(row) for row in self.rows()],
+            "rows": [flat(row) for row in self.rows()],
             "extra_runs": [_extra(cell) for cell in self.cells if cell.extra],
             "problems": self.problems(),
             "machine": reports[0].machine if reports else {},
@@ -215,12 +210,12 @@ class Results:
             shape=case.shape,
             batch=case.batch,
             sequence=case.sequence,
+            model=self.model(case),
             strategy=name,
             outcome=failed.outcome if failed else DONE,
             error=failed.error if failed else None,
             rounds=len(reports),
             source=cells[0].strategy.source,
-            **self.model(case),
         )
         if reports:
             _measure(row, list(reports.values()))

@@ -17,7 +17,8 @@ from hf_offload.bench.results import Case, Cell, Results, file_name
 from hf_offload.bench.strategies import REFERENCE, Strategy
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose, collect_errors
-from hf_offload.settings.recipes import load_recipe, recipe_names
+from hf_offload.settings.recipe_files import recipe_names
+from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.report import WARMUP_STEPS
 
 logger = logging.getLogger(__name__)

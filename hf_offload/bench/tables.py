@@ -1,12 +1,9 @@
-"""Results as people and programs read them: a table with footnotes, Markdown, CSV and JSON."""
+"""Results as people read them: a table with footnotes, as Markdown, with plots; and their files."""
 
-import csv
-import dataclasses
-import io
-import json
 from pathlib import Path
 
 from hf_offload.bench.cell import DONE
+from hf_offload.bench.formats import csv_text, json_text, markdown_table, write_texts
 from hf_offload.bench.results import Case, Results, Row, outcome
 from hf_offload.bench.strategies import REFERENCE
 from hf_offload.errors import OffloadError
@@ -61,14 +58,7 @@ def identity(row: Row) -> str:
 def describe(results: Results, case: Case) -> str:
     """The case in one line."""
     model = results.model(case)
-    line = f"{case.shape}, batch {case.batch} x sequence {case.sequence}"
-    if not model:
-        return line
-    return (
-        f"{line}: {model['architecture']}, {model['layers']} layers of width {model['hidden_size']}, vocabulary "
-        f"{model['vocabulary']}, dropout {model['dropout']}, {model['attention']} attention, {model['dtype']}, "
-        f"{model['parameters'] / 1e6:.1f} M parameters"
-    )
+    return f"{case.shape}, batch {case.batch} x sequence {case.sequence}{f': {model}' if model else ''}"
 
 
 def footnotes(results: Results) -> list[str]:
@@ -113,11 +103,7 @@ def markdown(results: Results) -> str:
     lines = [f"# {shapes}: memory and time of a training step", ""]
     for case in cases:
         lines += [f"{describe(results, case)}.", ""]
-        lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-        lines += [
-            "| " + " | ".join(text.replace("|", "\\|") for text in texts(row)) + " |" for row in results.rows(case)
-        ]
-        lines.append("")
+        lines += markdown_table(COLUMNS, [texts(row) for row in results.rows(case)])
     if results.interrupted:
         lines += ["**Interrupted: only the runs that finished are shown.**", ""]
     problems = results.problems()
@@ -129,20 +115,6 @@ def markdown(results: Results) -> str:
     return "\n".join([*lines, ""])
 
 
-def as_csv(rows: list[Row]) -> str:
-    """All rows with all their fields."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(dataclasses.asdict(row) for row in rows)
-    return text.getvalue()
-
-
-def as_json(results: Results) -> str:
-    """Everything."""
-    return json.dumps(results.as_dict(), indent=1) + "\n"
-
-
 def write_results(results: Results, output: Path) -> list[Path]:
     """Write ``table.md``, ``table.json``, ``table.csv`` and the plots into ``output``; returns their paths."""
     if not any(row.rounds for row in results.rows()):
@@ -152,12 +124,12 @@ def write_results(results: Results, output: Path) -> list[Path]:
         )
     from hf_offload.reports.plots import Point, plot_memory, plot_pareto
 
-    contents = {"table.md": markdown(results), "table.json": as_json(results), "table.csv": as_csv(results.rows())}
-    output.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, content in contents.items():
-        written.append(output / name)
-        written[-1].write_text(content, encoding="utf-8")
+    contents = {
+        "table.md": markdown(results),
+        "table.json": json_text(results.as_dict()),
+        "table.csv": csv_text(results.rows()),
+    }
+    written = write_texts(output, contents)
     cases = results.cases()
     for case in cases:
         ending = f"_{case.file_name}.png" if len(cases) > 1 else ".png"

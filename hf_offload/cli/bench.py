@@ -1,6 +1,6 @@
 """``hf-offload bench``: ``steps`` and ``limits``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -8,17 +8,15 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import JustifyMethod
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hf_offload.bench.cell import CRASHED, OUT_OF_MEMORY, require_memory_limit
 from hf_offload.bench.limits import (
     LIMIT_COLUMNS,
     VARIED,
+    Limit,
     check_limits,
     find_limits,
-    limits_csv,
-    limits_json,
     limits_title,
     write_limits,
 )
@@ -29,8 +27,6 @@ from hf_offload.bench.tables import (
     COLUMNS,
     NARROW,
     WIDE_CHARACTERS,
-    as_csv,
-    as_json,
     describe,
     footnotes,
     texts,
@@ -38,7 +34,15 @@ from hf_offload.bench.tables import (
 )
 from hf_offload.cli.bench_disk import disk
 from hf_offload.cli.bench_overhead import overhead
-from hf_offload.cli.console import EXIT_INTERRUPTED, EXIT_PROBLEM, clear_errors, messages, output, visible_log
+from hf_offload.cli.console import (
+    EXIT_INTERRUPTED,
+    EXIT_PROBLEM,
+    clear_errors,
+    messages,
+    output,
+    progress_bar,
+    visible_log,
+)
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.plots import require_matplotlib
 from hf_offload.settings.sizes import format_bytes, parse_bytes
@@ -123,12 +127,7 @@ def steps(
         if results.interrupted and not results.cells:
             raise KeyboardInterrupt
         written = write_results(results, plan.output)
-    if json or csv:
-        typer.echo(as_json(results) if json else as_csv(results.rows()), nl=False)
-    else:
-        _show(results)
-        for path in written:
-            output().print(f"wrote {path}", highlight=False, soft_wrap=True)
+    _print(written, json, csv, lambda: _show_results(results))
     problems = results.problems()
     for problem in problems:
         messages().print(f"[bold red]{escape(problem)}[/]", highlight=False)
@@ -176,7 +175,7 @@ def limits(
             _list(plan, f"{vary} up to {most}")
             return
         require_memory_limit()  # before anything is shown
-        with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=messages()) as progress:
+        with progress_bar(counted=False) as progress:
             task = progress.add_task("starting", total=None)
             found, interrupted = find_limits(
                 plan, vary, most, lambda what: progress.update(task, description=f"probing {escape(what)}")
@@ -184,28 +183,13 @@ def limits(
         if not found:
             raise KeyboardInterrupt
         written = write_limits(found, plan, interrupted)
-    if json or csv:
-        typer.echo(limits_json(found, plan, interrupted) if json else limits_csv(found), nl=False)
-    else:
-        console = output()
-        for shape in dict.fromkeys(limit.shape for limit in found):
-            title = escape(limits_title(found, shape))
-            table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
-            for column in LIMIT_COLUMNS:
-                table.add_column(column, overflow="fold")
-            for limit in found:
-                if limit.shape == shape:
-                    table.add_row(*(escape(text) for text in limit.texts()))
-            console.print(table)
-        for path in written:
-            console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    _print(written, json, csv, lambda: _show_limits(found))
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _run(plan: Plan) -> Results:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=messages()) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("starting", total=plan.cell_count)
 
         def on_start(name: str, done: int, total: int) -> None:
@@ -223,12 +207,25 @@ def _run(plan: Plan) -> Results:
     return results
 
 
-def _show(results: Results) -> None:
+def _print(written: list[Path], json: bool, csv: bool, show: Callable[[], None]) -> None:
+    """Print the file that was asked for as it was written; otherwise show the tables and name the files."""
+    if json or csv:
+        wanted = next(path for path in written if path.suffix == (".json" if json else ".csv"))
+        typer.echo(wanted.read_text(encoding="utf-8"), nl=False)
+        return
+    show()
+    for path in written:
+        output().print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def _table(title: str) -> Table:
+    return Table(title=escape(title), box=SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
+
+
+def _show_results(results: Results) -> None:
     console = output()
     for case in results.cases():
-        table = Table(
-            title=escape(describe(results, case)), box=SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left"
-        )
+        table = _table(describe(results, case))
         shown = range(len(COLUMNS)) if console.width >= WIDE_CHARACTERS else NARROW
         for number in shown:
             first, last = number == 0, number == len(COLUMNS) - 1
@@ -244,6 +241,17 @@ def _show(results: Results) -> None:
         console.print(table)
     for note in footnotes(results):
         console.print(f"[dim]{escape(note)}[/]", highlight=False)
+
+
+def _show_limits(found: list[Limit]) -> None:
+    for shape in dict.fromkeys(limit.shape for limit in found):
+        table = _table(limits_title(found, shape))
+        for column in LIMIT_COLUMNS:
+            table.add_column(column, overflow="fold")
+        for limit in found:
+            if limit.shape == shape:
+                table.add_row(*(escape(text) for text in limit.texts()))
+        output().print(table)
 
 
 def _list(plan: Plan, search: str | None = None) -> None:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, messages, output
+from hf_offload.cli.console import clear_errors, output, progress_bar
 from hf_offload.settings.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -39,9 +38,8 @@ def disk(
         workload = Workload.of(parse_bytes(size, "size"), parse_bytes(block, "block"))
         directories = directory or [Path.cwd()]
         check_drives(directories, workload)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         reports = []
-        with Progress(*columns, console=messages()) as progress:
+        with progress_bar() as progress:
             for path in directories:
                 passes = PASSES_BEFORE_ROUNDS + PASSES_PER_ROUND * rounds
                 task = progress.add_task(escape(str(path)), total=passes, completed=-1)

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, messages, output
+from hf_offload.cli.console import clear_errors, output, progress_bar
 
 if TYPE_CHECKING:
     from hf_offload.bench.overhead import Figure
@@ -24,8 +23,7 @@ def overhead(
     with clear_errors():
         from hf_offload.bench.overhead import measure_overhead  # slow: it loads torch
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=messages()) as progress:
+        with progress_bar() as progress:
             task = progress.add_task("measuring", total=repetitions)
             costs = measure_overhead(tensors, repetitions, lambda: progress.update(task, advance=1))
     if json:

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from hf_offload.errors import OffloadError
 
@@ -24,6 +25,12 @@ def output() -> Console:
 def messages() -> Console:
     """For everything beside results."""
     return Console(stderr=True)
+
+
+def progress_bar(*, counted: bool = True) -> Progress:
+    """What is going on and for how long; with ``counted``, how much of it is done, too."""
+    counters: list[ProgressColumn] = [BarColumn(), MofNCompleteColumn()] if counted else []
+    return Progress(TextColumn("{task.description}"), *counters, TimeElapsedColumn(), console=messages())
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib
-import importlib.metadata
 import os
 import platform
 import time
@@ -17,6 +16,7 @@ from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.disk_io import DirectIo
 from hf_offload.storage.file_systems import check_directory, free_disk_bytes
+from hf_offload.versions import find_versions
 
 PACKAGES = (
     "hf-offload",
@@ -112,7 +112,7 @@ def probe_machine(directories: Sequence[str | os.PathLike[str]] = (), *, sample_
         drives=tuple(_drive(Path(directory), sample_bytes) for directory in directories),
         gpu_direct=_gpu_direct(),
         allocator=_allocator(),
-        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        versions=find_versions(PACKAGES),
     )
 
 
@@ -211,10 +211,3 @@ def _allocator() -> AllocatorFacts:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
         huge_pages = text.partition("[")[2].partition("]")[0] or "unknown"
     return AllocatorFacts(current_allocator(), environment, huge_pages)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -4,34 +4,21 @@ What is reported is a difference: the peak while training, minus the level of a 
 and optimizer state and has freed everything else. That level exists at no moment of an ordinary run (gradients and
 optimizer state appear during the first step), so the meter makes it: it fills zero gradients, takes one optimizer step
 at learning rate zero, reads the level, and puts everything back. Training goes on exactly as without the meter.
-
-On a CPU the level is the process's resident memory, the peak is the kernel's own high-water mark (a spike of a
-microsecond counts), and how freed memory is kept depends on the allocator, which every report names. An allocator that
-keeps freed memory at hand shows a flat line there, so the bytes that are in use according to the allocator itself are
-sampled beside it. On CUDA all of these are PyTorch's counters.
 """
 
 import contextlib
-import ctypes
 import dataclasses
-import gc
-import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_offload.allocator import current_allocator
 from hf_offload.errors import OffloadError
+from hf_offload.reports.gauges import Gauge, choose_gauge
 from hf_offload.training.report import parameter_digest
-
-logger = logging.getLogger(__name__)
 
 SAMPLE_PERIOD_S = 0.01
 MOST_SAMPLES = 20_000
@@ -68,7 +55,7 @@ class MemoryMeter(TrainerCallback):
 
     def __init__(self) -> None:
         self.record: MemoryRecord | None = None
-        self._gauge: _Gauge | None = None
+        self._gauge: Gauge | None = None
         self._sampler: _Sampler | None = None
         self._begin_s = 0.0
 
@@ -85,7 +72,7 @@ class MemoryMeter(TrainerCallback):
     ) -> None:
         if self.record is not None:
             return
-        gauge = _gauge(args.device)
+        gauge = choose_gauge(args.device)
         with baseline_state(kwargs["model"], kwargs.get("optimizer")):
             gauge.settle()
             self.record = MemoryRecord(device=str(args.device), peak_source=gauge.peak_source)
@@ -144,7 +131,7 @@ class MemoryMeter(TrainerCallback):
         return [end - start for start, end in zip(self.record.step_start_s, self.record.step_end_s, strict=False)]
 
     @staticmethod
-    def _read_peak(record: MemoryRecord, gauge: "_Gauge") -> int:
+    def _read_peak(record: MemoryRecord, gauge: Gauge) -> int:
         peak = gauge.peak()
         record.peak_bytes = max(record.peak_bytes, peak)
         reserved = gauge.peak_reserved()
@@ -224,167 +211,6 @@ def _forget_step(optimizer: torch.optim.Optimizer) -> None:
                     value.zero_()
     else:
         optimizer.state.clear()
-
-
-# -------------------------------------------------------------------------------------------------------------- gauges
-
-
-class _Gauge:
-    """Reads one kind of memory. The base class is any device whose memory can only be sampled as the process's own."""
-
-    peak_source = "sampled resident memory"
-
-    def settle(self) -> None:
-        """Give back what is free, so that a level counts only what is used."""
-        gc.collect()
-        if sys.platform == "linux":
-            release_free_memory()
-
-    def level(self) -> int:
-        import psutil
-
-        return psutil.Process().memory_info().rss
-
-    def peak(self) -> int:
-        return self.level()
-
-    def reset_peak(self) -> None:
-        pass
-
-    def reserved(self) -> int | None:
-        return None
-
-    def peak_reserved(self) -> int | None:
-        return None
-
-    def in_use(self) -> int | None:
-        return None
-
-    def synchronize(self) -> None:
-        pass
-
-
-class _LinuxGauge(_Gauge):
-    """Resident memory of this process, from /proc."""
-
-    peak_source = "VmHWM, reset before each step"
-
-    def __init__(self) -> None:
-        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        self._in_use = _allocator_counter()
-
-    def level(self) -> int:
-        return int(Path("/proc/self/statm").read_bytes().split()[1]) * self._page_bytes
-
-    def peak(self) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-        raise OffloadError("/proc/self/status has no line VmHWM: memory cannot be measured on this kernel.")
-
-    def reset_peak(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")
-
-    def in_use(self) -> int | None:
-        return None if self._in_use is None else self._in_use()
-
-
-class _CudaGauge(_Gauge):
-    """PyTorch's counters of allocated and reserved memory."""
-
-    peak_source = "torch.cuda.max_memory_allocated"
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def settle(self) -> None:
-        gc.collect()
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-
-    def level(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def reserved(self) -> int | None:
-        return torch.cuda.memory_reserved(self._device)
-
-    def peak_reserved(self) -> int | None:
-        return torch.cuda.max_memory_reserved(self._device)
-
-    def in_use(self) -> int | None:
-        return self.level()
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-
-def _gauge(device: torch.device) -> _Gauge:
-    if device.type == "cuda":
-        return _CudaGauge(device)
-    if sys.platform == "linux":
-        gauge = _LinuxGauge()
-        try:
-            gauge.reset_peak()
-        except OSError as error:  # some containers forbid it
-            logger.warning(f"The kernel's memory peak cannot be reset ({error}): it is sampled every 10 ms instead.")
-        else:
-            return gauge
-    return _Gauge()
-
-
-def release_free_memory() -> None:
-    """Ask the C allocator, glibc's or tcmalloc, to give free memory back to the kernel."""
-    process = ctypes.CDLL(None)
-    for name, arguments in (("MallocExtension_ReleaseFreeMemory", ()), ("malloc_trim", (0,))):
-        if hasattr(process, name):
-            getattr(process, name)(*arguments)
-            return
-
-
-class _Mallinfo2(ctypes.Structure):
-    """<malloc.h>: what glibc's allocator counts, over all of its arenas."""
-
-    _fields_ = (
-        ("arena", ctypes.c_size_t),
-        ("ordblks", ctypes.c_size_t),
-        ("smblks", ctypes.c_size_t),
-        ("hblks", ctypes.c_size_t),
-        ("hblkhd", ctypes.c_size_t),
-        ("usmblks", ctypes.c_size_t),
-        ("fsmblks", ctypes.c_size_t),
-        ("uordblks", ctypes.c_size_t),
-        ("fordblks", ctypes.c_size_t),
-        ("keepcost", ctypes.c_size_t),
-    )
-
-
-def _allocator_counter() -> Callable[[], int] | None:
-    """A function that returns the bytes which tcmalloc or glibc has handed out; ``None`` for other allocators."""
-    process = ctypes.CDLL(None)
-    if hasattr(process, "MallocExtension_GetNumericProperty"):
-        value = ctypes.c_size_t()
-
-        def tcmalloc() -> int:
-            process.MallocExtension_GetNumericProperty(b"generic.current_allocated_bytes", ctypes.byref(value))
-            return value.value
-
-        return tcmalloc
-    if hasattr(process, "mallinfo2") and current_allocator().startswith("glibc"):
-        mallinfo2 = process.mallinfo2
-        mallinfo2.restype = _Mallinfo2
-
-        def glibc() -> int:
-            info = mallinfo2()
-            return info.uordblks + info.hblkhd
-
-        return glibc
-    return None
 
 
 class _Sampler:

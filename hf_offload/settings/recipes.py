@@ -1,4 +1,4 @@
-"""Recipes: one YAML file that says everything about a training run, and how to change it from the command line.
+"""Recipes: what one YAML file says about a training run, and how that is checked.
 
 Four sections: ``model``, ``data``, ``training`` (the fields of ``transformers.TrainingArguments``) and ``offload``
 (those of :class:`~hf_offload.settings.schema.OffloadConfig`). A key that nothing reads is an error, and all mistakes of
@@ -6,19 +6,15 @@ a recipe are reported at once.
 """
 
 import dataclasses
-import difflib
-import re
 import types
 import typing
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-import hf_offload
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose, collect_errors, from_mapping, nearest
+from hf_offload.settings.recipe_files import apply_override, find_recipe, read_yaml, recipe_names
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import parse_bytes
 
@@ -219,43 +215,6 @@ class Recipe:
         return Path(self.data.cache_dir) if self.data.cache_dir else self.output_dir / "data"
 
 
-def recipe_roots() -> list[Path]:
-    """The folders that hold shipped recipes: in an installed package, or in a checkout."""
-    package = Path(hf_offload.__file__).resolve().parent
-    roots = [package / "_recipes"]
-    if (package.parent / "pyproject.toml").is_file():
-        roots.append(package.parent / "recipes")
-    return [root for root in roots if root.is_dir()]
-
-
-def recipe_names() -> list[str]:
-    """Names of all shipped recipes, such as ``gpt/demo``."""
-    found = [path.relative_to(root) for root in recipe_roots() for path in root.rglob("*.yaml")]
-    return sorted({path.with_suffix("").as_posix() for path in found})
-
-
-def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe, from its path or its shipped name.
-
-    Raises :class:`OffloadConfigError` with the nearest names if there is none.
-    """
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    if path.suffix not in (".yaml", ".yml"):
-        for root in recipe_roots():
-            shipped = root / f"{name}.yaml"
-            if shipped.is_file():
-                return shipped
-    names = recipe_names()
-    likely = difflib.get_close_matches(str(name), names, n=3, cutoff=0.4)
-    hint = f" Did you mean {' or '.join(map(repr, likely))}?" if likely else ""
-    raise OffloadConfigError(
-        f"There is no recipe {str(name)!r}: no such file, and no shipped recipe of that name.{hint} "
-        f"Shipped: {', '.join(names) or 'none'}."
-    )
-
-
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply ``overrides`` such as ``training.max_steps=3``; a later one wins.
 
@@ -263,12 +222,14 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     ``offload.directory=null`` (back to the default). Raises :class:`OffloadConfigError` with every mistake in it.
     """
     path = find_recipe(path_or_name)
-    tree = _read_yaml(path)
+    tree = read_yaml(path)
+    if not isinstance(tree, dict):
+        raise OffloadConfigError(f"{path} is not a recipe: it needs the sections {', '.join(SECTIONS)}.")
     name = str(path_or_name) if str(path_or_name) in recipe_names() else path.stem
     with collect_errors(f"recipe {name}") as check:
         for override in overrides:
             with check:
-                _apply_override(tree, override)
+                apply_override(tree, override)
         for key in list(tree):
             with check:
                 if key not in SECTIONS:
@@ -315,78 +276,6 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                     "tokenizer: {train_bpe: 8192}."
                 )
     return Recipe(name=name, model=model, data=data, training=training, offload=offload)
-
-
-# ---------------------------------------------------------------------------------------------------------------- YAML
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's reading of plain words, as people expect it.
-
-    PyYAML follows YAML 1.1, where ``no`` and ``off`` are false (``save_strategy: no``, ``verify: off``) and ``5e-4`` is
-    a string; and it lets a key that is given twice win silently.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            wrong = "is not text" if not isinstance(key, str) else "is given twice" if key in seen else None
-            if wrong:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} {wrong}", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
-_BOOL_PATTERN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-_FLOAT_PATTERN = re.compile(
-    r"""^(?:[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))
-    |\.(?:nan|NaN|NAN))$""",
-    re.VERBOSE,
-)
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _FLOAT)]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_BOOL, _BOOL_PATTERN, list("tTfF"))
-_Loader.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+0123456789."))
-
-
-def _parse_yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or error
-        raise OffloadConfigError(f"{where}{place}: not valid YAML: {problem}.") from error
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OffloadConfigError(f"The recipe {path} cannot be read: {error}.") from error
-    tree = _parse_yaml(text, str(path))
-    if not isinstance(tree, dict):
-        raise OffloadConfigError(f"{path} is not a recipe: it needs the sections {', '.join(SECTIONS)}.")
-    return tree
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    *parents, last = key.strip().split(".")
-    if not equals or not last or not all(parents):
-        raise OffloadConfigError(f"{override!r} is no override: write section.key=value, such as training.max_steps=3.")
-    where = tree
-    for depth, part in enumerate(parents):
-        if not isinstance(where.get(part), dict):
-            if where.get(part) is not None:
-                raise OffloadConfigError(f"{override!r}: {'.'.join(parents[: depth + 1])} is not a mapping.")
-            where[part] = {}
-        where = where[part]
-    where[last] = _parse_yaml(text, repr(override))
 
 
 # -------------------------------------------------------------------------------------------------------------- checks

@@ -24,7 +24,7 @@ from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk_io import DataFile
 from hf_offload.storage.forking import Gate, guard
 from hf_offload.storage.placement import DiskRoom, Piece
-from hf_offload.storage.queued import QueuedSlot, QueuedTier, Transfer, memory
+from hf_offload.storage.queued import QueuedSlot, QueuedTier, QueuedTransfer, memory
 from hf_offload.storage.tier import Slot
 
 
@@ -173,7 +173,7 @@ class DiskTier(QueuedTier):
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 
-    def _prepare(self, transfer: Transfer) -> Sequence[_Chunk]:
+    def _prepare(self, transfer: QueuedTransfer) -> Sequence[_Chunk]:
         slot = transfer.slot
         assert isinstance(slot, DiskSlot)
         if transfer.kind == "write":
@@ -215,7 +215,7 @@ class DiskTier(QueuedTier):
         cuts = [cut for cut in turns if cut is not None]
         return [_Chunk(index, *cut) for index, cut in enumerate(cuts or [(0, 0, 0, 0)])]
 
-    def _work(self, transfer: Transfer, part: Any) -> None:
+    def _work(self, transfer: QueuedTransfer, part: Any) -> None:
         chunk: _Chunk = part
         image: _Image = transfer.payload
         if transfer.kind == "read" and chunk.index == 0:
@@ -247,7 +247,7 @@ class DiskTier(QueuedTier):
                 "result."
             )
 
-    def _call(self, transfer: Transfer, chunk: _Chunk, call: Any) -> None:
+    def _call(self, transfer: QueuedTransfer, chunk: _Chunk, call: Any) -> None:
         done = 0
         with self.gate.passing():
             self.stats.begin(transfer.kind)
@@ -267,7 +267,7 @@ class DiskTier(QueuedTier):
             finally:
                 self.stats.end(transfer.kind, done)
 
-    def _restore_ends(self, transfer: Transfer, image: _Image) -> None:
+    def _restore_ends(self, transfer: QueuedTransfer, image: _Image) -> None:
         ctypes.memmove(transfer.address, image.lead, len(image.lead))
         tail_at = transfer.address + transfer.slot.nbytes - len(image.tail)
         ctypes.memmove(tail_at, image.tail, len(image.tail))
@@ -277,7 +277,7 @@ class DiskTier(QueuedTier):
                 "the memory is faulty; do not trust this run's result."
             )
 
-    def _written(self, transfer: Transfer, outcome: str) -> None:
+    def _written(self, transfer: QueuedTransfer, outcome: str) -> None:
         slot = transfer.slot
         assert isinstance(slot, DiskSlot)
         if outcome == "done" and not slot.freed:

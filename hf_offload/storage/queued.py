@@ -39,7 +39,7 @@ class QueuedSlot(Slot):
     freed: bool = False
 
 
-class Transfer:
+class QueuedTransfer:
     """One write or read, run in parts by several workers; the part that ends last resolves the future.
 
     The buffer is held here and nowhere else, and let go before the future resolves: a callback of the future finds the
@@ -117,7 +117,7 @@ class QueuedTier(Tier):
         self.stats = TierStats()
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
-        self._live: set[Transfer] = set()
+        self._live: set[QueuedTransfer] = set()
         self._closed = False
         self._owner_pid = os.getpid()
         self._pools = {
@@ -178,7 +178,7 @@ class QueuedTier(Tier):
             )
         if buffer.numel() != slot.nbytes:
             raise ValueError(f"The buffer has {buffer.numel()} bytes but the slot was reserved for {slot.nbytes}.")
-        transfer = Transfer(self, kind, slot, buffer)
+        transfer = QueuedTransfer(self, kind, slot, buffer)
         with self._lock:
             self._check_usable(kind)  # again: close() may have come in between
             if slot.freed:
@@ -204,12 +204,12 @@ class QueuedTier(Tier):
         if self._closed:
             raise StorageError(f"{action} on the {self.name} tier after close(): the run it belonged to has ended.")
 
-    def _started(self, transfer: Transfer) -> None:
+    def _started(self, transfer: QueuedTransfer) -> None:
         if transfer.kind == "write":
             with self._lock:
                 transfer.slot.filled = False
 
-    def _ended(self, transfer: Transfer, outcome: str) -> None:
+    def _ended(self, transfer: QueuedTransfer, outcome: str) -> None:
         slot = transfer.slot
         with self._lock:
             self._live.discard(transfer)
@@ -224,14 +224,14 @@ class QueuedTier(Tier):
                 self._quiet.notify_all()
 
     @abc.abstractmethod
-    def _prepare(self, transfer: Transfer) -> Sequence[Any]:
+    def _prepare(self, transfer: QueuedTransfer) -> Sequence[Any]:
         """The transfer's parts, at least one. Called under the lock, in the caller's thread."""
 
     @abc.abstractmethod
-    def _work(self, transfer: Transfer, part: Any) -> None:
+    def _work(self, transfer: QueuedTransfer, part: Any) -> None:
         """Move one part. Called in a worker without the lock; raises StorageError."""
 
-    def _written(self, transfer: Transfer, outcome: str) -> None:
+    def _written(self, transfer: QueuedTransfer, outcome: str) -> None:
         """A write has ended: ``done``, ``failed`` or ``cancelled``. Called under the lock."""
 
     @abc.abstractmethod

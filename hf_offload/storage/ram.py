@@ -14,7 +14,7 @@ from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.extents import Extents
-from hf_offload.storage.queued import QueuedSlot, QueuedTier, Transfer, memory
+from hf_offload.storage.queued import QueuedSlot, QueuedTier, QueuedTransfer, memory
 from hf_offload.storage.tier import Slot
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class RamTier(QueuedTier):
             if arena.extents.used_bytes == 0:
                 self._drop_idle(self._retained_bytes)
 
-    def _prepare(self, transfer: Transfer) -> Sequence[tuple[int, int, int]]:
+    def _prepare(self, transfer: QueuedTransfer) -> Sequence[tuple[int, int, int]]:
         nbytes = transfer.slot.nbytes
         starts = range(0, nbytes, _CHUNK_BYTES) or range(1)
         if transfer.kind == "write":
@@ -180,7 +180,7 @@ class RamTier(QueuedTier):
             transfer.payload = transfer.slot.checksums
         return [(index, start, min(_CHUNK_BYTES, nbytes - start)) for index, start in enumerate(starts)]
 
-    def _work(self, transfer: Transfer, part: Any) -> None:
+    def _work(self, transfer: QueuedTransfer, part: Any) -> None:
         index, start, nbytes = part
         slot = transfer.slot
         assert isinstance(slot, RamSlot)
@@ -207,7 +207,7 @@ class RamTier(QueuedTier):
                 "is faulty; do not trust this run's result."
             )
 
-    def _written(self, transfer: Transfer, outcome: str) -> None:
+    def _written(self, transfer: QueuedTransfer, outcome: str) -> None:
         if outcome == "done":
             assert isinstance(transfer.slot, RamSlot)
             transfer.slot.checksums = transfer.payload

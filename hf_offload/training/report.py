@@ -7,13 +7,13 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.versions import find_versions
 
 WARMUP_STEPS = 2
 """Steps left out of the median time: kernels are chosen, memory is mapped and read-ahead is learned in them."""
@@ -73,6 +73,28 @@ class TrainingReport:
             raise OffloadConfigError(f"{path} is not a training report: {error}. Run the training again.") from error
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What a reader has to know of a model to compare runs of it."""
+
+    architecture: str
+    layers: str
+    """Those of the decoder after a plus, where it has its own."""
+    hidden_size: int
+    vocabulary: int
+    dropout: str
+    attention: str
+    """The attention implementation."""
+    dtype: str
+    parameters: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.architecture}, {self.layers} layers of width {self.hidden_size}, vocabulary {self.vocabulary}, "
+            f"dropout {self.dropout}, {self.attention} attention, {self.dtype}, {self.parameters / 1e6:.1f} M parameters"
+        )
+
+
 def median_after_warmup(times_s: Sequence[float], warmup_steps: int = WARMUP_STEPS) -> float | None:
     """Median of the times after the first ``warmup_steps``; of all of them when there are no others."""
     return statistics.median(times_s[warmup_steps:] or times_s) if times_s else None
@@ -88,8 +110,8 @@ def parameter_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def describe_model(model: torch.nn.Module) -> dict[str, Any]:
-    """What a reader has to know to compare: layers, vocabulary, dropout, attention kernel, dtype, parameters."""
+def describe_model(model: torch.nn.Module) -> ModelFacts:
+    """What ``model`` is, as it was built."""
     config: Any = model.config
     decoder_layers = next(
         (n for key in ("num_decoder_layers", "decoder_layers") if (n := getattr(config, key, None))), 0
@@ -100,16 +122,16 @@ def describe_model(model: torch.nn.Module) -> dict[str, Any]:
         rate for module in model.modules() if isinstance(rate := getattr(module, "attention_dropout", None), float)
     }
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]  # every model of transformers has it
-    return {
-        "architecture": config.model_type,
-        "layers": f"{config.num_hidden_layers}{f'+{decoder_layers}' if config.is_encoder_decoder else ''}",
-        "hidden_size": config.hidden_size,
-        "vocabulary": embeddings.weight.shape[0],
-        "dropout": "/".join(f"{rate:g}" for rate in sorted(rates)) or "0",
-        "attention": config._attn_implementation,
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-    }
+    return ModelFacts(
+        architecture=config.model_type,
+        layers=f"{config.num_hidden_layers}{f'+{decoder_layers}' if config.is_encoder_decoder else ''}",
+        hidden_size=config.hidden_size,
+        vocabulary=embeddings.weight.shape[0],
+        dropout="/".join(f"{rate:g}" for rate in sorted(rates)) or "0",
+        attention=config._attn_implementation,
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )
 
 
 def describe_machine() -> dict[str, Any]:
@@ -130,10 +152,4 @@ def describe_machine() -> dict[str, Any]:
 def describe_versions() -> dict[str, str]:
     """Versions of everything that takes part in the numbers."""
     packages = ("hf-offload", "torch", "transformers", "accelerate", "datasets", "tokenizers", "trl", "numpy")
-    versions = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-            versions[package] = "not installed"
-    return versions
+    return {package: version or "not installed" for package, version in find_versions(packages).items()}

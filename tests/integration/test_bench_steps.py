@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_recipes import RANDOM_RECIPE, fake_report
+from bench_recipes import RANDOM_RECIPE, TINY_MODEL, fake_report
 from typer.testing import CliRunner
 
 import hf_offload
@@ -505,7 +505,7 @@ def test_limits_searches_with_probes(recipe, monkeypatch, vary, start, capacity,
         if spec.strategy == "recompute" and value > 4 * start:
             return CRASH
         roomy = capacity * (4 if spec.strategy == "ours:ram" else 1)
-        return CellResult(DONE if value <= roomy else OUT_OF_MEMORY, model={"layers": "2", "parameters": 1})
+        return CellResult(DONE if value <= roomy else OUT_OF_MEMORY, model=TINY_MODEL)
 
     monkeypatch.setattr(limits, "run_cell", fake)
     arguments = [recipe, "--vary", vary, f"--{vary}", start, "--memory-limit", "24GiB", "--most", 4096, "--output", "l"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, offload_activations
-from hf_offload.reports.memory import _allocator_counter
+from hf_offload.reports.gauges import _allocator_counter
 
 WARM_STEPS, STEPS = 50, 500
 # What is over is forgotten at the next use, so what the last step left behind is still there: identities of storages that

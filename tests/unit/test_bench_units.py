@@ -1,14 +1,17 @@
 """Parts of the benchmark that need no run: strategies, rows, the search for limits, the Pareto front."""
 
+import dataclasses
+
 import pytest
-from bench_recipes import RANDOM_RECIPE, fake_report
+from bench_recipes import RANDOM_RECIPE, TINY_MODEL, fake_report
 
 from hf_offload import OffloadConfigError
 from hf_offload.bench.cell import CRASHED, DONE, CellResult
+from hf_offload.bench.formats import csv_text
 from hf_offload.bench.limits import largest_that_fits
 from hf_offload.bench.results import Case, Cell, Results
 from hf_offload.bench.strategies import find_strategy, parse_strategies, strategy_names
-from hf_offload.bench.tables import as_csv, footnotes, markdown
+from hf_offload.bench.tables import footnotes, markdown
 from hf_offload.reports.plots import Point, pareto_front, plot_pareto
 
 # ----------------------------------------------------------------------------------------------------------- strategies
@@ -99,7 +102,7 @@ def test_ratios_are_medians_of_each_rounds_ratio_with_their_spread():
     assert (row.step_s, row.step_s_min, row.step_s_max) == (6.0, 2.0, 10.0)
     assert (row.peak_bytes, row.peak_ratio, row.peak_ratio_min) == (10_000_000, 1, 1)
     assert row.stall_s_per_run == 1.0
-    assert "glibc-tuned" in as_csv([row])
+    assert "glibc-tuned" in csv_text([row])
     line = "| ours:ssd | +10 MB | 1.000 | 6.00 s | 2.000 | 2.000..3.000 | - | 0.50000 | glibc-tuned | identical |"
     assert line in markdown(compared)
     assert "3 rounds" in " ".join(footnotes(compared))
@@ -126,6 +129,17 @@ def test_ours_with_recompute_has_to_match_recompute():
     runs = [("keep", 1, fake_report()), ("recompute", 1, other), ("ours+recompute", 1, other)]
     assert results(*runs).problems() == []
     assert "final parameters differ" in results(*runs[:2], ("ours+recompute", 1, fake_report())).problems()[0]
+
+
+def test_a_row_has_the_fields_of_its_model_also_where_none_was_built():
+    built, none = (
+        results(("keep", 1, CellResult(CRASHED, "E: x", model=model))).as_dict() for model in (TINY_MODEL, None)
+    )
+    (with_model,), (without,) = built["rows"], none["rows"]
+    assert list(with_model) == list(without)
+    facts = dataclasses.asdict(TINY_MODEL)
+    assert with_model.items() >= facts.items()
+    assert all(without[name] is None for name in facts)
 
 
 # --------------------------------------------------------------------------------------------------------------- limits

@@ -7,7 +7,8 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_offload import OffloadError
-from hf_offload.reports import memory
+from hf_offload.reports import gauges, memory
+from hf_offload.reports.gauges import choose_gauge
 from hf_offload.reports.memory import MemoryMeter, baseline_state
 from hf_offload.training.report import WARMUP_STEPS, TrainingReport, median_after_warmup, parameter_digest
 
@@ -189,7 +190,7 @@ def test_what_another_callback_takes_at_the_start_counts(tmp_path):
 def test_gradients_and_optimizer_state_are_in_the_baseline():
     model = torch.nn.Linear(4000, 4000, bias=False)  # 64 MB, and the same for each of gradient and two moments
     optimizer = torch.optim.AdamW(model.parameters())
-    gauge = memory._gauge(torch.device("cpu"))
+    gauge = choose_gauge(torch.device("cpu"))
     gauge.settle()
     before = gauge.level()
     with baseline_state(model, optimizer):
@@ -202,7 +203,7 @@ def test_without_the_kernels_peak_it_is_sampled(tmp_path, monkeypatch, caplog):
     def refuse(self):
         raise PermissionError("read-only /proc")
 
-    monkeypatch.setattr(memory._LinuxGauge, "reset_peak", refuse)
+    monkeypatch.setattr(gauges._LinuxGauge, "reset_peak", refuse)
     meter = MemoryMeter()
     with caplog.at_level("WARNING", logger="hf_offload"):
         train(tmp_path, meter, [Spike("on_step_end", 200 * MB)])
@@ -240,10 +241,10 @@ def test_a_long_timeline_keeps_its_maxima(monkeypatch):
     assert max(sampler.bytes) == 99
 
 
-@pytest.mark.skipif(memory._allocator_counter() is None, reason="this allocator does not tell what is in use")
+@pytest.mark.skipif(gauges._allocator_counter() is None, reason="this allocator does not tell what is in use")
 @pytest.mark.parametrize("size", [100 * MB, 1000], ids=["mapped", "heap"])
 def test_the_allocator_knows_what_is_in_use(size):
-    counter = memory._allocator_counter()
+    counter = gauges._allocator_counter()
     before = counter()
     blocks = [torch.empty(size, dtype=torch.uint8) for _ in range(10)]
     taken = counter() - before
@@ -254,7 +255,7 @@ def test_the_allocator_knows_what_is_in_use(size):
 
 @pytest.mark.gpu
 def test_cuda_counts_what_pytorch_allocates(tmp_path):
-    gauge = memory._gauge(torch.device("cuda"))
+    gauge = choose_gauge(torch.device("cuda"))
     gauge.settle()
     before = gauge.level()
     gauge.reset_peak()

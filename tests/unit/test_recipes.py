@@ -8,7 +8,8 @@ import torch
 
 import hf_offload
 from hf_offload import OffloadConfig, OffloadConfigError
-from hf_offload.settings.recipes import HubData, find_recipe, load_recipe, recipe_names
+from hf_offload.settings.recipe_files import find_recipe, recipe_names
+from hf_offload.settings.recipes import HubData, load_recipe
 from hf_offload.training.report import describe_model
 from hf_offload.training.run import build_model
 
@@ -55,9 +56,9 @@ def test_the_demo_is_shipped():
 def test_presets_have_the_published_shapes(name, parameters, layers, dropout):
     recipe = load_recipe(f"bench/{name}")
     built = describe_model(build_model(recipe, None, torch.device("meta")))
-    assert (built["parameters"], built["layers"], built["dropout"]) == (parameters, layers, dropout)
-    assert built["attention"] == "sdpa"
-    assert built["dtype"] == recipe.model.dtype == ("bfloat16" if "llama" in name else "float32")
+    assert (built.parameters, built.layers, built.dropout) == (parameters, layers, dropout)
+    assert built.attention == "sdpa"
+    assert built.dtype == recipe.model.dtype == ("bfloat16" if "llama" in name else "float32")
 
 
 def test_unknown_recipe_names_the_nearest():

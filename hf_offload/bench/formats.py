@@ -1,0 +1,58 @@
+"""Rows of a benchmark as Markdown, CSV and JSON."""
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_offload.training.report import ModelFacts
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def flat(row: "DataclassInstance") -> dict[str, Any]:
+    """The fields of ``row``; in place of ``model`` those of the model, ``None`` each where none was built."""
+    values: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(row).items():
+        if name == "model":
+            values |= value or dict.fromkeys(field.name for field in dataclasses.fields(ModelFacts))
+        else:
+            values[name] = value
+    return values
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table and an empty one."""
+    return [
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
+        *("| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows),
+        "",
+    ]
+
+
+def csv_text(rows: "Sequence[DataclassInstance]") -> str:
+    """``rows``, of which there is at least one, with all their fields."""
+    values = [flat(row) for row in rows]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(values[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(values)
+    return text.getvalue()
+
+
+def json_text(values: Mapping[str, Any]) -> str:
+    """``values`` as JSON."""
+    return json.dumps(values, indent=1) + "\n"
+
+
+def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Write files from their names to their texts into ``folder``; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]

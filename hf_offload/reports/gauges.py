@@ -1,0 +1,181 @@
+"""Gauges: how much memory is used, by device.
+
+On a CPU the level is the process's resident memory, the peak is the kernel's own high-water mark (a spike of a
+microsecond counts), and how freed memory is kept depends on the allocator, which every report names. An allocator that
+keeps freed memory at hand shows a flat line there, so the bytes that are in use according to the allocator itself are
+read beside it. On CUDA all of these are PyTorch's counters.
+"""
+
+import ctypes
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hf_offload.allocator import current_allocator
+from hf_offload.errors import OffloadError
+
+logger = logging.getLogger(__name__)
+
+
+class Gauge:
+    """Reads one kind of memory. The base class is any device whose memory can only be sampled as the process's own."""
+
+    peak_source = "sampled resident memory"
+
+    def settle(self) -> None:
+        """Give back what is free, so that a level counts only what is used."""
+        gc.collect()
+        if sys.platform == "linux":
+            release_free_memory()
+
+    def level(self) -> int:
+        import psutil
+
+        return psutil.Process().memory_info().rss
+
+    def peak(self) -> int:
+        return self.level()
+
+    def reset_peak(self) -> None:
+        pass
+
+    def reserved(self) -> int | None:
+        return None
+
+    def peak_reserved(self) -> int | None:
+        return None
+
+    def in_use(self) -> int | None:
+        return None
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _LinuxGauge(Gauge):
+    """Resident memory of this process, from /proc."""
+
+    peak_source = "VmHWM, reset before each step"
+
+    def __init__(self) -> None:
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._in_use = _allocator_counter()
+
+    def level(self) -> int:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * self._page_bytes
+
+    def peak(self) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        raise OffloadError("/proc/self/status has no line VmHWM: memory cannot be measured on this kernel.")
+
+    def reset_peak(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def in_use(self) -> int | None:
+        return None if self._in_use is None else self._in_use()
+
+
+class _CudaGauge(Gauge):
+    """PyTorch's counters of allocated and reserved memory."""
+
+    peak_source = "torch.cuda.max_memory_allocated"
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def settle(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+    def level(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def reserved(self) -> int | None:
+        return torch.cuda.memory_reserved(self._device)
+
+    def peak_reserved(self) -> int | None:
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def in_use(self) -> int | None:
+        return self.level()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def choose_gauge(device: torch.device) -> Gauge:
+    """The most exact gauge there is for a run on ``device``."""
+    if device.type == "cuda":
+        return _CudaGauge(device)
+    if sys.platform == "linux":
+        gauge = _LinuxGauge()
+        try:
+            gauge.reset_peak()
+        except OSError as error:  # some containers forbid it
+            logger.warning(f"The kernel's memory peak cannot be reset ({error}): it is sampled every 10 ms instead.")
+        else:
+            return gauge
+    return Gauge()
+
+
+def release_free_memory() -> None:
+    """Ask the C allocator, glibc's or tcmalloc, to give free memory back to the kernel."""
+    process = ctypes.CDLL(None)
+    for name, arguments in (("MallocExtension_ReleaseFreeMemory", ()), ("malloc_trim", (0,))):
+        if hasattr(process, name):
+            getattr(process, name)(*arguments)
+            return
+
+
+class _Mallinfo2(ctypes.Structure):
+    """<malloc.h>: what glibc's allocator counts, over all of its arenas."""
+
+    _fields_ = (
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("hblkhd", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    )
+
+
+def _allocator_counter() -> Callable[[], int] | None:
+    """A function that returns the bytes which tcmalloc or glibc has handed out; ``None`` for other allocators."""
+    process = ctypes.CDLL(None)
+    if hasattr(process, "MallocExtension_GetNumericProperty"):
+        value = ctypes.c_size_t()
+
+        def tcmalloc() -> int:
+            process.MallocExtension_GetNumericProperty(b"generic.current_allocated_bytes", ctypes.byref(value))
+            return value.value
+
+        return tcmalloc
+    if hasattr(process, "mallinfo2") and current_allocator().startswith("glibc"):
+        mallinfo2 = process.mallinfo2
+        mallinfo2.restype = _Mallinfo2
+
+        def glibc() -> int:
+            info = mallinfo2()
+            return info.uordblks + info.hblkhd
+
+        return glibc
+    return None
