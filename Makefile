@@ -43,10 +43,12 @@ bench-cpu: $(STAMP)  ## All tables of the README (more than an hour); ROUNDS=1 f
 	$(GPT2) --output runs/bench/gpt2_12l
 	$(GPT2) model.config.n_layer=6 $(NO_DROP) --output runs/bench/gpt2_6l_no_dropout
 	$(GPT2) $(NO_DROP) --output runs/bench/gpt2_12l_no_dropout
+	$(BIN)/hf-offload bench steps gpt2-small --batch 4 --sequence 512 model.config.n_layer=6 --steps 6 --rounds $(ROUNDS) \
+	    --output runs/bench/gpt2_6l_full_vocabulary
 	$(BIN)/hf-offload bench steps bert-base --batch 16 --sequence 128 $(SMALL) $(PAIR) --output runs/bench/bert
 	$(BIN)/hf-offload bench steps t5-base --batch 8 --sequence 128 $(SMALL) $(PAIR) --output runs/bench/t5
-	$(BIN)/hf-offload bench steps llama-1b $(LLAMA) --batch 4 --sequence 512 $(SMALL) $(PAIR) --output runs/bench/llama
-	$(GPT2) model.config.n_layer=6 --strategies all --read-ahead 32MiB,64MiB,128MiB,256MiB --output runs/bench/peers
+	$(BIN)/hf-offload bench steps llama-1b $(LLAMA) --batch 4 --sequence 512 $(SMALL) --output runs/bench/llama
+	$(GPT2) model.config.n_layer=6 --strategies all --read-ahead 32MiB,64MiB,96MiB,160MiB,256MiB --output runs/bench/peers
 	$(BIN)/hf-offload bench disk
 	$(BIN)/hf-offload bench overhead
 

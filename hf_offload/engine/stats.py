@@ -85,11 +85,6 @@ class OffloadStats:
         # asked for each time: a tier of several tiers adds up anew
         return None if self._source is None else self._source.stats
 
-    @property
-    def load_stall_s(self) -> float:
-        """Seconds that backward waited, since the session began."""
-        return self._ended.load_stall_s + self.step.load_stall_s
-
     def end_step(self, resident_bytes: int) -> StepStats:
         """Close the running step and open the next; returns the closed one."""
         self._read_tier()
