@@ -19,6 +19,17 @@ class OffloadConfigError(OffloadError, ValueError):
     problems: tuple[str, ...] = ()
 
 
+class OffloadPlanError(OffloadError):
+    """No plan can be made: the budget is below what the model needs, or the model cannot be counted.
+
+    ``smallest_bytes`` is the smallest budget that would do, where it is known.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int | None = None):
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
 class TierFullError(OffloadError):
     """A storage tier has no room for a buffer. The engine keeps the tensor in memory instead."""
 

@@ -6,19 +6,24 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from hf_offload.allocator import tune_running_allocator
 from hf_offload.engine.device import device_of, open_device
 from hf_offload.engine.hooks import Engine
-from hf_offload.engine.phases import Phases, find_blocks
+from hf_offload.engine.phases import Phases
+from hf_offload.engine.recompute import Recompute
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
-from hf_offload.plan.plan import Plan, plan_from_settings
+from hf_offload.plan.feedback import Feedback, Prediction
+from hf_offload.plan.hardware import BUDGET_SHARE, Figure, Hardware, measure_hardware
+from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
+from hf_offload.plan.units import find_blocks, find_units
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.disk import DiskTier
@@ -26,6 +31,7 @@ from hf_offload.storage.file_systems import check_directory, free_disk_bytes
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
+from hf_offload.tiling.apply import Tiling
 
 logger = logging.getLogger(__name__)
 
@@ -45,18 +51,37 @@ def attach(model: nn.Module, config: OffloadConfig, training: object = None) -> 
     """
     config = _with_environment(config)
     _check_model(model, training)
+    tiling = Tiling(model, config)
+    try:
+        tiling.apply()
+        return _attach(model, config, tiling, training)
+    except BaseException:
+        tiling.remove()
+        raise
+
+
+def _attach(model: nn.Module, config: OffloadConfig, tiling: Tiling, training: object) -> "OffloadSession":
     blocks = find_blocks(model)
-    plan = plan_from_settings(config, list(blocks))
-    if plan.tier == "none" or not _has_work(model):
-        return OffloadSession(model, config, plan)
     device = open_device(device_of(model))
+    automatic = config.tier == "auto"
+    plan = safest_plan(config, device.is_host) if automatic else plan_from_settings(config, list(blocks))
+    if not plan.moves or not _has_work(model):
+        return OffloadSession(model, config, plan, tiling=tiling, training=training)
+    if automatic:
+        _check_eager(model)
     tier = _open_tier(config, on_host=device.is_host)
     if device.is_host:
         logger.info("CPU allocator: %s.", tune_running_allocator())
     engine = Engine(model, plan, device, tier)
     phases = Phases(engine)
-    phases.install(model, blocks)
-    return OffloadSession(model, config, plan, engine, phases, training)
+    session = OffloadSession(model, config, plan, engine, phases, training, tiling)
+    if automatic:
+        session.plan_while_training(_hardware(config), Recompute(blocks))
+        units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
+        phases.install(model, units, session.begin_forward)
+    else:
+        phases.install(model, blocks, None)
+    return session
 
 
 @contextmanager
@@ -101,6 +126,7 @@ class OffloadSession:
         engine: Engine | None = None,
         phases: Phases | None = None,
         training: object = None,
+        tiling: Tiling | None = None,
     ):
         self.config = config
         self.plan = plan
@@ -108,9 +134,58 @@ class OffloadSession:
         self._model = weakref.ref(model)
         self._engine = engine
         self._phases = phases
+        self._feedback: Feedback | None = None
+        self._recompute: Recompute | None = None
+        self._tiling = tiling
+        self._cut = False
         self.training = training
-        if engine is not None:
+        if engine is not None or self.tiled:
             _attached[model] = self
+
+    def plan_while_training(self, hardware: Hardware, recompute: Recompute) -> None:
+        """Let measured steps decide about the plan from now on."""
+        engine, model = self._engine, self._model()
+        assert engine is not None
+        assert model is not None
+        budget = self.config.memory_budget
+        self._recompute = recompute
+        self._feedback = Feedback(
+            model,
+            int(hardware.memory_bytes.value * BUDGET_SHARE) if budget is None else int(budget),
+            hardware,
+            safest=self.plan,
+            apply=self._follow,
+            engine=engine,
+            need_less=self._cut_modules,
+        )
+
+    def _cut_modules(self) -> bool:
+        """Whether there was something to cut that had not been cut before."""
+        asked = self.config.tiled_mlp == "auto" and not self._cut
+        self._cut = True
+        return asked and self._tiling is not None and self._tiling.cut_modules()
+
+    def _follow(self, plan: Plan) -> None:
+        assert self._engine is not None
+        assert self._recompute is not None
+        self.plan = plan
+        self._engine.follow(plan)
+        self._recompute.apply(name for name, placement in plan.placements.items() if placement.recomputes)
+
+    def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model's forward begins, with these inputs."""
+        if self._feedback is not None:
+            self._feedback.begin_forward(args, kwargs)
+
+    @property
+    def forecast(self) -> Prediction | None:
+        """With tier ``auto``: what the plan in force was predicted to do, and what it did; None before there is one."""
+        return None if self._feedback is None else self._feedback.prediction
+
+    @property
+    def tiled(self) -> list[str]:
+        """Names of the modules that are computed a few tokens at a time."""
+        return [] if self._tiling is None else self._tiling.names
 
     @property
     def active(self) -> bool:
@@ -130,11 +205,19 @@ class OffloadSession:
         """Mark the end of a training step: ``stats.step`` moves to ``stats.steps``."""
         if self._engine is not None:
             self._engine.end_step()
+        if self._feedback is not None:
+            self._feedback.end_step()
 
     def detach(self) -> None:
         """Take everything off the model. Graphs that are still alive keep their bytes until they go. Idempotent."""
         engine, phases, model = self._engine, self._phases, self._model()
         self._engine = self._phases = None
+        if self._feedback is not None:
+            self._feedback.close()
+        if self._recompute is not None:
+            self._recompute.remove()
+        if self._tiling is not None:
+            self._tiling.remove()
         if phases is not None:
             phases.remove()
         if engine is not None:
@@ -146,7 +229,7 @@ class OffloadSession:
 def _with_environment(config: OffloadConfig) -> OffloadConfig:
     if os.environ.get(DISABLE_VARIABLE, "").lower() in ("1", "true", "yes", "on"):
         logger.warning("%s is set: nothing is offloaded.", DISABLE_VARIABLE)
-        return dataclasses.replace(config, tier="none", directory=None)
+        return OffloadConfig(tier="none")
     return config
 
 
@@ -167,6 +250,25 @@ def _check_model(model: nn.Module, training: object) -> None:
         "Offloading is attached to this model already. Use one surface only (the training arguments, a callback or "
         "offload_activations), or detach the first session."
     )
+
+
+def _check_eager(model: nn.Module) -> None:
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()) or any(
+        type(module).__name__ == "OptimizedModule" for module in model.modules()
+    ):
+        raise OffloadConfigError(
+            "tier='auto' measures operations one by one, and a compiled model has none to show: take tier='ssd' or 'ram' "
+            "with torch.compile."
+        )
+
+
+def _hardware(config: OffloadConfig) -> Hardware:
+    hardware = measure_hardware(config.directories or [tempfile.gettempdir()])
+    room = dict(hardware.room_bytes)
+    for tier, budget in (("ram", config.ram_budget), ("ssd", config.disk_budget)):
+        if budget is not None and tier in room:
+            room[tier] = Figure(int(budget), "given")
+    return dataclasses.replace(hardware, room_bytes=room)
 
 
 def _has_work(model: nn.Module) -> bool:
@@ -209,7 +311,7 @@ def _open_files(config: OffloadConfig, directories: tuple[Path, ...], ram_budget
         max_write_bytes=None if config.max_disk_write_bytes is None else int(config.max_disk_write_bytes),
         checksum=checksum,
     )
-    if ram_budget:
+    if ram_budget or (config.tier == "auto" and not on_host):
         return SpillTier(RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), disk)
     return disk
 

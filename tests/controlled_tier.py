@@ -9,7 +9,7 @@ from torch import nn
 from hf_offload.engine.device import CpuDevice, Device
 from hf_offload.engine.hooks import Engine
 from hf_offload.errors import StorageError, TierFullError
-from hf_offload.plan.plan import Plan
+from hf_offload.plan.plan import Placement, Plan
 from hf_offload.storage.buffers import PAGE
 from hf_offload.storage.tier import Slot, Tier, TierStats
 from hf_offload.storage.workers import WorkerPool
@@ -40,7 +40,7 @@ class ControlledTier(Tier):
         self.writes_begun = threading.Semaphore(0)
         self._pools = {"write": WorkerPool("test-write", 1), "read": WorkerPool("test-read", 2)}
 
-    def reserve(self, nbytes: int) -> MemorySlot:
+    def reserve(self, nbytes: int, place: str | None = None) -> MemorySlot:
         if self.stats.used_bytes + nbytes > self.room_bytes:
             raise TierFullError("the test's tier is full")
         slot = MemorySlot(nbytes)
@@ -127,8 +127,8 @@ class Rig:
     ):
         self.tier = tier or ControlledTier()
         plan = Plan(
-            tier="ssd",
-            keep_units=keep_units,
+            default=Placement.SSD,
+            placements=dict.fromkeys(keep_units, Placement.KEEP),
             min_offload_bytes=min_bytes,
             read_ahead_bytes=read_ahead_bytes,
             write_behind_bytes=write_behind_bytes,

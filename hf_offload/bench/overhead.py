@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_offload.engine.device import CpuDevice
 from hf_offload.engine.hooks import Engine
-from hf_offload.plan.plan import Plan
+from hf_offload.plan.plan import Placement, Plan
 from hf_offload.storage.tier import Slot, Tier, TierStats
 
 _SIDE = 64  # of square float32 tensors: large enough to be worth a record, small enough to stay in the CPU's cache
@@ -67,7 +67,7 @@ class InstantTier(Tier):
     def __init__(self) -> None:
         self.stats = TierStats()
 
-    def reserve(self, nbytes: int) -> Slot:
+    def reserve(self, nbytes: int, place: str | None = None) -> Slot:
         return Slot(nbytes)
 
     def write(self, slot: Slot, buffer: torch.Tensor) -> "Future[None]":
@@ -138,8 +138,7 @@ def _quiet_collector() -> Iterator[None]:
 
 def _engine(model: nn.Module | None = None, min_offload_bytes: int = 0) -> Engine:
     plan = Plan(
-        tier="ssd",
-        keep_units=frozenset(),
+        default=Placement.SSD,
         min_offload_bytes=min_offload_bytes,
         read_ahead_bytes=None,
         write_behind_bytes=1 << 40,

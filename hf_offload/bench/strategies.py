@@ -129,6 +129,7 @@ def _others() -> list[Strategy]:
 
 # A recipe's directory and its limits are for files, which the RAM tier has none of.
 _NO_FILES = tuple(f"offload.{name}=null" for name in ("directory", "disk_budget", "max_disk_write_bytes"))
+_AUTO = ("offload.tier=auto", "offload.keep_last_count=0", "offload.read_ahead_bytes=null")
 _ONLY_DISK = ("offload.tier=ssd", "offload.ram_budget=null")
 
 
@@ -143,6 +144,18 @@ def _ours() -> list[Strategy]:
             f"OffloadConfig(tier='ssd', ram_budget=that of the recipe, otherwise {SPILL_RAM_BUDGET})",
             REFERENCE,
             open_settings=(f"offload.ram_budget={SPILL_RAM_BUDGET}",),
+        ),
+        Strategy(
+            "ours:auto",
+            (*_AUTO, *plain),
+            "OffloadConfig(tier='auto'): within 90 % of the device's free memory",
+            REFERENCE,
+        ),
+        # Other sums of the same numbers: the last bits of losses and gradients are not keep's.
+        Strategy(
+            "ours:ssd+tiled",
+            (*_ONLY_DISK, *plain, "offload.tiled_loss=auto"),
+            "OffloadConfig(tier='ssd', tiled_loss='auto'): output head and loss a few tokens at a time, besides",
         ),
         # Whether recomputing yields the bits of keep is recompute's affair.
         Strategy(
@@ -166,6 +179,18 @@ def read_ahead_strategy(window: str) -> Strategy:
     )
 
 
+def budget_strategy(budget: str) -> Strategy:
+    """``ours:auto`` within ``budget``, such as ``20GiB``."""
+    auto = next(strategy for strategy in _ours() if strategy.name == "ours:auto")
+    size = parse_bytes(budget, "budget")
+    return dataclasses.replace(
+        auto,
+        name=f"ours:auto@{budget}",
+        overrides=(*auto.overrides, f"offload.memory_budget={size}"),
+        source=f"OffloadConfig(tier='auto', memory_budget={budget!r})",
+    )
+
+
 # --------------------------------------------------------------------------------------------------------------- choice
 
 
@@ -175,7 +200,7 @@ def strategy_names() -> list[str]:
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of that name; ``ours:ssd@64MiB`` fixes the read-ahead.
+    """The strategy of that name; ``ours:ssd@64MiB`` fixes the read-ahead, ``ours:auto@20GiB`` the budget.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` with the nearest name if there is none.
     """
@@ -184,6 +209,8 @@ def find_strategy(name: str) -> Strategy:
     family = f"ours:{TIER_ALIASES.get(tier, tier)}" if kind == "ours" and colon else family
     if at and family == "ours:ssd":
         return read_ahead_strategy(window)
+    if at and family == "ours:auto":
+        return budget_strategy(window)
     known = {strategy.name: strategy for strategy in (*_others(), *_ours())}
     if at or family not in known:
         raise OffloadConfigError(

@@ -32,7 +32,9 @@ from hf_offload.bench.tables import (
     texts,
     write_results,
 )
+from hf_offload.cli.bench_budgets import budgets
 from hf_offload.cli.bench_disk import disk
+from hf_offload.cli.bench_loss import loss
 from hf_offload.cli.bench_overhead import overhead
 from hf_offload.cli.console import (
     EXIT_INTERRUPTED,
@@ -50,6 +52,8 @@ from hf_offload.settings.sizes import format_bytes, parse_bytes
 bench = typer.Typer(help="Measure, side by side.", no_args_is_help=True)
 bench.command()(disk)
 bench.command()(overhead)
+bench.command()(budgets)
+bench.command()(loss)
 
 Shapes = Annotated[
     str, typer.Argument(help="Presets (gpt2-small), recipes (gpt/demo) or recipes' files, with commas between.")

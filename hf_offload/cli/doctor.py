@@ -22,6 +22,8 @@ EFFECTS = (
     "disk tier, on first use: one os.register_at_fork() handler, so that no direct read runs during a fork",
     "import of the training arguments: one entry in transformers' table of reporters, so that Trainers find the callback",
     "Trainer with offloading active: the name hf_offload is added to report_to of its own arguments",
+    "tier auto, in a step that is measured: hooks around every optimizer's step, and a dispatch mode that counts tensors",
+    "tier auto and command plan: what this machine was measured to do is kept in ~/.cache/hf_offload",
     "command train on a CPU: the process may start itself again with a better allocator; bench chooses it for its runs",
 )
 
@@ -31,7 +33,9 @@ def doctor(
         list[Path] | None, typer.Option("--directory", "-d", help="Where offload files would go; may be repeated.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
-    measure: Annotated[bool, typer.Option(help="Write and read 256 MiB in each directory to measure it.")] = True,
+    measure: Annotated[
+        bool, typer.Option(help="Write and read 256 MiB in each directory, also at once, to measure it.")
+    ] = True,
 ) -> None:
     """Show what this machine offers to offloading: memory, drives, direct I/O, versions."""
     from hf_offload.plan.machine import SAMPLE_BYTES, probe_machine  # slow: it loads torch
@@ -61,7 +65,7 @@ def _show(machine: "Machine") -> None:
         way = "direct I/O" if drive.direct_io.usable else "through the page cache"
         lines = (
             f"{drive.file_system}, {_size(drive.free_bytes)} free",
-            f"write {_rate(drive.write)}, read {_rate(drive.read)}",
+            f"write {_rate(drive.write)}, read {_rate(drive.read)}, both at once {_rate(drive.both)}",
             f"{way}: {drive.direct_io.reason}",
         )
         table.add_row(escape(str(drive.directory)), escape("\n".join(lines)))

@@ -7,6 +7,7 @@ import typer
 from hf_offload.allocator import restart_with_allocator
 from hf_offload.cli.bench import bench
 from hf_offload.cli.doctor import doctor
+from hf_offload.cli.plan import plan
 from hf_offload.cli.train import train
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(plan)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
 

@@ -6,6 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,28 +15,34 @@ from hf_offload.engine.device import Device
 from hf_offload.engine.movers import HostMover, StagedMover
 from hf_offload.engine.prefetch import Prefetcher
 from hf_offload.engine.record import KeptTensor, PackedView, Record
-from hf_offload.engine.selection import WeightIndex, byte_span, is_plain
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.engine.tape import Tape
 from hf_offload.engine.transfer import Transfer
 from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.plan.plan import Plan
+from hf_offload.plan.selection import WeightIndex, byte_span, is_plain, record_span
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import whole_storage
 from hf_offload.storage.tier import Tier
 
 logger = logging.getLogger(__name__)
 
-# A view that spans less than this share of its storage gets a record of its span alone.
-_SPAN_SHARE = 0.5
-# Spans begin on this boundary, so that a copy can have the original's address modulo what kernels care about.
-_SPAN_ALIGNMENT = 512
 # Views of a storage whose address is not a multiple of this could not be laid over a copy.
 _STORAGE_ALIGNMENT = 16
 # Pinned memory between an accelerator and the disk.
 _RING_BYTES = 512 << 20
 
 Handle = KeptTensor | PackedView
+
+
+class Observer(Protocol):
+    """Whoever wants to know what is saved, and when it is needed."""
+
+    def packed(self, record: Record) -> None:
+        """``record`` is new."""
+
+    def asked(self, record: Record) -> None:
+        """Backward is about to use ``record``."""
 
 
 class Engine:
@@ -47,24 +54,47 @@ class Engine:
     def __init__(self, model: nn.Module, plan: Plan, device: Device, tier: Tier):
         self.stats = OffloadStats(tier)
         self.closed = False
-        self._plan = plan
         self._device = device
         self._weights = WeightIndex(model)
         if device.is_host:
             mover: HostMover | StagedMover = HostMover(tier)
-            self._write_behind_bytes = plan.write_behind_bytes
         else:
-            # What waits to be written has left the device: the ring is what bounds it.
             mover = StagedMover(device, tier, _RING_BYTES, self._on_failed_store)
-            self._write_behind_bytes = _RING_BYTES
         self.transfer = Transfer(device, tier, mover, self.stats)
-        self.prefetch = Prefetcher(self.transfer, plan.read_ahead_bytes)
+        self.prefetch = Prefetcher(self.transfer)
+        self.observer: Observer | None = None
         # id of a storage's Python object -> records of that storage. The weak reference tells a reused id.
         self._identities: dict[int, _Identity] = {}
         self._dead_storages: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._nothing = torch.empty(0, device=device.torch_device)
         self._where = threading.local()
         self._reported_room = False
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        """Do as ``plan`` says from now on; what has been packed goes on as it began."""
+        self._min_bytes = plan.min_offload_bytes
+        self._tier_of = {unit: placement.tier for unit, placement in plan.placements.items()}
+        self._default_tier = plan.default.tier
+        # On an accelerator, what waits to be written has left the device: the ring is what bounds it.
+        self._write_behind_bytes = plan.write_behind_bytes if self._device.is_host else _RING_BYTES
+        self.prefetch.follow(plan.read_ahead_bytes)
+
+    # -- what an observer asks ----------------------------------------------------------------------------------------
+
+    def resident_bytes(self) -> int:
+        """Bytes of saved tensors that the engine holds in memory now."""
+        self.transfer.reap()
+        return self.transfer.resident_bytes
+
+    def waited_s(self) -> float:
+        """Seconds that the training has waited for the engine since it began."""
+        return self.stats.waited_s
+
+    def bandwidth(self) -> tuple[float, float]:
+        """Bytes a second that the tier has stored and loaded so far; zero where it has not."""
+        total = self.stats.total
+        return total.write_bytes_per_s, total.read_bytes_per_s
 
     # -- where forward is ---------------------------------------------------------------------------------------------
 
@@ -87,16 +117,16 @@ class Engine:
             # Saved in a recompute, or for a double backward: needed again at once.
             return self._keep(tensor)
         nbytes = tensor.nbytes
-        if nbytes < self._plan.min_offload_bytes:
+        if nbytes < self._min_bytes:
             return self._keep(tensor)
         if tensor in self._weights:
             return _keep_plain(tensor)
         if self.prefetch.tape.in_backward:
             self._begin_tape()
-        if self.unit in self._plan.keep_units:
+        if self._tier_of.get(self.unit, self._default_tier) is None:
             return self._keep(tensor)
         begin, end = byte_span(tensor)
-        if end - begin < self._plan.min_offload_bytes:
+        if end - begin < self._min_bytes:
             return self._keep(tensor)  # an expanded tensor is smaller than it looks
         storage = tensor.untyped_storage()
         record = self._find(storage, _root(tensor), tensor._version, begin, end)
@@ -106,6 +136,8 @@ class Engine:
             if storage.data_ptr() % _STORAGE_ALIGNMENT:
                 return self._keep(tensor)
             record = self._new_record(tensor, storage, begin, end)
+            if self.observer is not None:
+                self.observer.packed(record)
         return PackedView(record, tensor, begin - record.start)
 
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -121,6 +153,8 @@ class Engine:
             raise _modified(version, record.version, str(handle.dtype), handle.size, record.unit)
         if not record.tape.in_backward:
             self._report_room(record.tape)
+        if self.observer is not None:
+            self.observer.asked(record)
         self.prefetch.asked(record)
         tensor = handle.view(*self.transfer.fetch(record))
         self.transfer.reap()
@@ -158,10 +192,7 @@ class Engine:
 
     def _new_record(self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int) -> Record:
         whole = storage.nbytes()
-        if end - begin >= whole * _SPAN_SHARE:
-            begin, end = 0, whole
-        else:
-            begin -= begin % _SPAN_ALIGNMENT
+        begin, end = record_span(begin, end, whole)
         probe = tensor.detach()
         probe.data = self._nothing  # shares the version counter, holds no storage
         self.transfer.reap()
@@ -175,7 +206,8 @@ class Engine:
             self.stats.step.offloaded_bytes += record.nbytes
             self.transfer.keep_for_backward(record)
         else:
-            self.transfer.store(record, self._write_behind_bytes)
+            # Only a unit that the plan names has a place of its own; others go wherever the tier has room first.
+            self.transfer.store(record, self._write_behind_bytes, self._tier_of.get(self.unit))
         return record
 
     def _remember(self, storage: torch.UntypedStorage, record: Record) -> None:

@@ -9,7 +9,7 @@ Note: scopes
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,17 +18,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.engine.hooks import Engine
-
-
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's repeated blocks by name, in the order of registration, outermost only."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    blocks: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{outer}.") for outer in blocks):
-            blocks[name] = module
-    return blocks
 
 
 class Phases:
@@ -41,6 +30,7 @@ class Phases:
         self._unpack = engine.unpack
         self._thread = threading.local()
         self._handles: list[RemovableHandle] = []
+        self._on_forward: Callable[[tuple[Any, ...], Any], None] | None = None
 
     # -- by `with` ----------------------------------------------------------------------------------------------------
 
@@ -58,11 +48,17 @@ class Phases:
 
     # -- by module hooks ----------------------------------------------------------------------------------------------
 
-    def install(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-        """Follow the model's forwards from now on."""
-        for name, module in {"": model, **blocks}.items():
+    def install(
+        self,
+        model: nn.Module,
+        units: Mapping[str, nn.Module],
+        on_forward: Callable[[tuple[Any, ...], Any], None] | None,
+    ) -> None:
+        """Follow the model's forwards from now on. ``on_forward`` is told the inputs of every forward of the whole model."""
+        self._on_forward = on_forward
+        for name, module in {type(model).__name__: model, **units}.items():
             root = module is model
-            self._handles.append(module.register_forward_pre_hook(_Enter(self, name or type(model).__name__, root)))
+            self._handles.append(module.register_forward_pre_hook(_Enter(self, name, root), with_kwargs=True))
             self._handles.append(module.register_forward_hook(_Leave(self, root), always_call=True))
 
     def remove(self) -> None:
@@ -71,6 +67,11 @@ class Phases:
             handle.remove()
         self._handles.clear()
         self._unwind(0)
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A forward of the whole model begins in this thread."""
+        if self._on_forward is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._on_forward(args, kwargs)
 
     def enter(self, unit: str, root: bool) -> None:
         """A module's forward begins in this thread."""
@@ -148,9 +149,11 @@ class _Enter(_ModuleHook):
         super().__init__(phases, root)
         self._unit = unit
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._phases is None or (torch.compiler.is_compiling() and not self._root):
             return
+        if self._root and module.training:
+            _begin(self._phases, args, kwargs)
         _enter(self._phases, self._unit, self._root)
 
 
@@ -159,6 +162,11 @@ class _Leave(_ModuleHook):
         if self._phases is None or (torch.compiler.is_compiling() and not self._root):
             return
         _leave(self._phases)
+
+
+@torch._dynamo.disable
+def _begin(phases: Phases, args: Any, kwargs: Any) -> None:
+    phases.begin(args, kwargs)
 
 
 @torch._dynamo.disable

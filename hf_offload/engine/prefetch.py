@@ -24,13 +24,18 @@ class Prefetcher:
     _USUAL_RECORDS = 6
     _LENGTHS = 16
 
-    def __init__(self, transfer: Transfer, fixed_window_bytes: int | None):
+    def __init__(self, transfer: Transfer):
         self._transfer = transfer
-        self._fixed = fixed_window_bytes
+        self._fixed: int | None = None
         self.tape = Tape()
         # Number of records -> order of backward. Batches of other lengths save as many tensors, only of other sizes.
         self._learned: collections.OrderedDict[int, list[int]] = collections.OrderedDict()
         self._staying: frozenset[int] = frozenset()  # ordinals, if the next tape is like the last
+
+    def follow(self, window_bytes: int | None) -> None:
+        """A new plan: its window, or None. Which records stay has to be learned anew, for others are saved now."""
+        self._fixed = window_bytes
+        self._staying = frozenset()
 
     def packed(self, record: Record) -> bool:
         """A record was packed in forward. Returns whether backward will ask for it so soon that it is to stay in memory."""

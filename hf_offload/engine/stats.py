@@ -85,6 +85,11 @@ class OffloadStats:
         # asked for each time: a tier of several tiers adds up anew
         return None if self._source is None else self._source.stats
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the training waited for the engine, since the session began."""
+        return self._ended.stall_s + self.step.stall_s
+
     def end_step(self, resident_bytes: int) -> StepStats:
         """Close the running step and open the next; returns the closed one."""
         self._read_tier()

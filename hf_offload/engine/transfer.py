@@ -64,8 +64,8 @@ class Transfer:
             self.live_records += 1
             self._hold(record.nbytes)
 
-    def store(self, record: Record, write_behind_bytes: int) -> None:
-        """Begin to store a resident record; if the tier refuses, it stays in memory.
+    def store(self, record: Record, write_behind_bytes: int, place: str | None = None) -> None:
+        """Begin to store a resident record, in the part of the tier named ``place``; if it is refused, it stays in memory.
 
         Waits until at most ``write_behind_bytes`` wait to be written.
         """
@@ -75,7 +75,7 @@ class Transfer:
         reference = weakref.ref(record)
         slot = None
         try:
-            slot = self.tier.reserve(record.nbytes)
+            slot = self.tier.reserve(record.nbytes, place)
             future = self._mover.store(buffer, slot, partial(self._drop_source, reference))
         except (TierFullError, StorageError) as error:
             if slot is not None:

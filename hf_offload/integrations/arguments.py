@@ -27,7 +27,11 @@ class OffloadArguments:
     """
 
     offload: str = dataclasses.field(
-        default="none", metadata={"help": "Where saved activations go: none, ram or ssd (also cpu, disk, nvme)."}
+        default="none",
+        metadata={"help": "Where saved activations go: none, ram or ssd (also cpu, disk, nvme), or auto."},
+    )
+    offload_memory_budget: str | None = dataclasses.field(
+        default=None, metadata={"help": "With offload=auto: most memory of the device, weights and all, e.g. 20GiB."}
     )
     offload_dir: str | None = dataclasses.field(
         default=None, metadata={"help": "Directory for offload=ssd; several, separated by commas, are striped."}
@@ -52,6 +56,18 @@ class OffloadArguments:
         default=None, metadata={"help": "Stop writing to disk after this many bytes in one run, e.g. 10TiB."}
     )
 
+    tiled_loss: str = dataclasses.field(
+        default="off",
+        metadata={"help": "Output head and loss a few tokens at a time, without logits: auto, on or off."},
+    )
+    tiled_mlp: str = dataclasses.field(
+        default="off",
+        metadata={"help": "MLPs a few tokens at a time: auto, on, off, or names of modules, separated by commas."},
+    )
+    tile_bytes: str | None = dataclasses.field(
+        default=None, metadata={"help": "Size of the logits of one piece, e.g. 128MiB. Default: a sixteenth of all."}
+    )
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if TrainingArguments in cls.__mro__ and cls.__mro__.index(TrainingArguments) < cls.__mro__.index(
@@ -70,7 +86,7 @@ class OffloadArguments:
         arguments: Any = self
         if isinstance(arguments, TrainingArguments):
             names = [name for name in arguments.report_to or () if name != REPORT_NAME]
-            if config.tier != "none":
+            if config.changes_a_run:
                 refuse_conflicts(arguments)
                 names.insert(0, REPORT_NAME)  # first, so that the other reporters see what it adds to the log
             arguments.report_to = names
@@ -80,6 +96,7 @@ class OffloadArguments:
         directories = [part.strip() for part in (self.offload_dir or "").split(",") if part.strip()]
         return OffloadConfig(
             tier=self.offload,
+            memory_budget=self.offload_memory_budget,
             directory=directories or None,
             ram_budget=self.offload_ram_budget,
             disk_budget=self.offload_disk_budget,
@@ -88,6 +105,9 @@ class OffloadArguments:
             read_ahead_bytes=self.offload_read_ahead,
             verify=self.offload_verify,
             max_disk_write_bytes=self.offload_max_disk_write,
+            tiled_loss=self.tiled_loss,
+            tiled_mlp=self.tiled_mlp,
+            tile_bytes=self.tile_bytes,
         )
 
 

@@ -1,6 +1,8 @@
 """The Trainer's callback: attaches at the start of training, reports through the Trainer's log, detaches at the end."""
 
+import dataclasses
 import logging
+import statistics
 from typing import Any
 
 from torch import nn
@@ -9,6 +11,7 @@ from transformers.training_args import ParallelMode
 
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
+from hf_offload.plan.feedback import Prediction
 from hf_offload.session import OffloadSession, attach
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
@@ -30,13 +33,15 @@ class OffloadCallback(TrainerCallback):
     """Offload a Trainer's activations: ``Trainer(..., callbacks=[OffloadCallback(OffloadConfig(tier="ssd"))])``.
 
     Without a config, it takes what the training arguments say (:class:`~hf_offload.OffloadArguments`), and does nothing
-    if they say nothing. ``stats`` holds the counters, also after training has ended.
+    if they say nothing. ``stats`` holds the counters, also after training has ended; ``forecast`` what the plan for a budget
+    was predicted to do, and did.
     """
 
     def __init__(self, config: OffloadConfig | None = None):
         self.config = config
         self.session: OffloadSession | None = None
         self.stats: OffloadStats | None = None
+        self.forecast: Prediction | None = None
 
     def on_train_begin(
         self,
@@ -49,9 +54,10 @@ class OffloadCallback(TrainerCallback):
         # May be a second begin without an end between: auto_find_batch_size, or a training that raised.
         self._detach()
         config = self._config(args)
-        if config is None or config.tier == "none" or model is None:
+        if config is None or not config.changes_a_run or model is None:
             return
         refuse_conflicts(args)
+        config = _without_twice(config, args)
         _refuse_data_parallel(args)
         self.session = attach(model, config, training=state)
         self.stats = self.session.stats
@@ -85,6 +91,8 @@ class OffloadCallback(TrainerCallback):
     ) -> None:
         if self.session is not None and self.session.active and state.is_world_process_zero:
             logger.info("%s", summary(self.session.stats))
+            if self.session.forecast is not None:
+                logger.info("%s", compared(self.session.forecast))
         self._detach()
 
     def _config(self, args: TrainingArguments) -> OffloadConfig | None:
@@ -95,6 +103,7 @@ class OffloadCallback(TrainerCallback):
 
     def _detach(self) -> None:
         if self.session is not None:
+            self.forecast = self.session.forecast
             self.session.detach()
             self.session = None
 
@@ -120,6 +129,21 @@ def refuse_conflicts(args: TrainingArguments) -> None:
         raise OffloadConfigError("\n".join(problems))
 
 
+def _without_twice(config: OffloadConfig, args: TrainingArguments) -> OffloadConfig:
+    """Liger's kernel computes head and loss together already."""
+    if config.tiled_loss == "off" or not getattr(args, "use_liger_kernel", False):
+        return config
+    if config.tiled_loss == "on":
+        raise OffloadConfigError(
+            "use_liger_kernel=True and tiled_loss='on' both compute output head and loss in pieces: drop one, or say "
+            "tiled_loss='auto', which leaves them to Liger."
+        )
+    logger.info("Liger's fused kernel computes the output head and the loss.")
+    return dataclasses.replace(
+        config, tiled_loss="off", tile_bytes=config.tile_bytes if config.tiled_mlp != "off" else None
+    )
+
+
 def summary(stats: OffloadStats) -> str:
     """What a training run offloaded, in one paragraph."""
     total = stats.total
@@ -130,6 +154,17 @@ def summary(stats: OffloadStats) -> str:
         f"({format_bytes(total.write_bytes_per_s)}/s and {format_bytes(total.read_bytes_per_s)}/s), "
         f"at most {format_bytes(total.peak_resident_bytes)} of them in memory at once, "
         f"{total.stall_s:.2f} s waited."
+    )
+
+
+def compared(forecast: Prediction) -> str:
+    """What the plan was predicted to do, beside what it did."""
+    peak, steps = forecast.measured_peak_bytes, forecast.measured_step_s
+    measured_peak = "was not measured" if peak is None else f"measured {format_bytes(peak)}"
+    measured_step = f"measured {statistics.median(steps):.2f} s" if steps else "not measured"
+    return (
+        f"Plan: peak predicted {format_bytes(forecast.peak_bytes)}, {measured_peak}; "
+        f"step predicted {forecast.step_s:.2f} s, {measured_step}."
     )
 
 

@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import os
 import platform
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -63,6 +65,7 @@ class DriveFacts:
     direct_io: DirectIo
     write: Rate
     read: Rate
+    both: Rate  # writing and reading at once, the sum of the two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,31 +159,38 @@ def _drive(directory: Path, sample_bytes: int) -> DriveFacts:
     with contextlib.closing(DiskTier(directory)) as tier:
         file = tier.files[0]
         free = free_disk_bytes([directory])
-        write, read = _measure(tier, sample_bytes, free)
-        return DriveFacts(directory, file.file_system, free, file.direct, write, read)
+        write, read, both = _measure(tier, sample_bytes, free)
+        return DriveFacts(directory, file.file_system, free, file.direct, write, read, both)
 
 
-def _measure(tier: DiskTier, sample_bytes: int, free_bytes: int) -> tuple[Rate, Rate]:
+def _measure(tier: DiskTier, sample_bytes: int, free_bytes: int) -> tuple[Rate, Rate, Rate]:
     """Write and read the sample through the tier's own path: same threads, chunks and alignment as in a run."""
     if sample_bytes <= 0:
         unknown = Rate(None, "unknown", "not measured")
-        return unknown, unknown
+        return unknown, unknown, unknown
     if free_bytes < 4 * sample_bytes:
         unknown = Rate(None, "unknown", f"only {free_bytes} bytes are free")
-        return unknown, unknown
-    count = max(sample_bytes // _BUFFER_BYTES, 1)
+        return unknown, unknown, unknown
+    count = max(sample_bytes // _BUFFER_BYTES, 2)
     size = sample_bytes // count
     # Written to beforehand, so that page faults are not counted as the drive's; not zeros, which some drives compress.
-    buffers = [empty_at_phase(size, 64).random_(0, 256) for _ in range(count)]
+    # Drawn from a generator of their own: this may run in a training whose dropout must not change.
+    draw = torch.Generator().manual_seed(0)
+    buffers = [empty_at_phase(size, 64).random_(0, 256, generator=draw) for _ in range(count)]
     slots = [tier.reserve(size) for _ in buffers]
+    pairs = list(zip(slots, buffers, strict=True))
+    others = [(tier.reserve(size), buffer) for buffer in buffers[: count // 2]]
     rates = []
-    for move in (tier.write, tier.read):
+    for writes, reads in ((pairs, []), ([], pairs), (others, pairs[count // 2 :])):
         start = time.perf_counter()
-        futures = [move(slot, buffer) for slot, buffer in zip(slots, buffers, strict=True)]
+        futures: list[Future[None]] = []
+        for write, read in itertools.zip_longest(writes, reads):
+            futures += [tier.write(*write)] if write is not None else []
+            futures += [tier.read(*read)] if read is not None else []
         for future in futures:
             future.result()
-        rates.append(Rate(count * size / (time.perf_counter() - start), "measured"))
-    return rates[0], rates[1]
+        rates.append(Rate((len(writes) + len(reads)) * size / (time.perf_counter() - start), "measured"))
+    return rates[0], rates[1], rates[2]
 
 
 def _gpu_direct() -> GpuDirectFacts:

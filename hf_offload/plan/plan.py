@@ -1,14 +1,38 @@
 """The plan: what the engine does with which part of the model. Immutable; the engine holds no policy of its own."""
 
 import dataclasses
-from collections.abc import Sequence
+import enum
+from collections.abc import Mapping, Sequence
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.schema import OffloadConfig
 
 # Bytes that may wait to be written before forward is held back. On a CPU they are what offloading has not freed yet, so
 # they are part of the peak; with less, forward waits whenever attention saves its largest tensors in a row.
-_WRITE_BEHIND_BYTES = 160 << 20
+WRITE_BEHIND_BYTES = 160 << 20
+
+_SAFE_WRITE_BEHIND_BYTES = 32 << 20
+
+
+class Placement(enum.StrEnum):
+    """What happens to the tensors that a unit saves."""
+
+    KEEP = "keep"
+    RAM = "ram"
+    SSD = "ssd"
+    RECOMPUTE = "recompute"
+    RECOMPUTE_RAM = "recompute+ram"
+    RECOMPUTE_SSD = "recompute+ssd"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the whole block is computed again in backward."""
+        return self.value.startswith("recompute")
+
+    @property
+    def tier(self) -> str | None:
+        """Where the tensors go (for a recompute, the block's input), or None: nowhere."""
+        return self.value.rpartition("+")[2] if self.value not in ("keep", "recompute") else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,20 +40,29 @@ class Plan:
     """What to do with saved tensors.
 
     Attributes:
-        tier: ``"none"``, ``"ram"`` or ``"ssd"``.
-        keep_units: Names of modules whose saved tensors stay in memory.
+        default: The placement of what ``placements`` does not name.
+        placements: Name of a unit -> what happens to what it saves.
         min_offload_bytes: Smaller tensors stay in memory.
         read_ahead_bytes: Window of the prefetcher; None: six records of usual size.
         write_behind_bytes: Most bytes that wait to be written from memory that is short.
         reason: Why, in words a user can read.
     """
 
-    tier: str
-    keep_units: frozenset[str]
+    default: Placement
+    placements: Mapping[str, Placement] = dataclasses.field(default_factory=dict)
     min_offload_bytes: int
     read_ahead_bytes: int | None
     write_behind_bytes: int
     reason: str
+
+    def placement(self, unit: str) -> Placement:
+        """What happens to what ``unit`` saves."""
+        return self.placements.get(unit, self.default)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything may leave memory."""
+        return any(placement.tier is not None for placement in (self.default, *self.placements.values()))
 
 
 def plan_from_settings(config: OffloadConfig, block_names: Sequence[str]) -> Plan:
@@ -48,10 +81,21 @@ def plan_from_settings(config: OffloadConfig, block_names: Sequence[str]) -> Pla
     if kept:
         reason += f"; {', '.join(kept)} stay in memory because backward needs them first"
     return Plan(
-        tier=config.tier,
-        keep_units=frozenset(kept),
+        default=Placement.KEEP if config.tier == "none" else Placement(config.tier),
+        placements=dict.fromkeys(kept, Placement.KEEP),
         min_offload_bytes=int(config.min_offload_bytes),
         read_ahead_bytes=None if config.read_ahead_bytes is None else int(config.read_ahead_bytes),
-        write_behind_bytes=_WRITE_BEHIND_BYTES,
+        write_behind_bytes=WRITE_BEHIND_BYTES,
         reason=reason,
+    )
+
+
+def safest_plan(config: OffloadConfig, on_host: bool) -> Plan:
+    """Everything leaves, and little is on its way: what a run begins with, before its first step is measured."""
+    return Plan(
+        default=Placement.SSD if on_host else Placement.RAM,
+        min_offload_bytes=int(config.min_offload_bytes),
+        read_ahead_bytes=None,
+        write_behind_bytes=_SAFE_WRITE_BEHIND_BYTES,
+        reason="everything moves until the first step has been measured",
     )

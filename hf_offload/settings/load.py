@@ -13,7 +13,9 @@ T = TypeVar("T")
 
 def nearest(word: object, names: Iterable[str]) -> str:
     """``" Did you mean 'ssd'?"`` or an empty string."""
-    found = difflib.get_close_matches(str(word), list(names), n=1, cutoff=0.5)
+    names, word = list(names), str(word)
+    begun = [name for name in names if word and name.startswith(word)]
+    found = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f" Did you mean {found[0]!r}?" if found else ""
 
 

@@ -10,9 +10,20 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.sizes import parse_bytes
 
-TIERS = ("none", "ram", "ssd")
+TIERS = ("none", "ram", "ssd", "auto")
 TIER_ALIASES = {"cpu": "ram", "disk": "ssd", "nvme": "ssd"}
 VERIFY = ("off", "checksum")
+TILED = ("auto", "on", "off")
+SIZES = (
+    "memory_budget",
+    "ram_budget",
+    "disk_budget",
+    "min_offload_bytes",
+    "read_ahead_bytes",
+    "max_disk_write_bytes",
+    "tile_bytes",
+)
+"""The settings that are sizes in bytes."""
 
 Directory = str | os.PathLike[str]
 
@@ -25,10 +36,13 @@ class OffloadConfig:
     reported in one :class:`~hf_offload.errors.OffloadConfigError`.
 
     Args:
-        tier: Where activations go: ``"ssd"`` (files; with ``ram_budget``, RAM first), ``"ram"`` (pinned memory on CUDA)
-            or ``"none"``. ``cpu`` is accepted for ``ram``; ``disk`` and ``nvme`` for ``ssd``.
-        directory: One directory, or several to stripe over, for ``tier="ssd"``. Default: a fresh private directory
-            under the system's temporary folder, named in the log.
+        tier: Where activations go: ``"ssd"`` (files; with ``ram_budget``, RAM first), ``"ram"`` (pinned memory on CUDA),
+            ``"none"``, or ``"auto"``: only as much as ``memory_budget`` needs, wherever it costs least time. ``cpu`` is
+            accepted for ``ram``; ``disk`` and ``nvme`` for ``ssd``.
+        memory_budget: With ``tier="auto"``: most memory of the device for everything, weights and optimizer state
+            included. On a CPU it counts tensors. Default: 90 % of what is free when training begins.
+        directory: One directory, or several to stripe over, for ``tier="ssd"`` and ``"auto"``. Default: a fresh
+            private directory under the system's temporary folder, named in the log.
         ram_budget: Most bytes of RAM the RAM tier may take. With ``tier="ssd"`` the disk is used when it is full.
         disk_budget: Most bytes of disk the run may occupy at any time, over all directories.
         min_offload_bytes: Smaller tensors stay where they are.
@@ -37,9 +51,15 @@ class OffloadConfig:
         verify: ``"checksum"`` compares a CRC-32 of every buffer before the store and after the load.
         max_disk_write_bytes: Stop writing to disk after this many bytes in one run, to spare the drive; what follows
             stays in memory.
+        tiled_loss: Compute output head and loss a few tokens at a time, so that the logits never exist: ``"on"``, ``"auto"``
+            (where the model allows it), ``"off"``. Losses and gradients change in their last bits, as in a larger batch.
+        tiled_mlp: The same for modules that treat every token by itself: ``"on"`` (all of them), names of modules, ``"auto"``
+            (only where a ``memory_budget`` needs it), ``"off"``. Backward computes them once more.
+        tile_bytes: Size of the logits of one piece. Default: a sixteenth of all, or a 64th of ``memory_budget``.
     """
 
     tier: str = "ssd"
+    memory_budget: int | str | None = None
     directory: Directory | Sequence[Directory] | None = None
     ram_budget: int | str | None = None
     disk_budget: int | str | None = None
@@ -48,6 +68,9 @@ class OffloadConfig:
     read_ahead_bytes: int | str | None = None
     verify: str = "off"
     max_disk_write_bytes: int | str | None = None
+    tiled_loss: str = "off"
+    tiled_mlp: str | Sequence[str] = "off"
+    tile_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
         with collect_errors("offload settings") as check:
@@ -56,11 +79,42 @@ class OffloadConfig:
                 choose("tier", self.tier, TIERS, aliases=TIER_ALIASES)
             with check:
                 choose("verify", self.verify, VERIFY)
-            for name in ("ram_budget", "disk_budget", "min_offload_bytes", "read_ahead_bytes", "max_disk_write_bytes"):
+            for name in ("tiled_loss", "tiled_mlp"):
+                if isinstance(getattr(self, name), bool):  # what YAML makes of an unquoted on
+                    self._set(name, "on" if getattr(self, name) else "off")
+            with check:
+                choose("tiled_loss", self.tiled_loss, TILED)
+            with check:
+                self._set("tiled_mlp", _modules(self.tiled_mlp))
+            with check:
+                if self.memory_budget is not None and self.tier != "auto":
+                    raise OffloadConfigError(
+                        f"memory_budget is given, but tier={self.tier!r} moves everything whatever it is: set tier='auto'."
+                    )
+            with check:
+                if self.tier == "auto" and (self.keep_last_count or self.read_ahead_bytes is not None):
+                    raise OffloadConfigError(
+                        "tier='auto' decides itself what is kept and how far is read ahead: drop keep_last_count and "
+                        "read_ahead_bytes."
+                    )
+            for name in SIZES:
                 with check:
                     value = getattr(self, name)
                     if value is not None:
                         self._set(name, parse_bytes(value, name))
+            with check:
+                if self.tiled_mlp == "auto" and self.tier != "auto":
+                    raise OffloadConfigError(
+                        f"tiled_mlp='auto' waits for a memory budget that nothing else fits, and tier={self.tier!r} has "
+                        "none: set tier='auto', or tiled_mlp='on'."
+                    )
+            with check:
+                if self.tile_bytes == 0:
+                    raise OffloadConfigError("tile_bytes=0 leaves no room for any token: give more, or leave it out.")
+                if self.tile_bytes is not None and not self.tiles:
+                    raise OffloadConfigError(
+                        "tile_bytes is given, but nothing is tiled: set tiled_loss='on', or leave it out."
+                    )
             with check:
                 self._set("directory", _directories(self.directory))
             with check:
@@ -89,9 +143,31 @@ class OffloadConfig:
         object.__setattr__(self, name, value)
 
     @property
+    def tiles(self) -> bool:
+        """Whether anything may be computed in pieces."""
+        return self.tiled_loss != "off" or self.tiled_mlp != "off"
+
+    @property
+    def changes_a_run(self) -> bool:
+        """Whether these settings ask for anything at all."""
+        return self.tier != "none" or self.tiles
+
+    @property
     def directories(self) -> tuple[Path, ...]:
         """The directories to stripe over; empty when none was named."""
         return self.directory or ()  # type: ignore[return-value]  # __post_init__ made it a tuple of paths
+
+
+def _modules(value: Any) -> str | tuple[str, ...]:
+    if isinstance(value, str) and value in TILED:
+        return value
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise OffloadConfigError(f"tiled_mlp={value!r} is none of {', '.join(TILED)} and no list of module names.")
+    found = tuple(name.strip() for name in names if name.strip())
+    if not found:
+        raise OffloadConfigError(f"tiled_mlp={value!r} names no module: say one of {', '.join(TILED)}, or names.")
+    return found
 
 
 def _directories(value: Any) -> tuple[Path, ...] | None:

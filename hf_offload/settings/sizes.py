@@ -42,3 +42,8 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """``format_seconds(0.0722) == "72.2 ms"``."""
+    return f"{seconds:.3g} s" if seconds == 0 or seconds >= 1 else f"{seconds * 1e3:.3g} ms"

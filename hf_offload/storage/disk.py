@@ -107,7 +107,7 @@ class DiskTier(QueuedTier):
         except BaseException:
             _close_files(self._files, os.getpid())
             raise
-        super().__init__("disk", write_threads=write_threads * len(paths), read_threads=read_threads * len(paths))
+        super().__init__("ssd", write_threads=write_threads * len(paths), read_threads=read_threads * len(paths))
         weakref.finalize(self, _close_files, self._files, os.getpid()).atexit = False
         self.max_write_bytes = max_write_bytes
         self.checksum = checksum
@@ -135,7 +135,7 @@ class DiskTier(QueuedTier):
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int) -> DiskSlot:
+    def reserve(self, nbytes: int, place: str | None = None) -> DiskSlot:
         self._check_usable("reserve")
         room = self._room.round_up(nbytes)
         with self._lock:

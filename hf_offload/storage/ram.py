@@ -79,7 +79,7 @@ class RamTier(QueuedTier):
         """Host memory held, free room included."""
         return sum(arena.data.numel() for arena in self._arenas)
 
-    def reserve(self, nbytes: int) -> RamSlot:
+    def reserve(self, nbytes: int, place: str | None = None) -> RamSlot:
         self._check_usable("reserve")
         room = -(-nbytes // PAGE) * PAGE
         with self._lock:

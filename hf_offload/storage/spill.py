@@ -43,8 +43,10 @@ class SpillTier(Tier):
         both.peak_used_bytes = self._peak_bytes
         return both
 
-    def reserve(self, nbytes: int) -> SpillSlot:
+    def reserve(self, nbytes: int, place: str | None = None) -> SpillSlot:
         try:
+            if place == self.then.name:
+                raise TierFullError(f"The plan keeps {self.first.name} for others.")
             slot = SpillSlot(nbytes, self.first, self.first.reserve(nbytes))
         except TierFullError as first_full:
             try:

@@ -90,8 +90,11 @@ class Tier(abc.ABC):
     stats: TierStats
 
     @abc.abstractmethod
-    def reserve(self, nbytes: int) -> Slot:
-        """Set room aside. Raises :class:`~hf_offload.errors.TierFullError` that says which limit was met."""
+    def reserve(self, nbytes: int, place: str | None = None) -> Slot:
+        """Set room aside; ``place`` names the part to prefer in a tier that has several.
+
+        Raises :class:`~hf_offload.errors.TierFullError` that says which limit was met.
+        """
 
     @abc.abstractmethod
     def write(self, slot: Slot, buffer: torch.Tensor) -> "Future[None]":

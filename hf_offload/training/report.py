@@ -39,6 +39,8 @@ class TrainingReport:
     allocator: str
     machine: dict[str, Any]
     versions: dict[str, str]
+    forecast: dict[str, Any] | None = None
+    """With a memory budget: what the plan was predicted to do, and what it did."""
 
     @property
     def median_step_s(self) -> float | None:

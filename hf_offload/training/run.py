@@ -13,7 +13,7 @@ import torch
 from hf_offload.allocator import current_allocator
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipes import RANDOM_TOKENS, Recipe
-from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.schema import SIZES, OffloadConfig
 from hf_offload.training.data import RandomTokens, build_tokenizer, collate, load_blocks
 from hf_offload.training.report import TrainingReport, describe_machine, describe_versions, parameter_digest
 
@@ -114,6 +114,7 @@ def run_recipe(
         allocator=current_allocator(),
         machine=describe_machine(),
         versions=describe_versions(),
+        forecast=None if callback is None or callback.forecast is None else dataclasses.asdict(callback.forecast),
     )
     if report is not None:
         result.write(report)
@@ -154,10 +155,16 @@ def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
         "min_offload_bytes": "offload_min_bytes",
         "read_ahead_bytes": "offload_read_ahead",
         "max_disk_write_bytes": "offload_max_disk_write",
+        # cutting is no offloading
+        "tiled_loss": "tiled_loss",
+        "tiled_mlp": "tiled_mlp",
+        "tile_bytes": "tile_bytes",
     }
     values = {field.name: getattr(offload, field.name) for field in dataclasses.fields(offload)}
     values["directory"] = ",".join(str(path) for path in offload.directories) or None
-    for name in ("ram_budget", "disk_budget", "min_offload_bytes", "read_ahead_bytes", "max_disk_write_bytes"):
+    if not isinstance(offload.tiled_mlp, str):
+        values["tiled_mlp"] = ",".join(offload.tiled_mlp)
+    for name in SIZES:
         values[name] = None if values[name] is None else str(values[name])
     return {names.get(name, f"offload_{name}"): value for name, value in values.items()}
 

@@ -1,5 +1,6 @@
 """The conformance suite: what tier.py promises, asked of every tier."""
 
+import contextlib
 import gc
 import itertools
 import threading
@@ -12,6 +13,8 @@ import torch
 
 from hf_offload.errors import StorageError, TierFullError
 from hf_offload.storage.buffers import PAGE, empty_at_phase
+from hf_offload.storage.disk import DiskTier
+from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Slot, Tier
 
@@ -358,3 +361,13 @@ def test_phase_makes_reads_direct(tier: Tier, kind: str, monkeypatch: pytest.Mon
     slot = store(tier, filled(3 * MIB + 5, 448))
     monkeypatch.setattr(disk, "empty_at_phase", lambda *_: pytest.fail("a staging copy was made"))
     assert torch.equal(load(tier, slot), filled(3 * MIB + 5, 448))
+
+
+def test_a_spilling_tier_puts_bytes_where_the_plan_wants_them(tmp_path):
+    first, then = RamTier(budget_bytes=2 * MIB), DiskTier(tmp_path)
+    with contextlib.closing(SpillTier(first, then)) as tier:
+        on_disk = tier.reserve(MIB, "ssd")
+        assert (first.stats.used_bytes, on_disk.tier) == (0, then)
+        anywhere, in_ram = tier.reserve(MIB), tier.reserve(MIB, "ram")
+        assert anywhere.tier is in_ram.tier is first
+        assert tier.reserve(MIB, "ram").tier is then  # no room: the next best

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, OffloadConfigError, attach, offload_activations
-from hf_offload.engine.phases import find_blocks
+from hf_offload.plan.units import find_blocks
 
 
 def tiny_gpt2(**config):

@@ -128,3 +128,28 @@ def test_copies_run_on_streams_of_their_own(config):
     assert streams["copy"]
     assert streams["compute"]
     assert not streams["copy"] & streams["compute"]
+
+
+def test_a_budget_is_kept_and_changes_no_gradient(tmp_path):
+    model = network()
+    x = torch.randn(4096, 512, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    expected = gradients(model, x)
+    model.zero_grad()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients(model, x)
+    keep = torch.cuda.max_memory_allocated()
+    model.zero_grad()
+    budget = before + (keep - before) // 2
+    config = OffloadConfig(tier="auto", memory_budget=budget, directory=str(tmp_path), min_offload_bytes=0)
+    with offload_activations(model, config) as session:
+        for _ in range(8):
+            torch.cuda.reset_peak_memory_stats()
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            peak = torch.cuda.max_memory_allocated()
+            assert_equal([parameter.grad for parameter in model.parameters()], expected)
+            optimizer.step()
+            session.end_step()
+    assert peak <= 1.05 * budget

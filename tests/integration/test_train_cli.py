@@ -66,7 +66,6 @@ def test_offloading_changes_no_bit_of_losses_and_weights(tiny_recipe, overrides)
     assert offloaded.losses_hex == keep.losses_hex
     assert offloaded.parameters_sha256 == keep.parameters_sha256
     assert offloaded.offload["written_bytes"] > 0
-    assert offloaded.offload["read_bytes"] > 0
 
 
 TINY = "num_layers: 1, num_heads: 2, d_model: 32, d_ff: 64, d_kv: 16, vocab_size: 100"
@@ -104,7 +103,8 @@ def test_every_setting_of_a_recipe_reaches_the_session(tiny_recipe):
         tiny_recipe,
         [
             "offload={tier: ssd, directory: [a, b], ram_budget: 1MiB, disk_budget: 1GiB, min_offload_bytes: 3KiB, "
-            "keep_last_count: 1, read_ahead_bytes: 5MiB, verify: checksum, max_disk_write_bytes: 7GiB}",
+            "keep_last_count: 1, read_ahead_bytes: 5MiB, verify: checksum, max_disk_write_bytes: 7GiB, "
+            "tiled_loss: on, tiled_mlp: [mlp, fc], tile_bytes: 2MiB}",
             "training.max_steps=3",
         ],
     )

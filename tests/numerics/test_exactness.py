@@ -368,8 +368,8 @@ def test_parts_of_a_storage_with_version_counters_of_their_own(make, on_ssd):
                 transfer = session._engine.transfer
                 store = transfer.store
 
-                def store_at_once(record: Any, write_behind_bytes: int, store: Any = store) -> None:
-                    store(record, write_behind_bytes)
+                def store_at_once(record: Any, *arguments: Any, store: Any = store) -> None:
+                    store(record, *arguments)
                     concurrent.futures.wait([record.future])
 
                 transfer.store = store_at_once

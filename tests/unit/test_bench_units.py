@@ -33,11 +33,11 @@ def recomputes(recipe):
 def test_a_strategy_sets_everything_it_is_about_whatever_the_recipe_says(path, name):
     theirs = ["offload={tier: ssd, directory: d, ram_budget: 1GiB, read_ahead_bytes: 7MiB, disk_budget: 2GiB}"]
     recipe = find_strategy(name).load(path, theirs)
-    tier = {"ours:ram": "ram"}.get(name, "ssd" if name.startswith("ours") else "none")
+    tier = {"ours:ram": "ram", "ours:auto": "auto"}.get(name, "ssd" if name.startswith("ours") else "none")
     assert recipe.offload.tier == tier
     assert recomputes(recipe) is ("recompute" in name)
-    assert bool(recipe.offload.directories) == (tier == "ssd")
-    assert recipe.offload.ram_budget == (1 << 30 if name in ("ours:ram", "ours:spill") else None)
+    assert bool(recipe.offload.directories) == (tier in ("ssd", "auto"))
+    assert recipe.offload.ram_budget == (1 << 30 if name in ("ours:ram", "ours:spill", "ours:auto") else None)
     kwargs = [value for key, value in recipe.training.items() if key.endswith("checkpointing_kwargs")]
     assert kwargs == [{"offload": True} if name == "recompute+offload" else None]
     assert find_strategy(name).source
@@ -59,7 +59,7 @@ def test_a_window_fixes_the_read_ahead(path):
 
 def test_who_has_to_match_whom():
     wanted = {strategy.name: strategy.must_match for strategy in parse_strategies("all")}
-    ours = {"keep", "ours:ram", "ours:ssd", "ours:spill"}
+    ours = {"keep", "ours:ram", "ours:ssd", "ours:spill", "ours:auto"}
     assert wanted == {name: "keep" if name in ours else None for name in wanted} | {"ours+recompute": "recompute"}
 
 

@@ -4,12 +4,19 @@ import weakref
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 # A weight reaches autograd through these when a layer or autocast reshaped or cast it first.
 _VIEW_NODES = frozenset(
     ("TBackward0", "ToCopyBackward0", "ViewBackward0", "TransposeBackward0", "PermuteBackward0", "UnsafeViewBackward0")
 )
 _MAX_VIEW_NODES = 4
+# A view that spans less than this share of its storage gets a record of its span alone.
+_SPAN_SHARE = 0.5
+# Spans begin on this boundary, so that a copy can have the original's address modulo what kernels care about.
+_SPAN_ALIGNMENT = 512
+# Weights of a model that is only counted are fake.
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 class WeightIndex:
@@ -35,7 +42,7 @@ class WeightIndex:
         for tensors in (model.parameters(), model.buffers()):
             for tensor in tensors:
                 local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's shard
-                if type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided:
+                if type(local) in _PLAIN_TYPES and local.layout is torch.strided:
                     storage = local.untyped_storage()
                     found[id(storage)] = weakref.ref(storage)
         self._storages = found
@@ -81,3 +88,10 @@ def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
         return first * itemsize, (first + tensor.numel()) * itemsize
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return first * itemsize, (last + 1) * itemsize
+
+
+def record_span(begin: int, end: int, whole: int) -> tuple[int, int]:
+    """Which bytes of a storage of ``whole`` bytes are moved for a tensor that spans ``[begin, end)`` of them."""
+    if end - begin >= whole * _SPAN_SHARE:
+        return 0, whole
+    return begin - begin % _SPAN_ALIGNMENT, end

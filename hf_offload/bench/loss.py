@@ -1,0 +1,144 @@
+"""Output head and loss alone: the usual way, in pieces, and Liger's kernel where it is installed.
+
+Memory is what a forward and a backward need beside hidden states, weights and their gradients; a run of its own counts it.
+"""
+
+import dataclasses
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.load import choose
+from hf_offload.tiling.cut import Cut
+from hf_offload.tiling.head import TiledHead
+
+UNTILED, TILED, LIGER = "untiled", "tiled", "liger"
+
+SHAPES: dict[str, tuple[int, int, int]] = {
+    "gpt2": (50257, 768, 4 * 512),
+    "llama-3.2-1b": (128256, 2048, 4096),
+}
+"""Name -> vocabulary, hidden size, tokens."""
+
+Work = Callable[[], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossRow:
+    """One way to compute one head's loss. ``extra_bytes`` is memory beside inputs, weights and gradients."""
+
+    shape: str
+    way: str
+    dtype: str
+    device: str
+    extra_bytes: int
+    seconds: tuple[float, ...]
+    loss: float
+
+    @property
+    def median_s(self) -> float:
+        """Of a forward and a backward."""
+        return statistics.median(self.seconds)
+
+
+def bench_loss(
+    shape: str,
+    dtype: torch.dtype,
+    rounds: int,
+    tile_bytes: int | None,
+    on_run: Callable[[str], None] = lambda way: None,
+) -> list[LossRow]:
+    """All ways of one shape, in turns.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for an unknown shape.
+    """
+    choose("shape", shape, SHAPES)
+    vocabulary, width, tokens = SHAPES[shape]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, device=device).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,), device=device)
+    weight = torch.randn(vocabulary, width, device=device).mul_(width**-0.5).to(dtype)
+    ways = _ways(hidden, labels, weight, tile_bytes)
+    kept = hidden.numel() * hidden.element_size() + weight.numel() * weight.element_size()  # the gradients
+    extra, losses = {}, {}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for way, (head, work) in ways.items():
+        on_run(f"{way}: memory")
+        extra[way] = _peak_bytes(lambda head=head, work=work: _step(head, hidden, work), device) - kept  # type: ignore[misc]
+    for _ in range(rounds):
+        for way, (head, work) in ways.items():
+            on_run(f"{way}: time")
+            began = _now(device)
+            losses[way] = _step(head, hidden, work)
+            seconds[way].append(_now(device) - began)
+    name = str(dtype).removeprefix("torch.")
+    return [LossRow(shape, way, name, str(device), extra[way], tuple(seconds[way]), losses[way]) for way in ways]
+
+
+def _ways(hidden: Tensor, labels: Tensor, weight: Tensor, tile_bytes: int | None) -> dict[str, tuple[nn.Linear, Work]]:
+    def head_of() -> nn.Linear:
+        head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        head.weight = nn.Parameter(weight)
+        return head
+
+    def usual(head: nn.Linear) -> Tensor:
+        return nn.functional.cross_entropy(head(hidden).float(), labels)
+
+    plain, tiled = head_of(), head_of()
+    TiledHead("head", tiled, Cut(tile_bytes=tile_bytes)).install()
+    ways: dict[str, tuple[nn.Linear, Work]] = {
+        UNTILED: (plain, lambda: usual(plain)),
+        TILED: (tiled, lambda: usual(tiled)),
+    }
+    if hidden.is_cuda and importlib.util.find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
+
+        liger, fused = head_of(), LigerFusedLinearCrossEntropyLoss()
+        ways[LIGER] = (liger, lambda: fused(liger.weight, hidden, labels))
+    return ways
+
+
+def _step(head: nn.Linear, hidden: Tensor, work: Work) -> float:
+    head.weight.grad = hidden.grad = None
+    loss = work()
+    loss.backward()
+    return loss.item()
+
+
+def _peak_bytes(work: Callable[[], float], device: torch.device) -> int:
+    """Most bytes alive at once, above those before."""
+    if device.type == "cuda":
+        work()  # what libraries take once
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    live = peak = 0
+    events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``float32`` or ``bfloat16``. Raises :class:`~hf_offload.errors.OffloadConfigError`."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in known:
+        raise OffloadConfigError(f"dtype={name!r} is none of {', '.join(known)}.")
+    return known[name]

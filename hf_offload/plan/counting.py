@@ -1,0 +1,317 @@
+"""Counting a footprint without hardware: one step on tensors that have sizes but no data.
+
+:class:`~torch._subclasses.fake_tensor.FakeTensorMode` on CPU tensors makes every operation of the model choose its real
+kernel and allocate nothing. A dispatch mode sees each result come and go; saved-tensor hooks let go of everything autograd
+saves, so that what stays alive is what offloading cannot reach.
+"""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from hf_offload.errors import OffloadPlanError
+from hf_offload.plan.footprint import Footprint, Saved
+from hf_offload.plan.recorder import StepRecorder, nbytes_of
+from hf_offload.plan.selection import WeightIndex, byte_span, record_span
+
+Cost = Callable[[int, int, torch.dtype], float]
+"""(floating-point operations, bytes read and written, dtype) of one operation -> seconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerNeeds:
+    """Memory of an optimizer: bytes that stay, bytes during its step, and how long that takes."""
+
+    state_bytes: int
+    step_bytes: int
+    step_s: float
+
+
+def count_footprint(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    cost: Cost,
+    optimizer: OptimizerNeeds,
+    min_offload_bytes: int,
+    attention_dropout_is_saved: bool,
+    autocast: torch.dtype | None = None,
+    update_in_backward: bool = False,
+) -> Footprint:
+    """Count one training step of ``model`` on ``batch``, both on fake CPU tensors (see :func:`fake_mode`).
+
+    Args:
+        model: Its forward takes the batch by keywords and returns an output with a loss.
+        batch: Integer tensors of shape (rows, tokens), ``labels`` among them.
+        cost: How long an operation takes.
+        optimizer: What the optimizer holds.
+        min_offload_bytes: Smaller tensors are not moved; they count as live.
+        attention_dropout_is_saved: Whether the machine's attention kernel keeps dropout's mask and the attention matrix,
+            as the CPU's does. CUDA's kernels draw the mask again.
+        autocast: The dtype of autocast, or None.
+        update_in_backward: Whether every gradient goes as soon as it is complete, used up by the optimizer.
+
+    Raises :class:`~hf_offload.errors.OffloadPlanError` if the forward needs data, for example because it reads a value.
+    """
+    counter = _Counter(model, cost, min_offload_bytes)
+    attention = contextlib.nullcontext() if attention_dropout_is_saved else _WithoutAttentionDropout()
+    cast = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+    model.zero_grad(set_to_none=True)
+    updates = [
+        parameter.register_post_accumulate_grad_hook(_use_up)
+        for parameter in model.parameters()
+        if update_in_backward and parameter.requires_grad
+    ]
+    try:
+        with counter.in_fake_mode(), attention, _rows_that_are_not_packed():
+            with cast, torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack):
+                loss = model(**batch).loss
+            counter.backward = True
+            loss.backward()
+            del loss
+    except OffloadPlanError:
+        raise
+    except Exception as error:  # whatever an architecture trips over: data-dependent shapes, custom kernels, C++
+        raise OffloadPlanError(
+            f"{type(model).__name__} cannot be counted on tensors without data ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no message'}). Its plan has to come from a measured step: "
+            "train with offload='auto'."
+        ) from error
+    finally:
+        for handle in updates:
+            handle.remove()
+    weights = sum(nbytes_of(tensor) for tensor in {*model.parameters(), *model.buffers()})
+    gradients = sum(nbytes_of(tensor) for tensor in model.parameters() if tensor.requires_grad)
+    model.zero_grad(set_to_none=True)
+    if update_in_backward:
+        gradients = max((nbytes_of(tensor) for tensor in model.parameters() if tensor.requires_grad), default=0)
+    return Footprint(
+        moments=tuple(counter.moments),
+        saved=tuple(counter.saved()),
+        blocks=tuple(counter.block_spans()),
+        units={name: unit.block for name, unit in counter.units.items()},
+        kinds={name: unit.kind for name, unit in counter.units.items()},
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        base_bytes=weights + optimizer.state_bytes,
+        gradient_bytes=gradients,
+        optimizer_step_bytes=optimizer.step_bytes,
+        optimizer_step_s=optimizer.step_s,
+        source="counted",
+        largest_operation_bytes=counter.largest_operation_bytes,
+    )
+
+
+def _use_up(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+@contextlib.contextmanager
+def _rows_that_are_not_packed() -> Iterator[None]:
+    """Transformers looks whether several texts share a row, and takes what it cannot look into to be such a row. Its mask
+    would make attention take another kernel than a real batch of whole rows does.
+    """
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    found = getattr(masking_utils, name, None)
+    if found is None:
+        yield
+        return
+    setattr(masking_utils, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, found)
+
+
+@contextlib.contextmanager
+def fake_mode() -> Iterator[None]:
+    """Inside, tensors have sizes but no data: models of any size are built in no time and no memory."""
+    with FakeTensorMode():
+        yield
+
+
+class _Draft:
+    """A saved tensor's bytes while the step is counted. It lives as long as autograd's handles."""
+
+    __slots__ = ("__weakref__", "span", "times", "unit", "version")
+
+    def __init__(self, unit: str, span: tuple[int, int], version: int, times: "_Times"):
+        self.unit = unit
+        self.span = span
+        self.version = version
+        self.times = times
+
+
+@dataclasses.dataclass(slots=True)
+class _Times:
+    unit: str
+    nbytes: int
+    packed: int
+    gone: int | None = None
+    needed: int | None = None
+    released: int | None = None
+
+
+class _Handle:
+    """What autograd holds: how to look at a draft's bytes."""
+
+    __slots__ = ("draft", "dtype", "size", "stride")
+
+    def __init__(self, draft: _Draft, tensor: torch.Tensor):
+        self.draft = draft
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+
+
+class _Kept:
+    __slots__ = ("tensor", "unit")
+
+    def __init__(self, tensor: torch.Tensor, unit: str):
+        self.tensor = tensor
+        self.unit = unit
+
+
+class _Counter(StepRecorder):
+    """One step on tensors without data: compute takes as long as ``cost`` says."""
+
+    def __init__(self, model: nn.Module, cost: Cost, min_offload_bytes: int):
+        super().__init__(model)
+        self._cost = cost
+        self._min_bytes = min_offload_bytes
+        self._weights = WeightIndex(model)
+        self._fake = _mode_of(model)
+        self._seconds = 0.0
+        self.largest_operation_bytes = 0
+        self._drafts: dict[int, list[weakref.ref[_Draft]]] = {}  # id of a storage -> what was saved of it
+        self._times: list[_Times] = []
+
+    def elapsed(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any, results: Sequence[torch.Tensor], fresh: bool) -> None:
+        if not results or not (fresh or func._schema.is_mutable):
+            return  # a view
+        counted = flop_registry.get(func._overloadpacket)
+        flops = counted(*args, **kwargs, out_val=result) if counted is not None else 0
+        moved = sum(nbytes_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        moved += sum(map(nbytes_of, results))
+        self._see_operation((args, kwargs), results)
+        self._seconds += self._cost(int(flops), moved, results[0].dtype)
+
+    def _see_operation(self, operands: Any, results: Sequence[torch.Tensor]) -> None:
+        inputs = (
+            leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor) and leaf not in self._weights
+        )
+        storages = {id(one.untyped_storage()): nbytes_of(one) for one in (*inputs, *results)}
+        self.largest_operation_bytes = max(self.largest_operation_bytes, sum(storages.values()))
+
+    def died(self, key: int) -> None:
+        drafts = [draft for reference in self._drafts.pop(key, ()) if (draft := reference()) is not None]
+        if drafts:
+            now = self.end_moment()
+            for draft in drafts:
+                draft.times.gone = now
+
+    @contextlib.contextmanager
+    def in_fake_mode(self) -> Iterator[None]:
+        """Count what happens inside."""
+        with self._fake, self.watching():
+            yield
+        self.end_moment()
+
+    # -- autograd's hooks ---------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> _Handle | _Kept:
+        """Let go of the tensor, but remember when it was saved."""
+        if not self._may_move(tensor):
+            return _Kept(tensor.detach(), self.unit)
+        storage = tensor.untyped_storage()
+        begin, end = byte_span(tensor)
+        draft = self._find(id(storage), tensor._version, begin, end)
+        if draft is None:
+            span = record_span(begin, end, storage.nbytes())
+            times = _Times(self.unit, span[1] - span[0], self.end_moment())
+            self._times.append(times)
+            draft = _Draft(self.unit, span, tensor._version, times)
+            self._drafts.setdefault(id(storage), []).append(weakref.ref(draft))
+            weakref.finalize(draft, self._release, times)
+        return _Handle(draft, tensor)
+
+    def unpack(self, handle: _Handle | _Kept) -> torch.Tensor:
+        """A tensor like the one that was saved."""
+        if isinstance(handle, _Kept):
+            self.unit = handle.unit
+            return handle.tensor
+        now = self.end_moment()
+        self.unit = handle.draft.unit
+        if handle.draft.times.needed is None:
+            handle.draft.times.needed = now
+        # The saved tensor's bytes are counted as the saved tensor's, not as alive.
+        with _disable_current_modes(), self._fake:
+            tensor = torch.empty_strided(handle.size, handle.stride, dtype=handle.dtype)
+        self.see(tensor.untyped_storage(), counts=False)
+        return tensor
+
+    def _release(self, times: _Times) -> None:
+        times.released = self.end_moment()
+
+    def _may_move(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) is FakeTensor
+            and tensor.layout is torch.strided
+            and torch._C._current_graph_task_id() == -1
+            and nbytes_of(tensor) >= self._min_bytes
+            and tensor not in self._weights
+            and byte_span(tensor)[1] - byte_span(tensor)[0] >= self._min_bytes
+        )
+
+    def _find(self, key: int, version: int, begin: int, end: int) -> _Draft | None:
+        for reference in self._drafts.get(key, ()):
+            draft = reference()
+            if draft is not None and draft.version == version and draft.span[0] <= begin and end <= draft.span[1]:
+                return draft
+        return None
+
+    # -- what was found -----------------------------------------------------------------------------------------------
+
+    def saved(self) -> Iterator[Saved]:
+        """All that was saved and used again."""
+        end = len(self.moments)
+        for times in self._times:
+            released = end if times.released is None else times.released
+            needed = released if times.needed is None else times.needed
+            gone = released if times.gone is None else times.gone
+            yield Saved(times.unit, times.nbytes, times.packed, gone, needed, released)
+
+
+def _mode_of(model: nn.Module) -> FakeTensorMode:
+    for tensor in model.parameters():
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    raise OffloadPlanError(f"{type(model).__name__} was not built on tensors without data: build it in fake_mode().")
+
+
+class _WithoutAttentionDropout(TorchFunctionMode):
+    """Lets scaled dot product attention take the fused kernel that CUDA takes with dropout, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in kwargs:
+                kwargs = kwargs | {"dropout_p": 0.0}
+        return func(*args, **kwargs)

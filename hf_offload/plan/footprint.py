@@ -1,0 +1,175 @@
+"""What one training step does to memory: stretches of compute, and tensors saved in one and needed in another."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """A stretch of a step in which no saved tensor comes, is asked for, or goes.
+
+    Attributes:
+        unit: The unit that computes.
+        backward: Whether it is part of backward.
+        live_bytes: Most bytes alive at once in it, without weights, optimizer state and saved tensors whose memory
+            nothing else holds.
+        gradient_bytes: How much of that are gradients of weights.
+        seconds: How long it takes.
+    """
+
+    unit: str
+    backward: bool
+    live_bytes: int
+    gradient_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Saved:
+    """Bytes that autograd saves once, however many tensors look at them. Times are indices of moments.
+
+    Attributes:
+        unit: The unit in whose forward it was saved.
+        nbytes: Its size.
+        packed: The first moment after it was saved.
+        gone: The first moment in which nothing but autograd holds it. From here on keeping it costs memory.
+        needed: The first moment of backward that uses it.
+        released: The first moment in which autograd holds it no more.
+    """
+
+    unit: str
+    nbytes: int
+    packed: int
+    gone: int
+    needed: int
+    released: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSpan:
+    """A repeated block: where it lies in the step and what recomputing it would need.
+
+    ``boundary_bytes`` is the size of what it takes as input; ``forward`` the half-open range of its moments in forward;
+    ``backward`` the moment in which its backward begins.
+    """
+
+    name: str
+    boundary_bytes: int
+    forward: tuple[int, int]
+    backward: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """One step of one model on one batch.
+
+    Attributes:
+        moments: The step from beginning to end, without the optimizer's step.
+        saved: What could be moved, in the order in which it was saved.
+        blocks: The repeated blocks in order.
+        units: Unit -> the block it lies in, or None.
+        kinds: Unit -> the class of its module.
+        parameters: How many weights the model has.
+        base_bytes: Weights, buffers and optimizer state, there all the time.
+        gradient_bytes: Gradients at the end of backward (a part of ``live_bytes`` there).
+        optimizer_step_bytes: What the optimizer's step needs beside them.
+        optimizer_step_s: How long it takes.
+        source: ``"counted"`` (on tensors without data) or ``"measured"``.
+        largest_operation_bytes: What the operation with the largest operands and results has in memory, weights left out: no
+            order of operations needs less.
+        tiled: Modules that are computed a few tokens at a time.
+    """
+
+    moments: tuple[Moment, ...]
+    saved: tuple[Saved, ...]
+    blocks: tuple[BlockSpan, ...]
+    units: Mapping[str, str | None]
+    kinds: Mapping[str, str]
+    parameters: int
+    base_bytes: int
+    gradient_bytes: int
+    optimizer_step_bytes: int
+    optimizer_step_s: float
+    source: str
+    largest_operation_bytes: int = 0
+    tiled: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def saved_bytes(self) -> dict[str, int]:
+        """Bytes saved per unit."""
+        total = dict.fromkeys(self.units, 0)
+        for one in self.saved:
+            total[one.unit] += one.nbytes
+        return total
+
+    @functools.cached_property
+    def recompute_costs(self) -> dict[str, tuple[float, int]]:
+        """Block -> seconds that its forward takes again in backward, and bytes on top of those alive when it begins."""
+        held: dict[str, collections.Counter[int]] = {span.name: collections.Counter() for span in self.blocks}
+        ends = {span.name: span.forward[1] for span in self.blocks}
+        for one in self.saved:
+            block = self.units[one.unit]
+            if block in held:
+                held[block][min(one.gone, ends[block] - 1)] += one.nbytes
+        costs = {}
+        for span in self.blocks:
+            begin, end = span.forward
+            moments = self.moments[begin:end]
+            own, most = 0, 0
+            for index, moment in enumerate(moments, begin):
+                own += held[span.name][index]
+                most = max(most, moment.live_bytes - moments[0].live_bytes + own)
+            costs[span.name] = (sum(moment.seconds for moment in moments), most)
+        return costs
+
+    @functools.cached_property
+    def released_last(self) -> dict[str, int]:
+        """Block -> the first moment in which nothing that was saved in it is held any more."""
+        last: dict[str, int] = {}
+        for one in self.saved:
+            block = self.units[one.unit]
+            if block is not None:
+                last[block] = max(last.get(block, 0), one.released)
+        return last
+
+    @functools.cached_property
+    def forward_s(self) -> dict[str, float]:
+        """Seconds of forward per unit."""
+        return self._seconds(backward=False)
+
+    @functools.cached_property
+    def backward_s(self) -> dict[str, float]:
+        """Seconds of backward per unit."""
+        return self._seconds(backward=True)
+
+    @functools.cached_property
+    def working_bytes(self) -> dict[str, int]:
+        """Most bytes alive beside saved tensors while the unit computes."""
+        most = dict.fromkeys(self.units, 0)
+        for moment in self.moments:
+            most[moment.unit] = max(most[moment.unit], moment.live_bytes)
+        return most
+
+    @functools.cached_property
+    def step_s(self) -> float:
+        """Compute alone: nothing recomputed, nothing waited for."""
+        return sum(moment.seconds for moment in self.moments) + self.optimizer_step_s
+
+    def at_pace(self, pace: float) -> "Footprint":
+        """The same step where everything takes ``pace`` times as long."""
+        moments = tuple(dataclasses.replace(moment, seconds=moment.seconds * pace) for moment in self.moments)
+        return dataclasses.replace(self, moments=moments, optimizer_step_s=self.optimizer_step_s * pace)
+
+    @property
+    def optimizer_peak_bytes(self) -> int:
+        """Memory during the optimizer's step, when all that was saved is gone."""
+        return self.base_bytes + self.gradient_bytes + self.optimizer_step_bytes
+
+    def _seconds(self, backward: bool) -> dict[str, float]:
+        total = dict.fromkeys(self.units, 0.0)
+        for moment in self.moments:
+            if moment.backward == backward:
+                total[moment.unit] += moment.seconds
+        return total

@@ -1,0 +1,151 @@
+"""Everything ``hf-offload plan`` shows: the plan, what it is compared with, and how far each way goes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from hf_offload.errors import OffloadPlanError
+from hf_offload.plan.explain import UnitLine, unit_lines
+from hf_offload.plan.footprint import Footprint
+from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
+from hf_offload.plan.placement import smallest, uniform
+from hf_offload.plan.plan import Placement
+from hf_offload.plan.planner import alternatives, find_plan, largest, make_problem
+from hf_offload.plan.problem import Problem, Solution
+from hf_offload.plan.scaling import Family
+from hf_offload.plan.simulate import Timeline
+from hf_offload.plan.workload import Workload, count_workload
+
+_MOST_ROWS = 1 << 14
+_MOST_TOKENS = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way to train. ``timeline`` is None where nothing fits; ``longest_sequence`` where lengths could not be compared."""
+
+    name: str
+    fits: bool
+    timeline: Timeline | None
+    largest_batch: int
+    longest_sequence: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A plan for a workload on a machine, and its alternatives. ``refusal`` says why there is none."""
+
+    workload: Workload
+    hardware: Hardware
+    problem: Problem
+    solution: Solution | None
+    refusal: str | None
+    lines: list[UnitLine]
+    rows: list[Row]
+    sequence_limit: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON can hold it."""
+        workload = self.workload
+        footprint = self.problem.footprint
+        return {
+            "model": workload.name,
+            "task": workload.task,
+            "parameters": footprint.parameters,
+            "batch": workload.batch,
+            "sequence": workload.sequence,
+            "dtype": str(workload.dtype).removeprefix("torch."),
+            "optimizer": workload.optimizer,
+            "memory_mode": workload.memory_mode,
+            "budget_bytes": self.problem.budget_bytes,
+            "weights_and_optimizer_bytes": footprint.base_bytes,
+            "gradient_bytes": footprint.gradient_bytes,
+            "saved_bytes": sum(one.nbytes for one in footprint.saved),
+            "source": footprint.source,
+            "hardware": dataclasses.asdict(self.hardware),
+            "units": [dataclasses.asdict(line) for line in self.lines],
+            "placements": None if self.solution is None else dict(self.solution.placements),
+            "method": None if self.solution is None else self.solution.method,
+            "refusal": self.refusal,
+            "predicted": [
+                {
+                    "name": row.name,
+                    "fits": row.fits,
+                    "largest_batch": row.largest_batch,
+                    "longest_sequence": row.longest_sequence,
+                }
+                | _summary(row.timeline)
+                for row in self.rows
+            ],
+        }
+
+
+def _summary(timeline: Timeline | None) -> dict[str, Any]:
+    names = ("peak_bytes", "step_s", "store_stall_s", "load_stall_s", "recompute_s", "moved_bytes", "peak_unit")
+    return {name: None if timeline is None else getattr(timeline, name) for name in names}
+
+
+def make_forecast(
+    workload: Workload, hardware: Hardware, *, budget_bytes: int | None = None, may_recompute: bool = True
+) -> Forecast:
+    """Count, plan, and compare. Raises :class:`~hf_offload.errors.OffloadPlanError` if the model cannot be counted."""
+    if budget_bytes is None:
+        budget_bytes = int(hardware.memory_bytes.value * BUDGET_SHARE)
+    config_limit = getattr(workload.config, "max_position_embeddings", None)
+    limit = config_limit if isinstance(config_limit, int) else None
+    here = count_workload(workload, hardware)
+    family = Family(workload.batch, workload.sequence, here, _of_another_length(workload, hardware, limit))
+
+    def problem_for(footprint: Footprint) -> Problem:
+        return make_problem(footprint, hardware, budget_bytes, may_recompute=may_recompute)
+
+    problem = problem_for(here)
+    solution, refusal = None, None
+    try:
+        solution = find_plan(problem)
+    except OffloadPlanError as error:
+        refusal = str(error)
+
+    def reach(fits: Callable[[Footprint], bool]) -> tuple[int, int | None]:
+        rows = largest(lambda rows: fits(family.at(rows, workload.sequence)), workload.batch, _MOST_ROWS)
+        if not family.knows_lengths:
+            return rows, None
+        tokens = largest(lambda tokens: fits(family.at(workload.batch, tokens)), 256, limit or _MOST_TOKENS)
+        return rows, tokens
+
+    rows = []
+    for alternative in alternatives(problem):
+        placement = alternative.placement
+
+        def fits(footprint: Footprint, placement: Placement | None = placement) -> bool:
+            problem = problem_for(footprint)
+            found = smallest(problem) if placement is None else uniform(problem, placement)
+            return found is not None and problem.fits(found)
+
+        timeline = None if alternative.solution is None else alternative.solution.timeline
+        if placement is None:
+            timeline = None if solution is None else solution.timeline
+        rows.append(Row(alternative.name, alternative.fits, timeline, *reach(fits)))
+    return Forecast(
+        workload=workload,
+        hardware=hardware,
+        problem=problem,
+        solution=solution,
+        refusal=refusal,
+        lines=[] if solution is None else unit_lines(problem, solution),
+        rows=rows,
+        sequence_limit=limit,
+    )
+
+
+def _of_another_length(workload: Workload, hardware: Hardware, limit: int | None) -> tuple[int, Footprint] | None:
+    """A second length to compare with: twice the first, or half of it where the model takes no more."""
+    sequence = workload.sequence * 2
+    if limit is not None and sequence > limit:
+        sequence = workload.sequence // 2
+    if sequence == 0:
+        return None
+    # The same tensors are to be moved at both lengths, so what counts as small grows along.
+    small = workload.min_offload_bytes * sequence // workload.sequence
+    other = dataclasses.replace(workload.resized(workload.batch, sequence), min_offload_bytes=small)
+    return sequence, count_workload(other, hardware)

@@ -1,0 +1,356 @@
+"""The machine as a plan sees it: a few figures, each with where it comes from. Measured here, or described by the user."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.plan.simulate import Channel
+from hf_offload.settings.load import choose, collect_errors
+from hf_offload.settings.sizes import format_bytes, parse_bytes
+
+logger = logging.getLogger(__name__)
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+BUDGET_SHARE = 0.9
+"""Of the device's free memory: the rest is left to the allocator's slack and to kernels' workspaces."""
+
+# Of a card's published rates, training reaches about these shares.
+_MATMUL_SHARE = 0.5
+_MEMORY_SHARE = 0.75
+_DEFAULT_SSD = 3e9
+_DEFAULT_PCIE = 20e9
+_CACHE_VERSION = 2
+_MATMUL_SIZE = {"cpu": 768, "cuda": 8192}
+_COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+_REPEATS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A number and its source: ``"measured"``, ``"given"``, ``"data sheet"`` or ``"default"``."""
+
+    value: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """Published figures of an accelerator: memory, dense 16-bit and 32-bit matrix rates with 32-bit sums, memory bandwidth
+    and one direction of its link to the host.
+    """
+
+    memory_bytes: int
+    half_flops_per_s: float
+    single_flops_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+
+
+# NVIDIA's data sheets; without sparsity. The single-precision rate is TF32's where the card has it.
+CARDS: Mapping[str, Card] = {
+    "t4": Card(16 * 10**9, 65e12, 8.1e12, 320e9, 16e9),
+    "a10": Card(24 * 10**9, 125e12, 62.5e12, 600e9, 32e9),
+    "l4": Card(24 * 10**9, 121e12, 60e12, 300e9, 32e9),
+    "rtx3090": Card(24 * 10**9, 71e12, 35.6e12, 936e9, 32e9),
+    "rtx4090": Card(24 * 10**9, 165e12, 82.6e12, 1008e9, 32e9),
+    "l40s": Card(48 * 10**9, 362e12, 183e12, 864e9, 32e9),
+    "a100-40gb": Card(40 * 10**9, 312e12, 156e12, 1555e9, 32e9),
+    "a100-80gb": Card(80 * 10**9, 312e12, 156e12, 2039e9, 32e9),
+    "h100-80gb": Card(80 * 10**9, 989e12, 495e12, 3350e9, 64e9),
+    "h200": Card(141 * 10**9, 989e12, 495e12, 4800e9, 64e9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What a plan needs to know.
+
+    Attributes:
+        name: For people.
+        device: ``"cpu"`` or ``"cuda"``.
+        memory_bytes: Memory of the device that training may use.
+        flops_per_s: Matrix multiplication, per dtype.
+        memory_bytes_per_s: Reading and writing in the device's memory, for everything else.
+        store_bytes_per_s, load_bytes_per_s: Per tier.
+        room_bytes: What each tier has room for.
+        both_bytes_per_s: Per tier, storing and loading at once: the sum of the two. Where it is missing, neither
+            direction slows the other.
+    """
+
+    name: str
+    device: str
+    memory_bytes: Figure
+    flops_per_s: Mapping[str, Figure]
+    memory_bytes_per_s: Figure
+    store_bytes_per_s: Mapping[str, Figure]
+    load_bytes_per_s: Mapping[str, Figure]
+    room_bytes: Mapping[str, Figure]
+    both_bytes_per_s: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
+
+    def seconds(self, flops: int, moved_bytes: int, dtype: torch.dtype) -> float:
+        """How long an operation takes that is bound by arithmetic or by memory, whichever is longer."""
+        name = str(dtype).removeprefix("torch.")
+        rate = self.flops_per_s.get(name) or self.flops_per_s["float32"]
+        return max(flops / rate.value, moved_bytes / self.memory_bytes_per_s.value)
+
+    @property
+    def channels(self) -> dict[str, Channel]:
+        """The tiers as the simulation takes them."""
+        channels = {}
+        for tier, store in self.store_bytes_per_s.items():
+            load, both = self.load_bytes_per_s[tier], self.both_bytes_per_s.get(tier)
+            channels[tier] = Channel(store.value, load.value, math.inf if both is None else both.value)
+        return channels
+
+    @property
+    def room(self) -> dict[str, int]:
+        """Room per tier."""
+        return {tier: int(figure.value) for tier, figure in self.room_bytes.items()}
+
+
+# -- described ---------------------------------------------------------------------------------------------------------
+
+
+def describe_hardware(
+    gpu: str,
+    *,
+    tflops: float | None = None,
+    memory_bandwidth: str | None = None,
+    pcie: str | None = None,
+    ssd: str | None = None,
+    ram: str | None = None,
+    disk: str | None = None,
+) -> Hardware:
+    """A CUDA machine in words: ``gpu`` is a card's name or a size of memory; the rest replaces what the card says.
+
+    ``pcie`` and ``ssd`` are bandwidths such as ``"25GB/s"``; two with a slash-free comma, ``"5GB/s,7GB/s"``, are for storing
+    and loading. ``tflops`` is what matrix multiplication in 16 bits really reaches.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all mistakes.
+    """
+    with collect_errors("machine description") as check:
+        card, memory = None, None
+        with check:
+            card, memory = _card(gpu)
+        with check:
+            if tflops is not None and not 0.01 <= tflops <= 100_000:
+                raise OffloadConfigError(f"tflops={tflops:g} is not a rate of one device: a card reaches 10 to 1000.")
+        rates: dict[str, tuple[float, float] | None] = {}
+        for name, value in (("pcie", pcie), ("ssd", ssd), ("memory_bandwidth", memory_bandwidth)):
+            with check:
+                rates[name] = None if value is None else _bandwidths(name, value)
+        sizes: dict[str, int | None] = {}
+        for name, value in (("ram", ram), ("disk", disk)):
+            with check:
+                sizes[name] = None if value is None else parse_bytes(value, name)
+        with check:
+            if card is None and memory is not None and tflops is None:
+                raise OffloadConfigError(
+                    f"gpu={gpu!r} says nothing about speed: add --tflops, or name a card ({', '.join(CARDS)})."
+                )
+    assert memory is not None
+    if tflops is not None:
+        half, single = Figure(tflops * 1e12, "given"), Figure(tflops * 0.5e12, "given")
+    else:
+        assert card is not None
+        half = Figure(card.half_flops_per_s * _MATMUL_SHARE, "data sheet")
+        single = Figure(card.single_flops_per_s * _MATMUL_SHARE, "data sheet")
+    if rates["memory_bandwidth"] is not None:
+        bandwidth = Figure(rates["memory_bandwidth"][0], "given")
+    elif card is not None:
+        bandwidth = Figure(card.memory_bytes_per_s * _MEMORY_SHARE, "data sheet")
+    else:
+        # Cards of one generation have about this many FLOPs per byte.
+        bandwidth = Figure(half.value / 100, "default")
+    link = rates["pcie"]
+    if link is not None:
+        pcie_figures = Figure(link[0], "given"), Figure(link[1], "given")
+    elif card is not None:
+        pcie_figures = (Figure(card.link_bytes_per_s * _MEMORY_SHARE, "data sheet"),) * 2
+    else:
+        pcie_figures = (Figure(_DEFAULT_PCIE, "default"),) * 2
+    drive = rates["ssd"]
+    ssd_figures = (Figure(_DEFAULT_SSD, "default"),) * 2 if drive is None else tuple(Figure(r, "given") for r in drive)
+    # Bytes on their way to the drive go over the link first.
+    ssd_figures = tuple(min(a, b, key=lambda f: f.value) for a, b in zip(ssd_figures, pcie_figures, strict=True))
+    room = {
+        "ram": Figure(64e9, "default") if sizes["ram"] is None else Figure(sizes["ram"], "given"),
+        "ssd": Figure(1e12, "default") if sizes["disk"] is None else Figure(sizes["disk"], "given"),
+    }
+    return Hardware(
+        name=gpu if card is not None else f"a card with {format_bytes(memory.value)}",
+        device="cuda",
+        memory_bytes=memory,
+        flops_per_s={"float32": single, "bfloat16": half, "float16": half},
+        memory_bytes_per_s=bandwidth,
+        store_bytes_per_s={"ram": pcie_figures[0], "ssd": ssd_figures[0]},
+        load_bytes_per_s={"ram": pcie_figures[1], "ssd": ssd_figures[1]},
+        room_bytes=room,
+        both_bytes_per_s={
+            # A link carries both ways at once; a drive that is busy both ways moves about as much as one way.
+            "ram": Figure(pcie_figures[0].value + pcie_figures[1].value, "default"),
+            "ssd": Figure(max(ssd_figures[0].value, ssd_figures[1].value), "default"),
+        },
+    )
+
+
+def _card(gpu: str) -> tuple[Card | None, Figure]:
+    key = gpu.strip().lower().replace(" ", "")
+    if key in CARDS:
+        return CARDS[key], Figure(CARDS[key].memory_bytes, "data sheet")
+    if re.match(r"[0-9.]", key):
+        size = parse_bytes(gpu, "gpu")
+        if not 1 << 30 <= size <= 1 << 40:
+            raise OffloadConfigError(f"gpu={gpu!r} is no card's memory: give something like 24GB.")
+        return None, Figure(size, "given")
+    choose("gpu", key, CARDS)
+    raise AssertionError
+
+
+def _bandwidths(name: str, text: str) -> tuple[float, float]:
+    parts = [part.strip() for part in text.split(",")]
+    if not 1 <= len(parts) <= 2:
+        raise OffloadConfigError(f"{name}={text!r}: give one bandwidth, or two for storing and loading: '5GB/s,7GB/s'.")
+    rates = []
+    for part in parts:
+        size = parse_bytes(re.sub(r"\s*/\s*s$", "", part), name)
+        if not 1 << 20 <= size <= 1 << 45:
+            raise OffloadConfigError(f"{name}={part!r} is no bandwidth of a machine: give something like 5GB/s.")
+        rates.append(float(size))
+    return rates[0], rates[-1]
+
+
+# -- measured ----------------------------------------------------------------------------------------------------------
+
+
+def measure_hardware(directories: Sequence[str | os.PathLike[str]], *, fresh: bool = False) -> Hardware:
+    """This machine, its device and the drives under ``directories``. Takes some seconds; the result is kept in the user's
+    cache folder per machine and directory, and measured again with ``fresh``.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used.
+    """
+    from hf_offload.plan.machine import probe_machine
+
+    machine = probe_machine(directories, sample_bytes=0)
+    kept = _cache_file(machine.device.name, directories)
+    rates = None if fresh else _read(kept)
+    if rates is None:
+        rates = _measure(directories, machine.device.type)
+        _write(kept, rates)
+    device = machine.device.type if machine.device.type == "cuda" else "cpu"
+    measured = {name: Figure(value, "measured") for name, value in rates.items()}
+    store, load, both, room = {}, {}, {}, {}
+    if device == "cuda":
+        store["ram"], load["ram"], both["ram"] = (measured[f"ram {way}"] for way in ("store", "load", "both"))
+        room["ram"] = Figure((machine.ram_available_bytes or 0) * 0.8, "measured")
+    if machine.drives:
+        store["ssd"], load["ssd"], both["ssd"] = (measured[f"ssd {way}"] for way in ("store", "load", "both"))
+        room["ssd"] = Figure(sum({drive.free_bytes for drive in machine.drives}), "measured")
+    free = machine.device.free_bytes or 0
+    return Hardware(
+        name=machine.device.name,
+        device=device,
+        memory_bytes=Figure(free, "measured"),
+        flops_per_s={dtype: measured[f"matmul {dtype}"] for dtype in DTYPES},
+        memory_bytes_per_s=measured["memory"],
+        store_bytes_per_s=store,
+        load_bytes_per_s=load,
+        room_bytes=room,
+        both_bytes_per_s=both,
+    )
+
+
+def _measure(directories: Sequence[str | os.PathLike[str]], device_type: str) -> dict[str, float]:
+    from hf_offload.plan.machine import probe_machine
+
+    device = torch.device(device_type if device_type == "cuda" else "cpu")
+    rates: dict[str, float] = {}
+    size = _MATMUL_SIZE[device.type]
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        seconds = _median_s(lambda left=left, right=right: left @ right, device)
+        rates[f"matmul {name}"] = 2 * size**3 / seconds
+    nbytes = _COPY_BYTES[device.type]
+    source = torch.ones(nbytes // 4, device=device)
+    target = torch.empty_like(source)
+    rates["memory"] = 2 * nbytes / _median_s(lambda: torch.mul(source, 2.0, out=target), device)
+    if device.type == "cuda":
+        host = torch.empty(nbytes // 4, pin_memory=True)
+        rates["ram store"] = nbytes / _median_s(lambda: host.copy_(source, non_blocking=True), device)
+        rates["ram load"] = nbytes / _median_s(lambda: source.copy_(host, non_blocking=True), device)
+        other, stream = torch.empty_like(host, pin_memory=True), torch.cuda.Stream()
+
+        def both_ways() -> None:
+            with torch.cuda.stream(stream):
+                other.copy_(target, non_blocking=True)
+            source.copy_(host, non_blocking=True)
+
+        rates["ram both"] = 2 * nbytes / _median_s(both_ways, device)
+    if directories:
+        drives = probe_machine(directories).drives
+        for name, kind in (("store", "write"), ("load", "read"), ("both", "both")):
+            each = [getattr(drive, kind) for drive in drives]
+            missing = [rate.reason for rate in each if rate.bytes_per_s is None]
+            if missing:
+                raise OffloadConfigError(
+                    f"The drive under {', '.join(map(str, directories))} could not be measured: {missing[0]}."
+                )
+            # Stripes move together: as fast as the slowest of them times their number.
+            slowest = min(rate.bytes_per_s for rate in each)
+            rates[f"ssd {name}"] = slowest * len(each)
+    return rates
+
+
+def _median_s(work: Any, device: torch.device) -> float:
+    times = []
+    for _ in range(_REPEATS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[len(times) // 2]
+
+
+def _cache_file(device_name: str, directories: Sequence[str | os.PathLike[str]]) -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_offload"
+    key = json.dumps(
+        [_CACHE_VERSION, platform.node(), device_name, torch.__version__, torch.get_num_threads()]
+        + [str(Path(directory).resolve()) for directory in directories]
+    )
+    return root / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _read(path: Path) -> dict[str, float] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    sound = isinstance(found, dict) and all(isinstance(rate, float) and rate > 0 for rate in found.values())
+    return found if sound else None
+
+
+def _write(path: Path, rates: Mapping[str, float]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(rates, indent=2))
+        unfinished.replace(path)
+    except OSError as error:
+        logger.warning("What was measured cannot be kept in %s (%s); it will be measured again.", path, error)

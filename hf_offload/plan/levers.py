@@ -1,0 +1,105 @@
+"""How long a row of tokens fits a card as one lever after the other is pulled."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hf_offload.errors import OffloadConfigError, OffloadPlanError
+from hf_offload.plan.footprint import Footprint
+from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
+from hf_offload.plan.placement import uniform
+from hf_offload.plan.plan import Placement
+from hf_offload.plan.planner import largest, make_problem
+from hf_offload.plan.scaling import Family
+from hf_offload.plan.workload import Workload, count_workload
+from hf_offload.tiling.cut import Cut
+
+PIECES = (128, 16)
+"""Of the loss and of every MLP, for any number of tokens: what is counted at two lengths has to be the same operations."""
+
+_MOST_TOKENS = 1 << 24
+_LENGTHS = (8192, 16384)
+_BOUNDARIES = (Placement.RECOMPUTE_RAM, Placement.RECOMPUTE_SSD)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lever:
+    """What is done from here on, on top of what came before: a change of the workload, or a placement of every unit."""
+
+    name: str
+    changes: Mapping[str, Any]
+    placements: tuple[Placement, ...]
+
+
+LEVERS = (
+    Lever("keep everything", {}, (Placement.KEEP,)),
+    Lever("checkpoint every block", {}, (Placement.RECOMPUTE,)),
+    Lever("the blocks' inputs in RAM or on SSD", {}, _BOUNDARIES),
+    Lever("tiled loss", {"tiled_loss": True}, _BOUNDARIES),
+    Lever("tiled MLP", {"tiled_mlp": True}, _BOUNDARIES),
+    Lever("LoRA instead of all weights", {"memory_mode": "lora"}, _BOUNDARIES),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """The longest row that fits with a lever and all before it, for each machine; 0 where not even one token does."""
+
+    lever: str
+    tokens: tuple[int, ...]
+
+
+def pull_levers(
+    workload: Workload, machines: Sequence[Hardware], on_lever: Callable[[str], None] = lambda name: None
+) -> list[Reach]:
+    """One lever after the other, for rows of ``workload.batch``.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a model with few positions, and
+    :class:`~hf_offload.errors.OffloadPlanError` if the model cannot be counted, or not at two lengths alike.
+    """
+    longest = getattr(workload.config, "max_position_embeddings", None)
+    if isinstance(longest, int) and longest < _LENGTHS[-1]:
+        raise OffloadConfigError(
+            f"{workload.name} has {longest} positions: how far its rows reach is no question of memory."
+        )
+    found = []
+    now = dataclasses.replace(workload, cut=Cut(exactly=PIECES))
+    family: Family | None = None
+    for lever in LEVERS:
+        on_lever(lever.name)
+        if family is None or lever.changes:
+            now = dataclasses.replace(now, **lever.changes)
+            family = _family(now, machines[0])
+        tokens = tuple(_longest(family, machine, now.batch, lever.placements) for machine in machines)
+        found.append(Reach(lever.name, tokens))
+    return found
+
+
+def _family(workload: Workload, hardware: Hardware) -> Family:
+    def counted(length: int) -> Footprint:
+        # The same tensors are to be moved at both lengths, so what counts as small grows along.
+        small = workload.min_offload_bytes * length // _LENGTHS[0]
+        return count_workload(
+            dataclasses.replace(workload.resized(workload.batch, length), min_offload_bytes=small), hardware
+        )
+
+    one, two = map(counted, _LENGTHS)
+    family = Family(workload.batch, _LENGTHS[0], one, (_LENGTHS[1], two))
+    if not family.knows_lengths:
+        raise OffloadPlanError(
+            f"{workload.name} does other things with {_LENGTHS[1]} tokens than with {_LENGTHS[0]}, so nothing can be said "
+            "of longer rows."
+        )
+    return family
+
+
+def _longest(family: Family, hardware: Hardware, batch: int, placements: Sequence[Placement]) -> int:
+    budget = int(hardware.memory_bytes.value * BUDGET_SHARE)
+
+    def fits(tokens: int) -> bool:
+        footprint: Footprint = family.at(batch, tokens)
+        problem = make_problem(footprint, hardware, budget)
+        ways = (uniform(problem, placement) for placement in placements)
+        return any(way is not None and problem.fits(way) for way in ways)
+
+    return largest(fits, 1024, _MOST_TOKENS)

@@ -1,0 +1,140 @@
+"""From a footprint, a machine and a budget to a placement, and what it is compared with."""
+
+import dataclasses
+from collections.abc import Callable
+
+from hf_offload.errors import OffloadPlanError
+from hf_offload.plan.footprint import Footprint
+from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.placement import smallest, solve, uniform
+from hf_offload.plan.plan import WRITE_BEHIND_BYTES, Placement, Plan
+from hf_offload.plan.problem import Problem, Solution
+from hf_offload.plan.simulate import Windows
+from hf_offload.settings.sizes import format_bytes
+
+# Windows to try, widest first: records of usual size that backward may have ahead, and that may be on their way out; the
+# first as wide as the engine's own.
+_WINDOWS: tuple[tuple[int, int | None], ...] = ((6, None), (6, 8), (3, 4), (1, 2), (1, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """What one simple way (``placement`` for all), or ``auto`` (None), is predicted to do; no solution where nothing fits."""
+
+    name: str
+    placement: Placement | None
+    solution: Solution | None
+    fits: bool
+
+
+def windows_for(footprint: Footprint) -> tuple[Windows, ...]:
+    """Windows to try, widest first."""
+    usual = sum(one.nbytes for one in footprint.saved) // max(1, len(footprint.saved))
+    found = (
+        Windows(ahead * usual, WRITE_BEHIND_BYTES if behind is None else min(behind * usual, WRITE_BEHIND_BYTES))
+        for ahead, behind in _WINDOWS
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def make_problem(footprint: Footprint, hardware: Hardware, budget_bytes: int, *, may_recompute: bool = True) -> Problem:
+    """What :func:`~hf_offload.plan.placement.solve` takes."""
+    return Problem(
+        footprint=footprint,
+        channels=hardware.channels,
+        room_bytes=hardware.room,
+        budget_bytes=budget_bytes,
+        windows=windows_for(footprint),
+        may_recompute=may_recompute,
+    )
+
+
+def find_plan(problem: Problem) -> Solution:
+    """The fastest placement within the budget.
+
+    Raises :class:`~hf_offload.errors.OffloadPlanError` with the smallest budget that would do, and what would lower it.
+    """
+    solution = solve(problem)
+    if solution is None:
+        least = smallest(problem)
+        raise OffloadPlanError(too_small(problem, least), least.timeline.stalled_peak_bytes)
+    return solution
+
+
+def plan_of(solution: Solution, like: Plan, reason: str) -> Plan:
+    """The engine's plan for a solution; what a solution does not say is as in ``like``."""
+    return dataclasses.replace(
+        like,
+        default=Placement.KEEP,
+        placements=solution.placements,
+        read_ahead_bytes=solution.windows.read_ahead_bytes,
+        write_behind_bytes=solution.windows.write_behind_bytes,
+        reason=reason,
+    )
+
+
+def too_small(problem: Problem, least: Solution) -> str:
+    """Why no plan fits, and what to do."""
+    footprint, timeline = problem.footprint, least.timeline
+    where = timeline.peak_unit
+    advice = ["a smaller batch, with more gradient accumulation", "shorter sequences"]
+    weights = footprint.base_bytes + footprint.gradient_bytes
+    if weights > 0.5 * timeline.peak_bytes:
+        advice.insert(
+            0,
+            f"weights, gradients and optimizer state take {format_bytes(weights)} of it: an optimizer with less state, "
+            "16-bit weights, or training adapters only (LoRA)",
+        )
+    elif problem.footprint.units.get(where) is None and where != "the optimizer":
+        advice.insert(0, f"the peak is in {where}, outside of the blocks: a smaller vocabulary, or tiled_loss='on'")
+    full = [
+        f"{tier} has room for {format_bytes(problem.room_bytes.get(tier, 0))} of {format_bytes(nbytes)}"
+        for tier, nbytes in timeline.tier_bytes.items()
+        if nbytes > problem.room_bytes.get(tier, 0)
+    ]
+    if full and timeline.stalled_peak_bytes <= problem.budget_bytes:
+        return f"Nothing fits: {'; '.join(full)}. Give the tier more room, or a larger memory budget."
+    return (
+        f"A memory budget of {format_bytes(problem.budget_bytes)} is too small: the least this run can do with is "
+        f"{format_bytes(timeline.stalled_peak_bytes)} (the peak is in {where}). What would lower it: {'; '.join(advice)}."
+    )
+
+
+def alternatives(problem: Problem) -> list[Alternative]:
+    """Every simple way, whether it fits or not, and ``auto``."""
+    found = []
+    for placement in Placement:
+        solution = uniform(problem, placement)
+        if solution is not None:
+            found.append(Alternative(placement.value, placement, solution, problem.fits(solution)))
+    best = solve(problem)
+    return [*found, Alternative("auto", None, best, best is not None)]
+
+
+def largest(fits: Callable[[int], bool], start: int, limit: int) -> int:
+    """The largest number up to ``limit`` for which ``fits`` holds, by doubling and bisection; 0 if not even 1."""
+    good = 0
+    bad = max(1, start)
+    while bad <= limit and fits(bad):
+        good, bad = bad, bad * 2
+    bad = min(bad, limit + 1)
+    while bad - good > max(1, good // 200):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def frontier(problem: Problem, points: int) -> list[tuple[int, Solution]]:
+    """Budgets from the smallest that does to the one that keeps everything, and the plan for each."""
+    least = smallest(problem).timeline.stalled_peak_bytes
+    simple = [uniform(problem, placement) for placement in Placement]
+    peaks = {one.timeline.stalled_peak_bytes for one in simple if one is not None}
+    most = max(*peaks, least)
+    evenly = {least + (most - least) * index // max(1, points - 1) for index in range(points)}
+    found = []
+    # Where one of the simple ways begins to fit, there is a step.
+    for budget in sorted(evenly | peaks):
+        solution = solve(dataclasses.replace(problem, budget_bytes=budget))
+        if solution is not None:
+            found.append((budget, solution))
+    return found

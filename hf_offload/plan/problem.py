@@ -1,0 +1,128 @@
+"""The question that a placement answers: what may be placed where, within which limits, and what an answer is worth."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from hf_offload.plan.footprint import Footprint
+from hf_offload.plan.plan import Placement
+from hf_offload.plan.simulate import Channel, Timeline, Windows, simulate
+
+Placements = Mapping[str, Placement]
+
+_RECOMPUTES = {"ram": Placement.RECOMPUTE_RAM, "ssd": Placement.RECOMPUTE_SSD}
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """A placement of every unit, and what the simulation says about it. ``method`` found it."""
+
+    placements: Placements
+    windows: Windows
+    timeline: Timeline
+    method: str
+
+    @property
+    def merit(self) -> tuple[float, int]:
+        """Less is better: time, and among steps that differ by less than a ten-thousandth, the drive is spared."""
+        return (round(self.timeline.step_s, 4), self.timeline.moved_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is to be placed, and within which limits.
+
+    Attributes:
+        footprint: The step.
+        channels: Tiers that may be used, with their bandwidths.
+        room_bytes: Most bytes that may lie in each of those tiers.
+        budget_bytes: Most memory at any time, weights and optimizer state included.
+        windows: How far to read ahead and write behind, best first.
+        may_recompute: Whether blocks may be computed again in backward.
+    """
+
+    footprint: Footprint
+    channels: Mapping[str, Channel]
+    room_bytes: Mapping[str, int]
+    budget_bytes: int
+    windows: Sequence[Windows]
+    may_recompute: bool = True
+
+    def play(self, placements: Placements, windows: Windows, method: str) -> Solution:
+        """What the simulation says about a placement of every unit."""
+        return Solution(placements, windows, simulate(self.footprint, placements, self.channels, windows), method)
+
+    def fits(self, solution: Solution) -> bool:
+        """Whether memory, even where the tier stops writing for a while, and every tier stay within their limits."""
+        timeline = solution.timeline
+        return timeline.stalled_peak_bytes <= self.budget_bytes and all(
+            nbytes <= self.room_bytes.get(tier, 0) for tier, nbytes in timeline.tier_bytes.items()
+        )
+
+
+class Choices:
+    """The placements that a problem allows for each unit.
+
+    Attributes:
+        tiers: Placements that move what a unit saves.
+        recomputes: Placements that compute a block again.
+        options: All placements, ``keep`` first.
+        parts: Units that save something, in the order of forward.
+        blocks: What can be recomputed.
+        members: Block -> the parts that lie in it.
+    """
+
+    def __init__(self, problem: Problem):
+        footprint = problem.footprint
+        self._units = footprint.units
+        self.tiers = [one for one in (Placement.RAM, Placement.SSD) if one.value in problem.channels]
+        # A set would go through them in another order in every process, and find another plan.
+        self.blocks = list(dict.fromkeys(span.name for span in footprint.blocks))
+        self.recomputes: list[Placement] = []
+        if problem.may_recompute and self.blocks:
+            self.recomputes = [Placement.RECOMPUTE, *(_RECOMPUTES[tier.value] for tier in self.tiers)]
+        self.options = [Placement.KEEP, *self.tiers, *self.recomputes]
+        first: dict[str, int] = {}
+        for one in footprint.saved:
+            first.setdefault(one.unit, one.packed)
+        self.parts = sorted(first, key=first.__getitem__)
+        self.members: dict[str, list[str]] = {block: [] for block in self.blocks}
+        for unit in self.parts:
+            block = self._units[unit]
+            if block in self.members:
+                self.members[block].append(unit)
+
+    def uniform(self, placement: Placement) -> Placements:
+        """Every unit placed alike."""
+        return self.place(dict.fromkeys(self.parts, placement))
+
+    def place(self, wanted: Placements) -> Placements:
+        """A placement for every unit: a block is recomputed as a whole, and nothing outside of blocks is."""
+        chosen = dict.fromkeys(self._units, Placement.KEEP)
+        for unit, placement in wanted.items():
+            block = self._units[unit]
+            if not placement.recomputes:
+                chosen[unit] = placement
+            elif block in self.members:
+                chosen[block] = placement
+            elif placement.tier is not None:
+                chosen[unit] = Placement(placement.tier)
+        for block, members in self.members.items():
+            if chosen[block].recomputes:
+                chosen |= dict.fromkeys(members, chosen[block])
+        return chosen
+
+    def moves(self) -> list[tuple[str, Placement]]:
+        """Every single choice there is."""
+        found = [(unit, placement) for unit in self.parts for placement in (Placement.KEEP, *self.tiers)]
+        return found + [(block, placement) for block in self.blocks for placement in self.recomputes]
+
+    def changed(self, placements: Placements, unit: str, placement: Placement) -> Placements:
+        """``placements`` with one unit, or one block as a whole, placed otherwise."""
+        block = self._units[unit]
+        wanted = dict(placements)
+        if not placement.recomputes and block is not None and placements[block].recomputes:
+            # One part of a recomputed block cannot be moved alone: the block is taken apart.
+            wanted |= dict.fromkeys([block, *self.members[block]], placement)
+        else:
+            wanted[unit] = placement
+        return self.place(wanted)

@@ -1,0 +1,189 @@
+"""What counting a step and measuring one have in common: whose turn it is, what is alive, and where one moment ends."""
+
+import contextlib
+import queue
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from hf_offload.plan.footprint import BlockSpan, Moment
+from hf_offload.plan.units import Unit, find_blocks, find_units
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+class StepRecorder(TorchDispatchMode):
+    """Follows one step of ``model``: which unit computes, and how many bytes its operations keep alive.
+
+    Subclasses say how long a moment took (:meth:`elapsed`) and which of the live bytes are not the model's
+    (:meth:`elsewhere`).
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.units: dict[str, Unit] = find_units(model)
+        self.moments: list[Moment] = []
+        self.backward = False
+        self.unit = next(iter(self.units))
+        self._model = model
+        self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        self._blocks = find_blocks(model)
+        self._stack: list[str] = []
+        self._handles: list[RemovableHandle] = []
+        self._live = self._most = self._gradients = 0
+        self.bookkeeping_s = 0.0  # the recorder's own time, which is no compute
+        self.peak_live_bytes = 0  # saved tensors included, weights not
+        self._known: set[int] = set()
+        self._dead: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._entered: dict[str, int] = {}
+        self._left: dict[str, int] = {}
+        self._boundary: dict[str, int] = {}
+
+    # -- what subclasses add ------------------------------------------------------------------------------------------
+
+    def elapsed(self) -> float:
+        """Seconds of compute since the last call."""
+        raise NotImplementedError
+
+    def elsewhere(self) -> int:
+        """Bytes among the live ones that belong to saved tensors and are counted there."""
+        return 0
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any, results: Sequence[torch.Tensor], fresh: bool) -> None:
+        """An operation ran; ``fresh``: it made new storages."""
+
+    def died(self, key: int) -> None:
+        """The storage whose Python object had the id ``key`` is gone."""
+
+    # -- modules ------------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Follow the model's forwards and gradients from now on."""
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            self._known.add(id(tensor.untyped_storage()))
+        for name, unit in self.units.items():
+            self._handles.append(unit.module.register_forward_pre_hook(self._enter(name)))
+            self._handles.append(unit.module.register_forward_hook(self._leave(name), always_call=True))
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._count_gradient))
+
+    def unwatch(self) -> None:
+        """Take every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """:meth:`watch`, and the dispatch mode, inside the block."""
+        self.watch()
+        try:
+            with self:
+                yield
+        finally:
+            self.unwatch()
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return  # a recompute
+            self.end_moment()
+            self._stack.append(self.unit)
+            self.unit = name
+            self.backward = False
+            if name in self._blocks:
+                self._entered.setdefault(name, len(self.moments))
+                # What activation checkpointing keeps of a block: its positional arguments.
+                tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+                self._boundary[name] = sum(nbytes_of(tensor) for tensor in tensors if tensor.is_floating_point())
+
+        return hook
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1 or not self._stack:
+                return
+            self.end_moment()
+            if name in self._blocks:
+                self._left.setdefault(name, len(self.moments))
+            self.unit = self._stack.pop()
+
+        return hook
+
+    def _count_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:  # not used up at once
+            self._gradients += nbytes_of(parameter)
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        begin = time.perf_counter()
+        self._after(func, args, kwargs, result)
+        self.bookkeeping_s += time.perf_counter() - begin
+        return result
+
+    def _after(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self._bury()
+        fresh = False
+        # lift_fresh wraps memory that belongs to something else, such as a buffer that was shifted to a wanted address.
+        counts = func is not torch.ops.aten.lift_fresh.default
+        for tensor in results:
+            if tensor.layout is torch.strided:
+                fresh |= self.see(tensor.untyped_storage(), counts and tensor.device == self._device)
+        self._most = max(self._most, self._live - self.elsewhere())
+        self.peak_live_bytes = max(self.peak_live_bytes, self._live)
+        self.ran(func, args, kwargs, result, results, fresh)
+
+    def see(self, storage: torch.UntypedStorage, counts: bool = True) -> bool:
+        """Count a storage until it goes; returns whether it is new."""
+        key = id(storage)
+        if key in self._known:
+            return False
+        self._known.add(key)
+        nbytes = storage.nbytes() if counts else 0
+        self._live += nbytes
+        # A finalizer may run in any thread and under any lock: it only leaves a note.
+        weakref.finalize(storage, self._dead.put, (key, nbytes))
+        return True
+
+    def _bury(self) -> None:
+        while not self._dead.empty():
+            key, nbytes = self._dead.get()
+            self._known.discard(key)
+            self.died(key)
+            self._live -= nbytes
+
+    def end_moment(self) -> int:
+        """Close the running moment; returns the index of the next one."""
+        self._bury()
+        seconds = self.elapsed()
+        live = self._live - self.elsewhere()
+        if seconds > 0 or self._most > live or not self.moments:
+            self.moments.append(Moment(self.unit, self.backward, max(0, self._most), self._gradients, seconds))
+        self._most = live
+        return len(self.moments)
+
+    def block_spans(self) -> Iterator[BlockSpan]:
+        """The blocks that ran, once each."""
+        begun: dict[str, int] = {}
+        for index, moment in enumerate(self.moments):
+            block = self.units[moment.unit].block
+            if moment.backward and block is not None:
+                begun.setdefault(block, index)
+        for name, entered in self._entered.items():
+            if name in self._left and name in begun:
+                yield BlockSpan(name, self._boundary[name], (entered, self._left[name]), begun[name])

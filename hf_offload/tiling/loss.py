@@ -1,0 +1,379 @@
+"""Cross-entropy from hidden states, a few tokens at a time: the logits of all tokens never exist.
+
+The gradients of hidden states and head are made in the same pass, as in Liger's fused linear cross-entropy (Hsu et al. 2024,
+arXiv 2410.10989): the three matrix products of the usual way, and nothing computed twice. Backward only scales them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from hf_offload.tiling.cut import Cut
+
+_HALF = (torch.float16, torch.bfloat16)
+# Gradients of single logits are around 1e-5: in 16 bits with a small exponent they need to be larger to be numbers.
+_FLOAT16_SCALE = 64.0
+# Products are added to a sum of another dtype by so many bytes.
+_BLOCK_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """From hidden states to logits.
+
+    Attributes:
+        head: The output head; a ``nn.Linear``, or whatever stands in its place.
+        forward: The head's own forward.
+        vocabulary: How many logits a token has.
+        dtype: Of the logits.
+        autocast: Dtype of mixed precision in which the head was called, or None.
+        finish: What is done with logits behind the head, one token like the other: casts, soft caps, scales.
+        only_casts: Whether ``finish`` is nothing but casts.
+        cut: How large pieces are.
+    """
+
+    head: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    vocabulary: int
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    cut: Cut
+    finish: tuple[Callable[[Tensor], Tensor], ...] = ()
+    only_casts: bool = True
+
+    def tile_rows(self, tokens: int) -> int:
+        """How many tokens a piece has."""
+        return self.cut.loss_rows(tokens, self.vocabulary)
+
+    def then(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype, *, cast: bool = False) -> "Projection":
+        """The same with one more thing done to the logits, which then have ``dtype``."""
+        return dataclasses.replace(
+            self, finish=(*self.finish, function), dtype=dtype, only_casts=self.only_casts and cast
+        )
+
+    def project(self, rows: Tensor) -> Tensor:
+        """What the head itself says, in the precision that was in force where it was called."""
+        with torch.autocast(rows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            return self.forward(rows)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """All of it, for rows of hidden states ``[..., hidden]``: ``[..., vocabulary]``."""
+        logits = self.project(rows)
+        with torch.autocast(rows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            for function in self.finish:
+                logits = function(logits)
+        return logits
+
+    @property
+    def linear(self) -> nn.Linear | None:
+        """The head, if it is a plain linear layer whose products can be made here."""
+        head: Any = self.head
+        plain = type(head) is nn.Linear and getattr(self.forward, "__func__", None) is nn.Linear.forward
+        return head if plain and type(head.weight) in (nn.Parameter, Tensor, FakeTensor) else None
+
+
+def tiled_cross_entropy(
+    hidden: Tensor,
+    labels: Tensor,
+    projection: Projection,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy(projection.logits(hidden), labels, ...)`` without the logits.
+
+    Args:
+        hidden: ``[tokens, hidden]``.
+        labels: ``[tokens]``, indices of classes.
+        projection: From one to the other.
+        ignore_index: Labels that do not count.
+        label_smoothing: As in PyTorch.
+        reduction: ``mean``, ``sum`` or ``none``.
+
+    Returns a scalar, or ``[tokens]`` with ``reduction="none"`` (then backward computes the logits again). The gradient cannot
+    be differentiated again.
+    """
+    rule = _Rule(ignore_index, label_smoothing, reduction, projection)
+    if reduction == "none":
+        return _by_rows(hidden, labels, rule)
+    parameters = [parameter for parameter in projection.head.parameters() if parameter.requires_grad]
+    loss: Tensor = _CrossEntropy.apply(rule, hidden, labels, *parameters)
+    return loss
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    ignore_index: int
+    label_smoothing: float
+    reduction: str
+    projection: Projection
+
+    def nll(self, logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+        return nn.functional.cross_entropy(
+            _wide(logits),
+            labels,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction=reduction,
+        )
+
+
+def _by_rows(hidden: Tensor, labels: Tensor, rule: _Rule) -> Tensor:
+    def piece(rows: Tensor, targets: Tensor) -> Tensor:
+        return rule.nll(rule.projection.logits(rows), targets, "none")
+
+    rows = rule.projection.tile_rows(len(hidden))
+    pieces = zip(hidden.split(rows), labels.split(rows), strict=True)
+    losses = [checkpoint(piece, part, targets, use_reentrant=False) for part, targets in pieces]
+    return torch.cat(losses).to(rule.projection.dtype) if losses else hidden.new_zeros(0)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: _Rule, hidden: Tensor, labels: Tensor, *parameters: Tensor) -> Tensor:
+        projection = rule.projection
+        rows_wanted, wanted = ctx.needs_input_grad[1], any(ctx.needs_input_grad)
+        counted = (labels != rule.ignore_index).sum()
+        share = 1.0 / _wide(counted.clamp(min=1)) if rule.reduction == "mean" else _wide(counted.new_ones(()))
+        # The share is in the gradient of the logits before that is rounded, but for powers of two, which change no digit.
+        scale, ctx.left = share, None
+        if torch.float16 in (projection.autocast, hidden.dtype):
+            digits, exponent = torch.frexp(share)
+            scale, ctx.left = digits * _FLOAT16_SCALE, torch.ldexp(torch.ones_like(share), exponent) / _FLOAT16_SCALE
+        rows_gradient = torch.empty_like(hidden, dtype=_wide_dtype(hidden)) if rows_wanted else None
+        sums = [_Sum(parameter) for parameter in parameters] if wanted else []
+        tile = _linear_tile(rule, parameters) if projection.linear is not None else _any_tile(rule, parameters)
+        total = _wide(hidden.new_zeros(()))
+        step = projection.tile_rows(len(hidden))
+        for begin in range(0, len(hidden), step):
+            end = begin + step
+            loss, gradient = tile(hidden[begin:end], labels[begin:end], scale if wanted else None, sums, rows_wanted)
+            total += loss
+            if rows_gradient is not None and gradient is not None:
+                rows_gradient[begin:end] = gradient
+        ctx.sums, ctx.rows_gradient = sums, rows_gradient
+        ctx.rows_dtype, ctx.taken = hidden.dtype, False
+        loss = total / counted if rule.reduction == "mean" else total
+        return loss.to(projection.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.taken:
+            raise RuntimeError(
+                "Trying to go backward through the tiled loss a second time: its gradients were handed out. Say "
+                "retain_graph=True the first time."
+            )
+        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        factor = _wide(outer) if ctx.left is None else _wide(outer) * ctx.left
+        rows = ctx.rows_gradient
+        if rows is not None:
+            rows = (rows * factor).to(ctx.rows_dtype)
+        weights = [one.scaled(factor, in_place=not again) for one in ctx.sums]
+        if not again:
+            ctx.taken, ctx.sums, ctx.rows_gradient = True, [], None
+        return None, rows, None, *weights
+
+
+Tile = Callable[[Tensor, Tensor, Tensor | None, list["_Sum"], bool], tuple[Tensor, Tensor | None]]
+
+
+def _linear_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
+    """A piece of a head that is one matrix: its products are made here, so that they can be added up where they belong."""
+    projection = rule.projection
+    head = projection.linear
+    assert head is not None
+    device = head.weight.device.type
+    dtype = projection.autocast or head.weight.dtype
+    with torch.autocast(device, enabled=False):
+        weight = head.weight.detach().to(dtype)
+        bias = None if head.bias is None else head.bias.detach().to(dtype)
+    where = {id(parameter): index for index, parameter in enumerate(parameters)}
+    of_weight, of_bias = where.get(id(head.weight)), where.get(id(head.bias))
+
+    def tile(
+        rows: Tensor, labels: Tensor, scale: Tensor | None, sums: list[_Sum], rows_wanted: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        with torch.autocast(device, enabled=False):
+            rows = rows.detach().to(dtype)
+            raw = nn.functional.linear(rows, weight, bias)
+        if projection.only_casts:
+            logits = _wide(raw)
+            loss = _cross_entropy_(logits, labels, rule, scale)
+            if scale is None:
+                return loss, None
+            # Tensor cores want 16 bits; a CPU is no slower with 32.
+            gradient = logits.to(dtype) if logits.is_cuda else logits
+        else:
+            loss, gradients = _by_autograd(rule, raw, labels, scale, [raw])
+            if gradients is None:
+                return loss, None
+            of_raw = gradients[0]
+            assert of_raw is not None
+            gradient = of_raw
+        with torch.autocast(device, enabled=False):
+            if of_weight is not None:
+                sums[of_weight].add_product(gradient, rows)
+            if of_bias is not None:
+                sums[of_bias].add(gradient.sum(0, dtype=torch.float))
+            return loss, _product(gradient, weight) if rows_wanted else None
+
+    return tile
+
+
+def _any_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
+    """A piece of whatever stands in the head's place: autograd knows its gradient."""
+
+    def tile(
+        rows: Tensor, labels: Tensor, scale: Tensor | None, sums: list[_Sum], rows_wanted: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = rows.detach().requires_grad_(rows_wanted)
+        with torch.set_grad_enabled(scale is not None), _not_moved():
+            raw = rule.projection.project(rows)
+        asked = [rows, *parameters] if rows_wanted else list(parameters)
+        loss, gradients = _by_autograd(rule, raw, labels, scale, asked)
+        if gradients is None:
+            return loss, None
+        for one, gradient in zip(sums, gradients[1:] if rows_wanted else gradients, strict=True):
+            if gradient is not None:
+                one.add(gradient)
+        return loss, gradients[0] if rows_wanted else None
+
+    return tile
+
+
+def _by_autograd(
+    rule: _Rule, raw: Tensor, labels: Tensor, scale: Tensor | None, asked: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor | None] | None]:
+    """Sum of the losses, and its gradients times ``scale``."""
+    projection = rule.projection
+    if scale is None:
+        return rule.nll(_finished(projection, raw), labels, "sum"), None
+    if raw.grad_fn is None:
+        raw.requires_grad_()
+    with torch.enable_grad(), _not_moved():
+        loss = rule.nll(_finished(projection, raw), labels, "sum")
+        gradients = torch.autograd.grad(loss * scale, asked, allow_unused=True)
+    return loss.detach(), gradients
+
+
+def _finished(projection: Projection, raw: Tensor) -> Tensor:
+    with torch.autocast(raw.device.type, dtype=projection.autocast, enabled=projection.autocast is not None):
+        return functools.reduce(lambda logits, function: function(logits), projection.finish, raw)
+
+
+@contextmanager
+def _not_moved() -> Iterator[None]:
+    """What a piece saves is gone in a moment: nobody should carry it anywhere."""
+    # Detached: a graph that holds a tensor which holds the graph is never freed.
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+        yield
+
+
+def _cross_entropy_(logits: Tensor, labels: Tensor, rule: _Rule, scale: Tensor | None) -> Tensor:
+    """Sum of the losses; ``logits`` (32 bits or more, ``[rows, vocabulary]``) become their gradient times ``scale``."""
+    kept = labels != rule.ignore_index
+    target = labels.where(kept, 0).unsqueeze(1)
+    smoothing = rule.label_smoothing
+    top = logits.amax(1, keepdim=True)
+    logits.sub_(top)
+    own = logits.gather(1, target)
+    mean = logits.mean(1, keepdim=True) if smoothing else None
+    logits.exp_()
+    total = logits.sum(1, keepdim=True)
+    log_total = total.log()
+    loss = log_total - own
+    if mean is not None:
+        loss = (1 - smoothing) * loss + smoothing * (log_total - mean)
+    if scale is not None:
+        weight = kept.unsqueeze(1) * scale
+        logits.mul_(weight / total)
+        logits.scatter_add_(1, target, (smoothing - 1) * weight)
+        if smoothing:
+            logits.sub_(weight * (smoothing / rule.projection.vocabulary))
+    return loss.squeeze(1).where(kept, 0).sum()
+
+
+class _Sum:
+    """A sum of many parts in a dtype that would lose them: in 16 bits it is two numbers, and rounded once at the end."""
+
+    def __init__(self, like: Tensor):
+        self._high = torch.zeros_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+        self._low = torch.zeros_like(self._high) if like.dtype in _HALF else None
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add ``left.T @ right``."""
+        if self._low is None and left.dtype == right.dtype == self._high.dtype:
+            self._high.addmm_(left.t(), right)
+            return
+        if isinstance(left, FakeTensor):  # a plan is being made: the same arithmetic and memory, in fewer operations
+            self._high.addmm_(left.t().to(self._high.dtype), right.to(self._high.dtype))
+            return
+        for block in _blocks(self._high):
+            self._add(block, _product(left[:, block].t(), right))
+
+    def add(self, value: Tensor) -> None:
+        """Add a tensor of the same shape."""
+        for block in _blocks(self._high):
+            self._add(block, _wide(value[block]))
+
+    def scaled(self, factor: Tensor, *, in_place: bool) -> Tensor:
+        """The sum times ``factor``; ``in_place`` it takes no memory, and the sum is gone."""
+        if self._low is None:
+            return self._high.mul_(factor) if in_place else self._high * factor
+        result = self._high if in_place else torch.empty_like(self._high)
+        for block in _blocks(self._high):
+            result[block] = self._high[block].float().add_(self._low[block]).mul_(factor)
+        self._low = None if in_place else self._low
+        return result
+
+    def _add(self, block: slice, part: Tensor) -> None:
+        high = self._high[block]
+        if self._low is None:
+            high += part
+            return
+        low = self._low[block]
+        part = part + high
+        part += low
+        high.copy_(part)
+        low.copy_(part.sub_(high))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In 32 bits, or in as many as it has."""
+    return tensor.to(_wide_dtype(tensor))
+
+
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``, not rounded to 16 bits; ``right`` is the wider one's memory and is not copied as a whole."""
+    if left.dtype == right.dtype and left.dtype not in _HALF:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float)
+    if isinstance(left, FakeTensor):
+        return _wide(left.to(right.dtype) @ right)
+    result = left.new_zeros(len(left), right.shape[1], dtype=_wide_dtype(left))
+    for block in _blocks(right):
+        result.addmm_(_wide(left[:, block]), _wide(right[block]))
+    return result
+
+
+def _blocks(matrix: Tensor) -> Iterator[slice]:
+    """Slices of its rows that are small in 32 bits."""
+    rows = max(1, len(matrix))
+    step = max(1, _BLOCK_BYTES // (4 * max(1, matrix.numel() // rows)))
+    for begin in range(0, rows, step):
+        yield slice(begin, begin + step)

@@ -1,0 +1,310 @@
+"""A budget instead of a policy: offload='auto' in real training steps."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+import transformers
+from live_bytes import peak_bytes_in_use, peak_live_bytes
+from small_models import ROWS, TOKENS, batch, build
+from transformers import Trainer
+
+from hf_offload import OffloadConfig, OffloadTrainingArguments, attach, offload_activations
+from hf_offload.errors import OffloadConfigError, OffloadPlanError
+from hf_offload.plan.hardware import Figure, Hardware
+from hf_offload.plan.measuring import StepMeter
+from hf_offload.plan.plan import Placement
+
+
+@pytest.fixture(autouse=True)
+def known_machine(monkeypatch):
+    """Rates as given, so that plans do not depend on how busy the machine is."""
+    given = {name: Figure(1e11, "given") for name in ("float32", "bfloat16", "float16")}
+    rate = {"ssd": Figure(1e9, "given")}
+    hardware = Hardware(
+        "a test", "cpu", Figure(4e9, "given"), given, Figure(1e10, "given"), rate, rate, {"ssd": Figure(1e10, "given")}
+    )
+    monkeypatch.setattr("hf_offload.session.measure_hardware", lambda directories: hardware)
+
+
+def model_of(name, dropout=0.1):
+    torch.manual_seed(0)
+    return build(name, dropout, layers=8)
+
+
+def train(model, config, steps=5, inputs=None, micro_batches=1):
+    """Losses and final weights of a few steps, and the session."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    with offload_activations(model, config) as session:
+        for index in range(steps):
+            for _ in range(micro_batches):
+                loss = model(**(inputs[index % len(inputs)] if inputs else batch())).loss
+                loss.backward()
+                losses.append(loss.item())
+                del loss
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+        forecast, plan = session.forecast, session.plan
+    return losses, [parameter.detach().clone() for parameter in model.parameters()], forecast, plan
+
+
+def measured_peak(model, config):
+    """Live bytes of the first step that was looked at under a plan."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with offload_activations(model, config) as session:
+        for _ in range(12):
+            model(**batch()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+            if session.forecast is not None and session.forecast.measured_peak_bytes is not None:
+                return session.forecast.measured_peak_bytes
+    raise AssertionError("no step was looked at")
+
+
+def live_peaks(name):
+    """Live bytes at the peak of a step with everything kept, above and below the weights."""
+    model = model_of(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step():
+        model(**batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in {*model.parameters(), *model.buffers()})
+    state = sum(
+        value.numel() * value.element_size()
+        for values in optimizer.state.values()
+        for value in values.values()
+        if value.dim()
+    )
+    return weights + state, peak_live_bytes(step)
+
+
+def auto(budget, tmp_path, **settings):
+    return OffloadConfig(tier="auto", memory_budget=budget, directory=tmp_path, min_offload_bytes=4096, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("gpt2", 0.8), ("gpt2", 0.5), ("gpt2", 0.3), ("bert", 0.5), ("bert", 0.3), ("t5", 0.3), ("llama", 0.3)],
+)
+def test_a_budget_is_kept_and_nothing_changes(name, share, tmp_path):
+    fixed, activations = live_peaks(name)
+    budget = int(fixed + share * activations)
+    expected = train(model_of(name), OffloadConfig(tier="none"), 10)
+    losses, weights, forecast, plan = train(model_of(name), auto(budget, tmp_path), 10)
+    assert losses == expected[0]
+    assert all(torch.equal(one, other) for one, other in zip(weights, expected[1], strict=True))
+    assert set(plan.placements.values()) != {Placement.KEEP}
+    assert forecast.peak_bytes <= budget
+    assert forecast.measured_peak_bytes <= 1.02 * budget
+
+
+def test_a_run_that_fits_is_left_alone(tmp_path):
+    _, _, forecast, plan = train(model_of("gpt2"), auto("1GiB", tmp_path))
+    assert set(plan.placements.values()) == {Placement.KEEP}
+    assert forecast.measured_peak_bytes == pytest.approx(forecast.peak_bytes, rel=0.02)
+
+
+def test_the_allocator_sees_the_peak_that_was_measured(tmp_path):
+    fixed, activations = live_peaks("gpt2")
+    budget = int(fixed + 0.5 * activations)
+    model = model_of("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with offload_activations(model, auto(budget, tmp_path)) as session:
+
+        def step():
+            model(**batch()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+
+        for _ in range(10):
+            step()
+            if session.forecast.measured_peak_bytes is not None:
+                break
+        measured = session.forecast.measured_peak_bytes
+        in_use = peak_bytes_in_use(step)
+    if in_use is None:
+        pytest.skip("this machine's allocator does not tell what is in use")
+    assert fixed + in_use <= 1.02 * budget
+    assert fixed + in_use == pytest.approx(measured, rel=0.05)
+
+
+def test_the_prediction_follows_the_pace_of_steps_that_nobody_looks_at(tmp_path):
+    model = model_of("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with offload_activations(model, auto("1GiB", tmp_path)) as session:
+        for _ in range(3):  # measured; under the plan; looked at
+            model(**batch()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+        assert session.forecast.step_s == pytest.approx(session._feedback._current.compute_s)
+
+
+def needing_more(monkeypatch, nbytes):
+    """Let every measured peak look larger than it was."""
+    honest = StepMeter.peak_bytes.fget
+    monkeypatch.setattr(StepMeter, "peak_bytes", property(lambda meter: honest(meter) + nbytes))
+
+
+def test_a_step_over_the_budget_is_planned_again_with_less(tmp_path, monkeypatch, caplog):
+    fixed, activations = live_peaks("gpt2")
+    needing_more(monkeypatch, activations // 4)  # more than a plan leaves free for a drive that falls behind
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        _, _, forecast, _ = train(model_of("gpt2"), auto(int(fixed + 0.6 * activations), tmp_path), 10)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("more than the budget: planning again" in message for message in messages)
+    assert any(message.startswith("Corrected plan for") for message in messages)
+    assert forecast.measured_peak_bytes is None or forecast.measured_peak_bytes <= 1.02 * (fixed + 0.6 * activations)
+
+
+def test_where_nothing_needs_less_the_training_goes_on_with_a_warning(tmp_path, monkeypatch, caplog):
+    fixed, activations = live_peaks("gpt2")
+    needing_more(monkeypatch, 2 * activations)
+    expected = train(model_of("gpt2"), OffloadConfig(tier="none"))
+    found = train(model_of("gpt2"), auto(int(fixed + 0.6 * activations), tmp_path))
+    assert found[0] == expected[0]
+    assert any("no other plan needs less" in record.getMessage() for record in caplog.records)
+
+
+def test_too_small_a_budget_is_refused_with_the_smallest_that_does(tmp_path):
+    fixed, activations = live_peaks("gpt2")
+    with pytest.raises(OffloadPlanError, match=r"too small: the least .* What would lower it") as refused:
+        train(model_of("gpt2"), auto(int(fixed + 0.02 * activations), tmp_path))
+    assert "batch" in str(refused.value)
+
+
+def test_a_budget_that_needs_it_has_mlps_cut(tmp_path, caplog):
+    def model():
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128, use_cache=False, bos_token_id=1, eos_token_id=1,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config).train()
+
+    with pytest.raises(OffloadPlanError) as refused:
+        train(model(), auto("1MiB", tmp_path))
+    budget = int(0.9 * refused.value.smallest_bytes)
+    with pytest.raises(OffloadPlanError):
+        train(model(), auto(budget, tmp_path))
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        losses, _, forecast, _ = train(model(), auto(budget, tmp_path, tiled_mlp="auto", tile_bytes="1MiB"))
+    assert "modules are computed a few tokens at a time" in caplog.text
+    assert forecast.measured_peak_bytes <= 1.02 * budget
+    assert losses == pytest.approx(train(model(), OffloadConfig(tier="none"))[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_the_smallest_budget_that_is_named_is_the_smallest_that_runs(name, tmp_path):
+    with pytest.raises(OffloadPlanError) as refused:
+        train(model_of(name), auto("1MiB", tmp_path))
+    smallest = refused.value.smallest_bytes
+    # With a hair more (two measured steps differ by some bytes) it runs, and needs just about all of it.
+    measured = measured_peak(model_of(name), auto(int(1.01 * smallest), tmp_path))
+    assert measured == pytest.approx(smallest, rel=0.05)
+
+
+def test_a_smaller_batch_runs_under_the_plan_it_fits_into_until_it_stays(tmp_path, caplog):
+    fixed, activations = live_peaks("gpt2")
+    long = batch()
+    short = {name: value[:, : TOKENS // 4].contiguous() for name, value in long.items()}
+    inputs = [long, short, long, long, short, short, short, short, long]
+    expected = train(model_of("gpt2"), OffloadConfig(tier="none"), len(inputs), inputs)
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        found = train(model_of("gpt2"), auto(int(fixed + 0.5 * activations), tmp_path), len(inputs), inputs)
+    assert found[0] == expected[0]
+    plans = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Plan for")]
+    assert len(plans) == 2  # of the long one at once, of the short one when it came the third time in a row
+    assert Placement.SSD in found[3].placements.values()  # the last batch was a long one
+
+
+def test_a_larger_batch_is_measured_at_once(tmp_path, caplog):
+    fixed, activations = live_peaks("gpt2")
+    long = batch()
+    short = {name: value[:, : TOKENS // 4].contiguous() for name, value in long.items()}
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        found = train(model_of("gpt2"), auto(int(fixed + 0.5 * activations), tmp_path), 10, [short] + 9 * [long])
+    plans = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Plan for")]
+    assert len(plans) == 2
+    assert found[2].measured_peak_bytes <= 1.02 * int(fixed + 0.5 * activations)
+
+
+def test_steps_that_nobody_ends_are_told_apart_by_the_optimizer(tmp_path):
+    model = model_of("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with offload_activations(model, auto("1GiB", tmp_path)) as session:
+        for _ in range(2):
+            model(**batch()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session.forecast is not None
+
+
+def test_an_exception_in_the_measured_step_leaves_nothing_behind(tmp_path):
+    model = model_of("gpt2")
+    with pytest.raises(ZeroDivisionError), offload_activations(model, auto("1GiB", tmp_path)):
+        model(**batch()).loss.backward()
+        raise ZeroDivisionError
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_gradients_that_are_there_already_count(tmp_path):
+    fixed, activations = live_peaks("gpt2")
+    expected = train(model_of("gpt2"), OffloadConfig(tier="none"), 10, micro_batches=2)
+    found = train(model_of("gpt2"), auto(int(fixed + 0.7 * activations), tmp_path), 10, micro_batches=2)
+    assert found[0] == expected[0]
+    assert found[2].measured_peak_bytes <= 1.02 * int(fixed + 0.7 * activations)
+
+
+def test_recomputed_blocks_are_exact_and_put_back(tmp_path, monkeypatch):
+    slow = {"ssd": Figure(1e6, "given")}
+    import hf_offload.session as session_module
+
+    hardware = session_module.measure_hardware([])
+    hardware = dataclasses.replace(hardware, store_bytes_per_s=slow, load_bytes_per_s=slow)
+    monkeypatch.setattr("hf_offload.session.measure_hardware", lambda directories: hardware)
+    monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda self: (1e6, 1e6))
+    fixed, activations = live_peaks("gpt2")
+    expected = train(model_of("gpt2"), OffloadConfig(tier="none"))
+    model = model_of("gpt2")
+    losses, weights, _, plan = train(model, auto(int(fixed + 0.6 * activations), tmp_path))
+    assert any(placement.recomputes for placement in plan.placements.values())
+    assert losses == expected[0]
+    assert all(torch.equal(one, other) for one, other in zip(weights, expected[1], strict=True))
+    assert not any(block.gradient_checkpointing for block in model.transformer.h)
+    assert not any("_gradient_checkpointing_func" in vars(block) for block in model.transformer.h)
+
+
+def test_one_argument_of_the_trainer_is_enough(tmp_path):
+    fixed, activations = live_peaks("gpt2")
+    rows = [{name: value[0] for name, value in batch().items()} for _ in range(16)]
+    arguments = OffloadTrainingArguments(
+        output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=ROWS, report_to=[], save_strategy="no",
+        offload="auto", offload_memory_budget=str(int(fixed + 0.5 * activations)), offload_dir=str(tmp_path),
+        offload_min_bytes="4096", dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = Trainer(model_of("gpt2"), arguments, train_dataset=rows)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_what_cannot_go_with_a_budget_is_refused(tmp_path):
+    with pytest.raises(OffloadConfigError, match="memory_budget is given, but tier='ssd'"):
+        OffloadConfig(tier="ssd", memory_budget="1GiB")
+    with pytest.raises(OffloadConfigError, match="keep_last_count"):
+        OffloadConfig(tier="auto", keep_last_count=1)
+    model = model_of("gpt2")
+    model._compiled_call_impl = model.forward  # what compile() sets
+    with pytest.raises(OffloadConfigError, match=r"torch\.compile"):
+        attach(model, auto("1GiB", tmp_path))

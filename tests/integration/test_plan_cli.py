@@ -1,0 +1,209 @@
+"""``hf-offload plan``, from the shell's point of view."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_models import CONFIGS, build
+from typer.testing import CliRunner
+
+from hf_offload.cli.main import app
+
+SMALL = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=2", "model.config.vocab_size=512"]
+CARD = ["--gpu", "24GB", "--tflops", "80", "--pcie", "25GB/s", "--ssd", "5GB/s", "--ram", "64GB"]
+
+
+def run(*arguments):
+    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", *arguments])
+
+
+def run_json(*arguments):
+    result = run(*arguments, "--json")
+    return json.loads(result.stdout), result
+
+
+def test_a_recipe_on_a_described_machine():
+    found, result = run_json("gpt2-small", *SMALL, *CARD, "--batch", "2", "--sequence", "128")
+    assert result.exit_code == 0
+    assert (found["batch"], found["sequence"], found["task"]) == (2, 128, "causal-lm")
+    assert set(found["placements"].values()) == {"keep"}
+    assert [row["name"] for row in found["predicted"]] == [
+        "keep", "ram", "ssd", "recompute", "recompute+ram", "recompute+ssd", "auto",
+    ]  # fmt: skip
+    keep, auto = found["predicted"][0], found["predicted"][-1]
+    assert keep["peak_bytes"] == auto["peak_bytes"]
+    assert keep["fits"]
+    assert keep["largest_batch"] >= 2
+    assert keep["longest_sequence"] == 1024  # all the positions there are
+    assert all(line["reason"] for line in found["units"])
+
+
+def test_the_table_says_why():
+    result = run("gpt2-small", *SMALL, *CARD, "--sequence", "128")
+    assert result.exit_code == 0
+    assert "transformer.h.0-1.mlp" in result.stdout
+    assert "the whole step fits" in " ".join(result.stdout.split())
+    assert "given" in result.stdout
+
+
+def test_a_budget_decides():
+    roomy, _ = run_json("gpt2-small", *SMALL, *CARD, "--batch", "8", "--sequence", "512")
+    peaks = {row["name"]: row["peak_bytes"] for row in roomy["predicted"]}
+    budget = (peaks["keep"] + peaks["recompute"]) // 2
+    tight, result = run_json("gpt2-small", *SMALL, *CARD, "--batch", "8", "--sequence", "512", "--budget", str(budget))
+    assert result.exit_code == 0
+    assert set(tight["placements"].values()) != {"keep"}
+    assert tight["predicted"][-1]["peak_bytes"] <= budget
+
+
+def test_an_impossible_budget_is_refused_with_the_smallest_possible():
+    result = run("gpt2-small", *SMALL, *CARD, "--budget", "1MiB")
+    assert result.exit_code == 2
+    message = " ".join(result.stderr.split())
+    assert "the least this run can do with is" in message
+    assert "What would lower it" in message
+
+
+def test_a_checkpoint_folder_is_read_by_its_headers(tmp_path):
+    model = build("llama", 0.0).to(torch.bfloat16)
+    model.config.save_pretrained(tmp_path)
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    # only the header is needed: cut the weights off
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])
+    found, result = run_json(str(tmp_path), *CARD, "--sequence", "64")
+    assert result.exit_code == 0, result.stderr
+    assert found["dtype"] == "bfloat16"
+    assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_other_tasks_are_found_in_the_configuration(name, tmp_path):
+    config = CONFIGS[name](0.1)
+    config.architectures = [{"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration"}[name]]
+    config.save_pretrained(tmp_path)
+    found, result = run_json(str(tmp_path), *CARD, "--sequence", "64", "--dtype", "float32")
+    assert result.exit_code == 0, result.stderr
+    assert found["task"] == {"bert": "masked-lm", "t5": "seq2seq-lm"}[name]
+
+
+def test_adapters_need_less():
+    full, _ = run_json("gpt2-small", *SMALL, *CARD, "--sequence", "128")
+    lora, result = run_json(
+        "gpt2-small", *SMALL, *CARD, "--sequence", "128", "--memory-mode", "lora", "--lora-rank", "4"
+    )
+    assert result.exit_code == 0, result.stderr
+    # GPT-2's four linear layers per block, each with matrices of 4 rows and 4 columns
+    adapters = 2 * 4 * ((64 + 192) + (64 + 64) + (64 + 256) + (256 + 64))
+    assert lora["parameters"] - full["parameters"] == adapters
+    assert lora["gradient_bytes"] == 4 * adapters
+    assert lora["weights_and_optimizer_bytes"] == 4 * lora["parameters"] + 8 * adapters
+
+
+def test_state_is_smaller_in_fewer_bits():
+    base = {}
+    for name in ("adamw_torch", "paged_adamw_8bit", "sgd"):
+        found, _ = run_json("gpt2-small", *SMALL, *CARD, "--sequence", "128", "--optimizer", name)
+        base[name] = found["weights_and_optimizer_bytes"] / found["parameters"]
+    assert base == pytest.approx({"adamw_torch": 12, "paged_adamw_8bit": 6, "sgd": 4})
+
+
+def test_pictures(tmp_path):
+    pictures = tmp_path / "frontier.png", tmp_path / "timeline.png"
+    result = run(
+        "gpt2-small", *SMALL, *CARD, "--sequence", "128", "--plot", str(pictures[0]), "--timeline", str(pictures[1])
+    )
+    assert result.exit_code == 0, result.stderr
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+LLAMA = [
+    "llama-1b", "model.config.num_hidden_layers=2", "model.config.hidden_size=256", "model.config.num_attention_heads=4",
+    "model.config.num_key_value_heads=2", "model.config.intermediate_size=1024", "model.config.head_dim=64",
+]  # fmt: skip
+
+
+def test_a_plan_shows_what_is_tiled_and_needs_less():
+    shape = [*LLAMA, *CARD, "--sequence", "2048"]
+    plain, _ = run_json(*shape)
+    tiled, _ = run_json(*shape, "--tiled-loss", "--tiled-mlp")
+    keep, kept = (found["predicted"][0]["peak_bytes"] for found in (plain, tiled))
+    logits = 4 * 2048 * 128256
+    assert keep - kept > 1.5 * logits
+    table = " ".join(run(*shape, "--tiled-loss", "--tiled-mlp").stdout.split())
+    assert "lm_head, tiled" in table
+    assert ".mlp (2 x), tiled" in table
+
+
+def test_every_lever_reaches_at_least_as_far(monkeypatch):
+    monkeypatch.setattr("hf_offload.plan.levers.PIECES", (8, 2))
+    found, result = run_json(*LLAMA, "--levers", "--cards", "rtx4090,h200", "--ram", "1TB", "--ssd", "5GB/s")
+    assert result.exit_code == 0, result.stderr
+    for card in found["levers"][0]["tokens"]:
+        reach = [lever["tokens"][card] for lever in found["levers"]]
+        assert reach[0] > 0
+        # Offloaded inputs wait in windows of their own, which cost a short row a little.
+        assert all(later > 0.95 * earlier for earlier, later in itertools.pairwise(reach))
+        assert reach[-1] > 3 * reach[0]
+    assert "and on top" in run(*LLAMA, "--levers", "--cards", "l4", "--ssd", "5GB/s").stdout
+
+
+def test_levers_are_refused_where_they_say_nothing():
+    assert "--gpu does not go with --levers" in " ".join(run(*LLAMA, "--levers", *CARD).stderr.split())
+    assert "1024 positions" in " ".join(run("gpt2-small", "--levers").stderr.split())
+
+
+def test_orders_and_what_none_can_beat(tmp_path):
+    picture = tmp_path / "orders.png"
+    shape = [*LLAMA, *CARD, "--sequence", "1024", "--order"]
+    found, result = run_json(*shape, "--timeline", str(picture))
+    assert result.exit_code == 0, result.stderr
+    orders = {row["order"]: row for row in found["orders"]}
+    assert all(row["bound_bytes"] <= row["peak_bytes"] for row in orders.values())
+    default, every = orders["autograd's order"]["peak_bytes"], orders["all of them"]["peak_bytes"]
+    for name in ("update in backward", "tiled loss", "tiled loss and MLP"):
+        assert every <= orders[name]["peak_bytes"] <= default
+    assert orders["tiled loss"]["peak_bytes"] < default
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "no order beats" in " ".join(run(*shape).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-model", *CARD], "no shipped recipe, no folder with a config.json, and no model"),
+        (["gpt2-small", "--gpu", "rtx9999"], "gpu='rtx9999' is unknown"),
+        (["gpt2-small", "--tflops", "80"], "describe another machine: add --gpu"),
+        (["gpt2-small", *CARD, "--batch", "0"], "batch=0 is too small"),
+        (["gpt2-small", *CARD, "--sequence", "5000"], "has 1024 positions"),
+        (["gpt2-small", *CARD, "--dtype", "int8"], "dtype='int8' is unknown"),
+        (["gpt2-small", *CARD, "--optimizer", "magic"], "optimizer 'magic' holds in memory is not known"),
+        (["gpt2-small", *CARD, "--optimizer", "galore_adamw"], "optimizer 'galore_adamw' holds in memory is not known"),
+        (["gpt2-small", *CARD, "--memory-mode", "small"], "memory_mode='small' is unknown"),
+        (["gpt2-small", *CARD, "--lora-rank", "8"], "memory_mode is not 'lora'"),
+        (["gpt2-small", *CARD, "--budget", "a lot"], "budget='a lot' is not a size"),
+        (["gpt2-small", *CARD, "-d", "."], "--directory and --measure are for this machine"),
+    ],
+)
+def test_bad_input_is_explained(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path):
+    result = run(str(tmp_path), *CARD)
+    assert result.exit_code == 2
+    assert "has no config.json" in " ".join(result.stderr.split())
+
+
+def test_half_a_checkpoint_is_refused(tmp_path):
+    CONFIGS["llama"](0.0).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\x00\x00")
+    result = run(str(tmp_path), *CARD)
+    assert result.exit_code == 2
+    assert "is not a whole safetensors file" in " ".join(result.stderr.split())

@@ -1,0 +1,200 @@
+"""The tiled loss against a float64 reference: no further from it than the usual way in the same dtype."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hf_offload.tiling.cut import Cut
+from hf_offload.tiling.head import TiledHead
+
+# Errors are compared over all elements of a tensor: two roundings of the same number need not agree. A product of a few rows
+# in float32 adds up a thousand terms in another order than one of many rows, with any number of threads in yet another: the
+# usual way is off by two units in the last place here, with as few rows by up to three.
+ROUNDING = 1.05
+FLOOR = {torch.float: 4.0, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+
+def losses_and_gradients(head, hidden, labels, *, tile_bytes=None, soft_cap=None, autocast=None, scaled=1.0, **options):
+    """What a causal model does behind its blocks; the loss, and the gradients of hidden states and head."""
+    head = copy.deepcopy(head).train()
+    hidden = hidden.clone().requires_grad_()
+    tiled = TiledHead("head", head, Cut(tile_bytes=tile_bytes)) if tile_bytes else None
+    if tiled is not None:
+        tiled.install()
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        logits = head(hidden)
+        if soft_cap:
+            logits = torch.tanh(logits / soft_cap) * soft_cap
+        logits = logits if logits.dtype is torch.double else logits.float()
+        loss = nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels, **options)
+    if loss.dim():
+        loss = (loss * torch.linspace(0, 1, len(loss), dtype=loss.dtype)).sum()
+    (loss * scaled).backward()
+    found = {"loss": loss.detach(), "hidden": hidden.grad}
+    return found | {name: parameter.grad for name, parameter in head.named_parameters()}
+
+
+def problem(vocabulary, tokens=96, width=48, *, bias=False, dtype=torch.float, ignored=0.3):
+    torch.manual_seed(vocabulary)
+    head = nn.Linear(width, vocabulary, bias=bias).to(dtype)
+    hidden = torch.randn(2, tokens // 2, width).to(dtype)
+    labels = torch.randint(0, vocabulary, (tokens,))
+    labels[torch.rand(tokens) < ignored] = -100
+    return head, hidden, labels
+
+
+def no_further_than_untiled(head, hidden, labels, tile_bytes, **options):
+    exact = {name: value for name, value in options.items() if name != "autocast"}
+    reference = losses_and_gradients(copy.deepcopy(head).double(), hidden.double(), labels, **exact)
+    plain = losses_and_gradients(head, hidden, labels, **options)
+    tiled = losses_and_gradients(head, hidden, labels, tile_bytes=tile_bytes, **options)
+    assert plain.keys() == tiled.keys()
+    for name, expected in reference.items():
+        assert tiled[name].dtype == plain[name].dtype, name
+        dtype = tiled[name].dtype
+        floor = torch.finfo(dtype).eps * expected.norm() * FLOOR[dtype]
+        error, usual = ((found[name].double() - expected).norm() for found in (tiled, plain))
+        assert error <= max(ROUNDING * usual, floor), (name, error / usual)
+
+
+@pytest.mark.parametrize("vocabulary", [1_000, 50_257, 262_144])
+@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16])
+def test_vocabularies(vocabulary, dtype):
+    no_further_than_untiled(*problem(vocabulary, dtype=dtype), 4 * vocabulary * 20)
+
+
+@pytest.mark.parametrize("rows", [1, 13, 32, 95])
+@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16, torch.float16])
+def test_pieces_that_divide_and_that_do_not(rows, dtype):
+    no_further_than_untiled(*problem(1_000, bias=True, dtype=dtype), 4 * 1_000 * rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing": 0.1},
+        {"reduction": "sum"},
+        {"reduction": "none"},
+        {"ignore_index": 3},
+        {"soft_cap": 5.0},
+        {"soft_cap": 5.0, "label_smoothing": 0.1},
+        {"autocast": torch.bfloat16},
+        {"autocast": torch.bfloat16, "soft_cap": 5.0},
+        {"scaled": 65536.0},
+    ],
+    ids=str,
+)
+def test_every_way_to_ask_for_the_loss(options):
+    head, hidden, labels = problem(1_000, bias=True)
+    if "ignore_index" in options:
+        labels = labels.where(labels >= 0, 3)
+    no_further_than_untiled(head, hidden, labels, 4 * 1_000 * 20, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16])
+def test_pieces_whose_tokens_are_all_ignored(dtype):
+    head, hidden, labels = problem(1_000, dtype=dtype)
+    labels[:40] = -100
+    no_further_than_untiled(head, hidden, labels, 4 * 1_000 * 10)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_batch_whose_tokens_are_all_ignored_is_what_it_is_in_pytorch(reduction):
+    head, hidden, labels = problem(1_000, ignored=1.1)
+    plain = losses_and_gradients(head, hidden, labels, reduction=reduction)
+    tiled = losses_and_gradients(head, hidden, labels, reduction=reduction, tile_bytes=40_000)
+    for name, expected in plain.items():
+        assert torch.equal(tiled[name].isnan(), expected.isnan()), name
+        assert torch.equal(tiled[name].nan_to_num(), expected.nan_to_num()), name
+
+
+def test_gradients_in_16_bits_survive_a_mean_over_many_tokens():
+    """One over 4096 tokens times a softmax's tail is nothing in float16, unless it is scaled first."""
+    head, hidden, labels = problem(200, tokens=4096, width=16, dtype=torch.float16)
+    # With a cap the gradient of the logits is in float16 on every device.
+    for soft_cap in (None, 5.0):
+        no_further_than_untiled(head, hidden, labels, 4 * 200 * 500, scaled=4096.0, soft_cap=soft_cap)
+
+
+def test_logits_that_a_model_has_ruled_out():
+    head, hidden, labels = problem(1_000, bias=True)
+    with torch.no_grad():
+        head.bias[7] = -torch.inf
+    labels[labels == 7] = 8
+    plain = losses_and_gradients(head, hidden, labels)
+    tiled = losses_and_gradients(head, hidden, labels, tile_bytes=40_000)
+    for name, expected in plain.items():
+        torch.testing.assert_close(tiled[name], expected)
+
+
+def test_a_second_backward_needs_the_graph_to_be_kept():
+    head, hidden, labels = problem(1_000)
+    hidden.requires_grad_()
+    TiledHead("head", head, Cut(tile_bytes=40_000)).install()
+    loss = nn.functional.cross_entropy(head(hidden).view(-1, 1_000), labels)
+    loss.backward(retain_graph=True)
+    once = head.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(head.weight.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_gradient_of_the_gradient_is_refused():
+    head, hidden, labels = problem(1_000)
+    hidden.requires_grad_()
+    TiledHead("head", head, Cut(tile_bytes=40_000)).install()
+    loss = nn.functional.cross_entropy(head(hidden).view(-1, 1_000), labels)
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"does not require grad|once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("frozen", ["head", "hidden"])
+def test_what_needs_no_gradient_gets_none(frozen):
+    head, hidden, labels = problem(1_000, bias=True)
+    plain, tiled = copy.deepcopy(head), copy.deepcopy(head)
+    TiledHead("head", tiled, Cut(tile_bytes=40_000)).install()
+    found = []
+    for one in (plain, tiled):
+        one.requires_grad_(frozen != "head")
+        rows = hidden.clone().requires_grad_(frozen != "hidden")
+        nn.functional.cross_entropy(one(rows).view(-1, 1_000), labels).backward()
+        found.append((rows.grad, one.weight.grad, one.bias.grad))
+    for expected, gradient in zip(*found, strict=True):
+        assert (expected is None) == (gradient is None)
+        if expected is not None:
+            torch.testing.assert_close(gradient, expected)
+
+
+class Adapted(nn.Module):
+    """A head that is no plain linear layer: a frozen one and an adapter in float32, as peft makes it."""
+
+    def __init__(self, linear, rank=4):
+        super().__init__()
+        self.base = linear.requires_grad_(False)
+        self.down = nn.Linear(linear.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, linear.out_features, bias=False)
+        self.out_features = linear.out_features
+
+    def forward(self, hidden):
+        base = self.base(hidden)
+        return base + self.up(self.down(hidden.to(self.up.weight.dtype))).to(base.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16])
+def test_a_head_of_another_kind(dtype):
+    head, hidden, labels = problem(1_000, dtype=dtype)
+    adapted = Adapted(head)
+    for soft_cap in (None, 5.0):
+        plain = losses_and_gradients(adapted, hidden, labels, soft_cap=soft_cap)
+        tiled = losses_and_gradients(adapted, hidden, labels, soft_cap=soft_cap, tile_bytes=4 * 1_000 * 50)
+        assert tiled["base.weight"] is None
+        reference = losses_and_gradients(copy.deepcopy(adapted).double(), hidden.double(), labels, soft_cap=soft_cap)
+        for name in ("loss", "hidden", "down.weight", "up.weight"):
+            usual = (plain[name].double() - reference[name]).norm()
+            floor = torch.finfo(dtype).eps * reference[name].norm() * FLOOR[dtype]
+            error = (tiled[name].double() - reference[name]).norm()
+            assert error <= max(ROUNDING * usual, floor), (name, error / usual)

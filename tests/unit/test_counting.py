@@ -1,0 +1,131 @@
+"""Counting on tensors without data, against real steps."""
+
+import itertools
+
+import pytest
+import transformers
+from live_bytes import peak_live_bytes
+from small_models import CONFIGS, ROWS, TOKENS, batch, build
+
+from hf_offload import OffloadConfig, offload_activations
+from hf_offload.errors import OffloadPlanError
+from hf_offload.plan.counting import OptimizerNeeds, count_footprint, fake_mode
+from hf_offload.plan.units import find_units
+
+NOTHING = OptimizerNeeds(0, 0, 0.0)
+
+
+def count(name, dropout, min_offload_bytes=4096):
+    with fake_mode():
+        model, inputs = build(name, dropout), batch()
+    return count_footprint(
+        model,
+        inputs,
+        cost=lambda flops, moved, dtype: flops / 1e11 + moved / 1e10,
+        optimizer=NOTHING,
+        min_offload_bytes=min_offload_bytes,
+        attention_dropout_is_saved=True,
+    )
+
+
+def kept_curve(footprint):
+    """Live bytes with everything kept, at every moment."""
+    change = [0] * (len(footprint.moments) + 1)
+    for one in footprint.saved:
+        if one.gone < one.released:
+            change[one.gone] += one.nbytes
+            change[one.released] -= one.nbytes
+    held = itertools.accumulate(change)
+    return [moment.live_bytes + kept for moment, kept in zip(footprint.moments, held, strict=False)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_counted_bytes_are_those_of_a_real_step(name, dropout, tmp_path):
+    footprint = count(name, dropout)
+    model = build(name, dropout)
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=4096)
+    with offload_activations(model, config) as session:
+        model(**batch()).loss.backward()
+        moved = session.stats.total.offloaded_bytes
+    assert sum(one.nbytes for one in footprint.saved) == pytest.approx(moved, rel=0.01)
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in {*model.parameters(), *model.buffers()})
+    assert footprint.base_bytes == weights
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_counted_peak_is_that_of_a_real_step(name, dropout):
+    model = build(name, dropout)
+    inputs = batch()
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        model(**inputs).loss.backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    assert max(kept_curve(count(name, dropout))) == pytest.approx(peak_live_bytes(step), rel=0.02)
+
+
+def test_every_block_and_its_parts_are_units():
+    units = find_units(build("gpt2", 0.0))
+    assert next(iter(units)) == "GPT2LMHeadModel"
+    assert {name for name, unit in units.items() if unit.block == "transformer.h.1"} == {
+        "transformer.h.1", "transformer.h.1.attn", "transformer.h.1.mlp",
+    }  # fmt: skip
+    assert {name for name, unit in units.items() if unit.block is None} == {
+        "GPT2LMHeadModel", "transformer.wte", "transformer.wpe", "lm_head",
+    }  # fmt: skip
+    # T5 keeps its parts in a list
+    assert "encoder.block.0.layer.0" in find_units(build("t5", 0.0))
+
+
+def test_units_share_out_what_is_saved():
+    footprint = count("gpt2", 0.1)
+    assert sum(footprint.saved_bytes.values()) == sum(one.nbytes for one in footprint.saved)
+    assert footprint.saved_bytes["transformer.h.0.mlp"] > footprint.saved_bytes["transformer.h.0"] > 0
+    assert footprint.saved_bytes["transformer.wte"] == ROWS * TOKENS * 8  # the tokens
+    assert len(footprint.blocks) == 3
+    assert all(span.boundary_bytes == ROWS * TOKENS * 128 * 4 for span in footprint.blocks)
+    begins = [span.backward for span in footprint.blocks]
+    assert begins == sorted(begins, reverse=True)
+
+
+def test_small_tensors_are_not_counted_as_movable():
+    large = count("gpt2", 0.0, min_offload_bytes=100_000)
+    assert all(one.nbytes >= 100_000 for one in large.saved)
+    assert max(kept_curve(large)) == max(kept_curve(count("gpt2", 0.0)))
+
+
+def test_cuda_kernels_draw_attentions_dropout_again():
+    with fake_mode():
+        model, inputs = build("gpt2", 0.1), batch()
+    options = {"cost": lambda *_: 0.0, "optimizer": NOTHING, "min_offload_bytes": 4096}
+    on_cpu = count_footprint(model, inputs, attention_dropout_is_saved=True, **options)
+    on_cuda = count_footprint(model, inputs, attention_dropout_is_saved=False, **options)
+    matrix = ROWS * 4 * TOKENS * TOKENS * 4
+    assert matrix in {one.nbytes for one in on_cpu.saved if one.unit.endswith("attn")}
+    assert matrix not in {one.nbytes for one in on_cuda.saved if one.unit.endswith("attn")}
+
+
+def test_a_forward_that_reads_values_is_refused_with_a_way_out():
+    with fake_mode():
+        config = transformers.MixtralConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager",
+        )  # fmt: skip
+        model = transformers.MixtralForCausalLM(config).train()
+        inputs = batch()
+    with pytest.raises(OffloadPlanError, match=r"MixtralForCausalLM cannot be counted.*offload='auto'"):
+        count_footprint(
+            model, inputs, cost=lambda *_: 0.0, optimizer=NOTHING, min_offload_bytes=0, attention_dropout_is_saved=True
+        )
+
+
+def test_a_real_model_is_not_counted():
+    model = build("gpt2", 0.0)
+    with pytest.raises(OffloadPlanError, match="fake_mode"):
+        count_footprint(
+            model, batch(), cost=lambda *_: 0.0, optimizer=NOTHING, min_offload_bytes=0, attention_dropout_is_saved=True
+        )

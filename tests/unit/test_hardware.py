@@ -1,0 +1,120 @@
+"""The machine as a plan sees it."""
+
+import json
+
+import pytest
+import torch
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.plan import hardware
+from hf_offload.plan.hardware import CARDS, describe_hardware, measure_hardware
+
+
+def test_a_card_brings_its_figures():
+    found = describe_hardware("RTX4090", ssd="4GB/s,6GB/s", ram="64GB")
+    assert found.memory_bytes.value == 24e9
+    assert found.memory_bytes.source == "data sheet"
+    assert (found.store_bytes_per_s["ssd"].value, found.load_bytes_per_s["ssd"].value) == (4e9, 6e9)
+    assert found.room == {"ram": 64 * 10**9, "ssd": 10**12}
+    assert found.room_bytes["ram"].source == "given"
+    assert found.room_bytes["ssd"].source == "default"
+
+
+def test_what_is_given_replaces_the_card():
+    found = describe_hardware("rtx4090", tflops=80, pcie="12GB/s", memory_bandwidth="500GB/s")
+    assert found.flops_per_s["bfloat16"].value == 80e12
+    assert found.store_bytes_per_s["ram"].value == 12e9
+    assert found.memory_bytes_per_s.value == 500e9
+
+
+def test_a_drive_is_no_faster_than_the_link_to_it():
+    found = describe_hardware("24GB", tflops=80, pcie="4GB/s", ssd="10GB/s")
+    assert found.store_bytes_per_s["ssd"].value == 4e9
+
+
+def test_an_operation_takes_as_long_as_its_bottleneck():
+    found = describe_hardware("24GB", tflops=100, memory_bandwidth="1000GB/s")
+    assert found.seconds(10**14, 1, torch.bfloat16) == pytest.approx(1.0)
+    assert found.seconds(1, 10**12, torch.bfloat16) == pytest.approx(1.0)
+    assert found.seconds(10**14, 1, torch.float32) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_every_card_is_plausible(card):
+    found = describe_hardware(card)
+    assert 10e9 < found.memory_bytes.value < 200e9
+    assert 1e12 < found.flops_per_s["bfloat16"].value < 1e15
+    assert found.flops_per_s["float32"].value <= found.flops_per_s["bfloat16"].value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpu": "rtx5090ti"}, "gpu='rtx5090ti' is unknown"),
+        ({"gpu": "h100"}, "Did you mean 'h100-80gb'"),
+        ({"gpu": "24GB"}, "says nothing about speed"),
+        ({"gpu": "24"}, "is no card's memory"),
+        ({"gpu": "24GB", "tflops": 0.0}, "tflops=0 is not a rate"),
+        ({"gpu": "24GB", "tflops": 1e9}, "is not a rate"),
+        ({"gpu": "l4", "pcie": "25"}, "pcie='25' is no bandwidth"),
+        ({"gpu": "l4", "ssd": "fast"}, "ssd='fast' is not a size"),
+        ({"gpu": "l4", "ssd": "1GB/s,2GB/s,3GB/s"}, "give one bandwidth, or two"),
+        ({"gpu": "l4", "ram": "-1GB"}, "ram='-1GB' is not a size"),
+    ],
+)
+def test_absurd_descriptions_are_refused(arguments, message):
+    with pytest.raises(OffloadConfigError, match=message):
+        describe_hardware(**arguments)
+
+
+def test_all_mistakes_are_reported_at_once():
+    with pytest.raises(OffloadConfigError) as refused:
+        describe_hardware("24GB", tflops=-1, pcie="25", ram="much")
+    assert len(refused.value.problems) == 3
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(hardware, "_MATMUL_SIZE", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr(hardware, "_COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
+    monkeypatch.setattr("hf_offload.plan.machine.SAMPLE_BYTES", 1 << 20)
+    return tmp_path
+
+
+def test_this_machine_is_measured_once(quick, monkeypatch):
+    first = measure_hardware([quick])
+    assert {figure.source for figure in first.flops_per_s.values()} == {"measured"}
+    assert first.store_bytes_per_s["ssd"].value > 0
+    assert first.both_bytes_per_s["ssd"].source == "measured"
+    assert 0 < first.channels["ssd"].shared <= 1
+    kept = list((quick / "cache" / "hf_offload").glob("machine-*.json"))
+    assert len(kept) == 1
+    measured = []
+    monkeypatch.setattr(hardware, "_measure", lambda *_: measured.append(1) or json.loads(kept[0].read_text()))
+    again = measure_hardware([quick])
+    assert not measured
+    assert again.flops_per_s == first.flops_per_s
+    measure_hardware([quick], fresh=True)
+    assert measured
+    (quick / "other").mkdir()
+    measure_hardware([quick / "other"])
+    assert len(measured) == 2
+
+
+def test_measuring_draws_no_random_numbers_of_the_training(quick):
+    before = torch.get_rng_state()
+    measure_hardware([quick], fresh=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_spoilt_cache_is_measured_again(quick):
+    measure_hardware([quick])
+    (kept,) = (quick / "cache" / "hf_offload").glob("machine-*.json")
+    kept.write_text('{"memory": -1.0}')
+    assert measure_hardware([quick]).memory_bytes_per_s.value > 0
+
+
+def test_a_directory_that_is_not_there_is_refused(quick):
+    with pytest.raises(OffloadConfigError):
+        measure_hardware([quick / "nowhere"])

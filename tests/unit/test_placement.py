@@ -1,0 +1,146 @@
+"""The search for a placement, against every placement there is."""
+
+import itertools
+import random
+import statistics
+
+import pytest
+from made_footprints import MB, footprint_of
+
+from hf_offload.plan.placement import greedy, smallest, solve, uniform
+from hf_offload.plan.plan import Placement
+from hf_offload.plan.problem import Problem
+from hf_offload.plan.simulate import Channel, Windows
+
+
+def random_problem(seed):
+    draw = random.Random(seed)
+    count = draw.randint(2, 8 if seed % 20 == 0 else 5)
+    sizes = [draw.randint(5, 60) * MB for _ in range(count)]
+    seconds = [draw.uniform(0.005, 0.05) for _ in range(count)]
+    live = [draw.randint(1, 30) * MB for _ in range(count)]
+    footprint = footprint_of(sizes, seconds, live)
+    channels = {"ssd": Channel(draw.uniform(0.3, 4) * 1e9, draw.uniform(0.3, 4) * 1e9)}
+    if draw.random() < 0.4 and count <= 5:
+        channels["ram"] = Channel(8e9, 8e9)
+    windows = (Windows(draw.randint(1, 80) * MB, draw.randint(1, 80) * MB),)
+    room = {"ssd": 10**12, "ram": draw.randint(10, 100) * MB}
+    problem = Problem(footprint, channels, room, 0, windows)
+    most = uniform(problem, Placement.KEEP).timeline.peak_bytes
+    least = smallest(problem).timeline.stalled_peak_bytes
+    budget = least + int((most - least) * draw.uniform(0.0, 1.0))
+    return Problem(footprint, channels, room, budget, windows)
+
+
+def best_of_all(problem):
+    """Brute force: the fastest of all placements that fit, as the simulation sees them."""
+    options = [Placement.KEEP, *(Placement(tier) for tier in problem.channels), Placement.RECOMPUTE]
+    options += [Placement(f"recompute+{tier}") for tier in problem.channels]
+    units = list(problem.footprint.units)
+    best = None
+    footprint = problem.footprint
+    for chosen in itertools.product(options, repeat=len(units)):
+        again = sum(footprint.forward_s[unit] for unit, one in zip(units, chosen, strict=True) if one.recomputes)
+        if best is not None and footprint.step_s + again >= best:
+            continue  # slower without any waiting
+        solution = problem.play(dict(zip(units, chosen, strict=True)), problem.windows[0], "brute force")
+        if problem.fits(solution) and (best is None or solution.timeline.step_s < best):
+            best = solution.timeline.step_s
+    return best
+
+
+def compare(seeds):
+    ratios, greedy_ratios = [], []
+    for seed in seeds:
+        problem = random_problem(seed)
+        best = best_of_all(problem)
+        found = solve(problem)
+        assert (found is None) == (best is None), seed
+        if found is None:
+            continue
+        assert problem.fits(found)
+        ratios.append(found.timeline.step_s / best)
+        fitting = [one.timeline.step_s for one in greedy(problem, problem.windows[0]) if problem.fits(one)]
+        keep = uniform(problem, Placement.KEEP)
+        if problem.fits(keep):
+            fitting.append(keep.timeline.step_s)
+        if fitting:
+            greedy_ratios.append(min(fitting) / best)
+    return ratios, greedy_ratios
+
+
+# Forty of the two hundred take seconds, all of them a minute and a half.
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
+def test_the_search_finds_what_brute_force_finds(count):
+    ratios, greedy_ratios = compare(range(count))
+    assert len(ratios) > 0.95 * count
+    assert max(ratios) < 1.001
+    assert statistics.mean(greedy_ratios) < 1.05
+
+
+def test_nothing_moves_when_everything_fits():
+    problem = random_problem(3)
+    keep = uniform(problem, Placement.KEEP)
+    roomy = Problem(problem.footprint, problem.channels, problem.room_bytes, keep.timeline.peak_bytes, problem.windows)
+    assert set(solve(roomy).placements.values()) == {Placement.KEEP}
+
+
+def test_below_the_smallest_there_is_no_plan():
+    problem = random_problem(3)
+    least = smallest(problem).timeline.stalled_peak_bytes
+    assert solve(Problem(problem.footprint, problem.channels, problem.room_bytes, least, problem.windows)) is not None
+    assert solve(Problem(problem.footprint, problem.channels, problem.room_bytes, least // 2, problem.windows)) is None
+
+
+def test_a_tier_is_not_filled_beyond_its_room():
+    footprint = footprint_of([50 * MB] * 6, [0.05] * 6, [1 * MB] * 6)
+    channels = {"ram": Channel(1e12, 1e12), "ssd": Channel(1e9, 1e9)}
+    windows = (Windows(20 * MB, 20 * MB),)
+    budget = 100 * MB + 160 * MB
+    found = solve(Problem(footprint, channels, {"ram": 60 * MB, "ssd": 10**12}, budget, windows, may_recompute=False))
+    assert found.timeline.tier_bytes["ram"] <= 60 * MB
+    assert found.timeline.tier_bytes["ssd"] > 0
+
+
+def test_without_leave_to_recompute_nothing_is_recomputed():
+    # a drive so slow that computing again would be much faster
+    footprint = footprint_of([50 * MB] * 6, [0.01] * 6, [1 * MB] * 6)
+    channels = {"ssd": Channel(1e8, 1e8)}
+    arguments = (footprint, channels, {"ssd": 10**12}, 250 * MB, (Windows(20 * MB, 20 * MB),))
+    assert any(one.recomputes for one in solve(Problem(*arguments)).placements.values())
+    assert not any(one.recomputes for one in solve(Problem(*arguments, may_recompute=False)).placements.values())
+
+
+def test_more_memory_never_makes_a_simple_way_slower():
+    footprint = footprint_of([50 * MB] * 6, [0.02] * 6, [1 * MB] * 6)
+    windows = (Windows(100 * MB, 100 * MB), Windows(50 * MB, 50 * MB))
+    problem = Problem(footprint, {"ssd": Channel(2e9, 2e9)}, {"ssd": 10**12}, 0, windows)
+    # With the narrow window everything can leave; with the wide one only slower ways fit.
+    narrow = uniform(Problem(footprint, problem.channels, problem.room_bytes, 0, windows[1:]), Placement.SSD)
+    found = solve(Problem(footprint, problem.channels, problem.room_bytes, narrow.timeline.stalled_peak_bytes, windows))
+    assert found.timeline.step_s <= narrow.timeline.step_s
+
+
+def test_among_equals_the_drive_is_spared():
+    footprint = footprint_of([50 * MB] * 6, [1.0] * 6, [1 * MB] * 6)
+    problem = Problem(
+        footprint,
+        {"ssd": Channel(1e10, 1e10)},
+        {"ssd": 10**12},
+        360 * MB,
+        (Windows(1 * MB, 1 * MB),),
+        may_recompute=False,
+    )
+    # One tensor alone would come back as soon as backward begins, however small the window: two have to leave.
+    assert solve(problem).timeline.moved_bytes == 100 * MB
+
+
+def test_eighty_layers_are_placed_within_their_budget():
+    layers = 80
+    footprint = footprint_of([500 * MB] * layers, [0.02] * layers, [100 * MB] * layers)
+    channels = {"ram": Channel(20e9, 20e9), "ssd": Channel(3e9, 5e9)}
+    problem = Problem(footprint, channels, {"ram": 16 * 10**9, "ssd": 10**12}, 12 * 10**9, (Windows(10**9, 160 * MB),))
+    found = solve(problem)
+    assert problem.fits(found)
+    simple = [uniform(problem, placement) for placement in Placement]
+    assert found.timeline.step_s <= min(one.timeline.step_s for one in simple if problem.fits(one))

@@ -1,0 +1,109 @@
+"""The simulated step, against steps worked out by hand."""
+
+import dataclasses
+
+import pytest
+from made_footprints import MB, footprint_of
+
+from hf_offload.plan.plan import Placement
+from hf_offload.plan.simulate import Channel, Windows, simulate
+
+NARROW = Windows(0, 1 << 40)
+
+
+def play(footprint, placement, channel=None, windows=NARROW, **details):
+    placements = dict.fromkeys(footprint.units, placement)
+    channels = {"ssd": channel} if channel else {}
+    return simulate(footprint, placements, channels, windows, **details)
+
+
+def test_keeping_costs_no_time_and_all_the_memory():
+    # three units of 1 s (backward 2 s), 10 MB saved each, 5 MB alive in each, 100 MB of weights
+    timeline = play(footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3), Placement.KEEP)
+    assert timeline.step_s == pytest.approx(9.0)
+    assert timeline.peak_bytes == (100 + 30 + 5) * MB
+    assert timeline.moved_bytes == 0
+    assert timeline.stall_s == 0
+
+
+def test_a_fast_tier_hides_everything():
+    footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
+    timeline = play(footprint, Placement.SSD, Channel(1e9, 1e9), Windows(20 * MB, 1 << 40))
+    # the two that backward needs first never leave; the third comes back while the second computes
+    assert timeline.moved_bytes == 10 * MB
+    assert timeline.stall_s == 0
+    assert timeline.step_s == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize(("write_behind", "peak", "stalled"), [(0, 140, 140), (14 * MB, 150, 154), (1 << 40, 150, 160)])
+def test_a_tier_that_stops_writing_holds_up_to_the_window_in_memory(write_behind, peak, stalled):
+    footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
+    moments = list(footprint.moments)
+    moments[2] = dataclasses.replace(moments[2], live_bytes=40 * MB)  # the last of forward
+    footprint = dataclasses.replace(footprint, moments=tuple(moments))
+    timeline = play(footprint, Placement.SSD, Channel(1e12, 1e12), Windows(0, write_behind))
+    # There the first tensor has left, and the second is leaving; with no window forward has waited until it was out.
+    assert timeline.peak_bytes == peak * MB
+    assert timeline.stalled_peak_bytes == stalled * MB
+
+
+def test_loads_that_cannot_be_hidden_are_waited_for():
+    footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
+    # Reading takes 4 s a tensor. What the last unit saved is still on its way out when it is needed: taken from memory. It
+    # fills the window, so the next is read when it is asked for (4 s); the third is read while the second computes (2 s).
+    timeline = play(footprint, Placement.SSD, Channel(1e12, 2.5e6))
+    assert timeline.load_stall_s == pytest.approx(4 + 2)
+    assert timeline.step_s == pytest.approx(9 + 6)
+
+
+def test_forward_waits_while_too_much_is_on_its_way_out():
+    footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
+    # Writing takes 4 s a tensor; one may wait. The second is packed at 2 s and has to wait until the first is out (5 s).
+    timeline = play(footprint, Placement.SSD, Channel(2.5e6, 1e12), Windows(0, 10 * MB))
+    assert timeline.store_stall_s == pytest.approx((5 - 2) + (9 - 6))
+    slow_disk = play(footprint, Placement.SSD, Channel(2.5e6, 1e12), Windows(0, 1 << 40))
+    assert slow_disk.peak_bytes > timeline.peak_bytes
+
+
+def test_a_load_beside_a_store_gets_its_share_of_the_drive():
+    footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
+    # Writing takes 1.5 s a tensor: the third is on its way out until 5.5 s. At 5 s the second is asked for: 1 s alone.
+    store, load = 10 * MB / 1.5, 10 * MB / 1.0
+    assert play(footprint, Placement.SSD, Channel(store, load)).load_stall_s == pytest.approx(1)
+    assert play(footprint, Placement.SSD, Channel(store, load, store + load)).load_stall_s == pytest.approx(1)
+    assert play(footprint, Placement.SSD, Channel(store, load, (store + load) / 2)).load_stall_s == pytest.approx(2)
+
+
+def test_recomputing_costs_forward_again_and_the_blocks_memory():
+    footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3, boundary=2 * MB)
+    timeline = play(footprint, Placement.RECOMPUTE)
+    assert timeline.recompute_s == pytest.approx(3.0)
+    assert timeline.step_s == pytest.approx(12.0)
+    # three boundaries, one block's tensor, what is alive
+    assert timeline.peak_bytes == (100 + 3 * 2 + 10 + 5) * MB
+
+
+def test_boundaries_may_leave_too():
+    footprint = footprint_of([10 * MB] * 4, [1.0] * 4, [5 * MB] * 4, boundary=2 * MB)
+    kept = play(footprint, Placement.RECOMPUTE)
+    moved = play(footprint, Placement.RECOMPUTE_SSD, Channel(1e9, 1e9), Windows(2 * MB, 1 << 40))
+    assert moved.peak_bytes < kept.peak_bytes
+    assert moved.tier_bytes["ssd"] == 3 * 2 * MB
+
+
+def test_what_something_else_holds_costs_nothing_and_is_not_loaded():
+    footprint = footprint_of([10 * MB] * 2, [1.0] * 2, [15 * MB] * 2)
+    held = dataclasses.replace(
+        footprint, saved=tuple(dataclasses.replace(one, gone=one.released) for one in footprint.saved)
+    )
+    timeline = play(held, Placement.SSD, Channel(1e9, 1.0))
+    assert timeline.load_stall_s == 0
+    assert timeline.peak_bytes == (100 + 15) * MB
+
+
+def test_details_cover_the_whole_step():
+    footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
+    timeline = play(footprint, Placement.SSD, Channel(2.5e6, 2.5e6), Windows(0, 10 * MB), details=True)
+    busy = sum(bar.end_s - bar.begin_s for bar in timeline.stretches if bar.channel in ("compute", "wait", "recompute"))
+    assert busy == pytest.approx(timeline.step_s)
+    assert max(memory for _, memory in timeline.memory) == timeline.peak_bytes
