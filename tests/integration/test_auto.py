@@ -1,6 +1,5 @@
 """A budget instead of a policy: offload='auto' in real training steps."""
 
-import dataclasses
 import logging
 
 import pytest
@@ -26,6 +25,7 @@ def known_machine(monkeypatch):
         "a test", "cpu", Figure(4e9, "given"), given, Figure(1e10, "given"), rate, rate, {"ssd": Figure(1e10, "given")}
     )
     monkeypatch.setattr("hf_offload.session.measure_hardware", lambda directories: hardware)
+    monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: (0.0, 0.0))
 
 
 def model_of(name, dropout=0.1):
@@ -34,10 +34,14 @@ def model_of(name, dropout=0.1):
 
 
 def train(model, config, steps=5, inputs=None, micro_batches=1):
-    """Losses and final weights of a few steps, and the session."""
+    """Losses, final weights, and the last plan that was looked at with its forecast, or else the last one.
+
+    On a busy machine a plan may be made anew at any step, and nothing has been measured of it when the run ends.
+    """
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
+    forecast = plan = None
     with offload_activations(model, config) as session:
         for index in range(steps):
             for _ in range(micro_batches):
@@ -48,7 +52,9 @@ def train(model, config, steps=5, inputs=None, micro_batches=1):
             optimizer.step()
             optimizer.zero_grad()
             session.end_step()
-        forecast, plan = session.forecast, session.plan
+            now = session.forecast
+            if forecast is None or (now is not None and now.measured_peak_bytes is not None):
+                forecast, plan = now, session.plan
     return losses, [parameter.detach().clone() for parameter in model.parameters()], forecast, plan
 
 
@@ -192,13 +198,14 @@ def test_a_budget_that_needs_it_has_mlps_cut(tmp_path, caplog):
         )  # fmt: skip
         return transformers.LlamaForCausalLM(config).train()
 
+    cut = {"tiled_mlp": "auto", "tile_bytes": "1MiB"}
     with pytest.raises(OffloadPlanError) as refused:
-        train(model(), auto("1MiB", tmp_path))
-    budget = int(0.9 * refused.value.smallest_bytes)
+        train(model(), auto("1MiB", tmp_path, **cut))
+    budget = int(1.05 * refused.value.smallest_bytes)
     with pytest.raises(OffloadPlanError):
         train(model(), auto(budget, tmp_path))
     with caplog.at_level(logging.INFO, "hf_offload"):
-        losses, _, forecast, _ = train(model(), auto(budget, tmp_path, tiled_mlp="auto", tile_bytes="1MiB"))
+        losses, _, forecast, _ = train(model(), auto(budget, tmp_path, **cut))
     assert "modules are computed a few tokens at a time" in caplog.text
     assert forecast.measured_peak_bytes <= 1.02 * budget
     assert losses == pytest.approx(train(model(), OffloadConfig(tier="none"))[0], rel=1e-4)
@@ -267,14 +274,8 @@ def test_gradients_that_are_there_already_count(tmp_path):
     assert found[2].measured_peak_bytes <= 1.02 * int(fixed + 0.7 * activations)
 
 
-def test_recomputed_blocks_are_exact_and_put_back(tmp_path, monkeypatch):
-    slow = {"ssd": Figure(1e6, "given")}
-    import hf_offload.session as session_module
-
-    hardware = session_module.measure_hardware([])
-    hardware = dataclasses.replace(hardware, store_bytes_per_s=slow, load_bytes_per_s=slow)
-    monkeypatch.setattr("hf_offload.session.measure_hardware", lambda directories: hardware)
-    monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda self: (1e6, 1e6))
+def test_on_a_drive_that_turns_out_slow_blocks_are_recomputed_exactly_and_put_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: (1e6, 1e6))  # reached, of 1e9 expected
     fixed, activations = live_peaks("gpt2")
     expected = train(model_of("gpt2"), OffloadConfig(tier="none"))
     model = model_of("gpt2")
