@@ -20,11 +20,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Keep, recompute and offload the same small model; table and plot in runs/demo (a few minutes)
 	$(BIN)/hf-offload bench steps gpt/demo --strategies keep,recompute,ours:ssd --allocator auto --output runs/demo
 
+# Test files run side by side, each in one process.
+JOBS   ?= 2
+PYTEST  = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 test: $(STAMP)  ## All tests but the slow ones; prints what was skipped and why
-	$(BIN)/python -m pytest -m "not full"
+	$(PYTEST) -m "not full"
 
 test-full: $(STAMP)  ## All tests
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(STAMP)  ## Style and types
 	$(BIN)/ruff check .

@@ -66,7 +66,7 @@ def _attach(model: nn.Module, config: OffloadConfig, tiling: Tiling, training: o
     automatic = config.tier == "auto"
     plan = safest_plan(config, device.is_host) if automatic else plan_from_settings(config, list(blocks))
     if not plan.moves or not _has_work(model):
-        return OffloadSession(model, config, plan, tiling=tiling, training=training)
+        return OffloadSession(model, config, plan, tiling, training=training)
     if automatic:
         _check_eager(model)
     tier = _open_tier(config, on_host=device.is_host)
@@ -74,7 +74,7 @@ def _attach(model: nn.Module, config: OffloadConfig, tiling: Tiling, training: o
         logger.info("CPU allocator: %s.", tune_running_allocator())
     engine = Engine(model, plan, device, tier)
     phases = Phases(engine)
-    session = OffloadSession(model, config, plan, engine, phases, training, tiling)
+    session = OffloadSession(model, config, plan, tiling, engine, phases, training)
     if automatic:
         session.plan_while_training(_hardware(config), Recompute(blocks))
         units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
@@ -123,10 +123,10 @@ class OffloadSession:
         model: nn.Module,
         config: OffloadConfig,
         plan: Plan,
+        tiling: Tiling,
         engine: Engine | None = None,
         phases: Phases | None = None,
         training: object = None,
-        tiling: Tiling | None = None,
     ):
         self.config = config
         self.plan = plan
@@ -137,7 +137,6 @@ class OffloadSession:
         self._feedback: Feedback | None = None
         self._recompute: Recompute | None = None
         self._tiling = tiling
-        self._cut = False
         self.training = training
         if engine is not None or self.tiled:
             _attached[model] = self
@@ -156,14 +155,8 @@ class OffloadSession:
             safest=self.plan,
             apply=self._follow,
             engine=engine,
-            need_less=self._cut_modules,
+            need_less=self._tiling.need_less,
         )
-
-    def _cut_modules(self) -> bool:
-        """Whether there was something to cut that had not been cut before."""
-        asked = self.config.tiled_mlp == "auto" and not self._cut
-        self._cut = True
-        return asked and self._tiling is not None and self._tiling.cut_modules()
 
     def _follow(self, plan: Plan) -> None:
         assert self._engine is not None
@@ -185,7 +178,7 @@ class OffloadSession:
     @property
     def tiled(self) -> list[str]:
         """Names of the modules that are computed a few tokens at a time."""
-        return [] if self._tiling is None else self._tiling.names
+        return self._tiling.names
 
     @property
     def active(self) -> bool:
@@ -216,8 +209,7 @@ class OffloadSession:
             self._feedback.close()
         if self._recompute is not None:
             self._recompute.remove()
-        if self._tiling is not None:
-            self._tiling.remove()
+        self._tiling.remove()
         if phases is not None:
             phases.remove()
         if engine is not None:

@@ -14,6 +14,9 @@ os.environ.pop("HF_OFFLOAD_DISABLE", None)
 # What the machine was measured to do is kept, but not among the user's own files.
 _CACHE = tempfile.TemporaryDirectory(prefix="hf_offload-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
+# Test processes that run side by side share the cores: more threads than cores wait for each other.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 # Processes that tests start find the package, and from any directory the same one.
 _ROOT = str(Path(__file__).resolve().parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))

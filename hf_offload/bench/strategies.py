@@ -34,6 +34,8 @@ class Strategy:
     """Where the settings come from: what is run, and where it is described."""
     must_match: str | None = None
     """The strategy whose losses and weights it has to repeat bit by bit; ``None`` for those of others, who may differ."""
+    rounds_differently: bool = False
+    """It adds the same numbers in another order, so that last bits differ from keep's."""
     around_step: AroundStep | None = None
     package: str | None = None
     """What has to be installed."""
@@ -43,7 +45,7 @@ class Strategy:
     @property
     def is_ours(self) -> bool:
         """Whether a failure is a defect of this package."""
-        return self.must_match is not None
+        return self.must_match is not None or self.rounds_differently
 
     @property
     def is_installed(self) -> bool:
@@ -151,11 +153,11 @@ def _ours() -> list[Strategy]:
             "OffloadConfig(tier='auto'): within 90 % of the device's free memory",
             REFERENCE,
         ),
-        # Other sums of the same numbers: the last bits of losses and gradients are not keep's.
         Strategy(
             "ours:ssd+tiled",
             (*_ONLY_DISK, *plain, "offload.tiled_loss=auto"),
             "OffloadConfig(tier='ssd', tiled_loss='auto'): output head and loss a few tokens at a time, besides",
+            rounds_differently=True,
         ),
         # Whether recomputing yields the bits of keep is recompute's affair.
         Strategy(

@@ -236,7 +236,7 @@ def _show_results(results: Results) -> None:
             justify: JustifyMethod = "left" if first or last else "right"
             table.add_column(COLUMNS[number], justify=justify, no_wrap=not last, overflow="fold")
         for row in results.rows(case):
-            loud = row.losses_identical is False or row.parameters_identical is False or not row.rounds
+            loud = row.differs or not row.rounds
             cells = [escape(text) for text in texts(row)]
             if not row.rounds:
                 cells[-1] = row.outcome  # the error is in the notes, where there is room for it

@@ -24,6 +24,7 @@ class Tiling:
         self._config = config
         self._cut = cut or _cut_for(config)
         self._done: list[TiledHead | TiledModule] = []
+        self._needed_less = False
 
     def apply(self) -> None:
         """Cut what was asked for.
@@ -44,6 +45,12 @@ class Tiling:
         if found:
             logger.info("%d modules are computed a few tokens at a time: %s.", len(found), _listed(list(found)))
         return bool(found)
+
+    def need_less(self) -> bool:
+        """With ``tiled_mlp="auto"``: cut all modules that can be, once; whether there were any."""
+        asked = self._config.tiled_mlp == "auto" and not self._needed_less
+        self._needed_less = True
+        return asked and self.cut_modules()
 
     @property
     def names(self) -> list[str]:

@@ -11,7 +11,7 @@ from hf_offload.bench.formats import csv_text
 from hf_offload.bench.limits import largest_that_fits
 from hf_offload.bench.results import Case, Cell, Results
 from hf_offload.bench.strategies import find_strategy, parse_strategies, strategy_names
-from hf_offload.bench.tables import footnotes, markdown
+from hf_offload.bench.tables import footnotes, identity, markdown
 from hf_offload.reports.plots import Point, pareto_front, plot_pareto
 
 # ----------------------------------------------------------------------------------------------------------- strategies
@@ -122,6 +122,16 @@ def test_a_round_that_crashed_is_named_beside_the_others():
     )
     assert "| identical; one round crashed (E: x) |" in markdown(compared)
     assert compared.problems() == ["r 2 x 32, ours:ssd, round 2: E: x"]
+
+
+def test_a_way_that_rounds_differently_is_ours_but_no_mismatch():
+    other = fake_report(losses_hex=[(9.0).hex()] * 4, parameters_sha256="other")
+    compared = results(("keep", 1, fake_report()), ("ours:ssd+tiled", 1, other))
+    assert find_strategy("ours:ssd+tiled").is_ours
+    assert compared.problems() == []
+    row = compared.rows()[1]
+    assert not row.differs
+    assert identity(row) == "other rounding"
 
 
 def test_ours_with_recompute_has_to_match_recompute():
