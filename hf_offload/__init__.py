@@ -12,6 +12,7 @@ from hf_offload.errors import (
 )
 
 if TYPE_CHECKING:
+    from hf_offload.integrations.accelerate import OffloadPlugin
     from hf_offload.integrations.arguments import (
         OffloadArguments,
         OffloadSeq2SeqTrainingArguments,
@@ -28,6 +29,7 @@ _HOMES = {
     "OffloadArguments": "hf_offload.integrations.arguments",
     "OffloadCallback": "hf_offload.integrations.trainer",
     "OffloadConfig": "hf_offload.settings.schema",
+    "OffloadPlugin": "hf_offload.integrations.accelerate",
     "OffloadSeq2SeqTrainingArguments": "hf_offload.integrations.arguments",
     "OffloadSession": "hf_offload.session",
     "OffloadTrainingArguments": "hf_offload.integrations.arguments",
@@ -41,6 +43,7 @@ __all__ = [
     "OffloadConfig",
     "OffloadConfigError",
     "OffloadError",
+    "OffloadPlugin",
     "OffloadSeq2SeqTrainingArguments",
     "OffloadSession",
     "OffloadTrainingArguments",

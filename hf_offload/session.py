@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 import shutil
 import tempfile
 import weakref
@@ -23,7 +22,9 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.plan.feedback import Feedback, Prediction
 from hf_offload.plan.hardware import BUDGET_SHARE, Figure, Hardware, measure_hardware
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
+from hf_offload.plan.ranks import Ranks, agreed
 from hf_offload.plan.units import find_blocks, find_units
+from hf_offload.settings.environment import DISABLE_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.disk import DiskTier
@@ -35,38 +36,54 @@ from hf_offload.tiling.apply import Tiling
 
 logger = logging.getLogger(__name__)
 
-DISABLE_VARIABLE = "HF_OFFLOAD_DISABLE"
+ENVIRONMENT = "the environment"
+"""Who attaches to the models of a script that knows nothing of it; whatever the script says itself goes before."""
 
 # A session lives as long as its hooks do: until it is detached or its model goes.
 _attached: "weakref.WeakKeyDictionary[nn.Module, OffloadSession]" = weakref.WeakKeyDictionary()
 
 
-def attach(model: nn.Module, config: OffloadConfig, training: object = None) -> "OffloadSession":
+def attach(
+    model: nn.Module, config: OffloadConfig, training: object = None, by: str = "attach or offload_activations"
+) -> "OffloadSession":
     """Offload the saved tensors of ``model``'s forwards until :meth:`OffloadSession.detach`.
 
-    ``training`` is whatever tells one run of a trainer from another. A session that another run left behind, because it
-    raised, is detached first.
+    ``training`` is whatever tells one run of a trainer from another, ``by`` names the caller. A session that another run
+    of the same caller left behind, because it raised, is detached first.
+
+    With several processes (``torch.distributed``), all of them attach, with the same settings; those of one machine share
+    ``ram_budget``, ``disk_budget`` and ``max_disk_write_bytes`` in equal parts.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` before anything is changed if the settings cannot work here.
     """
     config = _with_environment(config)
-    _check_model(model, training)
+    _check_model(model, training, by)
+    ranks = Ranks()
     tiling = Tiling(model, config)
     try:
+        config = agreed(config, ranks)
         tiling.apply()
-        return _attach(model, config, tiling, training)
+        session = _attach(model, config, tiling, ranks)
     except BaseException:
         tiling.remove()
+        ranks.close()
         raise
+    session.training, session.by = training, by
+    return session
 
 
-def _attach(model: nn.Module, config: OffloadConfig, tiling: Tiling, training: object) -> "OffloadSession":
+def attached_session(model: nn.Module) -> "OffloadSession | None":
+    """The session that is attached to ``model``, if there is one."""
+    return _attached.get(model)
+
+
+def _attach(model: nn.Module, config: OffloadConfig, tiling: Tiling, ranks: Ranks) -> "OffloadSession":
     blocks = find_blocks(model)
     device = open_device(device_of(model))
     automatic = config.tier == "auto"
     plan = safest_plan(config, device.is_host) if automatic else plan_from_settings(config, list(blocks))
     if not plan.moves or not _has_work(model):
-        return OffloadSession(model, config, plan, tiling, training=training)
+        return OffloadSession(model, config, plan, tiling, ranks)
     if automatic:
         _check_eager(model)
     tier = _open_tier(config, on_host=device.is_host)
@@ -74,9 +91,9 @@ def _attach(model: nn.Module, config: OffloadConfig, tiling: Tiling, training: o
         logger.info("CPU allocator: %s.", tune_running_allocator())
     engine = Engine(model, plan, device, tier)
     phases = Phases(engine)
-    session = OffloadSession(model, config, plan, tiling, engine, phases, training)
+    session = OffloadSession(model, config, plan, tiling, ranks, engine, phases)
     if automatic:
-        session.plan_while_training(_hardware(config), Recompute(blocks))
+        session.plan_while_training(_hardware(config, ranks), Recompute(blocks))
         units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
         phases.install(model, units, session.begin_forward)
     else:
@@ -115,7 +132,9 @@ class OffloadSession:
         config: What was asked for.
         plan: What was decided.
         stats: Counters, per step and in total (:class:`~hf_offload.engine.stats.OffloadStats`).
+        ranks: The processes that train the model together.
         training: The trainer's run the session belongs to, if one made it.
+        by: What attached it.
     """
 
     def __init__(
@@ -124,9 +143,9 @@ class OffloadSession:
         config: OffloadConfig,
         plan: Plan,
         tiling: Tiling,
+        ranks: Ranks,
         engine: Engine | None = None,
         phases: Phases | None = None,
-        training: object = None,
     ):
         self.config = config
         self.plan = plan
@@ -137,7 +156,9 @@ class OffloadSession:
         self._feedback: Feedback | None = None
         self._recompute: Recompute | None = None
         self._tiling = tiling
-        self.training = training
+        self.ranks = ranks
+        self.training: object = None
+        self.by = ""
         if engine is not None or self.tiled:
             _attached[model] = self
 
@@ -156,6 +177,7 @@ class OffloadSession:
             apply=self._follow,
             engine=engine,
             need_less=self._tiling.need_less,
+            ranks=self.ranks,
         )
 
     def _follow(self, plan: Plan) -> None:
@@ -214,18 +236,19 @@ class OffloadSession:
             phases.remove()
         if engine is not None:
             engine.close()
+        self.ranks.close()
         if model is not None:
             _attached.pop(model, None)
 
 
 def _with_environment(config: OffloadConfig) -> OffloadConfig:
-    if os.environ.get(DISABLE_VARIABLE, "").lower() in ("1", "true", "yes", "on"):
+    if is_on(DISABLE_VARIABLE):
         logger.warning("%s is set: nothing is offloaded.", DISABLE_VARIABLE)
         return OffloadConfig(tier="none")
     return config
 
 
-def _check_model(model: nn.Module, training: object) -> None:
+def _check_model(model: nn.Module, training: object, by: str) -> None:
     if isinstance(model, nn.DataParallel):
         raise OffloadConfigError(
             "nn.DataParallel runs forwards in threads with copies of the model and cannot be offloaded. Start one process "
@@ -234,13 +257,18 @@ def _check_model(model: nn.Module, training: object) -> None:
     session = _attached.get(model)
     if session is None:
         return
+    if session.by == ENVIRONMENT != by:
+        logger.warning("%s is used for %s, and not the environment's settings.", by, type(model).__name__)
+        session.detach()
+        return
     # `is`: a trainer's state compares by value, and two that have just begun are equal
-    if training is not None and session.training is not None and session.training is not training:
+    runs = (training, session.training)
+    if session.by == by and runs[0] is not runs[1] and all(run is not None for run in runs):
         session.detach()
         return
     raise OffloadConfigError(
-        "Offloading is attached to this model already. Use one surface only (the training arguments, a callback or "
-        "offload_activations), or detach the first session."
+        f"Offloading is attached to this model already, by {session.by}; now {by} wants to, too. Use one surface only (the "
+        "training arguments, a callback, an OffloadPlugin or offload_activations), or detach the first session."
     )
 
 
@@ -254,8 +282,12 @@ def _check_eager(model: nn.Module) -> None:
         )
 
 
-def _hardware(config: OffloadConfig) -> Hardware:
-    hardware = measure_hardware(config.directories or [tempfile.gettempdir()])
+def _hardware(config: OffloadConfig, ranks: Ranks) -> Hardware:
+    directories = config.directories or [tempfile.gettempdir()]
+    # The first one alone: side by side, each would see what the others leave. The others find what it has written down.
+    ranks.first(lambda: measure_hardware(directories))
+    hardware = measure_hardware(directories).shared_by(ranks.local_count)
+    hardware = ranks.largest(hardware, lambda one: -one.memory_bytes.value)
     room = dict(hardware.room_bytes)
     for tier, budget in (("ram", config.ram_budget), ("ssd", config.disk_budget)):
         if budget is not None and tier in room:

@@ -49,15 +49,22 @@ def clear_errors() -> Iterator[None]:
         raise typer.Exit(EXIT_INTERRUPTED) from error
 
 
-@contextlib.contextmanager
-def visible_log() -> Iterator[None]:
-    """Show the package's log while a command runs; other libraries keep their own settings."""
+def show_log(level: int = logging.INFO) -> logging.Handler:
+    """Show the package's log from now on; other libraries keep their own settings."""
     log = logging.getLogger("hf_offload")
     handler = RichHandler(console=messages(), show_path=False, show_time=False)
-    level, propagate = log.level, log.propagate
     log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    log.setLevel(level)
     log.propagate = False
+    return handler
+
+
+@contextlib.contextmanager
+def visible_log(shown: int = logging.INFO) -> Iterator[None]:
+    """Show the package's log while a command runs."""
+    log = logging.getLogger("hf_offload")
+    level, propagate = log.level, log.propagate
+    handler = show_log(shown)
     try:
         yield
     finally:

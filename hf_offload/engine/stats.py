@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from hf_offload.storage.tier import Tier, TierStats
@@ -117,6 +118,12 @@ def _add(total: StepStats, step: StepStats) -> None:
     for name in _SUMMED:
         setattr(total, name, getattr(total, name) + getattr(step, name))
     total.peak_resident_bytes = max(total.peak_resident_bytes, step.peak_resident_bytes)
+
+
+def added(everyone: Sequence[StepStats]) -> StepStats:
+    """The counters of several processes together: all of them are sums."""
+    names = [field.name for field in dataclasses.fields(StepStats)]
+    return StepStats(**{name: sum(getattr(one, name) for one in everyone) for name in names})
 
 
 def _rate(nbytes: int, seconds: float) -> float:

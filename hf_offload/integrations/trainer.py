@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import statistics
 from typing import Any
 
 from torch import nn
@@ -12,9 +11,9 @@ from transformers.training_args import ParallelMode
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
 from hf_offload.plan.feedback import Prediction
+from hf_offload.reports.summary import summary_lines
 from hf_offload.session import OffloadSession, attach
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.settings.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class OffloadCallback(TrainerCallback):
         refuse_conflicts(args)
         config = _without_twice(config, args)
         _refuse_data_parallel(args)
-        self.session = attach(model, config, training=state)
+        self.session = attach(model, config, training=state, by="the Trainer's OffloadCallback")
         self.stats = self.session.stats
         if self.session.active:
             logger.info("Offloading activations: %s.", self.session.plan.reason)
@@ -89,10 +88,10 @@ class OffloadCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.session is not None and self.session.active and state.is_world_process_zero:
-            logger.info("%s", summary(self.session.stats))
-            if self.session.forecast is not None:
-                logger.info("%s", compared(self.session.forecast))
+        if self.session is not None and self.session.active:
+            for line in summary_lines(self.session):
+                if state.is_world_process_zero:
+                    logger.info("%s", line)
         self._detach()
 
     def _config(self, args: TrainingArguments) -> OffloadConfig | None:
@@ -141,30 +140,6 @@ def _without_twice(config: OffloadConfig, args: TrainingArguments) -> OffloadCon
     logger.info("Liger's fused kernel computes the output head and the loss.")
     return dataclasses.replace(
         config, tiled_loss="off", tile_bytes=config.tile_bytes if config.tiled_mlp != "off" else None
-    )
-
-
-def summary(stats: OffloadStats) -> str:
-    """What a training run offloaded, in one paragraph."""
-    total = stats.total
-    steps = max(1, stats.ended_steps)
-    return (
-        f"Offloading: {format_bytes(total.offloaded_bytes / steps)} of activations moved a step, "
-        f"{format_bytes(total.written_bytes)} written and {format_bytes(total.read_bytes)} read in all "
-        f"({format_bytes(total.write_bytes_per_s)}/s and {format_bytes(total.read_bytes_per_s)}/s), "
-        f"at most {format_bytes(total.peak_resident_bytes)} of them in memory at once, "
-        f"{total.stall_s:.2f} s waited."
-    )
-
-
-def compared(forecast: Prediction) -> str:
-    """What the plan was predicted to do, beside what it did."""
-    peak, steps = forecast.measured_peak_bytes, forecast.measured_step_s
-    measured_peak = "was not measured" if peak is None else f"measured {format_bytes(peak)}"
-    measured_step = f"measured {statistics.median(steps):.2f} s" if steps else "not measured"
-    return (
-        f"Plan: peak predicted {format_bytes(forecast.peak_bytes)}, {measured_peak}; "
-        f"step predicted {forecast.step_s:.2f} s, {measured_step}."
     )
 
 

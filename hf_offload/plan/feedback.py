@@ -17,6 +17,7 @@ from hf_offload.plan.measuring import StepMeter
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import find_plan, make_problem, plan_of
 from hf_offload.plan.problem import Solution
+from hf_offload.plan.ranks import Ranks
 from hf_offload.plan.simulate import simulate
 from hf_offload.settings.sizes import format_bytes
 
@@ -97,6 +98,8 @@ class Feedback:
     its own. The second step under each plan is measured, too: a peak over the budget is planned again with as much less, and
     a plan whose steps take longer than predicted is made from a new measurement. Where no plan fits, ``need_less`` is asked
     to change the model so that it needs less; if it has, the next step is measured as the first one was.
+
+    Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan.
     """
 
     def __init__(
@@ -109,9 +112,11 @@ class Feedback:
         apply: Callable[[Plan], None],
         engine: ObservedEngine,
         need_less: Callable[[], bool] = lambda: False,
+        ranks: Ranks | None = None,
     ):
         self._model = model
-        self._budget = budget_bytes
+        self._ranks = ranks or Ranks()
+        self._budget = min(self._ranks.gather(budget_bytes))
         self._hardware = hardware
         self._safest = safest
         self._apply = apply
@@ -145,6 +150,7 @@ class Feedback:
         self._began_s, self._waited_s = time.perf_counter(), self._engine.waited_s()
         named = {str(index): value for index, value in enumerate(args)} | dict(kwargs)
         shapes = tuple((name, tuple(value.shape)) for name, value in named.items() if isinstance(value, torch.Tensor))
+        shapes = self._ranks.largest(shapes, _elements)
         self._repeated = self._repeated + 1 if shapes == self._shapes else 1
         self._shapes = shapes
         current = self._plan_for(shapes)
@@ -169,13 +175,14 @@ class Feedback:
             return
         if self._current is None:
             assert meter is not None, "a step without a plan is measured"
-            footprint, micro_batches = meter.footprint(), max(1, meter.micro_batches)
+            footprint = self._ranks.largest(meter.footprint(), lambda one: sum(one.saved_bytes.values()))
+            micro_batches = max(1, meter.micro_batches)
             try:
                 known = self._find(footprint, micro_batches, 0, 0)
             except OffloadPlanError as error:
                 if not self._need_less():
                     raise
-                logger.info("Measuring again, with modules cut by tokens. %s", error)
+                self._log(logging.INFO, "Measuring again, with modules cut by tokens. %s", error)
                 return
             self._adopt(known)
         elif self._current is self._known.get(self._shapes):
@@ -185,9 +192,9 @@ class Feedback:
                 return
             seconds = time.perf_counter() - began
             if self._current.steps > 1:
-                self._check_time(self._current, seconds)
+                self._check_time(self._current, max(self._ranks.gather(seconds)))
             else:
-                self._current.compute_s = seconds - (self._engine.waited_s() - self._waited_s)
+                self._current.compute_s = max(self._ranks.gather(seconds - (self._engine.waited_s() - self._waited_s)))
 
     def close(self) -> None:
         """Stop observing, whatever happened."""
@@ -214,8 +221,9 @@ class Feedback:
 
     def _check_step(self, known: _Known, meter: StepMeter) -> None:
         """Look at a step under the plan: was it within the budget, and was compute as fast as in the first step?"""
-        known.prediction.measured_peak_bytes = meter.peak_bytes
-        excess = meter.peak_bytes - self._budget
+        peak = max(self._ranks.gather(meter.peak_bytes))
+        known.prediction.measured_peak_bytes = peak
+        excess = peak - self._budget
         too_much = excess > _TOLERANCE * self._budget
         # The first step was a cold one: caches, the allocator's heap and page tables have been filled since.
         # And what is looked at is slowed down by looking, so the pace is that of the step before.
@@ -223,21 +231,23 @@ class Feedback:
         predicted = (known.footprint.step_s - once + timeline.recompute_s) * known.micro_batches + once
         pace = 1.0 if known.compute_s is None else known.compute_s / max(predicted, 1e-9)
         footprint = known.footprint.at_pace(pace)
-        needed = format_bytes(meter.peak_bytes)
+        needed = format_bytes(peak)
         may_correct = known.corrections < _MOST_CORRECTIONS
         if too_much and not may_correct:
-            logger.warning("A step still needs %s after %d corrections of its plan.", needed, known.corrections)
+            self._log(
+                logging.WARNING, "A step still needs %s after %d corrections of its plan.", needed, known.corrections
+            )
         elif too_much:
-            logger.info("The step needed %s, more than the budget: planning again.", needed)
+            self._log(logging.INFO, "The step needed %s, more than the budget: planning again.", needed)
         less = known.correction_bytes + (excess if too_much and may_correct else 0)
         try:
             other = self._find(footprint, known.micro_batches, less, known.corrections + 1)
         except OffloadPlanError as error:
-            logger.warning("The step needed %s, and no other plan needs less. %s", needed, error)
+            self._log(logging.WARNING, "The step needed %s, and no other plan needs less. %s", needed, error)
             known.corrections = _MOST_CORRECTIONS
             return
-        problem = make_problem(footprint, self._with_measured_bandwidth(), 0)
-        timeline = simulate(footprint, known.solution.placements, problem.channels, known.solution.windows)
+        channels = self._ranks.first(self._with_measured_bandwidth).channels
+        timeline = simulate(footprint, known.solution.placements, channels, known.solution.windows)
         gain = timeline.step_s / other.solution.timeline.step_s
         if may_correct and (too_much or gain > _GAIN):
             self._adopt(other)
@@ -251,14 +261,19 @@ class Feedback:
         known.prediction.measured_step_s.append(seconds)
         self._slow = self._slow + 1 if seconds > _SLOWER * predicted else 0
         if self._slow >= _SLOW_STEPS:
-            logger.info("Steps take %.2f s instead of the predicted %.2f s: measuring again.", seconds, predicted)
+            self._log(
+                logging.INFO, "Steps take %.2f s instead of the predicted %.2f s: measuring again.", seconds, predicted
+            )
             del self._known[self._shapes]
             self._repeated = _LASTING_STEPS
 
     def _find(self, footprint: Footprint, micro_batches: int, correction_bytes: int, corrections: int) -> _Known:
         """The plan for a footprint, with ``correction_bytes`` less than the budget."""
-        problem = make_problem(footprint, self._with_measured_bandwidth(), self._budget - correction_bytes)
-        solution = find_plan(problem)
+
+        def solve() -> Solution:
+            return find_plan(make_problem(footprint, self._with_measured_bandwidth(), self._budget - correction_bytes))
+
+        solution = self._ranks.first(solve)
         prediction = Prediction(solution.timeline.peak_bytes + correction_bytes, 0.0, footprint.base_bytes)
         known = _Known(footprint, micro_batches, solution, prediction, correction_bytes, corrections)
         prediction.step_s = _step_s(known)
@@ -269,8 +284,13 @@ class Feedback:
         self._known[self._shapes] = self._current = known
         self._slow = 0
         kind = "Corrected plan" if known.corrections else "Plan"
-        logger.info("%s for %s of memory: %s.", kind, format_bytes(self._budget), _reason(known))
+        self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self._budget), _reason(known))
         self._apply(plan_of(known.solution, self._safest, _reason(known)))
+
+    def _log(self, level: int, message: str, *values: object) -> None:
+        """What all processes have decided, said by one of them."""
+        if self._ranks.is_first:
+            logger.log(level, message, *values)
 
     def _with_measured_bandwidth(self) -> Hardware:
         hardware = self._hardware

@@ -106,6 +106,27 @@ class Hardware:
         rate = self.flops_per_s.get(name) or self.flops_per_s["float32"]
         return max(flops / rate.value, moved_bytes / self.memory_bytes_per_s.value)
 
+    def shared_by(self, processes: int) -> "Hardware":
+        """What is left for one of several processes on the machine: its part of drives, RAM, and of a CPU's memory."""
+
+        def part(figures: Mapping[str, Figure], names: Sequence[str]) -> dict[str, Figure]:
+            return {
+                name: dataclasses.replace(figure, value=figure.value / processes) if name in names else figure
+                for name, figure in figures.items()
+            }
+
+        memory = self.memory_bytes
+        if self.device == "cpu":
+            memory = dataclasses.replace(memory, value=memory.value / processes)
+        return dataclasses.replace(
+            self,
+            memory_bytes=memory,
+            store_bytes_per_s=part(self.store_bytes_per_s, ["ssd"]),
+            load_bytes_per_s=part(self.load_bytes_per_s, ["ssd"]),
+            both_bytes_per_s=part(self.both_bytes_per_s, ["ssd"]),
+            room_bytes=part(self.room_bytes, ["ram", "ssd"]),
+        )
+
     @property
     def channels(self) -> dict[str, Channel]:
         """The tiers as the simulation takes them."""

@@ -85,7 +85,8 @@ _Loader.add_implicit_resolver(_BOOL, _BOOL_PATTERN, list("tTfF"))
 _Loader.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+0123456789."))
 
 
-def _parse_yaml(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
+    """What ``text`` says. Raises :class:`OffloadConfigError` that names ``where`` and the line."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -101,7 +102,7 @@ def read_yaml(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OffloadConfigError(f"The recipe {path} cannot be read: {error}.") from error
-    return _parse_yaml(text, str(path))
+    return parse_yaml(text, str(path))
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -117,4 +118,4 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
                 raise OffloadConfigError(f"{override!r}: {'.'.join(parents[: depth + 1])} is not a mapping.")
             where[part] = {}
         where = where[part]
-    where[last] = _parse_yaml(text, repr(override))
+    where[last] = parse_yaml(text, repr(override))

@@ -240,7 +240,9 @@ def test_ctrl_c_reaches_a_running_cell(recipe):
     base = Path(f"runs/bench/cells/tiny_2x32/1_keep_{'glibc' if sys.platform == 'linux' else 'auto'}")
     log = base.with_suffix(".log")
     deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline and not (log.is_file() and "'loss': " in log.read_text()):
+    while (
+        process.poll() is None and time.monotonic() < deadline and not (log.is_file() and "'loss': " in log.read_text())
+    ):
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)

@@ -1,13 +1,11 @@
 """The tiled loss in two processes: replicated, sharded, and with each sequence split between them."""
 
 import copy
-import traceback
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from processes import assert_done, run_in_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_offload import OffloadConfig, OffloadConfigError, offload_activations
@@ -18,25 +16,10 @@ TILED = OffloadConfig(tier="none", tiled_loss="on", tile_bytes=4 * VOCABULARY * 
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory):
-    """A folder with what went wrong in either process, by the name of the work. Processes take long to begin: all in two."""
-    folder = tmp_path_factory.mktemp("errors")
-    torch.multiprocessing.spawn(_run, (folder,), nprocs=PROCESSES)
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    run_in_processes(WORKS, PROCESSES, folder)
     return folder
-
-
-def _run(rank, folder):
-    torch.set_num_threads(1)
-    for work in WORKS:
-        # A file is where they meet: no port that somebody else may have taken.
-        dist.init_process_group("gloo", f"file://{folder}/{work.__name__}-meeting", rank=rank, world_size=PROCESSES)
-        try:
-            work(rank)
-        except Exception:
-            Path(folder, f"{work.__name__}-{rank}").write_text(traceback.format_exc())
-        finally:
-            dist.destroy_process_group()
-        Path(folder, f"{work.__name__}-{rank}-ended").touch()
 
 
 def expected_gradients(model, batch):
@@ -50,7 +33,7 @@ def _part(batch, rank):
     return {name: value[2 * rank : 2 * rank + 2] for name, value in batch.items()}
 
 
-def replicated(rank):
+def replicated(rank, folder):
     model, batch = tiny_model("llama", dropout=0.0), tiny_batch("llama", size=4)
     expected = expected_gradients(copy.deepcopy(model), batch)
     wrapped = DistributedDataParallel(model)
@@ -60,7 +43,7 @@ def replicated(rank):
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def sharded(rank):
+def sharded(rank, folder):
     from torch.distributed.fsdp import fully_shard
 
     model, batch = tiny_model("llama", dropout=0.0), tiny_batch("llama", size=4)
@@ -74,7 +57,7 @@ def sharded(rank):
         torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def sharded_head(rank):
+def sharded_head(rank, folder):
     from torch.distributed.fsdp import fully_shard
 
     model = tiny_model("llama", dropout=0.0)
@@ -84,7 +67,7 @@ def sharded_head(rank):
         offload_activations(model, TILED).__enter__()
 
 
-def tokens(rank):
+def tokens(rank, folder):
     """Sequence parallelism as trainers do it: every process has half of the tokens, and labels that were shifted before."""
     model, batch = tiny_model("llama", dropout=0.0), tiny_batch("llama", size=2)
     labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
@@ -114,9 +97,6 @@ def tokens(rank):
 WORKS = (replicated, sharded, sharded_head, tokens)
 
 
-@pytest.mark.parametrize("work", [work.__name__ for work in WORKS])
-def test_two_processes(work, errors):
-    for rank in range(PROCESSES):
-        report = errors / f"{work}-{rank}"
-        assert not report.exists(), report.read_text()
-        assert (errors / f"{work}-{rank}-ended").exists()
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+def test_two_processes(work, folder):
+    assert_done(work, PROCESSES, folder)

@@ -1,0 +1,76 @@
+"""``hf-offload config``."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.prompt import Confirm, IntPrompt, Prompt
+
+from hf_offload.cli.console import clear_errors, output
+from hf_offload.integrations.launch import SECTION, default_config, find_config, read_config
+from hf_offload.settings.load import from_mapping
+from hf_offload.settings.schema import TIERS, TILED, OffloadConfig
+
+_STARTS = {
+    "single": "one process",
+    "ddp": "several GPUs, a copy of the model on each (DDP)",
+    "fsdp2": "several GPUs, the model in shards (FSDP2)",
+    "zero2": "DeepSpeed ZeRO-2",
+    "zero3": "DeepSpeed ZeRO-3",
+    "context_parallel": "several GPUs, a part of every row on each (context parallelism)",
+}
+
+
+def config(
+    file: Annotated[
+        Path | None, typer.Option("--config_file", help="Where to write; default: where launch looks.")
+    ] = None,
+    where: Annotated[
+        str | None, typer.Option(help="Only print the path of a file that comes with the package.")
+    ] = None,
+) -> None:
+    """Ask how to train and how to offload, and write a config file for `hf-offload launch`."""
+    with clear_errors():
+        if where is not None:
+            typer.echo(find_config(where))
+            return
+        target = file or default_config()
+        values = _ask()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        chosen = "" if file is None else f" --config_file {target}"
+        output().print(
+            f"Wrote {target}. Start with:\n  hf-offload launch{chosen} train.py", highlight=False, soft_wrap=True
+        )
+
+
+def _ask() -> dict[str, Any]:
+    for name, meaning in _STARTS.items():
+        output().print(f"  [bold]{name}[/]: {meaning}", highlight=False)
+    start = _choose("How do you train?", _STARTS, "single")
+    values = read_config(find_config(start))
+    if start != "single":
+        values["num_processes"] = IntPrompt.ask("How many processes?", default=2)
+        if start == "context_parallel":
+            values["parallelism_config"]["parallelism_config_cp_size"] = values["num_processes"]
+    else:
+        values["use_cpu"] = Confirm.ask("On a CPU only?", default=False)
+    values["mixed_precision"] = _choose("Mixed precision?", ("no", "bf16", "fp16"), values["mixed_precision"])
+    tier = _choose("Where do activations go? auto: as a memory budget needs", TIERS, values[SECTION]["tier"])
+    section: dict[str, Any] = {"tier": tier}
+    if tier in ("ssd", "auto"):
+        section["directory"] = Prompt.ask("Directory on an SSD (empty: the temporary folder)", default="")
+    if tier == "auto":
+        section["memory_budget"] = Prompt.ask("Memory budget, such as 20GiB (empty: 90 % of what is free)", default="")
+    if tier != "none":
+        section["ram_budget"] = Prompt.ask("Most RAM to use, such as 64GiB (empty: as little as needed)", default="")
+    section["tiled_loss"] = _choose("Compute the loss in pieces, without all logits?", TILED, "off")
+    values[SECTION] = {name: value for name, value in section.items() if value not in ("", "off")}
+    from_mapping(OffloadConfig, values[SECTION], "answers")
+    return values
+
+
+def _choose(question: str, choices: Iterable[str], default: str) -> str:
+    return Prompt.ask(question, choices=list(choices), default=default)

@@ -1,0 +1,288 @@
+"""Offloading for loops written with accelerate's ``Accelerator``, and for scripts that know nothing of it."""
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, is_compiled_module
+from torch import nn
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.reports.summary import summary_lines
+from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
+from hf_offload.settings.environment import FIELDS, settings_from, variable
+from hf_offload.settings.load import from_mapping
+from hf_offload.settings.schema import OffloadConfig
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadPlugin:
+    """Offload what an :class:`~accelerate.Accelerator` trains::
+
+        accelerator = Accelerator(...)
+        OffloadPlugin(tier="ssd", directory="/nvme").attach(accelerator)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    or, in one: ``accelerator = OffloadPlugin(tier="ssd").accelerator(mixed_precision="bf16")``. Nothing else in the loop
+    changes. :meth:`attach` may come before or after ``prepare``.
+
+    Args:
+        settings: Those of :class:`~hf_offload.OffloadConfig`. What is not given here is taken from the environment
+            (``HF_OFFLOAD_TIER=ssd``, see :mod:`hf_offload.settings.environment`), as accelerate's own plugins do.
+
+    Raises :class:`~hf_offload.OffloadConfigError` for wrong settings, wherever they come from.
+
+    Attributes:
+        config: The settings that hold.
+        sources: Where each one comes from that is not a default: ``"given"`` or a variable's name.
+    """
+
+    def __init__(self, **settings: Any):
+        found = settings_from()
+        for field in sorted(settings.keys() & found.keys()):
+            if settings[field] != found[field]:
+                logger.warning(
+                    "%s=%s is not used: the script says %s=%r.", variable(field), found[field], field, settings[field]
+                )
+        self.config = from_mapping(OffloadConfig, found | settings, "OffloadPlugin")
+        self.sources = {field: variable(field) for field in found} | dict.fromkeys(settings, "given")
+
+    def __repr__(self) -> str:
+        named = [
+            f"{field}={getattr(self.config, field)!r}"
+            + ("" if self.sources[field] == "given" else f" (from {self.sources[field]})")
+            for field in FIELDS
+            if field in self.sources
+        ]
+        return f"OffloadPlugin({', '.join(named)})"
+
+    def accelerator(self, **kwargs: Any) -> Accelerator:
+        """An :class:`~accelerate.Accelerator` made with ``kwargs`` that offloads."""
+        accelerator = Accelerator(**kwargs)
+        self.attach(accelerator)
+        return accelerator
+
+    def attach(self, accelerator: Accelerator) -> "OffloadedAccelerator":
+        """Offload all models that ``accelerator`` has prepared, and those that it will prepare.
+
+        Raises :class:`~hf_offload.OffloadConfigError` if that cannot be done; nothing has been changed then.
+        """
+        return OffloadedAccelerator(accelerator, self.config, "an OffloadPlugin")
+
+
+_attached: "weakref.WeakKeyDictionary[Accelerator, OffloadedAccelerator]" = weakref.WeakKeyDictionary()
+
+
+class OffloadedAccelerator:
+    """An accelerator whose models are offloaded. Made by :meth:`OffloadPlugin.attach`.
+
+    ``accelerator.end_training()`` logs a summary and detaches; ``accelerator.free_memory()`` detaches the models that it
+    forgets.
+    """
+
+    def __init__(self, accelerator: Accelerator, config: OffloadConfig, by: str):
+        _refuse(accelerator, config, by)
+        self._accelerator = weakref.ref(accelerator)
+        self._config = config
+        self._by = by
+        self._sessions: weakref.WeakKeyDictionary[nn.Module, OffloadSession] = weakref.WeakKeyDictionary()
+        self._optimizers: dict[int, Any] = {}  # id of an optimizer -> the handle of its hook
+        self._not_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._wrapped: list[str] = []
+        self.offloaded_models = 0
+        _attached[accelerator] = self
+        try:
+            if config.changes_a_run:
+                self._follow()
+                for name, wrapper in (
+                    ("prepare", self._prepare),
+                    ("prepare_model", self._prepare_model),
+                    ("free_memory", self._free_memory),
+                    ("end_training", self._end_training),
+                ):
+                    self._wrap(accelerator, name, wrapper)
+        except BaseException:
+            self.detach()
+            raise
+
+    @property
+    def sessions(self) -> list[OffloadSession]:
+        """One for each model that is offloaded now."""
+        return list(self._sessions.values())
+
+    def end_step(self) -> None:
+        """Mark the end of a training step. Prepared optimizers do so themselves when they step."""
+        for session in self.sessions:
+            session.end_step()
+
+    def detach(self) -> None:
+        """Give the accelerator, its models and optimizers back as they were. Idempotent."""
+        for session in self.sessions:
+            session.detach()
+        self._sessions.clear()
+        for handle in self._optimizers.values():
+            handle.remove()
+        self._optimizers.clear()
+        accelerator = self._accelerator()
+        if accelerator is not None:
+            for name in self._wrapped:
+                vars(accelerator).pop(name, None)
+            if _attached.get(accelerator) is self:
+                del _attached[accelerator]
+        self._wrapped.clear()
+
+    # -- what the accelerator does --------------------------------------------------------------------------------------
+
+    def _wrap(self, accelerator: Accelerator, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(accelerator, name)
+        setattr(accelerator, name, functools.wraps(original)(functools.partial(wrapper, original)))
+        self._wrapped.append(name)
+
+    def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._follow()
+        return result
+
+    def _prepare_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        if kwargs.get("evaluation_mode") or any(args[2:]):
+            self._not_trained.add(model)
+        else:
+            self._not_trained.discard(model)
+        self._follow()
+        return model
+
+    def _free_memory(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._follow()
+        return result
+
+    def _end_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.report()
+        self.detach()
+        return original(*args, **kwargs)
+
+    def report(self, together: bool = True) -> None:
+        """Log what was offloaded, ``together`` by all processes: then all of them call this, or none."""
+        for session in self.sessions:
+            lines = summary_lines(session, together) if session.active else []
+            if session.ranks.is_first:
+                for line in lines:
+                    logger.info("%s", line)
+
+    # -- following it -----------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Attach to what was prepared, and let go of what was forgotten."""
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        prepared = {accelerator.unwrap_model(model, keep_torch_compile=False): model for model in accelerator._models}
+        for model in [model for model in self._sessions if model not in prepared]:
+            self._sessions.pop(model).detach()
+        for model, wrapped in prepared.items():
+            if model not in self._sessions and wrapped not in self._not_trained:
+                self._attach_model(model, wrapped)
+        for key in self._optimizers.keys() - {id(optimizer) for optimizer in accelerator._optimizers}:
+            self._optimizers.pop(key).remove()
+        for optimizer in accelerator._optimizers:
+            register = getattr(optimizer.optimizer, "register_step_post_hook", None)
+            if id(optimizer) not in self._optimizers and register is not None:
+                self._optimizers[id(optimizer)] = register(_EndOfStep(self))
+
+    def _attach_model(self, model: nn.Module, wrapped: nn.Module) -> None:
+        if self._config.tier == "auto" and is_compiled_module(wrapped):
+            raise OffloadConfigError(
+                "tier='auto' measures operations one by one, and a compiled model has none to show: take tier='ssd' or "
+                "'ram' with torch.compile."
+            )
+        present = attached_session(model)
+        if present is not None and self._by == ENVIRONMENT:
+            return  # the script offloads this model itself, and knows better
+        session = attach(model, self._config, training=self, by=self._by)
+        self._sessions[model] = session
+        self.offloaded_models += session.active or bool(session.tiled)
+        if session.active and session.ranks.is_first:
+            logger.info("Offloading activations of %s: %s.", type(model).__name__, session.plan.reason)
+
+
+class _EndOfStep:
+    """A hook of an optimizer that survives copies and pickles of it, and does nothing in the copy."""
+
+    def __init__(self, offloaded: OffloadedAccelerator | None):
+        self._offloaded = None if offloaded is None else weakref.ref(offloaded)
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        offloaded = None if self._offloaded is None else self._offloaded()
+        if offloaded is not None:
+            offloaded.end_step()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _EndOfStep, (None,)
+
+
+def _refuse(accelerator: Accelerator, config: OffloadConfig, by: str) -> None:
+    present = _attached.get(accelerator)
+    if present is not None and present._by == ENVIRONMENT != by:
+        logger.warning("%s is used for this Accelerator, and not the environment's settings.", by)
+        present.detach()
+    elif present is not None:
+        raise OffloadConfigError(
+            "This Accelerator offloads already: attach one OffloadPlugin only, or detach the first one before."
+        )
+    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
+        raise OffloadConfigError(
+            "Megatron-LM runs forward and backward inside its own train_step and accelerate's backward() returns at once, "
+            "so there is no forward to offload: use FSDP2 or DeepSpeed, or Megatron's own activation recomputation."
+        )
+    if accelerator.distributed_type == DistributedType.XLA and config.tier != "none":
+        raise OffloadConfigError(
+            "XLA devices compile whole steps and have no saved tensors to offload: use tier='none'."
+        )
+
+
+def attached_accelerators() -> list[OffloadedAccelerator]:
+    """All accelerators that offload now."""
+    return list(_attached.values())
+
+
+# -- for scripts that know nothing of it -------------------------------------------------------------------------------
+
+
+class switch_on:
+    """Attach ``plugin`` to every Accelerator that is made from now on, until :meth:`off`.
+
+    A script's own plugin or callback goes before. Used by ``python -m hf_offload.run`` and the like, not by scripts.
+    """
+
+    def __init__(self, plugin: OffloadPlugin):
+        self._made: list[OffloadedAccelerator] = []
+        self._original = Accelerator.__init__
+        original = self._original
+
+        @functools.wraps(original)
+        def make(accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
+            original(accelerator, *args, **kwargs)
+            if accelerator not in _attached:
+                self._made.append(OffloadedAccelerator(accelerator, plugin.config, ENVIRONMENT))
+
+        Accelerator.__init__ = make  # type: ignore[method-assign]
+
+    @property
+    def offloaded_models(self) -> int:
+        """How many models have been offloaded so far."""
+        return sum(made.offloaded_models for made in self._made)
+
+    def report(self, together: bool = True) -> None:
+        """Log what was offloaded through all of them, ``together`` by all processes."""
+        for made in self._made:
+            made.report(together)
+
+    def off(self) -> None:
+        """Take everything off again."""
+        Accelerator.__init__ = self._original  # type: ignore[method-assign]
+        for made in self._made:
+            made.detach()

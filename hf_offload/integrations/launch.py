@@ -1,0 +1,128 @@
+"""Starting unmodified scripts with accelerate's launcher: its config files with a section of ours.
+
+The settings reach the processes as environment variables. A variable that is set already goes before the file.
+"""
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import hf_offload
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.environment import settings_from, variable, variables_for
+from hf_offload.settings.load import from_mapping, nearest
+from hf_offload.settings.recipe_files import parse_yaml
+from hf_offload.settings.schema import OffloadConfig
+
+logger = logging.getLogger(__name__)
+
+SECTION = "hf_offload_config"
+_SHIPPED = Path(hf_offload.__file__).resolve().parent / "launch_configs"
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name -> file of the config files that come with the package."""
+    return {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
+
+
+def default_config() -> Path:
+    """Where ``hf-offload config`` writes: beside accelerate's own default file."""
+    from accelerate.commands.config import default_config_file
+
+    return Path(default_config_file).with_name("hf_offload_config.yaml")
+
+
+def find_config(name: str) -> Path:
+    """A config file, from its path or the name of a shipped one.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` if there is none.
+    """
+    path, shipped = Path(name).expanduser(), shipped_configs()
+    if path.is_file():
+        return path
+    if name in shipped:
+        return shipped[name]
+    raise OffloadConfigError(
+        f"There is no config file {name!r}: no such file, and no shipped one of that name.{nearest(name, shipped)} "
+        f"Shipped: {', '.join(shipped)}."
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config file of accelerate, YAML or JSON.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` if it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        config = json.loads(text) if path.suffix == ".json" else parse_yaml(text, str(path))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise OffloadConfigError(f"The config file {path} cannot be read: {error}.") from error
+    if not isinstance(config, dict):
+        raise OffloadConfigError(f"The config file {path} is no mapping of settings.")
+    return config
+
+
+def take_section(config: dict[str, Any], where: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Take our section out of accelerate's ``config``; returns the variables that stand for it.
+
+    Variables that are set already are not among them.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for unknown keys and wrong values.
+    """
+    section = config.pop(SECTION, None)
+    if section is None:
+        return {}
+    if not isinstance(section, dict):
+        raise OffloadConfigError(f"{where}: {SECTION} is no mapping of settings, such as `tier: ssd`.")
+    from_mapping(OffloadConfig, section, f"{where}, section {SECTION}")
+    found = settings_from(environ)
+    from_mapping(OffloadConfig, section | found, f"{where} and the environment")
+    for field in section.keys() & found.keys():
+        if variables_for({field: section[field]}) != variables_for({field: found[field]}):
+            logger.warning(
+                "%s=%s is used, and not %s=%s of %s.", variable(field), found[field], field, section[field], where
+            )
+    return variables_for({field: value for field, value in section.items() if field not in found})
+
+
+def launch(arguments: Sequence[str]) -> None:
+    """What ``accelerate launch`` does with ``arguments``, with the script running under :mod:`hf_offload.run`.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` before any process is started, and
+    :class:`subprocess.CalledProcessError` or whatever accelerate raises if one fails.
+    """
+    import torch
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    from hf_offload.allocator import CHOSEN_VARIABLE, environment_with
+
+    chosen = launch_command_parser().parse_args(list(arguments))
+    if chosen.no_python:
+        raise OffloadConfigError("--no_python starts a program that is not Python, which cannot be offloaded: drop it.")
+    script = ["-m", chosen.training_script] if chosen.module else [chosen.training_script]
+    chosen.training_script_args = [*script, *chosen.training_script_args]
+    chosen.training_script, chosen.module = "hf_offload.run", True
+
+    path = find_config(chosen.config_file) if chosen.config_file else default_config()
+    config = read_config(path) if chosen.config_file or path.is_file() else None
+    variables = {} if config is None else take_section(config, str(path))
+    # Wrong settings are found out here, and not by each of the processes.
+    from_mapping(OffloadConfig, settings_from(os.environ | variables), "environment")
+    os.environ.update(variables)
+    if not torch.accelerator.is_available() and CHOSEN_VARIABLE not in os.environ:
+        os.environ.update(environment_with("auto"))
+    if config is None:
+        launch_command(chosen)
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="hf_offload-", suffix=".yaml") as file:
+        yaml.safe_dump(config, file)
+        file.flush()
+        chosen.config_file = file.name
+        launch_command(chosen)

@@ -1,0 +1,40 @@
+"""What a run did, in a few lines at its end: one for all of its processes."""
+
+import statistics
+
+from hf_offload.engine.stats import StepStats, added
+from hf_offload.plan.feedback import Prediction
+from hf_offload.session import OffloadSession
+from hf_offload.settings.sizes import format_bytes
+
+
+def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
+    """To be logged by the process for which ``session.ranks.is_first``; ``together``, all processes call this, or none."""
+    everyone = session.ranks.gather(session.stats.total) if together else [session.stats.total]
+    lines = [_moved(everyone, max(1, session.stats.ended_steps))]
+    if session.forecast is not None:
+        lines.append(_compared(session.forecast))
+    return lines
+
+
+def _moved(everyone: list[StepStats], steps: int) -> str:
+    total = added(everyone)
+    processes = f" by {len(everyone)} processes" if len(everyone) > 1 else ""
+    return (
+        f"Offloading: {format_bytes(total.offloaded_bytes / steps)} of activations moved a step{processes}, "
+        f"{format_bytes(total.written_bytes)} written and {format_bytes(total.read_bytes)} read in all "
+        f"({format_bytes(total.write_bytes_per_s)}/s and {format_bytes(total.read_bytes_per_s)}/s), "
+        f"at most {format_bytes(total.peak_resident_bytes)} of them in memory at once, "
+        f"{max(one.stall_s for one in everyone):.2f} s waited."
+    )
+
+
+def _compared(forecast: Prediction) -> str:
+    """What the plan was predicted to do, beside what it did."""
+    peak, steps = forecast.measured_peak_bytes, forecast.measured_step_s
+    measured_peak = "was not measured" if peak is None else f"measured {format_bytes(peak)}"
+    measured_step = f"measured {statistics.median(steps):.2f} s" if steps else "not measured"
+    return (
+        f"Plan: peak predicted {format_bytes(forecast.peak_bytes)}, {measured_peak}; "
+        f"step predicted {forecast.step_s:.2f} s, {measured_step}."
+    )

@@ -1,0 +1,72 @@
+"""Run a training script that knows nothing of this package, with offloading::
+
+    python -m hf_offload.run train.py --epochs 3
+    HF_OFFLOAD_TIER=ssd accelerate launch --config_file c.yaml -m hf_offload.run train.py --epochs 3
+
+Whatever the script prepares with an ``Accelerator``, its own or the Trainer's, is offloaded as the variables
+``HF_OFFLOAD_*`` say (:mod:`hf_offload.settings.environment`). ``-m`` in front of a name runs a module.
+"""
+
+import logging
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import typer
+
+from hf_offload.cli.console import EXIT_REFUSED, clear_errors, visible_log
+from hf_offload.errors import OffloadConfigError
+
+logger = logging.getLogger(__name__)
+
+_USAGE = "Usage: python -m hf_offload.run [-m] SCRIPT [ARGUMENTS]..."
+
+
+def main() -> None:
+    """Run what the command line names, as ``python`` would, with offloading switched on."""
+    arguments = sys.argv[1:]
+    if arguments[:1] in (["-h"], ["--help"]):
+        typer.echo(f"{_USAGE}\n\n{__doc__}")
+        return
+    is_module = arguments[:1] == ["-m"]
+    program, *rest = arguments[is_module:] or [""]
+    first = os.environ.get("RANK", "0") == "0"
+    with visible_log(logging.INFO if first else logging.WARNING):
+        try:
+            with clear_errors():
+                switch = _switch_on(program, is_module)
+        except typer.Exit as refused:
+            sys.exit(refused.exit_code or EXIT_REFUSED)
+        try:
+            sys.argv = [program, *rest]
+            if is_module:
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0] = str(Path(program).resolve().parent)
+                runpy.run_path(program, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        if not switch.offloaded_models:
+            logger.warning(
+                "Nothing was offloaded: %s prepared no model for training with an Accelerator or a Trainer. In a loop of "
+                "plain PyTorch, use hf_offload.offload_activations().",
+                program,
+            )
+        switch.report()
+        switch.off()
+
+
+def _switch_on(program: str, is_module: bool):  # type: ignore[no-untyped-def]  # noqa: ANN202  the type is slow to import
+    if not program:
+        raise OffloadConfigError(f"There is nothing to run. {_USAGE}")
+    if not is_module and not Path(program).is_file():
+        raise OffloadConfigError(f"There is no script {program!r}. {_USAGE}")
+    from hf_offload.integrations.accelerate import OffloadPlugin, switch_on
+
+    return switch_on(OffloadPlugin())
+
+
+if __name__ == "__main__":
+    main()

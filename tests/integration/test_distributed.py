@@ -1,0 +1,228 @@
+"""Several processes: the same bits as without offloading, shared budgets, one plan, one summary."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import assert_done, run_in_processes
+from small_models import batch, build
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_offload.session
+from hf_offload import OffloadConfig, OffloadConfigError, OffloadPlugin, offload_activations
+from hf_offload.errors import OffloadPlanError
+from hf_offload.plan import ranks
+from hf_offload.plan.hardware import Figure, Hardware
+from hf_offload.reports.summary import summary_lines
+from hf_offload.settings.sizes import format_bytes
+from tests.tiny_models import tiny_batch, tiny_model, weights
+
+TWO, FOUR = 2, 4
+
+
+def settings(folder, **others):
+    return OffloadConfig(tier="ssd", directory=folder, min_offload_bytes=0, **others)
+
+
+def trained(model, wrapped, rank, config=None, steps=3):
+    """Losses and final weights, and how many bytes were moved."""
+    torch.manual_seed(rank)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    losses = []
+    with offload_activations(model, config or OffloadConfig(tier="none")) as session:
+        for step in range(steps):
+            loss = wrapped(**tiny_batch("llama", seed=10 * rank + step)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+            losses.append(loss.item())
+    return losses, [local(parameter) for parameter in wrapped.parameters()], session.stats.total.offloaded_bytes
+
+
+def local(parameter):
+    return parameter.to_local().clone() if hasattr(parameter, "to_local") else parameter.detach().clone()
+
+
+def assert_same(expected, found):
+    assert found[0] == expected[0]
+    assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
+    assert expected[2] == 0
+    assert found[2] > 0
+
+
+def replicated(rank, folder):
+    def run(config):
+        model = tiny_model("llama")
+        return trained(model, DistributedDataParallel(model), rank, config)
+
+    assert_same(run(None), run(settings(folder)))
+
+
+def sharded(rank, folder):
+    from torch.distributed.fsdp import fully_shard
+
+    def run(config, recompute):
+        model = tiny_model("llama")
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        return trained(model, model, rank, config)
+
+    for recompute in (None, "non-reentrant", "reentrant"):
+        assert_same(run(None, recompute), run(settings(folder), recompute))
+
+
+def with_accelerate(rank, folder):
+    from accelerate import Accelerator
+
+    def run(plugin):
+        accelerator = Accelerator(cpu=True) if plugin is None else plugin.accelerator(cpu=True)
+        model = tiny_model("llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+        assert isinstance(prepared, DistributedDataParallel)
+        losses = []
+        torch.manual_seed(rank)
+        for step in range(4):
+            with accelerator.accumulate(prepared):
+                loss = prepared(**tiny_batch("llama", seed=10 * rank + step)).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        accelerator.free_memory()
+        return losses, weights(model)
+
+    expected = run(None)
+    found = run(OffloadPlugin(tier="ssd", directory=folder, min_offload_bytes=0))
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+
+
+def budgets_are_shared(rank, folder):
+    model = tiny_model("gpt2")
+    config = settings(folder, ram_budget="1MiB", disk_budget="4MiB", max_disk_write_bytes="8MiB")
+    with offload_activations(model, config) as session:
+        part = session.config
+        assert (part.ram_budget, part.disk_budget, part.max_disk_write_bytes) == (1 << 19, 1 << 21, 1 << 22)
+        assert session.ranks.local_count == TWO
+
+
+def the_machine_is_shared(rank, folder):
+    whole = a_machine()
+    hf_offload.session.measure_hardware = lambda directories: whole
+    part = hf_offload.session._hardware(settings(folder), ranks.Ranks())
+    assert part.store_bytes_per_s["ssd"].value == whole.store_bytes_per_s["ssd"].value / TWO
+    assert part.memory_bytes.value == whole.memory_bytes.value / TWO
+    assert part.room_bytes["ssd"].value == whole.room_bytes["ssd"].value / TWO
+
+
+def different_settings_are_refused(rank, folder):
+    model = tiny_model("gpt2")
+    with pytest.raises(OffloadConfigError, match=r"verify='off' on rank 0, 'checksum' on rank 1"):
+        offload_activations(model, settings(folder, verify=["off", "checksum"][rank])).__enter__()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def one_alone_is_refused(rank, folder):
+    if rank == 1:
+        time.sleep(4)
+        return
+    ranks._TO_MEET = ranks._TO_MEET.__class__(seconds=1)
+    with pytest.raises(OffloadConfigError, match=r"switch it on in all of them"):
+        offload_activations(tiny_model("gpt2"), settings(folder)).__enter__()
+
+
+def one_summary_for_all(rank, folder):
+    model = tiny_model("gpt2")
+    with offload_activations(model, settings(folder)) as session:
+        for _ in range(1 + rank):  # the second one moves twice as much
+            model(**tiny_batch("gpt2")).loss.backward()
+        session.end_step()
+        (line,) = summary_lines(session)
+        (alone,) = summary_lines(session, together=False)
+    mine = session.stats.total.offloaded_bytes
+    everyone = [None] * TWO
+    dist.all_gather_object(everyone, mine)
+    assert f" {format_bytes(sum(everyone))} of activations moved a step by 2 processes" in line
+    assert f" {format_bytes(mine)} of activations moved a step," in alone
+
+
+def a_machine():
+    given = {name: Figure(1e11, "given") for name in ("float32", "bfloat16", "float16")}
+    rate = {"ssd": Figure(1e9, "given")}
+    return Hardware(
+        "a test", "cpu", Figure(4e9, "given"), given, Figure(1e10, "given"), rate, rate, {"ssd": Figure(1e10, "given")}
+    )
+
+
+def one_plan_for_all(rank, folder):
+    """Rows of other lengths on each rank: what is decided must still be the same."""
+    hf_offload.session.measure_hardware = lambda directories: a_machine()
+
+    def run(config):
+        torch.manual_seed(0)
+        model = build("gpt2", 0.1, layers=4)
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        length = 64 if rank else 96
+        inputs = {name: value[:, :length].contiguous() for name, value in batch().items()}
+        losses, plans = [], []
+        with offload_activations(model, config) as session:
+            for _ in range(8):
+                loss = wrapped(**inputs).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                session.end_step()
+                losses.append(loss.item())
+                plans.append(dict(session.plan.placements))
+        return losses, weights(model), plans
+
+    def auto(budget):
+        return OffloadConfig(tier="auto", memory_budget=budget, directory=folder, min_offload_bytes=4096)
+
+    with pytest.raises(OffloadPlanError) as refused:
+        run(auto("1MiB"))
+    budget = int(1.1 * refused.value.smallest_bytes)
+    expected, found = run(OffloadConfig(tier="none")), run(auto(budget))
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+    everyone = [None] * TWO
+    dist.all_gather_object(everyone, (budget, found[2]))
+    assert everyone[0] == everyone[1]
+    assert found[2][-1]
+
+
+IN_TWO = (
+    replicated,
+    sharded,
+    with_accelerate,
+    budgets_are_shared,
+    the_machine_is_shared,
+    different_settings_are_refused,
+    one_summary_for_all,
+    one_plan_for_all,
+    one_alone_is_refused,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    run_in_processes(IN_TWO, TWO, folder)
+    return folder
+
+
+@pytest.mark.parametrize("work", IN_TWO, ids=lambda work: work.__name__)
+def test_two_processes(work, folder):
+    assert_done(work, TWO, folder)
+
+
+def test_four_processes(tmp_path):
+    run_in_processes([replicated], FOUR, tmp_path)
+    assert_done(replicated, FOUR, tmp_path)
