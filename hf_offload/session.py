@@ -97,7 +97,7 @@ def _attach(model: nn.Module, config: OffloadConfig, tiling: Tiling, ranks: Rank
         units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
         phases.install(model, units, session.begin_forward)
     else:
-        phases.install(model, blocks, None)
+        phases.install(model, blocks, session.begin_forward)
     return session
 
 
@@ -159,6 +159,7 @@ class OffloadSession:
         self.ranks = ranks
         self.training: object = None
         self.by = ""
+        self._stepped = False
         if engine is not None or self.tiled:
             _attached[model] = self
 
@@ -189,6 +190,7 @@ class OffloadSession:
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model's forward begins, with these inputs."""
+        self.end_pending_step()
         if self._feedback is not None:
             self._feedback.begin_forward(args, kwargs)
 
@@ -222,6 +224,16 @@ class OffloadSession:
             self._engine.end_step()
         if self._feedback is not None:
             self._feedback.end_step()
+        self._stepped = False
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer has stepped: the next forward belongs to another step. For loops that do not call :meth:`end_step`."""
+        self._stepped = True
+
+    def end_pending_step(self) -> None:
+        """End the step that :meth:`optimizer_stepped` said was over, if there is one."""
+        if self._stepped:
+            self.end_step()
 
     def detach(self) -> None:
         """Take everything off the model. Graphs that are still alive keep their bytes until they go. Idempotent."""

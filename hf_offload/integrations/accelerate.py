@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, is_compiled_module
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError
@@ -101,6 +101,7 @@ class OffloadedAccelerator:
                 for name, wrapper in (
                     ("prepare", self._prepare),
                     ("prepare_model", self._prepare_model),
+                    ("prepare_optimizer", self._prepare),
                     ("free_memory", self._free_memory),
                     ("end_training", self._end_training),
                 ):
@@ -113,11 +114,6 @@ class OffloadedAccelerator:
     def sessions(self) -> list[OffloadSession]:
         """One for each model that is offloaded now."""
         return list(self._sessions.values())
-
-    def end_step(self) -> None:
-        """Mark the end of a training step. Prepared optimizers do so themselves when they step."""
-        for session in self.sessions:
-            session.end_step()
 
     def detach(self) -> None:
         """Give the accelerator, its models and optimizers back as they were. Idempotent."""
@@ -169,6 +165,7 @@ class OffloadedAccelerator:
     def report(self, together: bool = True) -> None:
         """Log what was offloaded, ``together`` by all processes: then all of them call this, or none."""
         for session in self.sessions:
+            session.end_pending_step()
             lines = summary_lines(session, together) if session.active else []
             if session.ranks.is_first:
                 for line in lines:
@@ -185,16 +182,18 @@ class OffloadedAccelerator:
             self._sessions.pop(model).detach()
         for model, wrapped in prepared.items():
             if model not in self._sessions and wrapped not in self._not_trained:
-                self._attach_model(model, wrapped)
+                self._attach_model(model)
         for key in self._optimizers.keys() - {id(optimizer) for optimizer in accelerator._optimizers}:
             self._optimizers.pop(key).remove()
         for optimizer in accelerator._optimizers:
             register = getattr(optimizer.optimizer, "register_step_post_hook", None)
             if id(optimizer) not in self._optimizers and register is not None:
-                self._optimizers[id(optimizer)] = register(_EndOfStep(self))
+                self._optimizers[id(optimizer)] = register(_Stepped(self))
 
-    def _attach_model(self, model: nn.Module, wrapped: nn.Module) -> None:
-        if self._config.tier == "auto" and is_compiled_module(wrapped):
+    def _attach_model(self, model: nn.Module) -> None:
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        if self._config.tier == "auto" and accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise OffloadConfigError(
                 "tier='auto' measures operations one by one, and a compiled model has none to show: take tier='ssd' or "
                 "'ram' with torch.compile."
@@ -209,7 +208,7 @@ class OffloadedAccelerator:
             logger.info("Offloading activations of %s: %s.", type(model).__name__, session.plan.reason)
 
 
-class _EndOfStep:
+class _Stepped:
     """A hook of an optimizer that survives copies and pickles of it, and does nothing in the copy."""
 
     def __init__(self, offloaded: OffloadedAccelerator | None):
@@ -218,10 +217,11 @@ class _EndOfStep:
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         offloaded = None if self._offloaded is None else self._offloaded()
         if offloaded is not None:
-            offloaded.end_step()
+            for session in offloaded.sessions:
+                session.optimizer_stepped()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _EndOfStep, (None,)
+        return _Stepped, (None,)
 
 
 def _refuse(accelerator: Accelerator, config: OffloadConfig, by: str) -> None:

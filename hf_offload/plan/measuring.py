@@ -206,7 +206,7 @@ class StepMeter(StepRecorder):
     def _saved(self) -> Iterator[Saved]:
         end = len(self.moments)
         order = sorted({times.last for times in self._times.values() if times.last is not None})
-        following = dict(zip(order, [*order[1:], end], strict=True))
+        following = dict(zip(order, [*order[1:], end], strict=False))  # nothing follows where nothing was asked for
         for times in self._times.values():
             needed = end if times.needed is None else times.needed
             # Autograd lets go when the operation that asked has run: at the latest when the next one asks.

@@ -1,0 +1,416 @@
+"""OffloadPlugin in loops written with Accelerator, and Accelerators that a script makes without knowing of it."""
+
+import logging
+import os
+import pickle
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from hf_offload import (
+    OffloadCallback,
+    OffloadConfig,
+    OffloadConfigError,
+    OffloadPlugin,
+    OffloadTrainingArguments,
+    attach,
+)
+from hf_offload.integrations.accelerate import attached_accelerators, switch_on
+from hf_offload.session import attached_session
+from tests.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+
+
+@pytest.fixture(autouse=True)
+def every_accelerator_is_let_go():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    for offloaded in attached_accelerators():
+        offloaded.detach()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    return OffloadPlugin(tier="ssd", directory=tmp_path, min_offload_bytes=0)
+
+
+def hooks_on(model):
+    return [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    ]
+
+
+def session_of(accelerator):
+    (session,) = [s for one in attached_accelerators() if one._accelerator() is accelerator for s in one.sessions]
+    session.end_pending_step()
+    return session
+
+
+def loop(accelerator, prepare, steps=4, after_step=lambda step: None, dropout=0.1):
+    """Losses, final weights and the model of a training written as accelerate's documentation has it."""
+    torch.manual_seed(0)
+    model = tiny_model("gpt2", dropout=dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    loader = torch.utils.data.DataLoader(ExampleDataset("gpt2", 2 * steps), batch_size=2)
+    prepared, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
+    losses = []
+    for step, inputs in enumerate(loader):
+        with accelerator.accumulate(prepared):
+            loss = prepared(**inputs).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        after_step(step)
+    return losses, weights(model), model
+
+
+def together(accelerator, *objects):
+    return accelerator.prepare(*objects)
+
+
+def one_by_one(accelerator, *objects):
+    return [accelerator.prepare(one) for one in objects]
+
+
+def backwards(accelerator, *objects):
+    return [accelerator.prepare(one) for one in objects[::-1]][::-1]
+
+
+def by_their_own_methods(accelerator, model, optimizer, loader, scheduler):
+    return (
+        accelerator.prepare_model(model),
+        accelerator.prepare_optimizer(optimizer),
+        accelerator.prepare_data_loader(loader),
+        accelerator.prepare_scheduler(scheduler),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile's own
+@pytest.mark.parametrize("prepare", [together, one_by_one, backwards, by_their_own_methods])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}, {"dynamo_backend": "eager"}],
+    ids=["plain", "accumulation", "bf16", "compiled"],
+)
+def test_a_loop_computes_the_same_bits(settings, prepare, plugin):
+    expected = loop(Accelerator(cpu=True, **settings), prepare)
+    accelerator = plugin.accelerator(cpu=True, **settings)
+    found = loop(accelerator, prepare)
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+    stats = session_of(accelerator).stats
+    assert stats.total.offloaded_bytes > 0
+    assert stats.ended_steps == 4 // settings.get("gradient_accumulation_steps", 1)  # optimizers end steps
+
+
+def test_attaching_after_prepare(plugin):
+    accelerator = Accelerator(cpu=True)
+
+    def prepare(accelerator, *objects):
+        prepared = accelerator.prepare(*objects)
+        plugin.attach(accelerator)
+        return prepared
+
+    assert loop(accelerator, prepare)[0] == loop(Accelerator(cpu=True), together)[0]
+    assert session_of(accelerator).stats.ended_steps == 4
+
+
+def test_a_budget(tmp_path):
+    accelerator = OffloadPlugin(tier="auto", memory_budget="1GiB", directory=tmp_path).accelerator(cpu=True)
+    assert loop(accelerator, together)[0] == loop(Accelerator(cpu=True), together)[0]
+    assert session_of(accelerator).forecast.measured_peak_bytes
+
+
+def test_saving_and_resuming(plugin, tmp_path):
+    """A run that is saved after two steps, loaded and continued goes on as if nothing had happened."""
+    expected = loop(Accelerator(cpu=True), together, steps=6, dropout=0.0)
+    accelerator = plugin.accelerator(cpu=True)
+
+    def save(step):
+        if step == 1:
+            accelerator.save_state(str(tmp_path / "state"))
+
+    found = loop(accelerator, together, steps=6, after_step=save, dropout=0.0)
+    assert found[0] == expected[0]
+
+    def resume(accelerator):
+        torch.manual_seed(99)
+        model = tiny_model("gpt2", seed=5, dropout=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        loader = torch.utils.data.DataLoader(ExampleDataset("gpt2", 12), batch_size=2)
+        prepared, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        accelerator.load_state(str(tmp_path / "state"))
+        losses = []
+        for inputs in accelerator.skip_first_batches(loader, 2):
+            loss = prepared(**inputs).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, weights(model)
+
+    losses, final = resume(OffloadPlugin(tier="ssd", directory=tmp_path, min_offload_bytes=0).accelerator(cpu=True))
+    assert losses == expected[0][2:]
+    assert all(torch.equal(final[name], tensor) for name, tensor in expected[1].items())
+
+
+def test_an_unwrapped_model_is_the_script_s_own(plugin):
+    accelerator = plugin.accelerator(cpu=True, mixed_precision="bf16")
+    model = tiny_model("gpt2")
+    prepared = accelerator.prepare(model)
+    assert accelerator.unwrap_model(prepared) is model
+    state = accelerator.get_state_dict(prepared)
+    assert state.keys() == tiny_model("gpt2").state_dict().keys()
+
+
+def test_two_models_of_one_accelerator(plugin):
+    accelerator = plugin.accelerator(cpu=True)
+    models = [accelerator.prepare(tiny_model(name)) for name in ("gpt2", "bert")]
+    for name, model in zip(("gpt2", "bert"), models, strict=True):
+        accelerator.backward(model(**tiny_batch(name)).loss)
+    (offloaded,) = attached_accelerators()
+    assert [session.stats.total.offloaded_bytes > 0 for session in offloaded.sessions] == [True, True]
+    assert offloaded.offloaded_models == 2
+
+
+def test_a_model_for_evaluation_is_left_alone(plugin):
+    accelerator = plugin.accelerator(cpu=True)
+    model = accelerator.prepare_model(tiny_model("gpt2"), evaluation_mode=True)
+    assert hooks_on(model) == []
+    assert hooks_on(accelerator.prepare_model(tiny_model("gpt2"), None, True)) == []
+
+
+@pytest.mark.parametrize("how", ["detach", "end_training"])
+def test_nothing_is_left(how, plugin, caplog):
+    accelerator = Accelerator(cpu=True)
+    before, environment = dict(vars(accelerator)), dict(os.environ)
+    offloaded = plugin.attach(accelerator)
+    *_, model = loop(accelerator, together)
+    (optimizer,) = accelerator._optimizers
+    assert hooks_on(model)
+    assert optimizer.optimizer._optimizer_step_post_hooks
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        getattr(offloaded if how == "detach" else accelerator, how)()
+    assert ("of activations moved a step" in caplog.text) == (how == "end_training")
+    assert hooks_on(model) == []
+    assert not optimizer.optimizer._optimizer_step_post_hooks
+    assert vars(accelerator).keys() == before.keys()
+    assert dict(os.environ) == environment
+    assert attached_accelerators() == []
+    assert attached_session(model) is None
+    offloaded.detach()  # again
+
+
+def test_what_the_accelerator_forgets_is_let_go(plugin):
+    accelerator = plugin.accelerator(cpu=True)
+    *_, model = loop(accelerator, together)
+    (optimizer,) = accelerator._optimizers
+    accelerator.free_memory()
+    assert hooks_on(model) == []
+    assert not optimizer.optimizer._optimizer_step_post_hooks
+    *_, another = loop(accelerator, together)
+    assert hooks_on(another)
+    accelerator.clear()
+    assert hooks_on(another) == []
+
+
+def test_optimizers_are_still_pickled(plugin):
+    accelerator = plugin.accelerator(cpu=True)
+    loop(accelerator, together)
+    (optimizer,) = accelerator._optimizers
+    copy = pickle.loads(pickle.dumps(optimizer.optimizer))
+    for hook in copy._optimizer_step_post_hooks.values():
+        hook(copy, (), {})
+    assert session_of(accelerator).stats.ended_steps == 4
+
+
+# -------------------------------------------------------------------------------------------------------------- settings
+
+
+def test_variables_are_the_defaults_and_the_script_goes_before(monkeypatch, caplog):
+    monkeypatch.setenv("HF_OFFLOAD_TIER", "ram")
+    monkeypatch.setenv("HF_OFFLOAD_RAM_BUDGET", "1GiB")
+    plugin = OffloadPlugin(ram_budget="2GiB", min_offload_bytes=7)
+    assert plugin.config == OffloadConfig(tier="ram", ram_budget="2GiB", min_offload_bytes=7)
+    assert repr(plugin) == (
+        "OffloadPlugin(tier='ram' (from HF_OFFLOAD_TIER), ram_budget=2147483648, min_offload_bytes=7)"
+    )
+    assert "HF_OFFLOAD_RAM_BUDGET=1GiB is not used: the script says ram_budget='2GiB'." in caplog.text
+
+
+def test_wrong_settings_are_refused_together():
+    with pytest.raises(OffloadConfigError, match="2 mistakes") as refused:
+        OffloadPlugin(tier="tape", directroy="/nvme")
+    assert "Did you mean 'directory'" in str(refused.value)
+
+
+def test_nothing_is_done_for_settings_that_ask_for_nothing():
+    accelerator = OffloadPlugin(tier="none").accelerator(cpu=True)
+    assert "prepare" not in vars(accelerator)
+    assert hooks_on(accelerator.prepare(tiny_model("gpt2"))) == []
+
+
+def test_two_plugins_are_refused(plugin):
+    accelerator = plugin.accelerator(cpu=True)
+    with pytest.raises(OffloadConfigError, match="offloads already"):
+        plugin.attach(accelerator)
+    assert len(attached_accelerators()) == 1
+
+
+def test_a_plugin_and_training_arguments_are_refused(plugin, tmp_path):
+    arguments = OffloadTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", offload="ssd", offload_dir=str(tmp_path), max_steps=1
+    )
+    trainer = Trainer(tiny_model("gpt2"), arguments, train_dataset=ExampleDataset("gpt2", 4))
+    plugin.attach(trainer.accelerator)
+    with pytest.raises(OffloadConfigError, match=r"by an OffloadPlugin; now the Trainer's OffloadCallback wants to"):
+        trainer.train()
+
+
+def test_a_model_that_is_offloaded_already_is_refused(plugin):
+    model = tiny_model("gpt2")
+    session = attach(model, plugin.config)
+    with pytest.raises(OffloadConfigError, match="attached to this model already"):
+        plugin.accelerator(cpu=True).prepare(model)
+    session.detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"), [(DistributedType.MEGATRON_LM, "Megatron-LM runs"), (DistributedType.XLA, "XLA devices")]
+)
+def test_what_cannot_be_offloaded_is_refused_by_name(kind, part, plugin, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(Accelerator, "distributed_type", kind)
+    with pytest.raises(OffloadConfigError, match=part):
+        plugin.attach(accelerator)
+    assert attached_accelerators() == []
+
+
+def test_a_budget_for_a_compiled_model_is_refused(tmp_path):
+    accelerator = OffloadPlugin(tier="auto", directory=tmp_path).accelerator(cpu=True, dynamo_backend="eager")
+    with pytest.raises(OffloadConfigError, match=r"with torch\.compile"):
+        accelerator.prepare(tiny_model("gpt2"))
+
+
+def test_the_switch(plugin, monkeypatch):
+    monkeypatch.setenv("HF_OFFLOAD_DISABLE", "1")
+    accelerator = plugin.accelerator(cpu=True)
+    assert loop(accelerator, together)[0] == loop(Accelerator(cpu=True), together)[0]
+    assert hooks_on(accelerator._models[0]) == []
+
+
+# --------------------------------------------------------------------------------- scripts that know nothing of offloading
+
+
+@pytest.fixture
+def switched(plugin):
+    original = Accelerator.__init__
+    switch = switch_on(plugin)
+    yield switch
+    switch.off()
+    assert Accelerator.__init__ is original
+
+
+def test_every_accelerator_offloads(switched):
+    accelerator = Accelerator(cpu=True)
+    found = loop(accelerator, together)
+    assert session_of(accelerator).stats.total.offloaded_bytes > 0
+    assert switched.offloaded_models == 1
+    switched.off()
+    assert hooks_on(found[2]) == []
+    assert "prepare" not in vars(accelerator)
+    assert found[0] == loop(Accelerator(cpu=True), together)[0]
+    assert hooks_on(accelerator._models[0]) == []
+
+
+def trained(tmp_path, arguments=TrainingArguments, callbacks=(), **settings):
+    arguments = arguments(
+        output_dir=str(tmp_path / "out"), max_steps=3, use_cpu=True, report_to="none", save_strategy="no", seed=3,
+        per_device_train_batch_size=2, disable_tqdm=True, **settings,
+    )  # fmt: skip
+    data = ExampleDataset("gpt2", 12)
+    trainer = Trainer(tiny_model("gpt2"), arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+    trainer.train()
+    return weights(trainer.model)
+
+
+@pytest.mark.parametrize("settings", [{}, {"eval_strategy": "steps", "eval_steps": 1}, {"auto_find_batch_size": True}])
+def test_trainers_of_scripts_that_know_nothing(settings, plugin, tmp_path):
+    expected = trained(tmp_path, **settings)
+    switch = switch_on(plugin)
+    found = trained(tmp_path, **settings)
+    switch.off()
+    assert switch.offloaded_models == 1
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_training_arguments_go_before_the_environment(switched, tmp_path, caplog):
+    trained(tmp_path, OffloadTrainingArguments, offload="ssd", offload_dir=str(tmp_path), offload_min_bytes="64")
+    assert "the Trainer's OffloadCallback is used for GPT2LMHeadModel, and not the environment's" in caplog.text
+
+
+def test_a_callback_goes_before_the_environment(switched, tmp_path):
+    callback = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=64))
+    trained(tmp_path, callbacks=[callback])
+    assert callback.stats.ended_steps == 3
+
+
+def test_a_script_s_own_plugin_goes_before_the_environment(switched, tmp_path, caplog):
+    own = OffloadPlugin(tier="ssd", directory=tmp_path, min_offload_bytes=64)
+    accelerator = Accelerator(cpu=True)
+    own.attach(accelerator)
+    loop(accelerator, together)
+    assert "an OffloadPlugin is used for this Accelerator, and not the environment's" in caplog.text
+    assert session_of(accelerator).config.min_offload_bytes == 64
+
+
+def test_a_model_that_the_script_offloads_itself_is_left_to_it(switched, plugin):
+    model = tiny_model("gpt2")
+    session = attach(model, plugin.config)
+    Accelerator(cpu=True).prepare(model)
+    assert attached_session(model) is session
+    assert switched.offloaded_models == 0
+    session.detach()
+
+
+class Unknown(nn.Module):
+    """A model that is none of transformers'."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+def test_any_module(plugin):
+    def run(accelerator):
+        torch.manual_seed(0)
+        model = Unknown()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(3):
+            loss = model(torch.ones(32, 8)).square().mean()  # a loss outside of the model
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    accelerator = plugin.accelerator(cpu=True)
+    assert run(accelerator) == run(Accelerator(cpu=True))
+    assert session_of(accelerator).stats.total.offloaded_bytes > 0
