@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_offload.tiling.cut import Cut
 from hf_offload.tiling.head import TiledHead
+from hf_offload.tiling.loss import _Sum
 
 # Errors are compared over all elements of a tensor: two roundings of the same number need not agree. A product of a few rows
 # in float32 adds up a thousand terms in another order than one of many rows, with any number of threads in yet another: the
@@ -198,3 +199,20 @@ def test_a_head_of_another_kind(dtype):
             floor = torch.finfo(dtype).eps * reference[name].norm() * FLOOR[dtype]
             error = (tiled[name].double() - reference[name]).norm()
             assert error <= max(ROUNDING * usual, floor), (name, error / usual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_in_16_bits_lose_nothing_until_the_end(dtype):
+    """A thousand parts, each of which would be lost in the sum so far."""
+    like = torch.zeros(7, 5, dtype=dtype)
+    parts = [torch.rand(7, 5) * 1e-3 - 0.2e-3 for _ in range(1000)]
+    grown, exact = _Sum(like), torch.zeros(7, 5, dtype=torch.double)
+    for part in parts:
+        grown.add(part)
+        exact += part
+    kept = grown.scaled(torch.tensor(1.0), in_place=False)
+    assert kept.dtype == dtype
+    assert (kept.double() - exact).abs().max() <= 0.55 * torch.finfo(dtype).eps * exact.abs().max()
+    twice = grown.scaled(torch.tensor(2.0), in_place=True)
+    assert twice.data_ptr() == grown._sum.data_ptr()
+    torch.testing.assert_close(twice, 2 * kept)
