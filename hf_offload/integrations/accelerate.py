@@ -106,6 +106,8 @@ class OffloadedAccelerator:
                     ("end_training", self._end_training),
                 ):
                     self._wrap(accelerator, name, wrapper)
+                if accelerator.distributed_type == DistributedType.DEEPSPEED:
+                    self._wrap(accelerator, "backward", self._backward)
         except BaseException:
             self.detach()
             raise
@@ -151,6 +153,16 @@ class OffloadedAccelerator:
             self._not_trained.discard(model)
         self._follow()
         return model
+
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        accelerator = self._accelerator()
+        if accelerator is not None and accelerator.sync_gradients:  # DeepSpeed has stepped, out of sight of any hook
+            self._stepped()
+
+    def _stepped(self) -> None:
+        for session in self.sessions:
+            session.optimizer_stepped()
 
     def _free_memory(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -217,8 +229,7 @@ class _Stepped:
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         offloaded = None if self._offloaded is None else self._offloaded()
         if offloaded is not None:
-            for session in offloaded.sessions:
-                session.optimizer_stepped()
+            offloaded._stepped()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Stepped, (None,)
