@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full lint bench-cpu clean
+.PHONY: help env demo test test-full acceptance lint bench-cpu clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,9 @@ test: $(STAMP)  ## All tests but the slow ones; prints what was skipped and why
 
 test-full: $(STAMP)  ## All tests
 	$(PYTEST)
+
+acceptance: $(STAMP)  ## accelerate's and PEFT's own tests, without and with offloading (about an hour; needs a package index)
+	$(BIN)/python -m tests.acceptance
 
 lint: $(STAMP)  ## Style and types
 	$(BIN)/ruff check .

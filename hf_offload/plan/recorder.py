@@ -18,8 +18,9 @@ from hf_offload.plan.units import Unit, find_blocks, find_units
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
+    """Bytes of a tensor's elements; of one that is spread over processes, of this one's part."""
+    local = getattr(tensor, "_local_tensor", tensor)  # DTensor's to_local() is an operation that would be recorded
+    return local.numel() * local.element_size()
 
 
 class StepRecorder(TorchDispatchMode):

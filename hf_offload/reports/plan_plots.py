@@ -120,5 +120,5 @@ def plot_orders(orders: "Sequence[Order]", title: str, path: Path) -> None:
     axes.set_xlabel("seconds")
     axes.set_ylabel("memory (GiB)")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
     figure.savefig(path, format="png")

@@ -162,12 +162,27 @@ def a_machine():
 
 def one_plan_for_all(rank, folder):
     """Rows of other lengths on each rank: what is decided must still be the same."""
+    follows_one_plan(rank, folder, DistributedDataParallel)
+
+
+def one_plan_for_shards(rank, folder):
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(model):
+        for block in model.transformer.h:
+            fully_shard(block)
+        return fully_shard(model)
+
+    follows_one_plan(rank, folder, shard)
+
+
+def follows_one_plan(rank, folder, wrap):
     hf_offload.session.measure_hardware = lambda directories: a_machine()
 
     def run(config):
         torch.manual_seed(0)
         model = build("gpt2", 0.1, layers=4)
-        wrapped = DistributedDataParallel(model)
+        wrapped = wrap(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         length = 64 if rank else 96
         inputs = {name: value[:, :length].contiguous() for name, value in batch().items()}
@@ -181,7 +196,8 @@ def one_plan_for_all(rank, folder):
                 session.end_step()
                 losses.append(loss.item())
                 plans.append(dict(session.plan.placements))
-        return losses, weights(model), plans
+            forecast = session.forecast
+        return losses, [local(parameter) for parameter in model.parameters()], plans, forecast
 
     def auto(budget):
         return OffloadConfig(tier="auto", memory_budget=budget, directory=folder, min_offload_bytes=4096)
@@ -191,7 +207,9 @@ def one_plan_for_all(rank, folder):
     budget = int(1.1 * refused.value.smallest_bytes)
     expected, found = run(OffloadConfig(tier="none")), run(auto(budget))
     assert found[0] == expected[0]
-    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+    assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
+    part = sum(parameter.nbytes for parameter in found[1])
+    assert found[3].fixed_bytes == pytest.approx(3 * part, rel=0.01)  # weights and two states of AdamW, of this process
     everyone = [None] * TWO
     dist.all_gather_object(everyone, (budget, found[2]))
     assert everyone[0] == everyone[1]
@@ -207,6 +225,7 @@ IN_TWO = (
     different_settings_are_refused,
     one_summary_for_all,
     one_plan_for_all,
+    one_plan_for_shards,
     one_alone_is_refused,
 )
 

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import gc
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -428,7 +429,10 @@ def test_a_saved_model_needs_none_of_this_package(plain, flags, tmp_path):
         assert "hf_offload" not in sys.modules
         torch.save(model.state_dict(), sys.argv[2])
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script), checkpoint, tmp_path / "loaded.pt"], check=True)
+    # The package is blocked but installed, so that torch would try to load it.
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, "-c", textwrap.dedent(script), checkpoint, tmp_path / "loaded.pt"]
+    subprocess.run(command, check=True, env=environment)
     loaded = torch.load(tmp_path / "loaded.pt")
     expected = trainer.model.state_dict()
     assert loaded.keys() == expected.keys()

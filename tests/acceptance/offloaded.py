@@ -1,0 +1,50 @@
+"""A pytest plugin (``-p tests.acceptance.offloaded``): other projects' own tests, with everything they train offloaded.
+
+Accelerators are switched on as in any script that knows nothing of it, by ``HF_OFFLOAD_AUTOLOAD=1`` and the variables of the
+settings, in the processes that tests start, too. PEFT's tests train in loops of their own; their models are attached to as
+soon as they are made. How many tensors were packed in this process goes to the file ``OFFLOAD_ACCEPTANCE_COUNT``.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+_packed = 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from hf_offload.engine.hooks import Engine
+    from hf_offload.engine.record import PackedView
+
+    pack = Engine.pack
+
+    def counted(engine, tensor):
+        global _packed
+        handle = pack(engine, tensor)
+        _packed += isinstance(handle, PackedView)
+        return handle
+
+    Engine.pack = counted
+    if os.environ.get("OFFLOAD_ACCEPTANCE_PEFT"):
+        _attach_to_peft_models()
+
+
+def _attach_to_peft_models() -> None:
+    from peft import PeftModel
+
+    from hf_offload import OffloadConfig, attach
+    from hf_offload.settings.environment import settings_from
+
+    make = PeftModel.__init__
+
+    def attached(model, *args, **kwargs):
+        make(model, *args, **kwargs)
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            attach(model, OffloadConfig(**settings_from()))
+
+    PeftModel.__init__ = attached
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    Path(os.environ["OFFLOAD_ACCEPTANCE_COUNT"]).write_text(str(_packed))
