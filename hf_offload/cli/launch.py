@@ -12,6 +12,7 @@ EPILOG = (
     f"the package: {', '.join(shipped_configs())}. Variables such as HF_OFFLOAD_TIER=ssd go before it. Without "
     "--config_file, what `hf-offload config` wrote is used."
 )
+METAVAR = "[ACCELERATE'S OPTIONS] SCRIPT [ARGUMENTS]..."
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 

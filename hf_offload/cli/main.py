@@ -8,7 +8,7 @@ from hf_offload.allocator import restart_with_allocator
 from hf_offload.cli.bench import bench
 from hf_offload.cli.config import config
 from hf_offload.cli.doctor import doctor
-from hf_offload.cli.launch import EPILOG, PASSED_ON, launch_script
+from hf_offload.cli.launch import EPILOG, METAVAR, PASSED_ON, launch_script
 from hf_offload.cli.plan import plan
 from hf_offload.cli.train import train
 
@@ -22,7 +22,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(plan)
 app.command()(doctor)
-app.command("launch", context_settings=PASSED_ON, epilog=EPILOG)(launch_script)
+app.command("launch", context_settings=PASSED_ON, epilog=EPILOG, options_metavar=METAVAR)(launch_script)
 app.command()(config)
 app.add_typer(bench, name="bench")
 

@@ -136,8 +136,7 @@ class OffloadedAccelerator:
     # -- what the accelerator does --------------------------------------------------------------------------------------
 
     def _wrap(self, accelerator: Accelerator, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(accelerator, name)
-        setattr(accelerator, name, functools.wraps(original)(functools.partial(wrapper, original)))
+        setattr(accelerator, name, _Around(getattr(accelerator, name), wrapper))
         self._wrapped.append(name)
 
     def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -218,6 +217,21 @@ class OffloadedAccelerator:
         self.offloaded_models += session.active or bool(session.tiled)
         if session.active and session.ranks.is_first:
             logger.info("Offloading activations of %s: %s.", type(model).__name__, session.plan.reason)
+
+
+class _Around:
+    """A method of one accelerator with ours around it; in copies and pickles of the accelerator, only its own."""
+
+    def __init__(self, original: Callable[..., Any], wrapper: Callable[..., Any]):
+        functools.update_wrapper(self, original)
+        self._original = original
+        self._wrapper = wrapper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(self._original, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._original.__self__, self._original.__name__)  # type: ignore[attr-defined]
 
 
 class _Stepped:

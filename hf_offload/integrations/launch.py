@@ -103,6 +103,10 @@ def launch(arguments: Sequence[str]) -> None:
 
     from hf_offload.allocator import CHOSEN_VARIABLE, environment_with
 
+    if not arguments:
+        raise OffloadConfigError(
+            "There is nothing to run: name a script, as in `hf-offload launch train.py --epochs 3`."
+        )
     chosen = launch_command_parser().parse_args(list(arguments))
     if chosen.no_python:
         raise OffloadConfigError("--no_python starts a program that is not Python, which cannot be offloaded: drop it.")

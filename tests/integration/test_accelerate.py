@@ -238,6 +238,12 @@ def test_optimizers_are_still_pickled(plugin):
     assert session_of(accelerator).stats.ended_steps == 4
 
 
+def test_accelerators_are_still_pickled(plugin):
+    twin = pickle.loads(pickle.dumps(plugin.accelerator(cpu=True)))
+    assert twin.prepare.__self__ is twin
+    assert hooks_on(twin.prepare(tiny_model("gpt2"))) == []
+
+
 # -------------------------------------------------------------------------------------------------------------- settings
 
 

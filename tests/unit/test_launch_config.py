@@ -139,6 +139,7 @@ def test_without_a_file_the_one_that_was_written_is_used(launched, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "environ", "part"),
     [
+        ([], {}, "name a script"),
         (["--no_python", "train.sh"], {}, "not Python"),
         (["--config_file", "nowhere.yaml", "train.py"], {}, "no config file"),
         (["train.py"], {"HF_OFFLOAD_TIER": "tape"}, "tier='tape' is unknown"),
