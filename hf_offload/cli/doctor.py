@@ -24,6 +24,7 @@ EFFECTS = (
     "Trainer with offloading active: the name hf_offload is added to report_to of its own arguments",
     "tier auto, in a step that is measured: hooks around every optimizer's step, and a dispatch mode that counts tensors",
     "tier auto and command plan: what this machine was measured to do is kept in ~/.cache/hf_offload",
+    "Accelerator that offloads: methods of its class are replaced, until the last one is detached or gone",
     "hf_offload.run, command launch, HF_OFFLOAD_AUTOLOAD=1: Accelerator.__init__ is replaced, so that every one offloads",
     "HF_OFFLOAD_AUTOLOAD=1: accelerate's reader of config files understands the section hf_offload_config",
     "commands train, launch and bench on a CPU: processes may run with a better allocator, by LD_PRELOAD",

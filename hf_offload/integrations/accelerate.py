@@ -92,22 +92,13 @@ class OffloadedAccelerator:
         self._sessions: weakref.WeakKeyDictionary[nn.Module, OffloadSession] = weakref.WeakKeyDictionary()
         self._optimizers: dict[int, Any] = {}  # id of an optimizer -> the handle of its hook
         self._not_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._wrapped: list[str] = []
         self.offloaded_models = 0
         _attached[accelerator] = self
+        _watch_methods()
+        weakref.finalize(accelerator, _unwatch_methods_if_unused).atexit = False
         try:
             if config.changes_a_run:
                 self._follow()
-                for name, wrapper in (
-                    ("prepare", self._prepare),
-                    ("prepare_model", self._prepare_model),
-                    ("prepare_optimizer", self._prepare),
-                    ("free_memory", self._free_memory),
-                    ("end_training", self._end_training),
-                ):
-                    self._wrap(accelerator, name, wrapper)
-                if accelerator.distributed_type == DistributedType.DEEPSPEED:
-                    self._wrap(accelerator, "backward", self._backward)
         except BaseException:
             self.detach()
             raise
@@ -126,52 +117,36 @@ class OffloadedAccelerator:
             handle.remove()
         self._optimizers.clear()
         accelerator = self._accelerator()
-        if accelerator is not None:
-            for name in self._wrapped:
-                vars(accelerator).pop(name, None)
-            if _attached.get(accelerator) is self:
-                del _attached[accelerator]
-        self._wrapped.clear()
+        if accelerator is not None and _attached.get(accelerator) is self:
+            del _attached[accelerator]
+        _unwatch_methods_if_unused()
 
     # -- what the accelerator does --------------------------------------------------------------------------------------
 
-    def _wrap(self, accelerator: Accelerator, name: str, wrapper: Callable[..., Any]) -> None:
-        setattr(accelerator, name, _Around(getattr(accelerator, name), wrapper))
-        self._wrapped.append(name)
+    def prepared(self, result: Any, args: Any, kwargs: Any) -> None:
+        """It has prepared something, or forgotten everything."""
+        if self._config.changes_a_run:
+            self._follow()
 
-    def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        self._follow()
-        return result
-
-    def _prepare_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        model = original(*args, **kwargs)
+    def prepared_model(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """It has prepared a model, for training or for evaluation alone."""
         if kwargs.get("evaluation_mode") or any(args[2:]):
             self._not_trained.add(model)
         else:
             self._not_trained.discard(model)
-        self._follow()
-        return model
+        self.prepared(model, args, kwargs)
 
-    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
+    def gone_backward(self, result: Any, args: Any, kwargs: Any) -> None:
+        """A backward is over. DeepSpeed steps in it, out of sight of any hook."""
         accelerator = self._accelerator()
-        if accelerator is not None and accelerator.sync_gradients:  # DeepSpeed has stepped, out of sight of any hook
-            self._stepped()
+        assert accelerator is not None
+        if accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.sync_gradients:
+            self.stepped()
 
-    def _stepped(self) -> None:
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
         for session in self.sessions:
             session.optimizer_stepped()
-
-    def _free_memory(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        self._follow()
-        return result
-
-    def _end_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.report()
-        self.detach()
-        return original(*args, **kwargs)
 
     def report(self, together: bool = True) -> None:
         """Log what was offloaded, ``together`` by all processes: then all of them call this, or none."""
@@ -219,21 +194,6 @@ class OffloadedAccelerator:
             logger.info("Offloading activations of %s: %s.", type(model).__name__, session.plan.reason)
 
 
-class _Around:
-    """A method of one accelerator with ours around it; in copies and pickles of the accelerator, only its own."""
-
-    def __init__(self, original: Callable[..., Any], wrapper: Callable[..., Any]):
-        functools.update_wrapper(self, original)
-        self._original = original
-        self._wrapper = wrapper
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapper(self._original, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._original.__self__, self._original.__name__)  # type: ignore[attr-defined]
-
-
 class _Stepped:
     """A hook of an optimizer that survives copies and pickles of it, and does nothing in the copy."""
 
@@ -243,10 +203,63 @@ class _Stepped:
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         offloaded = None if self._offloaded is None else self._offloaded()
         if offloaded is not None:
-            offloaded._stepped()
+            offloaded.stepped()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Stepped, (None,)
+
+
+_AFTER: dict[str, Callable[..., None]] = {
+    "prepare": OffloadedAccelerator.prepared,
+    "prepare_model": OffloadedAccelerator.prepared_model,
+    "prepare_optimizer": OffloadedAccelerator.prepared,
+    "free_memory": OffloadedAccelerator.prepared,
+    "backward": OffloadedAccelerator.gone_backward,
+}
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def _watch_methods() -> None:
+    """Replace the class's methods while there is an accelerator that offloads.
+
+    Not those of the one accelerator: it would hold itself then, and scripts count on accelerators going when nobody needs
+    them any more.
+    """
+    if _originals:
+        return
+    for name, after in _AFTER.items():
+        _originals[name] = getattr(Accelerator, name)
+        setattr(Accelerator, name, _with_after(_originals[name], after))
+    _originals["end_training"] = Accelerator.end_training
+    Accelerator.end_training = _end_training  # type: ignore[method-assign]
+
+
+def _with_after(original: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        result = original(accelerator, *args, **kwargs)
+        offloaded = _attached.get(accelerator)
+        if offloaded is not None:
+            after(offloaded, result, args, kwargs)
+        return result
+
+    return method
+
+
+@functools.wraps(Accelerator.end_training)
+def _end_training(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    original, offloaded = _originals["end_training"], _attached.get(accelerator)
+    if offloaded is not None:
+        offloaded.report()  # as long as processes can talk
+        offloaded.detach()
+    return original(accelerator, *args, **kwargs)
+
+
+def _unwatch_methods_if_unused() -> None:
+    if not list(_attached.keys()):
+        for name, original in _originals.items():
+            setattr(Accelerator, name, original)
+        _originals.clear()
 
 
 def _refuse(accelerator: Accelerator, config: OffloadConfig, by: str) -> None:

@@ -123,7 +123,18 @@ def _run(suite: Suite, kind: str, source: Path, work: Path) -> None:
             "HF_OFFLOAD_MIN_OFFLOAD_BYTES": "0",
             "OFFLOAD_ACCEPTANCE_PEFT": "1" if suite.project == "peft" else "",
         }
-    command = [sys.executable, "-m", "pytest", "-q", *suite.tests, "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        *suite.tests,
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        f"--junitxml={report}",
+    ]
     command += ["-k", suite.chosen] if suite.chosen else []
     command += ["-p", "tests.acceptance.offloaded"] if kind == "offloaded" else []
     log = work / f"{suite.project}-{suite.name}-{kind}.log"
@@ -132,7 +143,7 @@ def _run(suite: Suite, kind: str, source: Path, work: Path) -> None:
     outcomes = _outcomes(report) if report.is_file() else {"collection": log.read_text()[-500:]}
     setattr(suite, kind, outcomes)
     if kind == "offloaded" and count.is_file():
-        suite.packed = int(count.read_text())
+        suite.packed = count.stat().st_size
 
 
 def _outcomes(report: Path) -> dict[str, str]:

@@ -1,8 +1,10 @@
 """OffloadPlugin in loops written with Accelerator, and Accelerators that a script makes without knowing of it."""
 
+import gc
 import logging
 import os
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -197,7 +199,7 @@ def test_a_model_for_evaluation_is_left_alone(plugin):
 @pytest.mark.parametrize("how", ["detach", "end_training"])
 def test_nothing_is_left(how, plugin, caplog):
     accelerator = Accelerator(cpu=True)
-    before, environment = dict(vars(accelerator)), dict(os.environ)
+    before, environment, methods = dict(vars(accelerator)), dict(os.environ), dict(vars(Accelerator))
     offloaded = plugin.attach(accelerator)
     *_, model = loop(accelerator, together)
     (optimizer,) = accelerator._optimizers
@@ -209,6 +211,7 @@ def test_nothing_is_left(how, plugin, caplog):
     assert hooks_on(model) == []
     assert not optimizer.optimizer._optimizer_step_post_hooks
     assert vars(accelerator).keys() == before.keys()
+    assert dict(vars(Accelerator)) == methods
     assert dict(os.environ) == environment
     assert attached_accelerators() == []
     assert attached_session(model) is None
@@ -238,10 +241,39 @@ def test_optimizers_are_still_pickled(plugin):
     assert session_of(accelerator).stats.ended_steps == 4
 
 
+def test_accelerators_go_without_the_garbage_collector(plugin):
+    methods = dict(vars(Accelerator))
+    accelerator = plugin.accelerator(cpu=True)
+    _ = loop(accelerator, together)
+    assert dict(vars(Accelerator)) != methods
+    gone = weakref.ref(accelerator)
+    gc.disable()
+    try:
+        del accelerator
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert dict(vars(Accelerator)) == methods
+
+
+def test_what_somebody_else_put_around_a_method_comes_back(plugin):
+    accelerator = Accelerator(cpu=True)
+    own = accelerator.prepare
+    accelerator.prepare = lambda *objects: own(*objects)
+    theirs = accelerator.prepare
+    offloaded = plugin.attach(accelerator)
+    assert loop(accelerator, together)[0] == loop(Accelerator(cpu=True), together)[0]
+    assert offloaded.offloaded_models == 1
+    offloaded.detach()
+    assert accelerator.prepare is theirs
+    assert own.__func__ is Accelerator.prepare
+
+
 def test_accelerators_are_still_pickled(plugin):
-    twin = pickle.loads(pickle.dumps(plugin.accelerator(cpu=True)))
-    assert twin.prepare.__self__ is twin
+    accelerator = plugin.accelerator(cpu=True)
+    twin = pickle.loads(pickle.dumps(accelerator))
     assert hooks_on(twin.prepare(tiny_model("gpt2"))) == []
+    assert hooks_on(accelerator.prepare(tiny_model("gpt2")))
 
 
 # -------------------------------------------------------------------------------------------------------------- settings
@@ -266,7 +298,6 @@ def test_wrong_settings_are_refused_together():
 
 def test_nothing_is_done_for_settings_that_ask_for_nothing():
     accelerator = OffloadPlugin(tier="none").accelerator(cpu=True)
-    assert "prepare" not in vars(accelerator)
     assert hooks_on(accelerator.prepare(tiny_model("gpt2"))) == []
 
 
@@ -338,7 +369,6 @@ def test_every_accelerator_offloads(switched):
     assert switched.offloaded_models == 1
     switched.off()
     assert hooks_on(found[2]) == []
-    assert "prepare" not in vars(accelerator)
     assert found[0] == loop(Accelerator(cpu=True), together)[0]
     assert hooks_on(accelerator._models[0]) == []
 
