@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from hf_offload.integrations.trainer import OffloadCallback
     from hf_offload.session import OffloadSession, attach, offload_activations
+    from hf_offload.settings.sampling import SampledLinearConfig
     from hf_offload.settings.schema import OffloadConfig
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ _HOMES = {
     "OffloadSeq2SeqTrainingArguments": "hf_offload.integrations.arguments",
     "OffloadSession": "hf_offload.session",
     "OffloadTrainingArguments": "hf_offload.integrations.arguments",
+    "SampledLinearConfig": "hf_offload.settings.sampling",
     "attach": "hf_offload.session",
     "offload_activations": "hf_offload.session",
 }
@@ -47,6 +49,7 @@ __all__ = [
     "OffloadSeq2SeqTrainingArguments",
     "OffloadSession",
     "OffloadTrainingArguments",
+    "SampledLinearConfig",
     "SavedTensorModifiedError",
     "StorageError",
     "TierFullError",

@@ -24,6 +24,7 @@ from hf_offload.plan.hardware import BUDGET_SHARE, Figure, Hardware, measure_har
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
 from hf_offload.plan.ranks import Ranks, agreed
 from hf_offload.plan.units import find_blocks, find_units
+from hf_offload.sampling.convert import Sampling
 from hf_offload.settings.environment import DISABLE_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
@@ -59,13 +60,15 @@ def attach(
     config = _with_environment(config)
     _check_model(model, training, by)
     ranks = Ranks()
-    tiling = Tiling(model, config)
+    sampling, tiling = Sampling(model, config.sampling), Tiling(model, config)
     try:
         config = agreed(config, ranks)
+        sampling.apply()
         tiling.apply()
-        session = _attach(model, config, tiling, ranks)
+        session = _attach(model, config, sampling, tiling, ranks)
     except BaseException:
         tiling.remove()
+        sampling.remove()
         ranks.close()
         raise
     session.training, session.by = training, by
@@ -77,13 +80,15 @@ def attached_session(model: nn.Module) -> "OffloadSession | None":
     return _attached.get(model)
 
 
-def _attach(model: nn.Module, config: OffloadConfig, tiling: Tiling, ranks: Ranks) -> "OffloadSession":
+def _attach(
+    model: nn.Module, config: OffloadConfig, sampling: Sampling, tiling: Tiling, ranks: Ranks
+) -> "OffloadSession":
     blocks = find_blocks(model)
     device = open_device(device_of(model))
     automatic = config.tier == "auto"
     plan = safest_plan(config, device.is_host) if automatic else plan_from_settings(config, list(blocks))
     if not plan.moves or not _has_work(model):
-        return OffloadSession(model, config, plan, tiling, ranks)
+        return OffloadSession(model, config, plan, sampling, tiling, ranks)
     if automatic:
         _check_eager(model)
     tier = _open_tier(config, on_host=device.is_host)
@@ -91,7 +96,7 @@ def _attach(model: nn.Module, config: OffloadConfig, tiling: Tiling, ranks: Rank
         logger.info("CPU allocator: %s.", tune_running_allocator())
     engine = Engine(model, plan, device, tier)
     phases = Phases(engine)
-    session = OffloadSession(model, config, plan, tiling, ranks, engine, phases)
+    session = OffloadSession(model, config, plan, sampling, tiling, ranks, engine, phases)
     if automatic:
         session.plan_while_training(_hardware(config, ranks), Recompute(blocks))
         units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
@@ -142,6 +147,7 @@ class OffloadSession:
         model: nn.Module,
         config: OffloadConfig,
         plan: Plan,
+        sampling: Sampling,
         tiling: Tiling,
         ranks: Ranks,
         engine: Engine | None = None,
@@ -155,12 +161,13 @@ class OffloadSession:
         self._phases = phases
         self._feedback: Feedback | None = None
         self._recompute: Recompute | None = None
+        self._sampling = sampling
         self._tiling = tiling
         self.ranks = ranks
         self.training: object = None
         self.by = ""
         self._stepped = False
-        if engine is not None or self.tiled:
+        if engine is not None or self.tiled or self.sampled:
             _attached[model] = self
 
     def plan_while_training(self, hardware: Hardware, recompute: Recompute) -> None:
@@ -205,6 +212,11 @@ class OffloadSession:
         return self._tiling.names
 
     @property
+    def sampled(self) -> list[str]:
+        """Names of the linear layers whose weight gradient is estimated."""
+        return list(self._sampling.names)
+
+    @property
     def active(self) -> bool:
         """Whether anything is offloaded: not with tier ``none``, a frozen model, or after :meth:`detach`."""
         return self._engine is not None
@@ -244,6 +256,7 @@ class OffloadSession:
         if self._recompute is not None:
             self._recompute.remove()
         self._tiling.remove()
+        self._sampling.remove()
         if phases is not None:
             phases.remove()
         if engine is not None:

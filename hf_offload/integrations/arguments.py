@@ -68,6 +68,13 @@ class OffloadArguments:
         default=None, metadata={"help": "Size of the logits of one piece, e.g. 128MiB. Default: a sixteenth of all."}
     )
 
+    sampled_linear: str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Estimate weight gradients from a part of the inputs of linear layers: 0.3, or settings in JSON."
+        },
+    )
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if TrainingArguments in cls.__mro__ and cls.__mro__.index(TrainingArguments) < cls.__mro__.index(
@@ -108,6 +115,7 @@ class OffloadArguments:
             tiled_loss=self.tiled_loss,
             tiled_mlp=self.tiled_mlp,
             tile_bytes=self.tile_bytes,
+            sampled_linear=self.sampled_linear,
         )
 
 

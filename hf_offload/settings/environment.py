@@ -6,12 +6,14 @@ not set.
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import collect_errors, nearest
+from hf_offload.settings.sampling import sampled_linear
 from hf_offload.settings.schema import OffloadConfig
 
 PREFIX = "HF_OFFLOAD_"
@@ -70,6 +72,9 @@ def _value(field: str, text: str) -> Any:
 
 
 def _text(field: str, value: Any) -> str:
+    if field == "sampled_linear" and not isinstance(value, str):
+        sampling = sampled_linear(value)
+        return json.dumps(None if sampling is None else dataclasses.asdict(sampling))
     if isinstance(value, bool):  # what YAML makes of an unquoted on
         return "on" if value else "off"
     parts = [value] if isinstance(value, (str, int, float, os.PathLike)) else list(value)

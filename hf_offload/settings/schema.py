@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose, collect_errors
+from hf_offload.settings.sampling import SampledLinearConfig, sampled_linear
 from hf_offload.settings.sizes import parse_bytes
 
 TIERS = ("none", "ram", "ssd", "auto")
@@ -56,6 +57,8 @@ class OffloadConfig:
         tiled_mlp: The same for modules that treat every token by itself: ``"on"`` (all of them), names of modules, ``"auto"``
             (only where a ``memory_budget`` needs it), ``"off"``. Backward computes them once more.
         tile_bytes: Size of the logits of one piece. Default: a sixteenth of all, or a 64th of ``memory_budget``.
+        sampled_linear: Estimate the weight gradients of linear layers from this part of their input: a ratio such as 0.3, or
+            the settings of :class:`~hf_offload.SampledLinearConfig`. Gradients are then right on average only.
     """
 
     tier: str = "ssd"
@@ -71,6 +74,7 @@ class OffloadConfig:
     tiled_loss: str = "off"
     tiled_mlp: str | Sequence[str] = "off"
     tile_bytes: int | str | None = None
+    sampled_linear: "float | str | Mapping[str, Any] | SampledLinearConfig | None" = None
 
     def __post_init__(self) -> None:
         with collect_errors("offload settings") as check:
@@ -116,6 +120,8 @@ class OffloadConfig:
                         "tile_bytes is given, but nothing is tiled: set tiled_loss='on', or leave it out."
                     )
             with check:
+                self._set("sampled_linear", sampled_linear(self.sampled_linear))
+            with check:
                 self._set("directory", _directories(self.directory))
             with check:
                 if isinstance(self.keep_last_count, bool) or not isinstance(self.keep_last_count, int):
@@ -150,7 +156,12 @@ class OffloadConfig:
     @property
     def changes_a_run(self) -> bool:
         """Whether these settings ask for anything at all."""
-        return self.tier != "none" or self.tiles
+        return self.tier != "none" or self.tiles or self.sampling is not None
+
+    @property
+    def sampling(self) -> SampledLinearConfig | None:
+        """How linear layers are sampled, if they are."""
+        return self.sampled_linear  # type: ignore[return-value]  # __post_init__ made it one
 
     @property
     def directories(self) -> tuple[Path, ...]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -155,15 +156,18 @@ def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
         "min_offload_bytes": "offload_min_bytes",
         "read_ahead_bytes": "offload_read_ahead",
         "max_disk_write_bytes": "offload_max_disk_write",
-        # cutting is no offloading
+        # these are no offloading
         "tiled_loss": "tiled_loss",
         "tiled_mlp": "tiled_mlp",
         "tile_bytes": "tile_bytes",
+        "sampled_linear": "sampled_linear",
     }
     values = {field.name: getattr(offload, field.name) for field in dataclasses.fields(offload)}
     values["directory"] = ",".join(str(path) for path in offload.directories) or None
     if not isinstance(offload.tiled_mlp, str):
         values["tiled_mlp"] = ",".join(offload.tiled_mlp)
+    if offload.sampling is not None:
+        values["sampled_linear"] = json.dumps(dataclasses.asdict(offload.sampling))
     for name in SIZES:
         values[name] = None if values[name] is None else str(values[name])
     return {names.get(name, f"offload_{name}"): value for name, value in values.items()}

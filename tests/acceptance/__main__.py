@@ -101,6 +101,7 @@ def _source(project: str, work: Path) -> Path:
     _pip("download", "--no-deps", "--no-binary", ":all:", "--dest", str(work), f"{project}=={version}")
     with tarfile.open(work / f"{project}-{version}.tar.gz") as archive:
         archive.extractall(work, filter="data")
+    (work / f"{project}-{version}" / "tests" / "__init__.py").touch()  # PEFT's import each other as a package
     return work / f"{project}-{version}"
 
 
@@ -109,7 +110,7 @@ def _run(suite: Suite, kind: str, source: Path, work: Path) -> None:
     for path in (report, count):
         path.unlink(missing_ok=True)
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(work / "extra")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/acceptance"), str(work / "extra")]),
         "HF_HUB_OFFLINE": "1",
         "OFFLOAD_ACCEPTANCE_COUNT": str(count),
     }
@@ -136,7 +137,7 @@ def _run(suite: Suite, kind: str, source: Path, work: Path) -> None:
         f"--junitxml={report}",
     ]
     command += ["-k", suite.chosen] if suite.chosen else []
-    command += ["-p", "tests.acceptance.offloaded"] if kind == "offloaded" else []
+    command += ["-p", "offloaded"] if kind == "offloaded" else []
     log = work / f"{suite.project}-{suite.name}-{kind}.log"
     with log.open("w") as file:
         subprocess.run(command, cwd=source, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)

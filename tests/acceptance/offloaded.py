@@ -1,4 +1,4 @@
-"""A pytest plugin (``-p tests.acceptance.offloaded``): other projects' own tests, with everything they train offloaded.
+"""A pytest plugin (``-p offloaded``): other projects' own tests, with everything they train offloaded.
 
 Accelerators are switched on as in any script that knows nothing of it, by ``HF_OFFLOAD_AUTOLOAD=1`` and the variables of the
 settings, in the processes that tests start, too. PEFT's tests train in loops of their own; their models are attached to as

@@ -21,6 +21,7 @@ EVERYTHING = {
     "tiled_loss": "on",
     "tiled_mlp": ["mlp", "h.0.mlp"],
     "tile_bytes": "2MiB",
+    "sampled_linear": {"ratio": 0.3, "targets": ["mlp", "q_proj"]},
 }
 
 

@@ -1,0 +1,144 @@
+"""Making linear layers sampled ones, and back.
+
+A layer's class is swapped, and nothing else of it changes: its parameters, its place in the state dict, what adapters and
+tied heads hold of it. So checkpoints know nothing of sampling, and LoRA finds an ``nn.Linear``.
+"""
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.plan.units import find_blocks
+from hf_offload.sampling.linear import Draws, SampledConv1D, SampledLinear
+from hf_offload.settings.load import nearest
+from hf_offload.settings.sampling import SampledLinearConfig
+
+logger = logging.getLogger(__name__)
+
+# Subclasses (quantised layers, parallel ones) have forwards of their own and are left alone.
+_SAMPLED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: SampledLinear, Conv1D: SampledConv1D}
+_USUAL = {sampled: usual for usual, sampled in _SAMPLED.items()}
+# The projection of attention's output: its input is what attention itself saves.
+_ATTENTION_OUTPUT = re.compile(
+    r"(attn|attention|self_attn|SelfAttention|EncDecAttention|crossattention)(\.self)?\.(o_proj|out_proj|c_proj|o|dense)$"
+    r"|attention\.output\.dense$|attention\.dense$"
+)
+
+
+class Sampling:
+    """The sampled layers of one model: made by :meth:`apply`, taken off by :meth:`remove`."""
+
+    def __init__(self, model: nn.Module, config: SampledLinearConfig | None):
+        self._model = model
+        self._config = config
+        self.names: tuple[str, ...] = ()
+
+    def apply(self) -> None:
+        """Convert what was asked for.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` if there is nothing to convert.
+        """
+        if self._config is None or not self._config.samples:
+            return
+        self.names = convert_linears(self._model, self._config).converted
+        if any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules()):
+            logger.warning(
+                "Activation checkpointing keeps nothing of a block but its input, so sampling its linear layers saves no "
+                "memory: drop one of them."
+            )
+
+    def remove(self) -> None:
+        """Make every layer a usual one again. Idempotent."""
+        if self.names:
+            restore_linears(self._model)
+        self.names = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionReport:
+    """What was converted, and why the rest was not: by the name of the module."""
+
+    converted: tuple[str, ...]
+    left: dict[str, str]
+
+
+def convert_linears(model: nn.Module, config: SampledLinearConfig) -> ConversionReport:
+    """Let the linear layers that ``config.targets`` names estimate the gradient of their weight.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` if targets match nothing; the model is unchanged then.
+    """
+    chosen: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    for name, module in _linears(model):
+        why = _why_not(name, module, model, config)
+        if why is None:
+            chosen[name] = module
+        else:
+            left[name] = why
+    if not chosen:
+        raise OffloadConfigError(_nothing_matches(config, left))
+    draws = Draws(config)
+    for module in chosen.values():
+        module.__class__ = _SAMPLED[type(module)]
+        module.draws = draws  # type: ignore[assignment]  # no parameter and no buffer: a plain attribute
+    logger.info(
+        "%d linear layers estimate the gradient of their weight (%s, %g of the input): right on average, not each time.",
+        len(chosen),
+        config.estimator,
+        config.ratio,
+    )
+    return ConversionReport(tuple(chosen), left)
+
+
+def restore_linears(model: nn.Module) -> int:
+    """Make all sampled layers usual ones again; how many there were."""
+    found = [module for module in model.modules() if type(module) in _USUAL]
+    for module in found:
+        module.__class__ = _USUAL[type(module)]
+        vars(module).pop("draws", None)
+    return len(found)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, Conv1D)):
+            yield name, module
+
+
+def _why_not(name: str, module: nn.Module, model: nn.Module, config: SampledLinearConfig) -> str | None:
+    if type(module) in _USUAL:
+        return "it is sampled already"
+    if type(module) not in _SAMPLED:
+        return f"a {type(module).__name__} has a forward of its own"
+    if not module.weight.requires_grad:  # type: ignore[union-attr]
+        return "its weight is frozen, so its input is not saved"
+    if isinstance(config.targets, str):
+        if config.targets == "all":
+            return None
+        if not any(name == block or name.startswith(f"{block}.") for block in find_blocks(model)):
+            return "it is outside of the repeated blocks"
+        if ".lora_B." in name:
+            return "its input has only the rank of the adapter"
+        plain = name.removesuffix(".default").removesuffix(".lora_A").removesuffix(".base_layer")
+        if _ATTENTION_OUTPUT.search(plain):
+            return "its input is what attention saves anyway"
+        return None
+    if not any(name == target or name.endswith(f".{target}") for target in config.targets):
+        return "no target names it"
+    return None
+
+
+def _nothing_matches(config: SampledLinearConfig, left: dict[str, str]) -> str:
+    kinds = sorted({re.sub(r"\.\d+\.", ".N.", name) for name in left})
+    wanted = config.targets if isinstance(config.targets, str) else ", ".join(config.targets)
+    reasons = "; ".join(sorted(set(left.values()))) or "there is none"
+    hint = nearest(wanted, {name.rpartition(".")[2] for name in left}) if not isinstance(config.targets, str) else ""
+    return (
+        f"targets={wanted!r} matches no linear layer that can be sampled ({reasons}).{hint} "
+        f"Linear layers of this model: {', '.join(kinds) or 'none'}."
+    )

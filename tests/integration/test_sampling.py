@@ -1,0 +1,266 @@
+"""Sampled linear layers in real models: what is converted, what is saved, and what they live with."""
+
+import copy
+import logging
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer
+
+from hf_offload import (
+    OffloadConfig,
+    OffloadConfigError,
+    OffloadTrainingArguments,
+    SampledLinearConfig,
+    attach,
+    offload_activations,
+)
+from hf_offload.sampling.convert import convert_linears, restore_linears
+from hf_offload.sampling.linear import SampledConv1D, SampledLinear
+from tests.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
+
+CONFIG = SampledLinearConfig(ratio=0.25, min_rows=1)
+
+
+def ends(names):
+    return {name.rpartition(".")[2] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("name", "converted", "left"),
+    [
+        ("llama", {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}, {"o_proj", "lm_head"}),
+        ("gpt2", {"c_attn", "c_fc", "mlp.c_proj"}, {"attn.c_proj", "lm_head"}),
+        (
+            "bert",
+            {"query", "key", "value", "intermediate.dense", "output.dense"},
+            {"attention.output.dense", "decoder"},
+        ),
+        ("t5", {"q", "k", "v", "wi", "wo"}, {"SelfAttention.o", "EncDecAttention.o", "lm_head"}),
+        ("gpt_neox", {"query_key_value", "dense_h_to_4h", "dense_4h_to_h"}, {"attention.dense"}),
+    ],
+)
+def test_auto_takes_what_is_worth_it(name, converted, left):
+    model = tiny_model(name)
+    report = convert_linears(model, CONFIG)
+    for end in converted:
+        assert any(one.endswith(f".{end}") for one in report.converted), end
+    for end in left:
+        assert not any(one.endswith(end) and "mlp" not in one and "attention" in end for one in report.converted), end
+        assert any(one.endswith(end) for one in report.left), end
+    assert all(report.left.values())
+    usual = weights(tiny_model(name))
+    assert weights(model).keys() == usual.keys()
+    assert model.state_dict().keys() == tiny_model(name).state_dict().keys()
+    assert restore_linears(model) == len(report.converted)
+    assert not any(isinstance(module, (SampledLinear, SampledConv1D)) for module in model.modules())
+    assert not any("draws" in vars(module) for module in model.modules())
+
+
+def saved_bytes(model):
+    """Bytes of the storages that a forward saves, each once; weights left out."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    seen = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = (storage.nbytes(), tensor)  # held: an address is not used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**tiny_batch("llama", size=4)).loss
+    del loss
+    return sum(nbytes for nbytes, _ in seen.values())
+
+
+def test_layers_of_one_input_keep_one_part():
+    plain, shared, apart = tiny_model("llama"), tiny_model("llama"), tiny_model("llama")
+    targets = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+    convert_linears(shared, SampledLinearConfig(ratio=0.25, targets=targets))
+    convert_linears(apart, SampledLinearConfig(ratio=0.25, targets=targets, share_inputs=False))
+    sizes = [saved_bytes(model) for model in (plain, shared, apart)]
+    assert sizes[1] < sizes[2] < sizes[0]
+    rows, width = 4 * 24, 32
+    part = rows // 4 * (4 * width + 8)  # the rows, and where they were
+    assert sizes[2] - sizes[1] == 2 * 3 * part  # of five parts, two are enough; in each of two blocks
+
+
+def test_nothing_is_held_when_forward_and_backward_are_over():
+    model = tiny_model("llama")
+    convert_linears(model, CONFIG)
+    model(**tiny_batch("llama")).loss.backward()
+    draws = model.model.layers[0].self_attn.q_proj.draws
+    assert getattr(draws._thread, "known", None) is None
+
+
+def switch_on_checkpointing(model, *options):
+    """transformers has renamed it, and warns about the older name."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    next(getattr(model, name) for name in names if hasattr(model, name))(*options)
+
+
+def seeded_gradients(model, name="llama", steps=1):
+    torch.manual_seed(5)
+    for step in range(steps):
+        model(**tiny_batch(name, seed=step)).loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("estimator", ["wta-crs", "rad"])
+def test_a_recompute_draws_the_same(reentrant, estimator, caplog):
+    """Recomputing draws again, from the same random state: gradients are those of a run that recomputes nothing."""
+    config = SampledLinearConfig(ratio=0.25, min_rows=1, estimator=estimator)
+    plain, recomputed = (tiny_model("llama", dropout=0.1) for _ in range(2))
+    for model in (plain, recomputed):
+        convert_linears(model, config)
+    switch_on_checkpointing(recomputed, {"use_reentrant": reentrant})
+    expected, found = seeded_gradients(plain), seeded_gradients(recomputed)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_offloading_sampled_rows_changes_no_bit(name, tmp_path):
+    def run(config):
+        model = tiny_model(name)
+        with offload_activations(model, config) as session:
+            found = seeded_gradients(model, name, steps=2)
+        return found, session
+
+    expected, plain = run(OffloadConfig(tier="none", sampled_linear={"ratio": 0.25, "min_rows": 1}))
+    found, session = run(
+        OffloadConfig(
+            tier="ssd", directory=tmp_path, min_offload_bytes=0, sampled_linear={"ratio": 0.25, "min_rows": 1}
+        )
+    )
+    assert session.stats.total.offloaded_bytes > 0
+    assert plain.stats.total.offloaded_bytes == 0
+    assert all(torch.equal(found[key], gradient) for key, gradient in expected.items())
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft still uses the older name
+@pytest.mark.parametrize("first", ["lora", "sampling"])
+def test_lora_before_and_after(first):
+    model = tiny_model("llama")
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    if first == "sampling":
+        convert_linears(model, CONFIG)
+        model = peft.get_peft_model(model, settings)
+        restore_linears(model)  # frozen now
+        report = convert_linears(model, CONFIG)
+    else:
+        model = peft.get_peft_model(model, settings)
+        report = convert_linears(model, CONFIG)
+    assert all(".lora_A." in name for name in report.converted)
+    assert len(report.converted) == 2 * 3
+    assert report.left["base_model.model.model.layers.0.self_attn.q_proj.base_layer"].startswith("its weight is frozen")
+    model(**tiny_batch("llama")).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    restore_linears(model)
+    merged = model.merge_and_unload()
+    assert merged.state_dict().keys() == tiny_model("llama").state_dict().keys()
+
+
+def test_bf16_autocast_saves_16_bits():
+    model = tiny_model("llama")
+    convert_linears(model, CONFIG)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**tiny_batch("llama")).loss
+    loss.backward()
+    assert all(p.grad.dtype == torch.float for p in model.parameters())
+
+
+def test_evaluation_and_copies():
+    model = tiny_model("llama").eval()
+    expected = model(**tiny_batch("llama")).logits
+    convert_linears(model, CONFIG)
+    assert torch.equal(model(**tiny_batch("llama")).logits, expected)
+    twin = copy.deepcopy(model)
+    assert twin.model.layers[0].self_attn.q_proj.draws is twin.model.layers[1].mlp.up_proj.draws
+    assert twin.model.layers[0].self_attn.q_proj.draws is not model.model.layers[0].self_attn.q_proj.draws
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile's own
+def test_compiled():
+    model = tiny_model("llama", dropout=0.0)
+    convert_linears(model, CONFIG)
+    expected = seeded_gradients(model)
+    model.zero_grad()
+    compiled = torch.compile(model, backend="eager")
+    torch.manual_seed(5)
+    compiled(**tiny_batch("llama", seed=0)).loss.backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+# --------------------------------------------------------------------------------------------------- by a flag, mistakes
+
+
+@pytest.mark.parametrize("value", [0.25, "0.25", '{"ratio": 0.25, "min_rows": 1, "estimator": "crs"}'])
+def test_one_argument_of_the_trainer_is_enough(value, tmp_path, caplog):
+    arguments = OffloadTrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to="none", sampled_linear=value, save_strategy="no",
+        per_device_train_batch_size=2, disable_tqdm=True,
+    )  # fmt: skip
+    model = tiny_model("llama")
+    trainer = Trainer(model, arguments, train_dataset=ExampleDataset("llama", 8))
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        trainer.train()
+    assert "linear layers estimate the gradient of their weight" in caplog.text
+    assert not any(isinstance(module, SampledLinear) for module in model.modules())  # given back
+
+
+def test_checkpointing_and_sampling_together_are_told(caplog):
+    model = tiny_model("llama")
+    switch_on_checkpointing(model)
+    session = attach(model, OffloadConfig(tier="none", sampled_linear=0.25))
+    assert "sampling its linear layers saves no memory" in caplog.text
+    assert session.sampled
+    session.detach()
+
+
+def test_a_ratio_of_one_converts_nothing():
+    session = attach(tiny_model("llama"), OffloadConfig(tier="none", sampled_linear=1))
+    assert session.sampled == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"ratio": 0}, "ratio=0 is not a part"),
+        ({"ratio": 1.5}, "ratio=1.5"),
+        ({"estimator": "wta"}, "Did you mean 'wta-crs'"),
+        ({"min_rows": 0}, "min_rows=0"),
+        ({"targets": ()}, "targets="),
+        ({"share_inputs": "yes"}, "share_inputs"),
+    ],
+)
+def test_wrong_settings(settings, part):
+    with pytest.raises(OffloadConfigError, match=part):
+        SampledLinearConfig(**settings)
+    with pytest.raises(OffloadConfigError, match=part):
+        OffloadConfig(sampled_linear=settings)
+
+
+def test_settings_that_are_no_json():
+    with pytest.raises(OffloadConfigError, match=r"neither a ratio such as 0\.3 nor settings in JSON"):
+        OffloadConfig(sampled_linear="a third")
+
+
+@pytest.mark.parametrize(
+    ("make", "targets", "part"),
+    [
+        (lambda: tiny_model("llama"), "qproj", r"Did you mean 'q_proj'\?.*model.layers.N.self_attn.q_proj"),
+        (lambda: tiny_model("llama").requires_grad_(False), "all", "its weight is frozen"),
+        (lambda: nn.Sequential(nn.GELU()), "all", "Linear layers of this model: none"),
+    ],
+)
+def test_targets_that_match_nothing(make, targets, part):
+    model = make()
+    with pytest.raises(OffloadConfigError, match=part):
+        convert_linears(model, SampledLinearConfig(targets=targets))
+    assert not any(isinstance(module, SampledLinear) for module in model.modules())
