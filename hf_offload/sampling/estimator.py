@@ -23,8 +23,8 @@ def draw_rows(importance: Tensor, random: Tensor, *, keep_winners: bool) -> tupl
 
     ``importance`` is ``[rows]``, at least zero: any is unbiased as long as it is positive where a row is not zero. The best
     is proportional to the norm of the row's part of the sum. ``random`` is ``[count]``, float64, uniform in 0..1. Returns
-    indices ``[count]`` (repeated where a row was drawn more than once) and factors ``[count]`` in float64. ``keep_winners`` is
-    WTA-CRS; without it, column-row sampling (CRS).
+    indices ``[count]`` (repeated where a row was drawn more than once) and factors ``[count]`` in float64. ``keep_winners``
+    is WTA-CRS; without it, column-row sampling (CRS).
     """
     probabilities = importance.double()
     total = probabilities.sum()
