@@ -26,6 +26,11 @@ ACCELERATE = (
     "accelerator", "grad_sync", "hooks", "kwargs_handlers", "optimizer", "scheduler", "state_checkpointing", "cpu",
     "compile", "dataclasses", "memory_utils", "modeling_utils", "utils", "data_loader", "cli", "launch",
 )  # fmt: skip
+# What those tests import besides what is installed; by name, so that nothing that is installed changes.
+NEEDED = (
+    "parameterized", "diffusers", "importlib_metadata", "zipp", "requests", "charset-normalizer", "urllib3", "idna",
+    "certifi", "scikit-learn", "joblib", "threadpoolctl",
+)  # fmt: skip
 PEFT = "test_only_params_are_updated or test_training_custom_models or test_parameters_after_loading_model"
 
 
@@ -66,7 +71,7 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="hf_offload-acceptance-") as folder:
         work = Path(folder)
-        _pip("install", "--target", str(work / "extra"), "--no-deps", "parameterized")
+        _pip("install", "--target", str(work / "extra"), "--no-deps", *NEEDED)
         suites = [Suite("accelerate", name, [f"tests/test_{name}.py"]) for name in ACCELERATE] + [
             Suite("peft", "custom_models", ["tests/test_custom_models.py"], PEFT)
         ]
