@@ -216,7 +216,19 @@ _AFTER: dict[str, Callable[..., None]] = {
     "free_memory": OffloadedAccelerator.prepared,
     "backward": OffloadedAccelerator.gone_backward,
 }
-_originals: dict[str, Callable[..., Any]] = {}
+# Name of a method of Accelerator -> the one that stood there, and the one that stands there now.
+_replaced: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+
+def _replace(name: str, method: Callable[..., Any]) -> None:
+    _replaced[name] = getattr(Accelerator, name), method
+    setattr(Accelerator, name, method)
+
+
+def _restore(name: str) -> None:
+    original, method = _replaced.pop(name)
+    if getattr(Accelerator, name) is method:  # else somebody has put theirs around it
+        setattr(Accelerator, name, original)
 
 
 def _watch_methods() -> None:
@@ -225,13 +237,10 @@ def _watch_methods() -> None:
     Not those of the one accelerator: it would hold itself then, and scripts count on accelerators going when nobody needs
     them any more.
     """
-    if _originals:
-        return
-    for name, after in _AFTER.items():
-        _originals[name] = getattr(Accelerator, name)
-        setattr(Accelerator, name, _with_after(_originals[name], after))
-    _originals["end_training"] = Accelerator.end_training
-    Accelerator.end_training = _end_training  # type: ignore[method-assign]
+    if "prepare" not in _replaced:
+        for name, after in _AFTER.items():
+            _replace(name, _with_after(getattr(Accelerator, name), after))
+        _replace("end_training", _with_report(Accelerator.end_training))
 
 
 def _with_after(original: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
@@ -246,20 +255,22 @@ def _with_after(original: Callable[..., Any], after: Callable[..., None]) -> Cal
     return method
 
 
-@functools.wraps(Accelerator.end_training)
-def _end_training(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
-    original, offloaded = _originals["end_training"], _attached.get(accelerator)
-    if offloaded is not None:
-        offloaded.report()  # as long as processes can talk
-        offloaded.detach()
-    return original(accelerator, *args, **kwargs)
+def _with_report(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def end_training(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        offloaded = _attached.get(accelerator)
+        if offloaded is not None:
+            offloaded.report()  # as long as processes can talk
+            offloaded.detach()
+        return original(accelerator, *args, **kwargs)
+
+    return end_training
 
 
 def _unwatch_methods_if_unused() -> None:
-    if not list(_attached.keys()):
-        for name, original in _originals.items():
-            setattr(Accelerator, name, original)
-        _originals.clear()
+    if not list(_attached.keys()) and "prepare" in _replaced:
+        for name in (*_AFTER, "end_training"):
+            _restore(name)
 
 
 def _refuse(accelerator: Accelerator, config: OffloadConfig, by: str) -> None:
@@ -298,8 +309,7 @@ class switch_on:
 
     def __init__(self, plugin: OffloadPlugin):
         self._made: list[OffloadedAccelerator] = []
-        self._original = Accelerator.__init__
-        original = self._original
+        original = Accelerator.__init__
 
         @functools.wraps(original)
         def make(accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
@@ -307,7 +317,7 @@ class switch_on:
             if accelerator not in _attached:
                 self._made.append(OffloadedAccelerator(accelerator, plugin.config, ENVIRONMENT))
 
-        Accelerator.__init__ = make  # type: ignore[method-assign]
+        _replace("__init__", make)
 
     @property
     def offloaded_models(self) -> int:
@@ -320,7 +330,8 @@ class switch_on:
             made.report(together)
 
     def off(self) -> None:
-        """Take everything off again."""
-        Accelerator.__init__ = self._original  # type: ignore[method-assign]
+        """Take everything off again. Idempotent."""
+        if "__init__" in _replaced:
+            _restore("__init__")
         for made in self._made:
             made.detach()

@@ -72,16 +72,7 @@ def convert_linears(model: nn.Module, config: SampledLinearConfig) -> Conversion
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` if targets match nothing; the model is unchanged then.
     """
-    chosen: dict[str, nn.Module] = {}
-    left: dict[str, str] = {}
-    for name, module in _linears(model):
-        why = _why_not(name, module, model, config)
-        if why is None:
-            chosen[name] = module
-        else:
-            left[name] = why
-    if not chosen:
-        raise OffloadConfigError(_nothing_matches(config, left))
+    chosen, left = chosen_linears(model, config)
     draws = Draws(config)
     for module in chosen.values():
         module.__class__ = _SAMPLED[type(module)]
@@ -93,6 +84,24 @@ def convert_linears(model: nn.Module, config: SampledLinearConfig) -> Conversion
         config.ratio,
     )
     return ConversionReport(tuple(chosen), left)
+
+
+def chosen_linears(model: nn.Module, config: SampledLinearConfig) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The layers that ``config.targets`` names, by name, and why each of the others is left alone.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` if targets match nothing.
+    """
+    chosen: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    for name, module in _linears(model):
+        why = _why_not(name, module, model, config)
+        if why is None:
+            chosen[name] = module
+        else:
+            left[name] = why
+    if not chosen:
+        raise OffloadConfigError(_nothing_matches(config, left))
+    return chosen, left
 
 
 def restore_linears(model: nn.Module) -> int:

@@ -18,6 +18,7 @@ from hf_offload import (
     offload_activations,
 )
 from hf_offload.sampling.convert import convert_linears, restore_linears
+from hf_offload.sampling.diagnostics import measure_errors
 from hf_offload.sampling.linear import SampledConv1D, SampledLinear
 from tests.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
 
@@ -195,6 +196,58 @@ def test_compiled():
     compiled(**tiny_batch("llama", seed=0)).loss.backward()
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+# ------------------------------------------------------------------------------------------------------------ diagnostics
+
+
+def test_errors_are_those_of_the_estimates():
+    """The diagnostic says what many sampled backwards of one layer show."""
+    model = tiny_model("llama", dropout=0.0)
+    target = "layers.1.mlp.down_proj"
+    config = SampledLinearConfig(ratio=0.25, min_rows=1, targets=target)
+    inputs = tiny_batch("llama", size=4)
+    (error,) = measure_errors(model, inputs, config, ratios=[0.25], draws=300)
+    assert error.name == f"model.{target}"
+    weight = model.get_submodule(error.name).weight
+    model(**inputs).loss.backward()
+    exact = weight.grad.clone()
+    convert_linears(model, config)
+    squares = []
+    for _ in range(300):
+        model.zero_grad()
+        model(**inputs).loss.backward()
+        squares.append((weight.grad - exact).square().sum())
+    expected = float(torch.stack(squares).mean().sqrt() / exact.norm())
+    assert error.errors[0.25] == pytest.approx(expected, rel=0.15)
+
+
+def test_more_rows_are_nearer_and_the_smallest_that_do_are_suggested():
+    model = tiny_model("llama")
+    torch.manual_seed(0)
+    found = measure_errors(model, tiny_batch("llama", size=8), SampledLinearConfig(min_rows=1), draws=30, tolerated=1.2)
+    assert len(found) == 2 * 6
+    for layer in found:
+        assert layer.errors[0.05] > layer.errors[0.2] > layer.errors[0.5] > 0
+        good = [ratio for ratio, error in layer.errors.items() if error <= 1.2]
+        assert layer.suggested_ratio == (min(good) if good else None)
+    assert any(layer.suggested_ratio for layer in found)
+
+
+def test_measuring_leaves_the_training_as_it_was():
+    model = tiny_model("llama")
+    model(**tiny_batch("llama")).loss.backward()
+    before, state = gradients(model), torch.get_rng_state()
+    measure_errors(model, tiny_batch("llama", seed=1))
+    assert all(torch.equal(gradients(model)[name], gradient) for name, gradient in before.items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module._forward_pre_hooks or module._backward_hooks for module in model.modules())
+
+
+def test_a_model_without_a_loss_cannot_be_measured():
+    inputs = {"input_ids": tiny_batch("llama")["input_ids"]}
+    with pytest.raises(OffloadConfigError, match="give labels among the inputs"):
+        measure_errors(tiny_model("llama"), inputs)
 
 
 # --------------------------------------------------------------------------------------------------- by a flag, mistakes
