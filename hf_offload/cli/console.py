@@ -49,9 +49,14 @@ def clear_errors() -> Iterator[None]:
         raise typer.Exit(EXIT_INTERRUPTED) from error
 
 
-def show_log(level: int = logging.INFO) -> logging.Handler:
-    """Show the package's log from now on; other libraries keep their own settings."""
+def show_log(level: int = logging.INFO) -> logging.Handler | None:
+    """Show the package's log from now on; other libraries keep their own settings.
+
+    Returns None if it is shown already: one command may run inside another.
+    """
     log = logging.getLogger("hf_offload")
+    if any(isinstance(handler, RichHandler) for handler in log.handlers):
+        return None
     handler = RichHandler(console=messages(), show_path=False, show_time=False)
     log.addHandler(handler)
     log.setLevel(level)
@@ -68,6 +73,7 @@ def visible_log(shown: int = logging.INFO) -> Iterator[None]:
     try:
         yield
     finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-        log.propagate = propagate
+        if handler is not None:
+            log.removeHandler(handler)
+            log.setLevel(level)
+            log.propagate = propagate

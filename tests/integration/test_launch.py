@@ -118,6 +118,14 @@ def test_a_module_alone(place):
     assert printed(offload(place, "-m", "train", "--x")) == printed(run(place, "train.py", "--x"))
 
 
+def test_a_command_inside_shows_every_line_once(place):
+    (place / "twice.py").write_text(
+        "import logging\nfrom hf_offload.cli.console import visible_log\n"
+        "with visible_log():\n    logging.getLogger('hf_offload').info('said so')\n"
+    )
+    assert offload(place, "twice.py").stderr.count("said so") == 1
+
+
 def test_scripts_end_as_they_would(place):
     (place / "code.py").write_text("import sys; sys.exit(7)")
     assert offload(place, "code.py").returncode == 7
