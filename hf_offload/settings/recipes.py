@@ -26,7 +26,7 @@ TASKS = {
 }
 SOURCES = ("python-stdlib", RANDOM_TOKENS)
 DTYPES = ("float32", "bfloat16", "float16")
-SECTIONS = ("model", "data", "training", "offload")
+SECTIONS = ("model", "data", "training", "offload", "sampling")
 SMALLEST_BPE = 257
 """All 256 byte values and the end-of-text token."""
 
@@ -254,7 +254,11 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                 training[key] = _training_value(key, value)
         with check:
             # A recipe without the section asks for no offloading; with it, OffloadConfig's own default holds.
-            asked = sections["offload"] if "offload" in tree else {"tier": "none"}
+            asked = dict(sections["offload"]) if "offload" in tree else {"tier": "none"}
+            if "sampling" in tree:
+                if "sampled_linear" in asked:
+                    raise OffloadConfigError("offload.sampled_linear and the section sampling say the same: drop one.")
+                asked["sampled_linear"] = sections["sampling"]
             offload = from_mapping(OffloadConfig, asked, "offload")
         with check:
             if sections["data"].get("streaming") is True and int(training.get("max_steps") or 0) <= 0:

@@ -29,7 +29,7 @@ ACCELERATE = (
 # What those tests import besides what is installed; by name, so that nothing that is installed changes.
 NEEDED = (
     "parameterized", "diffusers", "importlib_metadata", "zipp", "requests", "charset-normalizer", "urllib3", "idna",
-    "certifi", "scikit-learn", "joblib", "threadpoolctl",
+    "certifi", "scikit-learn", "joblib", "threadpoolctl", "cloudpickle", "narwhals",
 )  # fmt: skip
 PEFT = "test_only_params_are_updated or test_training_custom_models or test_parameters_after_loading_model"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_offload
-from hf_offload import OffloadConfig, OffloadConfigError
+from hf_offload import OffloadConfig, OffloadConfigError, SampledLinearConfig
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
 from hf_offload.settings.recipes import HubData, load_recipe
 from hf_offload.training.report import describe_model
@@ -104,6 +104,14 @@ def test_an_override_can_replace_a_section_and_reset_a_key(tiny_recipe):
 def test_no_offload_section_means_no_offloading(tiny_recipe):
     assert load_recipe(tiny_recipe).offload.tier == "none"
     assert load_recipe(tiny_recipe, ["offload.verify=checksum"]).offload.tier == OffloadConfig().tier
+
+
+def test_a_section_of_its_own_for_sampling(tiny_recipe):
+    recipe = load_recipe(tiny_recipe, ["sampling={ratio: 0.2, estimator: crs}"])
+    assert (recipe.offload.tier, recipe.offload.sampling) == ("none", SampledLinearConfig(ratio=0.2, estimator="crs"))
+    assert load_recipe(tiny_recipe, ["offload.tier=ssd", "sampling={}"]).offload.sampling == SampledLinearConfig()
+    assert "Did you mean 'ratio'" in mistakes(tiny_recipe, "sampling.ration=0.2")
+    assert "say the same" in mistakes(tiny_recipe, "sampling.ratio=0.2", "offload.sampled_linear=0.3")
 
 
 def test_plain_words_of_yaml_mean_what_they_say(tiny_recipe):
