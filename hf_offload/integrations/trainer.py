@@ -89,7 +89,9 @@ class OffloadCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.session is not None and self.session.active:
-            for line in summary_lines(self.session):
+            # After an interruption the other processes may not come here.
+            finished = control.should_training_stop or state.global_step >= state.max_steps
+            for line in summary_lines(self.session, together=finished):
                 if state.is_world_process_zero:
                     logger.info("%s", line)
         self._detach()

@@ -10,7 +10,7 @@ from small_models import batch, build
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_offload.session
-from hf_offload import OffloadConfig, OffloadConfigError, OffloadPlugin, offload_activations
+from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadPlugin, offload_activations
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan import ranks
 from hf_offload.plan.hardware import Figure, Hardware
@@ -152,6 +152,20 @@ def one_summary_for_all(rank, folder):
     assert f" {format_bytes(mine)} of activations moved a step," in alone
 
 
+def an_interrupted_training_waits_for_nobody(rank, folder):
+    """One process ends its training early, and alone."""
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    callback, arguments = OffloadCallback(settings(folder)), TrainingArguments(output_dir=str(folder), use_cpu=True)
+    state, control = TrainerState(), TrainerControl()
+    state.max_steps, state.global_step = 5, 3 if rank == 0 else 5
+    callback.on_train_begin(arguments, state, control, model=tiny_model("gpt2"))
+    if rank == 0:
+        callback.on_train_end(arguments, state, control)
+    dist.barrier()
+    callback.session = None
+
+
 def a_machine():
     given = {name: Figure(1e11, "given") for name in ("float32", "bfloat16", "float16")}
     rate = {"ssd": Figure(1e9, "given")}
@@ -224,6 +238,7 @@ IN_TWO = (
     the_machine_is_shared,
     different_settings_are_refused,
     one_summary_for_all,
+    an_interrupted_training_waits_for_nobody,
     one_plan_for_all,
     one_plan_for_shards,
     one_alone_is_refused,
