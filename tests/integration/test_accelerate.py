@@ -26,6 +26,8 @@ from hf_offload.integrations.accelerate import attached_accelerators, switch_on
 from hf_offload.session import attached_session
 from tests.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
+METHODS = dict(vars(Accelerator))
+
 
 @pytest.fixture(autouse=True)
 def every_accelerator_is_let_go():
@@ -199,7 +201,7 @@ def test_a_model_for_evaluation_is_left_alone(plugin):
 @pytest.mark.parametrize("how", ["detach", "end_training"])
 def test_nothing_is_left(how, plugin, caplog):
     accelerator = Accelerator(cpu=True)
-    before, environment, methods = dict(vars(accelerator)), dict(os.environ), dict(vars(Accelerator))
+    before, environment = dict(vars(accelerator)), dict(os.environ)
     offloaded = plugin.attach(accelerator)
     *_, model = loop(accelerator, together)
     (optimizer,) = accelerator._optimizers
@@ -211,7 +213,7 @@ def test_nothing_is_left(how, plugin, caplog):
     assert hooks_on(model) == []
     assert not optimizer.optimizer._optimizer_step_post_hooks
     assert vars(accelerator).keys() == before.keys()
-    assert dict(vars(Accelerator)) == methods
+    assert dict(vars(Accelerator)) == METHODS
     assert dict(os.environ) == environment
     assert attached_accelerators() == []
     assert attached_session(model) is None
@@ -242,10 +244,9 @@ def test_optimizers_are_still_pickled(plugin):
 
 
 def test_accelerators_go_without_the_garbage_collector(plugin):
-    methods = dict(vars(Accelerator))
     accelerator = plugin.accelerator(cpu=True)
     _ = loop(accelerator, together)
-    assert dict(vars(Accelerator)) != methods
+    assert dict(vars(Accelerator)) != METHODS
     gone = weakref.ref(accelerator)
     gc.disable()
     try:
@@ -253,7 +254,7 @@ def test_accelerators_go_without_the_garbage_collector(plugin):
         assert gone() is None
     finally:
         gc.enable()
-    assert dict(vars(Accelerator)) == methods
+    assert dict(vars(Accelerator)) == METHODS
 
 
 def test_what_somebody_else_put_around_a_method_comes_back(plugin):
