@@ -29,7 +29,7 @@ test: $(STAMP)  ## All tests but the slow ones; prints what was skipped and why
 test-full: $(STAMP)  ## All tests
 	$(PYTEST)
 
-acceptance: $(STAMP)  ## accelerate's and PEFT's own tests, without and with offloading (about an hour; needs a package index)
+acceptance: $(STAMP)  ## accelerate's and PEFT's own tests, without and with offloading (some twelve minutes; needs a package index)
 	$(BIN)/python -m tests.acceptance
 
 lint: $(STAMP)  ## Style and types
