@@ -237,6 +237,25 @@ def test_settings_of_the_trainer(settings, plain, flags):
     assert any("eval_loss" in entry for entry in history(found)) == ("eval_strategy" in settings)
 
 
+class OwnLoss(Trainer):
+    """A loss that is computed outside of the model, from its logits."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), inputs["labels"].flatten()).square()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_of_the_user_s_own(plain, flags):
+    settings = {"eval_strategy": "steps", "eval_steps": 2}
+    expected = make_trainer(TrainingArguments(**plain, **settings), trainer=OwnLoss)
+    expected.train()
+    found = make_trainer(OffloadTrainingArguments(**plain, **settings, **flags), trainer=OwnLoss)
+    found.train()
+    assert_same_training(expected, found)
+    assert_offloaded(found)
+
+
 def test_evaluation_saves_nothing(plain, flags):
     trainer = make_trainer(OffloadTrainingArguments(**plain, **flags))
     session = attach(trainer.model, trainer.args.offload_config())
