@@ -8,6 +8,7 @@ import torch
 
 import hf_offload
 from hf_offload import OffloadConfig, OffloadConfigError, SampledLinearConfig
+from hf_offload.integrations.launch import shipped_configs
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
 from hf_offload.settings.recipes import HubData, load_recipe
 from hf_offload.training.report import describe_model
@@ -237,6 +238,8 @@ def test_the_wheel_holds_the_recipes(tmp_path):
     for name in recipe_names():
         assert f"hf_offload/_recipes/{name}.yaml" in names
     assert "hf_offload/cli/main.py" in names
+    for path in shipped_configs().values():
+        assert f"hf_offload/launch_configs/{path.name}" in names
     assert not [name for name in names if name.startswith(("tests/", "recipes/"))]
 
 
