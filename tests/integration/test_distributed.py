@@ -76,6 +76,23 @@ def sharded(rank, folder):
         assert_same(run(None, recompute), run(settings(folder), recompute))
 
 
+def sampled(rank, folder):
+    """Estimated gradients are averaged as exact ones are: all ranks stay the same, and offloading changes no bit."""
+    sampling = {"sampled_linear": {"ratio": 0.25, "min_rows": 1}}
+
+    def run(config):
+        model = tiny_model("llama")
+        return trained(model, DistributedDataParallel(model), rank, config)
+
+    expected, found = run(OffloadConfig(tier="none", **sampling)), run(settings(folder, **sampling))
+    assert_same(expected, found)
+    everyone = [None] * TWO
+    dist.all_gather_object(everyone, found[1])
+    assert all(torch.equal(one, other) for one, other in zip(*everyone, strict=True))
+    exact = run(OffloadConfig(tier="none"))
+    assert any(not torch.equal(one, other) for one, other in zip(exact[1], found[1], strict=True))
+
+
 def with_accelerate(rank, folder):
     from accelerate import Accelerator
 
@@ -234,6 +251,7 @@ def follows_one_plan(rank, folder, wrap):
 IN_TWO = (
     replicated,
     sharded,
+    sampled,
     with_accelerate,
     budgets_are_shared,
     the_machine_is_shared,
