@@ -12,11 +12,16 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from hf_offload.cli.console import EXIT_REFUSED, clear_errors, visible_log
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.environment import AUTOLOAD_VARIABLE
+
+if TYPE_CHECKING:
+    from hf_offload.integrations.accelerate import switch_on
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +36,7 @@ def main() -> None:
         return
     is_module = arguments[:1] == ["-m"]
     program, *rest = arguments[is_module:] or [""]
+    os.environ.pop(AUTOLOAD_VARIABLE, None)  # it would switch on a second time
     first = os.environ.get("RANK", "0") == "0"
     with visible_log(logging.INFO if first else logging.WARNING):
         try:
@@ -58,7 +64,7 @@ def main() -> None:
         switch.off()
 
 
-def _switch_on(program: str, is_module: bool):  # type: ignore[no-untyped-def]  # noqa: ANN202  the type is slow to import
+def _switch_on(program: str, is_module: bool) -> "switch_on":
     if not program:
         raise OffloadConfigError(f"There is nothing to run. {_USAGE}")
     if not is_module and not Path(program).is_file():

@@ -301,10 +301,15 @@ def _check_eager(model: nn.Module) -> None:
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()) or any(
         type(module).__name__ == "OptimizedModule" for module in model.modules()
     ):
-        raise OffloadConfigError(
-            "tier='auto' measures operations one by one, and a compiled model has none to show: take tier='ssd' or 'ram' "
-            "with torch.compile."
-        )
+        raise compiled_error()
+
+
+def compiled_error() -> OffloadConfigError:
+    """What ``tier="auto"`` says to a compiled model."""
+    return OffloadConfigError(
+        "tier='auto' measures operations one by one, and a compiled model has none to show: take tier='ssd' or 'ram' "
+        "with torch.compile."
+    )
 
 
 def _hardware(config: OffloadConfig, ranks: Ranks) -> Hardware:

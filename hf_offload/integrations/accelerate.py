@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.summary import summary_lines
-from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
+from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session, compiled_error
 from hf_offload.settings.environment import FIELDS, settings_from, variable
 from hf_offload.settings.load import from_mapping
 from hf_offload.settings.schema import OffloadConfig
@@ -180,10 +180,7 @@ class OffloadedAccelerator:
         accelerator = self._accelerator()
         assert accelerator is not None
         if self._config.tier == "auto" and accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-            raise OffloadConfigError(
-                "tier='auto' measures operations one by one, and a compiled model has none to show: take tier='ssd' or "
-                "'ram' with torch.compile."
-            )
+            raise compiled_error()
         present = attached_session(model)
         if present is not None and self._by == ENVIRONMENT:
             return  # the script offloads this model itself, and knows better

@@ -54,8 +54,8 @@ class Sampling:
 
     def remove(self) -> None:
         """Make every layer a usual one again. Idempotent."""
-        if self.names:
-            restore_linears(self._model)
+        for name in self.names:
+            _restore(self._model.get_submodule(name))
         self.names = ()
 
 
@@ -108,9 +108,13 @@ def restore_linears(model: nn.Module) -> int:
     """Make all sampled layers usual ones again; how many there were."""
     found = [module for module in model.modules() if type(module) in _USUAL]
     for module in found:
-        module.__class__ = _USUAL[type(module)]
-        vars(module).pop("draws", None)
+        _restore(module)
     return len(found)
+
+
+def _restore(module: nn.Module) -> None:
+    module.__class__ = _USUAL.get(type(module), type(module))
+    vars(module).pop("draws", None)
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -254,7 +254,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                 training[key] = _training_value(key, value)
         with check:
             # A recipe without the section asks for no offloading; with it, OffloadConfig's own default holds.
-            asked = dict(sections["offload"]) if "offload" in tree else {"tier": "none"}
+            asked: dict[str, Any] = dict(sections["offload"]) if "offload" in tree else {"tier": "none"}
             if "sampling" in tree:
                 if "sampled_linear" in asked:
                     raise OffloadConfigError("offload.sampled_linear and the section sampling say the same: drop one.")

@@ -114,6 +114,13 @@ def test_a_script_alone(place):
     assert done.stderr.count(OFFLOADED) == 1
 
 
+def test_switched_on_in_two_ways_is_switched_on_once(place):
+    done = offload(place, "train.py", HF_OFFLOAD_MIN_OFFLOAD_BYTES="0", HF_OFFLOAD_AUTOLOAD="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(OFFLOADED) == 1
+    assert "Nothing was offloaded" not in done.stderr
+
+
 def test_a_module_alone(place):
     assert printed(offload(place, "-m", "train", "--x")) == printed(run(place, "train.py", "--x"))
 

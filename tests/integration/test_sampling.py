@@ -281,6 +281,16 @@ def test_checkpointing_and_sampling_together_are_told(caplog):
     session.detach()
 
 
+def test_layers_that_were_sampled_before_stay_so():
+    model = tiny_model("llama")
+    before = convert_linears(model, SampledLinearConfig(ratio=0.25, targets="q_proj")).converted
+    session = attach(model, OffloadConfig(tier="none", sampled_linear=0.25))
+    assert session.sampled
+    session.detach()
+    left = [name for name, module in model.named_modules() if isinstance(module, SampledLinear)]
+    assert tuple(left) == before
+
+
 def test_a_ratio_of_one_converts_nothing():
     session = attach(tiny_model("llama"), OffloadConfig(tier="none", sampled_linear=1))
     assert session.sampled == []
