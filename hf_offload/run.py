@@ -36,7 +36,7 @@ def main() -> None:
         return
     is_module = arguments[:1] == ["-m"]
     program, *rest = arguments[is_module:] or [""]
-    os.environ.pop(AUTOLOAD_VARIABLE, None)  # it would switch on a second time
+    os.environ.pop(AUTOLOAD_VARIABLE, None)  # it would try to switch on a second time
     first = os.environ.get("RANK", "0") == "0"
     with visible_log(logging.INFO if first else logging.WARNING):
         try:

@@ -119,6 +119,7 @@ def test_switched_on_in_two_ways_is_switched_on_once(place):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(OFFLOADED) == 1
     assert "Nothing was offloaded" not in done.stderr
+    assert "could not be loaded" not in done.stderr
 
 
 def test_a_module_alone(place):
