@@ -19,7 +19,9 @@ if TYPE_CHECKING:
         OffloadTrainingArguments,
     )
     from hf_offload.integrations.trainer import OffloadCallback
+    from hf_offload.memory_modes.registry import memory_mode
     from hf_offload.session import OffloadSession, attach, offload_activations
+    from hf_offload.settings.lean import LeanConfig
     from hf_offload.settings.sampling import SampledLinearConfig
     from hf_offload.settings.schema import OffloadConfig
 
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `import hf_offload` stays light, and plain PyTorch use never imports the Trainer.
 _HOMES = {
+    "LeanConfig": "hf_offload.settings.lean",
     "OffloadArguments": "hf_offload.integrations.arguments",
     "OffloadCallback": "hf_offload.integrations.trainer",
     "OffloadConfig": "hf_offload.settings.schema",
@@ -36,10 +39,12 @@ _HOMES = {
     "OffloadTrainingArguments": "hf_offload.integrations.arguments",
     "SampledLinearConfig": "hf_offload.settings.sampling",
     "attach": "hf_offload.session",
+    "memory_mode": "hf_offload.memory_modes.registry",
     "offload_activations": "hf_offload.session",
 }
 
 __all__ = [
+    "LeanConfig",
     "OffloadArguments",
     "OffloadCallback",
     "OffloadConfig",
@@ -54,6 +59,7 @@ __all__ = [
     "StorageError",
     "TierFullError",
     "attach",
+    "memory_mode",
     "offload_activations",
 ]
 

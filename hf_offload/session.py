@@ -19,12 +19,15 @@ from hf_offload.engine.phases import Phases
 from hf_offload.engine.recompute import Recompute
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
+from hf_offload.lean.apply import Lean
 from hf_offload.plan.feedback import Feedback, Prediction
 from hf_offload.plan.hardware import BUDGET_SHARE, Figure, Hardware, measure_hardware
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
 from hf_offload.plan.ranks import Ranks, agreed
 from hf_offload.plan.units import find_blocks, find_units
 from hf_offload.sampling.convert import Sampling
+from hf_offload.sampling.gradient_cache import GradientCache
+from hf_offload.sampling.sample_ids import carry_sample_ids, drop_sample_ids
 from hf_offload.settings.environment import DISABLE_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
@@ -61,13 +64,16 @@ def attach(
     _check_model(model, training, by)
     ranks = Ranks()
     sampling, tiling = Sampling(model, config.sampling), Tiling(model, config)
+    lean = Lean(model, config.lean, tiling.head)
     try:
         config = agreed(config, ranks)
         sampling.apply()
+        lean.apply()
         tiling.apply()
-        session = _attach(model, config, sampling, tiling, ranks)
+        session = _attach(model, config, sampling, lean, tiling, ranks)
     except BaseException:
         tiling.remove()
+        lean.remove()
         sampling.remove()
         ranks.close()
         raise
@@ -81,14 +87,14 @@ def attached_session(model: nn.Module) -> "OffloadSession | None":
 
 
 def _attach(
-    model: nn.Module, config: OffloadConfig, sampling: Sampling, tiling: Tiling, ranks: Ranks
+    model: nn.Module, config: OffloadConfig, sampling: Sampling, lean: Lean, tiling: Tiling, ranks: Ranks
 ) -> "OffloadSession":
     blocks = find_blocks(model)
     device = open_device(device_of(model))
     automatic = config.tier == "auto"
     plan = safest_plan(config, device.is_host) if automatic else plan_from_settings(config, list(blocks))
     if not plan.moves or not _has_work(model):
-        return OffloadSession(model, config, plan, sampling, tiling, ranks)
+        return OffloadSession(model, config, plan, sampling, lean, tiling, ranks)
     if automatic:
         _check_eager(model)
     tier = _open_tier(config, on_host=device.is_host)
@@ -96,7 +102,7 @@ def _attach(
         logger.info("CPU allocator: %s.", tune_running_allocator())
     engine = Engine(model, plan, device, tier)
     phases = Phases(engine)
-    session = OffloadSession(model, config, plan, sampling, tiling, ranks, engine, phases)
+    session = OffloadSession(model, config, plan, sampling, lean, tiling, ranks, engine, phases)
     if automatic:
         session.plan_while_training(_hardware(config, ranks), Recompute(blocks))
         units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
@@ -148,6 +154,7 @@ class OffloadSession:
         config: OffloadConfig,
         plan: Plan,
         sampling: Sampling,
+        lean: Lean,
         tiling: Tiling,
         ranks: Ranks,
         engine: Engine | None = None,
@@ -162,12 +169,14 @@ class OffloadSession:
         self._feedback: Feedback | None = None
         self._recompute: Recompute | None = None
         self._sampling = sampling
+        self._lean = lean
         self._tiling = tiling
         self.ranks = ranks
         self.training: object = None
         self.by = ""
+        self._loader: Any = None
         self._stepped = False
-        if engine is not None or self.tiled or self.sampled:
+        if engine is not None or self.tiled or self.sampled or self.lean:
             _attached[model] = self
 
     def plan_while_training(self, hardware: Hardware, recompute: Recompute) -> None:
@@ -216,6 +225,28 @@ class OffloadSession:
         """Names of the linear layers whose weight gradient is estimated."""
         return list(self._sampling.names)
 
+    def carry_sample_ids(self, loader: Any) -> GradientCache | None:
+        """Let the batches of the training ``loader`` say which rows of its data set they hold, and remember how large the
+        gradients of those rows were; None unless layers are sampled with ``probabilities="gradient-cache"``, which needs it.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` for a stream, whose rows cannot be told apart.
+        """
+        if not self._sampling.caches_gradients:
+            return None
+        cache = self._sampling.start_cache(carry_sample_ids(loader))
+        self._loader = loader
+        return cache
+
+    @property
+    def gradient_cache(self) -> GradientCache | None:
+        """What is remembered of the gradients of each sample, if anything is."""
+        return self._sampling.cache
+
+    @property
+    def lean(self) -> list[str]:
+        """Names of the modules that save less for backward."""
+        return list(self._lean.names)
+
     @property
     def active(self) -> bool:
         """Whether anything is offloaded: not with tier ``none``, a frozen model, or after :meth:`detach`."""
@@ -256,7 +287,11 @@ class OffloadSession:
         if self._recompute is not None:
             self._recompute.remove()
         self._tiling.remove()
+        self._lean.remove()
         self._sampling.remove()
+        if self._loader is not None:
+            drop_sample_ids(self._loader)
+            self._loader = None
         if phases is not None:
             phases.remove()
         if engine is not None:

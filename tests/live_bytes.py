@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from hf_offload.bench.measure import peak_bytes
 from hf_offload.reports.gauges import choose_gauge
 
 
@@ -16,14 +16,23 @@ def peak_live_bytes(work: Callable[[], Any]) -> int:
     The profiler sees what the calling thread and backward's do, and not what I/O threads free: with offloading it counts
     too much.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    return peak_bytes(work, torch.device("cpu"))
+
+
+def saved_bytes(forward: Callable[[], Any], model: torch.nn.Module) -> int:
+    """Bytes of the storages that a forward saves, each once; weights left out."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    seen = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = (storage.nbytes(), tensor)  # held: an address is not used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(nbytes for nbytes, _ in seen.values())
 
 
 def peak_bytes_in_use(work: Callable[[], Any]) -> int | None:

@@ -56,3 +56,10 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in texts]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text`` beside ``path`` and rename it: a file that is there is a whole one, whenever the writer was stopped."""
+    unfinished = path.with_suffix(".part")
+    write_texts(path.parent, {unfinished.name: text})
+    unfinished.replace(path)

@@ -6,13 +6,12 @@ Memory is what a forward and a backward need beside hidden states, weights and t
 import dataclasses
 import importlib.util
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
+from hf_offload.bench.measure import now_s, peak_bytes
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose
 from hf_offload.tiling.cut import Cut
@@ -71,13 +70,13 @@ def bench_loss(
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for way, (head, work) in ways.items():
         on_run(f"{way}: memory")
-        extra[way] = _peak_bytes(lambda head=head, work=work: _step(head, hidden, work), device) - kept  # type: ignore[misc]
+        extra[way] = peak_bytes(lambda head=head, work=work: _step(head, hidden, work), device) - kept  # type: ignore[misc]
     for _ in range(rounds):
         for way, (head, work) in ways.items():
             on_run(f"{way}: time")
-            began = _now(device)
+            began = now_s(device)
             losses[way] = _step(head, hidden, work)
-            seconds[way].append(_now(device) - began)
+            seconds[way].append(now_s(device) - began)
     name = str(dtype).removeprefix("torch.")
     return [LossRow(shape, way, name, str(device), extra[way], tuple(seconds[way]), losses[way]) for way in ways]
 
@@ -110,30 +109,6 @@ def _step(head: nn.Linear, hidden: Tensor, work: Work) -> float:
     loss = work()
     loss.backward()
     return loss.item()
-
-
-def _peak_bytes(work: Callable[[], float], device: torch.device) -> int:
-    """Most bytes alive at once, above those before."""
-    if device.type == "cuda":
-        work()  # what libraries take once
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        work()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    live = peak = 0
-    events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -102,14 +102,14 @@ class Row:
     losses_identical: bool | None = None
     """To those of keep's first round, in every round; ``None`` when there was nothing to compare, or keep itself varies."""
     parameters_identical: bool | None = None
-    rounds_differently: bool = False
-    """Not meant to be identical: the strategy adds the same numbers in another order."""
+    differs_by: str | None = None
+    """Why it is not meant to be identical."""
     source: str = ""
 
     @property
     def differs(self) -> bool:
         """Whether losses or parameters are not those of keep, and should be."""
-        return not self.rounds_differently and False in (self.losses_identical, self.parameters_identical)
+        return self.differs_by is None and False in (self.losses_identical, self.parameters_identical)
 
 
 @dataclasses.dataclass
@@ -222,7 +222,7 @@ class Results:
             outcome=failed.outcome if failed else DONE,
             error=failed.error if failed else None,
             rounds=len(reports),
-            rounds_differently=cells[0].strategy.rounds_differently,
+            differs_by=cells[0].strategy.differs_by,
             source=cells[0].strategy.source,
         )
         if reports:

@@ -34,8 +34,8 @@ class Strategy:
     """Where the settings come from: what is run, and where it is described."""
     must_match: str | None = None
     """The strategy whose losses and weights it has to repeat bit by bit; ``None`` for those of others, who may differ."""
-    rounds_differently: bool = False
-    """It adds the same numbers in another order, so that last bits differ from keep's."""
+    differs_by: str | None = None
+    """Why losses are not those of keep, where they are not meant to be: ``"other rounding"`` or ``"estimates"``."""
     around_step: AroundStep | None = None
     package: str | None = None
     """What has to be installed."""
@@ -45,7 +45,7 @@ class Strategy:
     @property
     def is_ours(self) -> bool:
         """Whether a failure is a defect of this package."""
-        return self.must_match is not None or self.rounds_differently
+        return self.must_match is not None or self.differs_by is not None
 
     @property
     def is_installed(self) -> bool:
@@ -157,7 +157,31 @@ def _ours() -> list[Strategy]:
             "ours:ssd+tiled",
             (*_ONLY_DISK, *plain, "offload.tiled_loss=auto"),
             "OffloadConfig(tier='ssd', tiled_loss='auto'): output head and loss a few tokens at a time, besides",
-            rounds_differently=True,
+            differs_by="other rounding",
+        ),
+        Strategy(
+            "ours:lean",
+            (_NO_OFFLOAD, *plain, "offload.lean_activations=exact"),
+            "OffloadConfig(tier='none', lean_activations='exact'): what can be made again is not saved, masks are bits",
+            REFERENCE,
+        ),
+        Strategy(
+            "ours:ssd+lean",
+            (*_ONLY_DISK, *plain, "offload.lean_activations=exact"),
+            "OffloadConfig(tier='ssd', lean_activations='exact')",
+            REFERENCE,
+        ),
+        Strategy(
+            "ours:sampled",
+            (_NO_OFFLOAD, *plain, "offload.sampled_linear=0.3"),
+            "OffloadConfig(tier='none', sampled_linear=0.3): weight gradients from 30 % of the inputs' rows",
+            differs_by="estimates",
+        ),
+        Strategy(
+            "ours:ssd+sampled",
+            (*_ONLY_DISK, *plain, "offload.sampled_linear=0.3"),
+            "OffloadConfig(tier='ssd', sampled_linear=0.3)",
+            differs_by="estimates",
         ),
         # Whether recomputing yields the bits of keep is recompute's affair.
         Strategy(

@@ -48,8 +48,8 @@ def identity(row: Row) -> str:
     """Whether losses and parameters are those of keep."""
     if row.losses_identical is None:
         same = "-"
-    elif row.rounds_differently:
-        same = "other rounding"
+    elif row.differs_by is not None:
+        same = row.differs_by
     elif not row.losses_identical:
         same = "losses DIFFER"
     else:

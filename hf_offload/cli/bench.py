@@ -32,10 +32,13 @@ from hf_offload.bench.tables import (
     texts,
     write_results,
 )
+from hf_offload.cli.bench_accuracy import accuracy
 from hf_offload.cli.bench_budgets import budgets
 from hf_offload.cli.bench_disk import disk
 from hf_offload.cli.bench_loss import loss
+from hf_offload.cli.bench_modes import modes
 from hf_offload.cli.bench_overhead import overhead
+from hf_offload.cli.bench_sampling import sampling
 from hf_offload.cli.console import (
     EXIT_INTERRUPTED,
     EXIT_PROBLEM,
@@ -54,6 +57,9 @@ bench.command()(disk)
 bench.command()(overhead)
 bench.command()(budgets)
 bench.command()(loss)
+bench.command()(accuracy)
+bench.command()(modes)
+bench.command()(sampling)
 
 Shapes = Annotated[
     str, typer.Argument(help="Presets (gpt2-small), recipes (gpt/demo) or recipes' files, with commas between.")

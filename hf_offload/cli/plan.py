@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_offload.cli.console import EXIT_REFUSED, clear_errors, messages, output
+from hf_offload.cli.plan_modes import show_modes
 from hf_offload.settings.sizes import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -32,9 +33,12 @@ def plan(
     dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="As in the Trainer's optim, such as adamw_torch.")] = None,
     memory_mode: Annotated[
-        str | None, typer.Option(help="What is trained: full (every weight) or lora (adapters of all linear layers).")
+        str | None,
+        typer.Option(help="As in the training arguments, such as lora or galore. Default: none, all weights."),
     ] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="Of the adapters. Default: 16.")] = None,
+    memory_mode_kwargs: Annotated[
+        str | None, typer.Option(help="""Settings of the memory mode in JSON, such as '{"rank": 128}'.""")
+    ] = None,
     task: Annotated[str | None, typer.Option(help="causal-lm, masked-lm or seq2seq-lm.")] = None,
     budget: Annotated[
         str | None, typer.Option(help="Most memory, weights and all, such as 20GiB. Default: 90 % of the device's.")
@@ -56,6 +60,13 @@ def plan(
         bool, typer.Option("--tiled-loss", help="Output head and loss a few tokens at a time.")
     ] = False,
     tiled_mlp: Annotated[bool, typer.Option("--tiled-mlp", help="MLPs a few tokens at a time.")] = False,
+    sampled_linear: Annotated[
+        str | None, typer.Option(help="Weight gradients from a part of the inputs: 0.3, or settings in JSON.")
+    ] = None,
+    lean: Annotated[
+        str | None,
+        typer.Option(help="What is made again instead of saved: activations, norms, dropout, exact, derivative-8bit."),
+    ] = None,
     recompute: Annotated[bool, typer.Option(help="Whether blocks may be computed again in backward.")] = True,
     plot: Annotated[Path | None, typer.Option(help="Picture of step time over budget.")] = None,
     timeline: Annotated[
@@ -66,6 +77,13 @@ def plan(
         typer.Option("--levers", help="Instead: the longest row that fits each of --cards, one lever after the other."),
     ] = False,
     cards: Annotated[str, typer.Option(help="For --levers, with commas between.")] = "rtx4090,l40s,h100-80gb,h200",
+    modes: Annotated[
+        bool,
+        typer.Option(
+            "--modes",
+            help="Instead: what each memory mode needs, or each that --memory-mode names, with commas between.",
+        ),
+    ] = False,
     order: Annotated[
         bool, typer.Option("--order", help="Instead: the peak of the step's order, and what no order can beat.")
     ] = False,
@@ -79,6 +97,8 @@ def plan(
         from hf_offload.plan.forecast import make_forecast
         from hf_offload.plan.hardware import describe_hardware, measure_hardware
         from hf_offload.plan.workload import find_workload
+        from hf_offload.settings.lean import lean_activations as parse_lean_activations
+        from hf_offload.settings.sampling import sampled_linear as parse_sampled_linear
 
         transformers_log.set_verbosity_error()  # what it says about configurations is not about the plan
         described = {"--tflops": tflops, "--memory-bandwidth": memory_bandwidth, "--pcie": pcie, "--ssd": ssd}
@@ -92,10 +112,16 @@ def plan(
                 dtype=dtype,
                 task=task,
                 optimizer=optimizer,
-                memory_mode=memory_mode,
-                lora_rank=lora_rank,
+                memory_mode=None if modes else memory_mode,
+                memory_mode_kwargs=None if modes else memory_mode_kwargs,
             )
-        workload = dataclasses.replace(workload, tiled_loss=tiled_loss, tiled_mlp=tiled_mlp)
+        workload = dataclasses.replace(
+            workload,
+            tiled_loss=tiled_loss,
+            tiled_mlp=tiled_mlp,
+            sampled=parse_sampled_linear(sampled_linear) or workload.sampled,
+            lean=parse_lean_activations(lean) or workload.lean,
+        )
         if levers:
             _refuse(levers=[("--gpu", gpu), ("--plot", plot), ("--timeline", timeline), ("--order", order or None)])
             machines = [
@@ -116,6 +142,11 @@ def plan(
                 if given:
                     raise OffloadConfigError(f"{', '.join(given)} describe another machine: add --gpu.")
                 hardware = measure_hardware(directory or [Path.cwd()], fresh=measure)
+        if modes:
+            names = None if memory_mode is None else [name.strip() for name in memory_mode.split(",")]
+            limit = None if budget is None else parse_bytes(budget, "budget")
+            show_modes(workload, hardware, names, memory_mode_kwargs, limit, json)
+            return
         if order:
             _show_orders(workload, hardware, timeline, json)
             return
@@ -224,7 +255,7 @@ def _show(forecast: "Forecast") -> None:
         escape(
             f"{workload.name}: {footprint.parameters / 1e9:.3g} B parameters in "
             f"{str(workload.dtype).removeprefix('torch.')}, batch {workload.batch} x {workload.sequence} tokens, "
-            f"{workload.optimizer}, {_mode(workload)}. Weights, gradients and optimizer state: "
+            f"{_mode(workload)}. Weights, gradients and optimizer state: "
             f"{format_bytes(footprint.base_bytes + footprint.gradient_bytes)}. "
             f"Budget: {format_bytes(forecast.problem.budget_bytes)}."
         ),
@@ -237,7 +268,10 @@ def _show(forecast: "Forecast") -> None:
 
 
 def _mode(workload: "Workload") -> str:
-    return f"adapters of rank {workload.lora_rank}" if workload.memory_mode == "lora" else "all weights trained"
+    if workload.mode is None:
+        return f"{workload.optimizer}, all weights trained"
+    settings = json_format.dumps(dict(workload.memory_mode_kwargs)) if workload.memory_mode_kwargs else ""
+    return f"memory mode {workload.memory_mode} {settings}".strip()
 
 
 def _machine_table(hardware: "Hardware") -> Table:
@@ -267,10 +301,16 @@ def _unit_table(forecast: "Forecast") -> Table:
     table.add_column("compute", justify="right", no_wrap=True)
     table.add_column("placement", no_wrap=True)
     table.add_column("reason")
-    tiled = set(forecast.problem.footprint.tiled)
+    footprint = forecast.problem.footprint
+    tiled = set(footprint.tiled)
+    # A layer belongs to the innermost unit round it.
+    sampled = {
+        max((unit for unit in footprint.units if name.startswith(f"{unit}.")), key=len) for name in footprint.sampled
+    }
     for line in forecast.lines:
         many = f" ({line.count} x)" if line.count > 1 else ""
         many += ", tiled" if tiled & set(line.units) else ""
+        many += ", sampled" if sampled & set(line.units) else ""
         table.add_row(
             escape(line.name + many),
             format_bytes(line.saved_bytes),

@@ -186,7 +186,7 @@ class OffloadedAccelerator:
             return  # the script offloads this model itself, and knows better
         session = attach(model, self._config, training=self, by=self._by)
         self._sessions[model] = session
-        self.offloaded_models += session.active or bool(session.tiled or session.sampled)
+        self.offloaded_models += session.active or bool(session.tiled or session.sampled or session.lean)
         if session.active and session.ranks.is_first:
             logger.info("Offloading activations of %s: %s.", type(model).__name__, session.plan.reason)
 

@@ -1,7 +1,9 @@
 """Training arguments with offloading: flat fields that every parser, tracker and copy of the arguments understands."""
 
 import dataclasses
-from typing import Any
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -9,6 +11,9 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.trainer import OffloadCallback, refuse_conflicts
 from hf_offload.settings.schema import OffloadConfig
+
+if TYPE_CHECKING:
+    from hf_offload.memory_modes.registry import MemoryMode
 
 REPORT_NAME = "hf_offload"
 
@@ -75,6 +80,25 @@ class OffloadArguments:
         },
     )
 
+    lean_activations: str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Make tensors again instead of saving them: activations, norms, dropout (exact: all three), "
+            "derivative-8bit; separated by commas."
+        },
+    )
+
+    memory_mode: str = dataclasses.field(
+        default="none",
+        metadata={
+            "help": "What is trained and what the optimizer keeps of it: lora, qlora, lora_fa, dora, adamw_8bit, adamw_4bit, "
+            "galore, galore_8bit, apollo, apollo_mini, frugal, lisa, badam, or none for all weights and AdamW."
+        },
+    )
+    memory_mode_kwargs: str | None = dataclasses.field(
+        default=None, metadata={"help": "Settings of the memory mode in JSON, such as the rank."}
+    )
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if TrainingArguments in cls.__mro__ and cls.__mro__.index(TrainingArguments) < cls.__mro__.index(
@@ -87,6 +111,10 @@ class OffloadArguments:
 
     def __post_init__(self) -> None:
         config = self.offload_config()
+        settings: Any = self.memory_mode_kwargs
+        if isinstance(settings, Mapping):
+            self.memory_mode_kwargs = json.dumps(settings)  # which every parser and tracker understands
+        mode = self.chosen_memory_mode()
         parent = getattr(super(), "__post_init__", None)
         if parent is not None:
             parent()
@@ -97,6 +125,19 @@ class OffloadArguments:
                 refuse_conflicts(arguments)
                 names.insert(0, REPORT_NAME)  # first, so that the other reporters see what it adds to the log
             arguments.report_to = names
+            if mode is not None:
+                from hf_offload.integrations.memory_modes import check_arguments, watch_trainers
+
+                check_arguments(mode, arguments)
+                watch_trainers()
+
+    def chosen_memory_mode(self) -> "MemoryMode | None":
+        """The memory mode these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all mistakes."""
+        if self.memory_mode == "none" and self.memory_mode_kwargs is None:
+            return None
+        from hf_offload.memory_modes.registry import memory_mode  # only whoever asks for a mode has to load it
+
+        return memory_mode(self.memory_mode, self.memory_mode_kwargs)
 
     def offload_config(self) -> OffloadConfig:
         """The settings these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all mistakes at once."""
@@ -116,6 +157,7 @@ class OffloadArguments:
             tiled_mlp=self.tiled_mlp,
             tile_bytes=self.tile_bytes,
             sampled_linear=self.sampled_linear,
+            lean_activations=self.lean_activations,
         )
 
 

@@ -2,16 +2,19 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import ParallelMode
 
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
 from hf_offload.plan.feedback import Prediction
 from hf_offload.reports.summary import summary_lines
+from hf_offload.sampling.gradient_cache import CACHE_FILE
 from hf_offload.session import OffloadSession, attach
 from hf_offload.settings.schema import OffloadConfig
 
@@ -48,6 +51,7 @@ class OffloadCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module | None = None,
+        train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
         # May be a second begin without an end between: auto_find_batch_size, or a training that raised.
@@ -62,10 +66,25 @@ class OffloadCallback(TrainerCallback):
         self.stats = self.session.stats
         if self.session.active:
             logger.info("Offloading activations: %s.", self.session.plan.reason)
+        cache = self.session.carry_sample_ids(train_dataloader)
+        if cache is not None and state.global_step:
+            cache.load(_checkpoint(args, state) / CACHE_FILE)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.session is not None:
             self.session.end_step()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.session is not None and self.session.gradient_cache is not None:
+            self.session.gradient_cache.share()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.session is not None and self.session.gradient_cache is not None:
+            self.session.gradient_cache.share()
+            if state.is_world_process_zero:
+                self.session.gradient_cache.save(_checkpoint(args, state) / CACHE_FILE)
 
     def on_log(
         self,
@@ -107,6 +126,10 @@ class OffloadCallback(TrainerCallback):
             self.forecast = self.session.forecast
             self.session.detach()
             self.session = None
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 def refuse_conflicts(args: TrainingArguments) -> None:

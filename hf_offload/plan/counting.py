@@ -30,11 +30,15 @@ Cost = Callable[[int, int, torch.dtype], float]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerNeeds:
-    """Memory of an optimizer: bytes that stay, bytes during its step, and how long that takes."""
+    """Memory of an optimizer: bytes that stay, bytes during its step, and how long that takes.
+
+    ``gradient_bytes`` is what the gradients need at most, where other weights than those of the counted step may need more.
+    """
 
     state_bytes: int
     step_bytes: int
     step_s: float
+    gradient_bytes: int = 0
 
 
 def count_footprint(
@@ -44,7 +48,7 @@ def count_footprint(
     cost: Cost,
     optimizer: OptimizerNeeds,
     min_offload_bytes: int,
-    attention_dropout_is_saved: bool,
+    as_on_cuda: bool,
     autocast: torch.dtype | None = None,
     update_in_backward: bool = False,
 ) -> Footprint:
@@ -56,15 +60,15 @@ def count_footprint(
         cost: How long an operation takes.
         optimizer: What the optimizer holds.
         min_offload_bytes: Smaller tensors are not moved; they count as live.
-        attention_dropout_is_saved: Whether the machine's attention kernel keeps dropout's mask and the attention matrix,
-            as the CPU's does. CUDA's kernels draw the mask again.
+        as_on_cuda: Whether dropout is CUDA's, whose kernels keep a mask of one byte an element, and for attention draw it
+            again. The CPU's keep a mask of the input's dtype, and the attention matrix.
         autocast: The dtype of autocast, or None.
         update_in_backward: Whether every gradient goes as soon as it is complete, used up by the optimizer.
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the forward needs data, for example because it reads a value.
     """
     counter = _Counter(model, cost, min_offload_bytes)
-    attention = contextlib.nullcontext() if attention_dropout_is_saved else _WithoutAttentionDropout()
+    dropout = _DropoutAsOnCuda() if as_on_cuda else contextlib.nullcontext()
     cast = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     model.zero_grad(set_to_none=True)
     updates = [
@@ -73,7 +77,7 @@ def count_footprint(
         if update_in_backward and parameter.requires_grad
     ]
     try:
-        with counter.in_fake_mode(), attention, _rows_that_are_not_packed():
+        with counter.in_fake_mode(), dropout, _rows_that_are_not_packed():
             with cast, torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack):
                 loss = model(**batch).loss
             counter.backward = True
@@ -103,11 +107,12 @@ def count_footprint(
         kinds={name: unit.kind for name, unit in counter.units.items()},
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         base_bytes=weights + optimizer.state_bytes,
-        gradient_bytes=gradients,
+        gradient_bytes=max(gradients, optimizer.gradient_bytes),
         optimizer_step_bytes=optimizer.step_bytes,
         optimizer_step_s=optimizer.step_s,
         source="counted",
         largest_operation_bytes=counter.largest_operation_bytes,
+        state_bytes=optimizer.state_bytes,
     )
 
 
@@ -304,8 +309,8 @@ def _mode_of(model: nn.Module) -> FakeTensorMode:
     raise OffloadPlanError(f"{type(model).__name__} was not built on tensors without data: build it in fake_mode().")
 
 
-class _WithoutAttentionDropout(TorchFunctionMode):
-    """Lets scaled dot product attention take the fused kernel that CUDA takes with dropout, too."""
+class _DropoutAsOnCuda(TorchFunctionMode):
+    """Lets dropout save what CUDA's kernels save, and attention take its fused kernel with dropout, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -314,4 +319,10 @@ class _WithoutAttentionDropout(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             elif "dropout_p" in kwargs:
                 kwargs = kwargs | {"dropout_p": 0.0}
+        elif func is nn.functional.dropout:
+            return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input

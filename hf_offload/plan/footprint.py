@@ -80,6 +80,8 @@ class Footprint:
         largest_operation_bytes: What the operation with the largest operands and results has in memory, weights left out: no
             order of operations needs less.
         tiled: Modules that are computed a few tokens at a time.
+        state_bytes: How much of ``base_bytes`` is optimizer state; 0 where that was not told apart (measured).
+        sampled: Linear layers whose weight gradient is estimated from a part of their input.
     """
 
     moments: tuple[Moment, ...]
@@ -95,6 +97,8 @@ class Footprint:
     source: str
     largest_operation_bytes: int = 0
     tiled: tuple[str, ...] = ()
+    sampled: tuple[str, ...] = ()
+    state_bytes: int = 0
 
     @functools.cached_property
     def saved_bytes(self) -> dict[str, int]:

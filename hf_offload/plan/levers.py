@@ -37,7 +37,7 @@ LEVERS = (
     Lever("the blocks' inputs in RAM or on SSD", {}, _BOUNDARIES),
     Lever("tiled loss", {"tiled_loss": True}, _BOUNDARIES),
     Lever("tiled MLP", {"tiled_mlp": True}, _BOUNDARIES),
-    Lever("LoRA instead of all weights", {"memory_mode": "lora"}, _BOUNDARIES),
+    Lever("LoRA instead of all weights", {"memory_mode": "lora", "memory_mode_kwargs": {}}, _BOUNDARIES),
 )
 
 

@@ -165,12 +165,13 @@ class StepMeter(StepRecorder):
         self._before_live = self._live
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        state = sum(nbytes_of(tensor) for tensor in _state_of(optimizer) if tensor.dim() > 0)
+        # By storage, whose object lives as long as it does: an optimizer inside of another one has the same state.
+        state = {id(tensor.untyped_storage()): nbytes_of(tensor) for tensor in _state_of(optimizer) if tensor.dim() > 0}
         self._bury()
         grown = self._live - self._before_live
         self._optimizer_s += self.elapsed()
         self._optimizer_bytes = max(self._optimizer_bytes, self._most - self._before_live - max(0, grown))
-        self._state_bytes[id(optimizer)] = state
+        self._state_bytes |= state
 
     @property
     def is_over(self) -> bool:

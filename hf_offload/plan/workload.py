@@ -3,22 +3,27 @@
 import dataclasses
 import json
 import struct
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
+from hf_offload.lean.apply import Lean
+from hf_offload.memory_modes.registry import NONE, MemoryMode, read_settings
+from hf_offload.memory_modes.registry import memory_mode as find_mode
 from hf_offload.plan.counting import OptimizerNeeds, count_footprint, fake_mode
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.modes import begin_turn, mode_needs, prepare_without_data, updates_in_backward
+from hf_offload.sampling.convert import Sampling
+from hf_offload.settings.lean import LeanConfig
 from hf_offload.settings.load import choose
 from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import DTYPES, TASKS, load_recipe
+from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.tiling.apply import Tiling
 from hf_offload.tiling.cut import Cut
@@ -34,8 +39,6 @@ _STATE_SHARES = {"_4bit": 0.125, "_8bit": 0.25}
 # Words before a name that change when state moves or how steps are averaged, not how much of it there is.
 _PREFIXES = ("paged_", "schedule_free_", "stable_")
 
-MEMORY_MODES = ("full", "lora")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -44,16 +47,20 @@ class Workload:
     Attributes:
         name: As the user gave it.
         config: The model's configuration.
-        task: ``causal-lm``, ``masked-lm`` or ``seq2seq-lm``.
+        task: ``causal-lm``, ``masked-lm``, ``seq2seq-lm`` or ``sequence-classification``.
         batch, sequence: Rows of a micro-batch and tokens of a row (for seq2seq of either side).
+        target_sequence: For seq2seq: tokens of a row of labels, if not as many.
         dtype: Of the weights.
         autocast: Dtype of mixed precision, or None.
         attention: Attention implementation, or None for the model's own choice.
         optimizer: A name of the Trainer's ``optim``.
         min_offload_bytes: Smaller tensors stay in memory.
         weights: Parameters by dtype as found in a checkpoint, if one was read.
-        memory_mode: ``full`` trains every weight; ``lora`` adapters of all linear layers, with peft.
-        lora_rank: Of the adapters.
+        memory_mode: One of :data:`~hf_offload.memory_modes.registry.MODES`; ``none`` trains every weight with ``optimizer``,
+            the others have an optimizer of their own.
+        memory_mode_kwargs: Settings of the mode.
+        sampled: How linear layers are sampled, if they are.
+        lean: What is not saved but made again, if anything.
         tiled_loss, tiled_mlp: What is computed a few tokens at a time.
         cut: How large pieces are.
         update_in_backward: Whether every weight is updated as soon as its gradient is there, so that gradients never add up.
@@ -65,17 +72,25 @@ class Workload:
     batch: int
     sequence: int
     dtype: torch.dtype
+    target_sequence: int | None = None
     autocast: torch.dtype | None = None
     attention: str | None = None
     optimizer: str = "adamw_torch"
     min_offload_bytes: int = 256 << 10
     weights: Mapping[str, int] | None = None
-    memory_mode: str = "full"
-    lora_rank: int = 16
+    memory_mode: str = NONE
+    memory_mode_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sampled: SampledLinearConfig | None = None
+    lean: LeanConfig | None = None
     tiled_loss: bool = False
     tiled_mlp: bool = False
     cut: Cut = dataclasses.field(default_factory=Cut)
     update_in_backward: bool = False
+
+    @property
+    def mode(self) -> MemoryMode | None:
+        """The memory mode; None for all weights. Raises :class:`~hf_offload.errors.OffloadConfigError`."""
+        return find_mode(self.memory_mode, self.memory_mode_kwargs)
 
     def build(self) -> nn.Module:
         """The model in training mode. Called inside :func:`~hf_offload.plan.counting.fake_mode`."""
@@ -85,30 +100,25 @@ class Workload:
         try:
             model: nn.Module = auto_class(self.task).from_config(self.config, **options)
         except (TypeError, ValueError, ImportError) as error:
-            raise OffloadConfigError(f"{self.name} cannot be built as a {TASKS[self.task]}: {error}") from error
-        return (self._with_adapters(model) if self.memory_mode == "lora" else model).train()
-
-    def _with_adapters(self, model: nn.Module) -> nn.Module:
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise OffloadConfigError("memory_mode='lora' needs peft: pip install 'hf-offload[peft]'.") from error
-        settings = LoraConfig(r=self.lora_rank, target_modules="all-linear")
-        with unset_fake_temporarily(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about GPT-2's transposed layers, which peft puts right itself
-            # peft moves adapters with Module.to, which fake tensors cannot do: let it make them on the meta device.
-            adapted: nn.Module = get_peft_model(model, settings, low_cpu_mem_usage=True)
-        for module in adapted.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.device.type == "meta":
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
-        return adapted
+            raise OffloadConfigError(f"{self.name} cannot be built for {self.task}: {error}") from error
+        mode = self.mode
+        return (model if mode is None else prepare_without_data(mode, model)).train()
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """A batch without padding."""
         tokens = torch.zeros(self.batch, self.sequence, dtype=torch.int64)
-        return {"input_ids": tokens, "labels": tokens.clone()}
+        shape: tuple[int, ...] = (self.batch, self.target_sequence or self.sequence)
+        if self.task == "sequence-classification":
+            shape = (self.batch,)
+        return {"input_ids": tokens, "labels": torch.zeros(shape, dtype=torch.int64)}
+
+    def in_mode(self, name: str, settings: str | Mapping[str, Any] | None = None) -> "Workload":
+        """The same model in another memory mode.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` for an unknown mode and for settings that it has not.
+        """
+        find_mode(name, settings)
+        return dataclasses.replace(self, memory_mode=name, memory_mode_kwargs=read_settings(settings))
 
     def resized(self, batch: int, sequence: int) -> "Workload":
         """The same model on a batch of another shape."""
@@ -117,12 +127,18 @@ class Workload:
 
 def auto_class(task: str) -> Any:
     """The class of transformers that builds a model for ``task``."""
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSequenceClassification,
+    )
 
     return {
         "causal-lm": AutoModelForCausalLM,
         "masked-lm": AutoModelForMaskedLM,
         "seq2seq-lm": AutoModelForSeq2SeqLM,
+        "sequence-classification": AutoModelForSequenceClassification,
     }[task]
 
 
@@ -136,7 +152,7 @@ def find_workload(
     task: str | None = None,
     optimizer: str | None = None,
     memory_mode: str | None = None,
-    lora_rank: int | None = None,
+    memory_mode_kwargs: str | Mapping[str, Any] | None = None,
 ) -> Workload:
     """From a recipe, a folder with a ``config.json`` (with or without weights beside it) or a name of the hub.
 
@@ -148,11 +164,7 @@ def find_workload(
         choose("dtype", dtype, DTYPES)
     if task is not None:
         choose("task", task, TASKS)
-    if memory_mode is not None:
-        choose("memory_mode", memory_mode, MEMORY_MODES)
-    if lora_rank is not None and memory_mode != "lora":
-        raise OffloadConfigError("lora_rank is given, but memory_mode is not 'lora': add it, or drop the rank.")
-    for name, value in (("batch", batch), ("sequence", sequence), ("lora_rank", lora_rank)):
+    for name, value in (("batch", batch), ("sequence", sequence)):
         if value is not None and value < 1:
             raise OffloadConfigError(f"{name}={value} is too small: give 1 or more.")
     preset = f"bench/{source}"
@@ -172,10 +184,14 @@ def find_workload(
         "dtype": None if dtype is None else getattr(torch, dtype),
         "task": task,
         "optimizer": optimizer,
-        "memory_mode": memory_mode,
-        "lora_rank": lora_rank,
     }
     found = dataclasses.replace(found, **{name: value for name, value in changes.items() if value is not None})
+    if memory_mode is not None or memory_mode_kwargs is not None:
+        found = found.in_mode(memory_mode or found.memory_mode, memory_mode_kwargs)
+    if optimizer is not None and found.mode is not None:
+        raise OffloadConfigError(
+            f"optimizer={optimizer!r} and memory_mode={found.memory_mode!r} both choose the optimizer: drop one of them."
+        )
     longest = getattr(found.config, "max_position_embeddings", None)
     if isinstance(longest, int) and found.sequence > longest:
         raise OffloadConfigError(f"sequence={found.sequence}, but {found.name} has {longest} positions: give fewer.")
@@ -210,6 +226,10 @@ def _from_recipe(name: str, overrides: Sequence[str]) -> Workload:
         attention=model.attention,
         optimizer=str(training.get("optim", "adamw_torch")),
         min_offload_bytes=int(recipe.offload.min_offload_bytes),
+        memory_mode=str(recipe.memory.get("mode", NONE)),
+        memory_mode_kwargs={key: value for key, value in recipe.memory.items() if key != "mode"},
+        sampled=recipe.offload.sampling,
+        lean=recipe.offload.lean,
     )
 
 
@@ -306,6 +326,9 @@ def _state_elements(optimizer: str) -> float:
 
 def optimizer_needs(workload: Workload, model: nn.Module, hardware: Hardware) -> OptimizerNeeds:
     """Memory and time of the optimizer's step, from the number and dtype of the weights."""
+    mode = workload.mode
+    if mode is not None:
+        return mode_needs(mode, model, hardware)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
     state = round(weights * _state_elements(workload.optimizer))
@@ -330,7 +353,10 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
         with fake_mode():
             model = workload.build()
             batch = workload.inputs()
+            sampling = Sampling(model, workload.sampled)
+            sampling.apply()
             tiled = _tile(workload, model)
+            Lean(model, workload.lean).apply()
     except OffloadConfigError:
         raise
     except Exception as error:  # a constructor that needs data fails in a way of its own
@@ -338,17 +364,21 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
             f"{workload.name} cannot be built without data ({type(error).__name__}: {error}). Its plan has to come from a "
             "measured step: train with offload='auto'."
         ) from error
+    needs = optimizer_needs(workload, model, hardware)
+    mode = workload.mode
+    if mode is not None:
+        begin_turn(mode, model)
     footprint = count_footprint(
         model,
         batch,
         cost=hardware.seconds,
-        optimizer=optimizer_needs(workload, model, hardware),
+        optimizer=needs,
         min_offload_bytes=workload.min_offload_bytes,
-        attention_dropout_is_saved=hardware.device == "cpu",
+        as_on_cuda=hardware.device != "cpu",
         autocast=workload.autocast,
-        update_in_backward=workload.update_in_backward,
+        update_in_backward=workload.update_in_backward or updates_in_backward(mode),
     )
-    return dataclasses.replace(footprint, tiled=tuple(tiled))
+    return dataclasses.replace(footprint, tiled=tuple(tiled), sampled=sampling.names)
 
 
 def _tile(workload: Workload, model: nn.Module) -> list[str]:

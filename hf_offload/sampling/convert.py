@@ -10,13 +10,16 @@ import re
 from collections.abc import Iterator
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.optimizers.blockwise.freezing import is_waiting
 from hf_offload.plan.units import find_blocks
-from hf_offload.sampling.linear import Draws, SampledConv1D, SampledLinear
+from hf_offload.sampling.gradient_cache import GradientCache, TakeSampleIds
+from hf_offload.sampling.linear import Draws, NoteMask, SampledConv1D, SampledLinear
 from hf_offload.settings.load import nearest
-from hf_offload.settings.sampling import SampledLinearConfig
+from hf_offload.settings.sampling import GRADIENT_CACHE, SampledLinearConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +39,9 @@ class Sampling:
     def __init__(self, model: nn.Module, config: SampledLinearConfig | None):
         self._model = model
         self._config = config
+        self._handles: list[RemovableHandle] = []
         self.names: tuple[str, ...] = ()
+        self.cache: GradientCache | None = None
 
     def apply(self) -> None:
         """Convert what was asked for.
@@ -46,14 +51,36 @@ class Sampling:
         if self._config is None or not self._config.samples:
             return
         self.names = convert_linears(self._model, self._config).converted
+        draws = self._model.get_submodule(self.names[0]).draws
+        assert isinstance(draws, Draws)
+        self._handles.append(self._model.register_forward_pre_hook(NoteMask(draws), prepend=True, with_kwargs=True))
         if any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules()):
             logger.warning(
                 "Activation checkpointing keeps nothing of a block but its input, so sampling its linear layers saves no "
                 "memory: drop one of them."
             )
 
+    @property
+    def caches_gradients(self) -> bool:
+        """Whether it has to be told which samples there are."""
+        return bool(self.names) and self._config is not None and self._config.probabilities == GRADIENT_CACHE
+
+    def start_cache(self, samples: int) -> GradientCache:
+        """Remember from now on how large the gradients of each of ``samples`` are. Idempotent."""
+        if self.cache is None:
+            layers = [self._model.get_submodule(name) for name in self.names]
+            self.cache = GradientCache(samples, self.names, layers[0].weight.device)  # type: ignore[arg-type]
+            for layer in layers:
+                layer.draws.cache = self.cache  # type: ignore[union-attr]
+            hook = TakeSampleIds(self.cache)
+            self._handles.append(self._model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        return self.cache
+
     def remove(self) -> None:
         """Make every layer a usual one again. Idempotent."""
+        while self._handles:
+            self._handles.pop().remove()
+        self.cache = None
         for name in self.names:
             _restore(self._model.get_submodule(name))
         self.names = ()
@@ -74,9 +101,10 @@ def convert_linears(model: nn.Module, config: SampledLinearConfig) -> Conversion
     """
     chosen, left = chosen_linears(model, config)
     draws = Draws(config)
-    for module in chosen.values():
+    for name, module in chosen.items():
         module.__class__ = _SAMPLED[type(module)]
-        module.draws = draws  # type: ignore[assignment]  # no parameter and no buffer: a plain attribute
+        # Neither parameters nor buffers: plain attributes.
+        module.draws, module.sampled_as = draws, name  # type: ignore[assignment]
     logger.info(
         "%d linear layers estimate the gradient of their weight (%s, %g of the input): right on average, not each time.",
         len(chosen),
@@ -114,7 +142,8 @@ def restore_linears(model: nn.Module) -> int:
 
 def _restore(module: nn.Module) -> None:
     module.__class__ = _USUAL.get(type(module), type(module))
-    vars(module).pop("draws", None)
+    for attribute in ("draws", "sampled_as"):
+        vars(module).pop(attribute, None)
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -128,7 +157,7 @@ def _why_not(name: str, module: nn.Module, model: nn.Module, config: SampledLine
         return "it is sampled already"
     if type(module) not in _SAMPLED:
         return f"a {type(module).__name__} has a forward of its own"
-    if not module.weight.requires_grad:  # type: ignore[union-attr]
+    if not module.weight.requires_grad and not is_waiting(module.weight):  # type: ignore[union-attr, arg-type]
         return "its weight is frozen, so its input is not saved"
     if isinstance(config.targets, str):
         if config.targets == "all":

@@ -34,7 +34,7 @@ def draw_rows(importance: Tensor, random: Tensor, *, keep_winners: bool) -> tupl
     count = len(random)
     slots = torch.arange(count, device=order.device)
     certain = winners(ordered, count) if keep_winners else slots.new_zeros(())
-    mass = torch.cat([upto.new_zeros(1), upto])[certain]
+    mass = torch.cat([upto.new_zeros(1), upto]).take(certain)  # an index in brackets would be read on the host
     rest = (upto[-1] - mass).clamp_min(0)
     # One of the others each: the first whose sum of probabilities is above a random height.
     heights = mass + rest * random

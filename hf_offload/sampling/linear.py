@@ -1,5 +1,6 @@
 """Linear layers that keep a part of their input for backward, and estimate the gradient of their weight from it."""
 
+import dataclasses
 import threading
 import weakref
 from typing import Any, Protocol
@@ -9,74 +10,106 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from hf_offload.errors import OffloadConfigError
 from hf_offload.sampling.estimator import draw_rows, signs
-from hf_offload.settings.sampling import SampledLinearConfig
+from hf_offload.sampling.gradient_cache import GradientCache, SampleRows
+from hf_offload.settings.sampling import GRADIENT_CACHE, SampledLinearConfig
+
+PADDING_WEIGHT = 0.05
+"""How probable the rows of padding are, beside others of their size. Their gradients are zero in most models, so that drawing
+them is a waste. Where they are not, the estimate is still right on average, as with any weight above zero.
+"""
 
 
-class Part(Protocol):
-    """What stands for an input ``X`` ``[rows, columns]`` in backward."""
+class Product(Protocol):
+    """How the product with an input ``X`` ``[rows, columns]`` is estimated from what is kept of it. Holds none of it itself:
+    what autograd saves has to be free to leave.
+    """
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What is kept, for autograd to save."""
+    def __call__(self, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
+        """``gradient.T @ X`` or an estimate of it; ``kept`` are :attr:`Part.kept` as autograd gives them back.
+
+        ``transposed``: ``X.T @ gradient`` instead.
+        """
         ...
 
-    def product(self, gradient: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
-        """The estimate of ``gradient.T @ X``; ``kept`` are :meth:`tensors` as autograd gives them back."""
-        ...
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What stands for an input in backward: ``kept`` is for autograd to save."""
+
+    kept: tuple[Tensor, ...]
+    product: Product
 
 
-class _Rows:
-    """Some rows, each multiplied so that the product is right on average."""
+@dataclasses.dataclass(frozen=True)
+class _OfRows:
+    samples: SampleRows | None
 
-    def __init__(self, rows: Tensor, random: Tensor, *, keep_winners: bool):
-        importance = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float)
-        self._indices, factors = draw_rows(importance, random, keep_winners=keep_winners)
-        self._rows = rows[self._indices] * factors.to(rows.dtype).unsqueeze(1)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self._rows, self._indices
-
-    def product(self, gradient: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+    def __call__(self, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
         rows, indices = kept
-        return gradient[indices].t() @ rows
+        if self.samples is not None:
+            self.samples.seen(gradient)
+        return rows.t() @ gradient[indices] if transposed else gradient[indices].t() @ rows
 
 
-class _Columns:
-    """Some columns, each multiplied so that the product is right on average."""
+def _draw_rows(
+    rows: Tensor, random: Tensor, weights: Tensor | None, samples: SampleRows | None, *, keep_winners: bool
+) -> Part:
+    """Some rows, each multiplied so that the product is right on average."""
+    importance = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float)
+    if weights is not None:
+        importance *= weights
+    if samples is not None:
+        importance *= samples.guesses()
+    indices, factors = draw_rows(importance, random, keep_winners=keep_winners)
+    return Part((rows[indices] * factors.to(rows.dtype).unsqueeze(1), indices), _OfRows(samples))
 
-    def __init__(self, rows: Tensor, random: Tensor):
-        self._width = rows.shape[1]
-        importance = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float)
-        self._indices, factors = draw_rows(importance, random, keep_winners=True)
-        self._columns = rows[:, self._indices] * factors.to(rows.dtype)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self._columns, self._indices
+@dataclasses.dataclass(frozen=True)
+class _OfColumns:
+    width: int
 
-    def product(self, gradient: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+    def __call__(self, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
         columns, indices = kept
-        result = gradient.new_zeros(gradient.shape[1], self._width)
-        return result.index_add_(1, indices, gradient.t() @ columns)
+        result = gradient.new_zeros(gradient.shape[1], self.width)
+        result.index_add_(1, indices, gradient.t() @ columns)
+        return result.t() if transposed else result
 
 
-class _Projected:
-    """The columns in fewer random directions; the directions are made again from their seed."""
+def _draw_columns(rows: Tensor, random: Tensor) -> Part:
+    """Some columns, each multiplied so that the product is right on average."""
+    importance = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float)
+    indices, factors = draw_rows(importance, random, keep_winners=True)
+    return Part((rows[:, indices] * factors.to(rows.dtype), indices), _OfColumns(rows.shape[1]))
 
-    def __init__(self, rows: Tensor, count: int, seed: int):
-        self._seed = seed
-        self._shape = (rows.shape[1], count)
-        self._projected = rows @ signs(self._shape, self._seed, rows)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self._projected,)
+@dataclasses.dataclass(frozen=True)
+class _OfDirections:
+    shape: tuple[int, int]
+    seed: int
 
-    def product(self, gradient: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+    def __call__(self, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
         (projected,) = kept
-        return (gradient.t() @ projected) @ signs(self._shape, self._seed, projected).t()
+        result = (gradient.t() @ projected) @ signs(self.shape, self.seed, projected).t()
+        return result.t() if transposed else result
 
 
-def draw_part(inputs: Tensor, dtype: torch.dtype, config: SampledLinearConfig) -> Part | None:
-    """A part of ``inputs`` ``[..., columns]`` in ``dtype``, or None where all of them would be kept.
+def _project(rows: Tensor, count: int, seed: int) -> Part:
+    """The columns in fewer random directions; the directions are made again from their seed."""
+    shape = (rows.shape[1], count)
+    return Part((rows @ signs(shape, seed, rows),), _OfDirections(shape, seed))
+
+
+def draw_part(
+    inputs: Tensor,
+    dtype: torch.dtype,
+    config: SampledLinearConfig,
+    weights: Tensor | None = None,
+    samples: SampleRows | None = None,
+) -> Part | None:
+    """A part of ``inputs`` ``[..., columns]`` in ``dtype``, or None where all of them would be kept. The larger a row's entry
+    in ``weights`` (``[rows]``, positive), the more probable it is; ``samples`` says how large the rows' gradients were.
 
     Without gradients there is none either, but as many random numbers are drawn: reentrant checkpointing runs a block first
     without and then with them, and its dropout has to see the same random numbers both times.
@@ -96,30 +129,52 @@ def draw_part(inputs: Tensor, dtype: torch.dtype, config: SampledLinearConfig) -
     with torch.no_grad():
         rows = inputs.detach().reshape(-1, width).to(dtype)
         if config.estimator == "rad":
-            return _Projected(rows, count, seed)
+            return _project(rows, count, seed)
         if config.estimator == "features":
-            return _Columns(rows, random)
-        return _Rows(rows, random, keep_winners=config.estimator == "wta-crs")
+            return _draw_columns(rows, random)
+        return _draw_rows(rows, random, weights, samples, keep_winners=config.estimator == "wta-crs")
 
 
 class Draws:
     """One part for all layers that are given the same tensor, per thread; forgotten when the tensor goes."""
 
-    def __init__(self, config: SampledLinearConfig):
+    def __init__(self, config: SampledLinearConfig, cache: GradientCache | None = None):
         self.config = config
+        self.cache = cache
+        self._mask: Tensor | None = None
         self._thread = threading.local()
 
-    def of(self, inputs: Tensor, dtype: torch.dtype) -> Part | None:
-        """The part of ``inputs`` in ``dtype``, drawn for whichever layer asks first."""
+    def of(self, inputs: Tensor, dtype: torch.dtype, name: str) -> Part | None:
+        """The part of ``inputs`` in ``dtype``, drawn for whichever layer asks first; ``name`` is that of the layer."""
         known = getattr(self._thread, "known", None)
         if known is not None and self.config.share_inputs:
             source, *kind, part = known
             if source() is inputs and kind == [inputs._version, dtype, torch.is_grad_enabled()]:
                 return part
-        part = draw_part(inputs, dtype, self.config)
+        part = draw_part(inputs, dtype, self.config, self._weights(inputs), self._samples(inputs, name))
         source = weakref.ref(inputs, self._forget)
         self._thread.known = (source, inputs._version, dtype, torch.is_grad_enabled(), part)
         return part
+
+    def begin(self, mask: Tensor | None) -> None:
+        """A forward begins, of tokens of which ``mask`` ``[batch, sequence]`` is zero where they are padding."""
+        self._mask = mask
+
+    def _weights(self, inputs: Tensor) -> Tensor | None:
+        mask = self._mask
+        if mask is None or mask.shape != inputs.shape[:-1] or mask.device != inputs.device:
+            return None
+        return torch.where(mask.reshape(-1) != 0, 1.0, PADDING_WEIGHT)
+
+    def _samples(self, inputs: Tensor, name: str) -> SampleRows | None:
+        if self.cache is not None:
+            return self.cache.rows_of(name, inputs)
+        if self.config.probabilities == GRADIENT_CACHE and torch.is_grad_enabled():
+            raise OffloadConfigError(
+                "probabilities='gradient-cache' has to know the training samples: the Trainer's callback sees to it; in a "
+                "loop of your own, call session.carry_sample_ids(loader) before the first step."
+            )
+        return None
 
     def _forget(self, source: Any) -> None:
         known = getattr(self._thread, "known", None)
@@ -133,13 +188,29 @@ class Draws:
         return Draws, (self.config,)
 
 
-class _Linear(torch.autograd.Function):
-    """``inputs @ weight.T + bias``, with the weight's gradient from a part of the inputs."""
+class NoteMask:
+    """A forward pre-hook of the model: which tokens of its inputs are padding."""
+
+    def __init__(self, draws: Draws):
+        self._draws = draws
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Changes nothing."""
+        mask = kwargs.get("attention_mask")
+        self._draws.begin(mask if isinstance(mask, Tensor) else None)
+
+
+class LinearOfPart(torch.autograd.Function):
+    """``inputs @ weight.T + bias``, with the weight's gradient from a part of the inputs.
+
+    Inputs are ``[..., in]``; the weight is ``[out, in]``, or ``[in, out]`` if ``transposed``.
+    """
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, part: Part, transposed: bool) -> Tensor:
-        ctx.part, ctx.transposed, ctx.has_bias = part, transposed, bias is not None
-        ctx.save_for_backward(weight, *part.tensors())
+        ctx.product, ctx.transposed, ctx.has_bias = part.product, transposed, bias is not None
+        ctx.save_for_backward(weight, *part.kept)
         # The operations of the usual layers, so that outputs are theirs to the last bit; autocast is as it was outside.
         if transposed:
             assert bias is not None
@@ -158,17 +229,18 @@ class _Linear(torch.autograd.Function):
                 matrix = (weight.t() if ctx.transposed else weight).to(gradient.dtype)
                 of_inputs = (rows @ matrix).view(*gradient.shape[:-1], matrix.shape[1])
             if ctx.needs_input_grad[1]:
-                of_weight = ctx.part.product(rows, tuple(kept))
-                of_weight = of_weight.t() if ctx.transposed else of_weight
+                of_weight = ctx.product(rows, tuple(kept), ctx.transposed)
             if ctx.has_bias and ctx.needs_input_grad[2]:
                 of_bias = rows.sum(0)
         return of_inputs, of_weight, of_bias, None, None
 
 
 class _Sampled:
-    """What both kinds of layer share. ``draws`` is put on a layer by :func:`~hf_offload.sampling.convert_linears`."""
+    """What both kinds of layer share. Both attributes are put on a layer by ``convert_linears``."""
 
     draws: Draws
+    sampled_as: str
+    """The layer's name in its model."""
 
     def _sampled_forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor | None:
         """None where nothing is left out: the usual forward is exact, to the last bit."""
@@ -176,8 +248,8 @@ class _Sampled:
             return None
         kind = inputs.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
-        part = self.draws.of(inputs, dtype)
-        return None if part is None else _Linear.apply(inputs, weight, bias, part, transposed)
+        part = self.draws.of(inputs, dtype, self.sampled_as)
+        return None if part is None else LinearOfPart.apply(inputs, weight, bias, part, transposed)
 
 
 class SampledLinear(_Sampled, nn.Linear):

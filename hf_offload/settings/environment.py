@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.lean import LeanConfig
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.sampling import sampled_linear
 from hf_offload.settings.schema import OffloadConfig
@@ -75,6 +76,8 @@ def _text(field: str, value: Any) -> str:
     if field == "sampled_linear" and not isinstance(value, str):
         sampling = sampled_linear(value)
         return json.dumps(None if sampling is None else dataclasses.asdict(sampling))
+    if isinstance(value, LeanConfig):
+        return str(value)
     if isinstance(value, bool):  # what YAML makes of an unquoted on
         return "on" if value else "off"
     parts = [value] if isinstance(value, (str, int, float, os.PathLike)) else list(value)

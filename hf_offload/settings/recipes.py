@@ -1,8 +1,9 @@
 """Recipes: what one YAML file says about a training run, and how that is checked.
 
-Four sections: ``model``, ``data``, ``training`` (the fields of ``transformers.TrainingArguments``) and ``offload``
-(those of :class:`~hf_offload.settings.schema.OffloadConfig`). A key that nothing reads is an error, and all mistakes of
-a recipe are reported at once.
+Sections: ``model``, ``data``, ``training`` (the fields of ``transformers.TrainingArguments``), ``offload`` (those of
+:class:`~hf_offload.settings.schema.OffloadConfig`), ``sampling`` (those of
+:class:`~hf_offload.settings.sampling.SampledLinearConfig`) and ``memory`` (``mode`` and its settings). A key that nothing
+reads is an error, and all mistakes of a recipe are reported at once.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ TASKS = {
 }
 SOURCES = ("python-stdlib", RANDOM_TOKENS)
 DTYPES = ("float32", "bfloat16", "float16")
-SECTIONS = ("model", "data", "training", "offload", "sampling")
+SECTIONS = ("model", "data", "training", "offload", "sampling", "memory")
 SMALLEST_BPE = 257
 """All 256 byte values and the end-of-text token."""
 
@@ -203,6 +204,8 @@ class Recipe:
     data: DataRecipe
     training: Mapping[str, Any]
     offload: OffloadConfig
+    memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """``mode`` and its settings; empty for all weights and the optimizer of the section training."""
 
     @property
     def output_dir(self) -> Path:
@@ -261,6 +264,12 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                 asked["sampled_linear"] = sections["sampling"]
             offload = from_mapping(OffloadConfig, asked, "offload")
         with check:
+            if sections["memory"]:
+                from hf_offload.memory_modes.registry import memory_mode  # loads optimizers, which few recipes need
+
+                settings = {key: value for key, value in sections["memory"].items() if key != "mode"}
+                memory_mode(str(sections["memory"].get("mode", "none")), settings)
+        with check:
             if sections["data"].get("streaming") is True and int(training.get("max_steps") or 0) <= 0:
                 raise OffloadConfigError("data.streaming has no known end: set training.max_steps.")
         random_tokens = sections["data"].get("source") == RANDOM_TOKENS
@@ -279,7 +288,8 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                     "data.tokenizer is missing: a model from random weights brings none. Name one, or give "
                     "tokenizer: {train_bpe: 8192}."
                 )
-    return Recipe(name=name, model=model, data=data, training=training, offload=offload)
+    memory = sections["memory"]
+    return Recipe(name=name, model=model, data=data, training=training, offload=offload, memory=memory)
 
 
 # -------------------------------------------------------------------------------------------------------------- checks

@@ -9,6 +9,8 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose, collect_errors, from_mapping
 
 ESTIMATORS = ("wta-crs", "crs", "rad", "features", "exact")
+ACTIVATION, GRADIENT_CACHE = "activation", "gradient-cache"
+PROBABILITIES = (ACTIVATION, GRADIENT_CACHE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class SampledLinearConfig:
         estimator: ``"wta-crs"``: the rows with the largest norms, and a draw of the others (Liu et al., NeurIPS 2023,
             arXiv 2305.15265). ``"crs"``: a draw of all rows. ``"rad"``: a random projection of the columns, of which only the
             seed is kept (Oktay et al., ICLR 2021, arXiv 2007.10412). ``"features"``: a draw of the columns. ``"exact"``: all.
+        probabilities: What makes a row probable: ``"activation"``, its norm; ``"gradient-cache"``, that times how large the
+            gradients of its sample were in the last epoch, two bytes for each sample and layer on the model's device.
         targets: ``"auto"`` (linear layers of the repeated blocks whose input nobody else saves), ``"all"`` (every one with
             trainable weights), or the ends of module names, such as ``("mlp.up_proj", "q_proj")``.
         share_inputs: Layers that are given the same tensor (queries, keys and values) keep one part of it together.
@@ -32,6 +36,7 @@ class SampledLinearConfig:
     ratio: float = 0.3
     min_rows: int = 10
     estimator: str = "wta-crs"
+    probabilities: str = ACTIVATION
     targets: str | Sequence[str] = "auto"
     share_inputs: bool = True
 
@@ -47,6 +52,13 @@ class SampledLinearConfig:
                     raise OffloadConfigError(f"min_rows={self.min_rows!r} is not a number of rows: give 1 or more.")
             with check:
                 choose("estimator", self.estimator, ESTIMATORS)
+            with check:
+                choose("probabilities", self.probabilities, PROBABILITIES)
+                if self.probabilities == GRADIENT_CACHE and self.estimator in ("rad", "features"):
+                    raise OffloadConfigError(
+                        f"probabilities={GRADIENT_CACHE!r} is about rows, and estimator={self.estimator!r} draws columns: "
+                        "take estimator='wta-crs' or 'crs'."
+                    )
             with check:
                 if not isinstance(self.share_inputs, bool):
                     raise OffloadConfigError(f"share_inputs={self.share_inputs!r} is neither true nor false.")

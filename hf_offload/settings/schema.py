@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.lean import LeanConfig, lean_activations
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.sampling import SampledLinearConfig, sampled_linear
 from hf_offload.settings.sizes import parse_bytes
@@ -59,6 +60,9 @@ class OffloadConfig:
         tile_bytes: Size of the logits of one piece. Default: a sixteenth of all, or a 64th of ``memory_budget``.
         sampled_linear: Estimate the weight gradients of linear layers from this part of their input: a ratio such as 0.3, or
             the settings of :class:`~hf_offload.SampledLinearConfig`. Gradients are then right on average only.
+        lean_activations: Make tensors again from what is saved anyway instead of saving them: some of ``"activations"``,
+            ``"norms"``, ``"dropout"`` (``"exact"``: these three, which change no bit) and ``"derivative-8bit"`` (not exact);
+            :class:`~hf_offload.LeanConfig` explains them.
     """
 
     tier: str = "ssd"
@@ -75,6 +79,7 @@ class OffloadConfig:
     tiled_mlp: str | Sequence[str] = "off"
     tile_bytes: int | str | None = None
     sampled_linear: "float | str | Mapping[str, Any] | SampledLinearConfig | None" = None
+    lean_activations: "str | Sequence[str] | LeanConfig | None" = None
 
     def __post_init__(self) -> None:
         with collect_errors("offload settings") as check:
@@ -122,6 +127,8 @@ class OffloadConfig:
             with check:
                 self._set("sampled_linear", sampled_linear(self.sampled_linear))
             with check:
+                self._set("lean_activations", lean_activations(self.lean_activations))
+            with check:
                 self._set("directory", _directories(self.directory))
             with check:
                 if isinstance(self.keep_last_count, bool) or not isinstance(self.keep_last_count, int):
@@ -156,12 +163,17 @@ class OffloadConfig:
     @property
     def changes_a_run(self) -> bool:
         """Whether these settings ask for anything at all."""
-        return self.tier != "none" or self.tiles or self.sampling is not None
+        return self.tier != "none" or self.tiles or self.sampling is not None or self.lean is not None
 
     @property
     def sampling(self) -> SampledLinearConfig | None:
         """How linear layers are sampled, if they are."""
         return self.sampled_linear  # type: ignore[return-value]  # __post_init__ made it one
+
+    @property
+    def lean(self) -> LeanConfig | None:
+        """What is saved in fewer bytes, if anything is."""
+        return self.lean_activations  # type: ignore[return-value]  # __post_init__ made it one
 
     @property
     def directories(self) -> tuple[Path, ...]:

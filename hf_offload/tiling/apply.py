@@ -36,6 +36,16 @@ class Tiling:
         if self._config.tiled_mlp not in ("off", "auto"):
             self.cut_modules()
 
+    @property
+    def head(self) -> nn.Module | None:
+        """The output head that :meth:`apply` cuts, if it finds one."""
+        if self._config.tiled_loss == "off":
+            return None
+        try:
+            return find_head(self._model)[1]
+        except OffloadConfigError:
+            return None
+
     def cut_modules(self) -> bool:
         """Cut the modules that were asked for, with ``auto`` all that can be; whether there were any."""
         names = self._config.tiled_mlp

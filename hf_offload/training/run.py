@@ -134,6 +134,9 @@ def build_arguments(recipe: Recipe) -> "TrainingArguments":
         **recipe.training,
         **_offload_arguments(recipe.offload),
     }
+    if recipe.memory:
+        settings = {key: value for key, value in recipe.memory.items() if key != "mode"}
+        values |= {"memory_mode": recipe.memory.get("mode", "none"), "memory_mode_kwargs": settings or None}
     try:
         arguments = OffloadTrainingArguments(**values)
     except (TypeError, ValueError, ImportError) as error:
@@ -161,6 +164,7 @@ def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
         "tiled_mlp": "tiled_mlp",
         "tile_bytes": "tile_bytes",
         "sampled_linear": "sampled_linear",
+        "lean_activations": "lean_activations",
     }
     values = {field.name: getattr(offload, field.name) for field in dataclasses.fields(offload)}
     values["directory"] = ",".join(str(path) for path in offload.directories) or None
@@ -168,6 +172,8 @@ def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
         values["tiled_mlp"] = ",".join(offload.tiled_mlp)
     if offload.sampling is not None:
         values["sampled_linear"] = json.dumps(dataclasses.asdict(offload.sampling))
+    if offload.lean is not None:
+        values["lean_activations"] = str(offload.lean)
     for name in SIZES:
         values[name] = None if values[name] is None else str(values[name])
     return {names.get(name, f"offload_{name}"): value for name, value in values.items()}

@@ -143,15 +143,19 @@ def test_every_strategy_runs_with_the_bits_of_keep_or_says_why_not(recipe, name)
         return
     keep = execute(spec_for(recipe, "keep"))
     assert result.outcome == keep.outcome == DONE, result.error
-    if name == "ours:ssd+tiled":  # the same sums in another order
+    # The same sums in another order, or estimates of them, which draw random numbers that dropout then does not get.
+    near = {"ours:ssd+tiled": 1e-5, "ours:sampled": 0.05, "ours:ssd+sampled": 0.05}
+    if name in near:
         losses = [[float.fromhex(loss) for loss in one.report.losses_hex] for one in (result, keep)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        assert losses[0] == pytest.approx(losses[1], rel=near[name])
+        assert losses[0] != losses[1]
     else:
         assert result.report.losses_hex == keep.report.losses_hex
         assert result.report.parameters_sha256 == keep.report.parameters_sha256
     assert (result.report.offload is not None) == name.startswith("ours")
     if name.startswith("ours"):
-        assert result.report.offload["loaded_bytes"] > 0
+        offloads = name not in ("ours:lean", "ours:sampled")
+        assert (result.report.offload["loaded_bytes"] > 0) == offloads
     # Results survive the way through a file.
     result.write(recipe.parent / "r.json")
     assert CellResult.read(recipe.parent / "r.json") == result

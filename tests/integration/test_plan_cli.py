@@ -94,14 +94,15 @@ def test_other_tasks_are_found_in_the_configuration(name, tmp_path):
 def test_adapters_need_less():
     full, _ = run_json("gpt2-small", *SMALL, *CARD, "--sequence", "128")
     lora, result = run_json(
-        "gpt2-small", *SMALL, *CARD, "--sequence", "128", "--memory-mode", "lora", "--lora-rank", "4"
+        "gpt2-small", *SMALL, *CARD, "--sequence", "128", "--memory-mode", "lora", "--memory-mode-kwargs", '{"rank": 4}'
     )
     assert result.exit_code == 0, result.stderr
     # GPT-2's four linear layers per block, each with matrices of 4 rows and 4 columns
     adapters = 2 * 4 * ((64 + 192) + (64 + 64) + (64 + 256) + (256 + 64))
     assert lora["parameters"] - full["parameters"] == adapters
     assert lora["gradient_bytes"] == 4 * adapters
-    assert lora["weights_and_optimizer_bytes"] == 4 * lora["parameters"] + 8 * adapters
+    assert lora["weights_and_optimizer_bytes"] == 4 * lora["parameters"] + lora["optimizer_state_bytes"]
+    assert lora["optimizer_state_bytes"] == 8 * adapters + 4 * 2 * 4 * 2  # and a counter for each matrix
 
 
 def test_state_is_smaller_in_fewer_bits():
@@ -184,7 +185,17 @@ def test_orders_and_what_none_can_beat(tmp_path):
         (["gpt2-small", *CARD, "--optimizer", "magic"], "optimizer 'magic' holds in memory is not known"),
         (["gpt2-small", *CARD, "--optimizer", "galore_adamw"], "optimizer 'galore_adamw' holds in memory is not known"),
         (["gpt2-small", *CARD, "--memory-mode", "small"], "memory_mode='small' is unknown"),
-        (["gpt2-small", *CARD, "--lora-rank", "8"], "memory_mode is not 'lora'"),
+        (["gpt2-small", *CARD, "--memory-mode", "galor"], "Did you mean 'galore'?"),
+        (["gpt2-small", *CARD, "--modes", "--memory-mode", "none,galor"], "Did you mean 'galore'?"),
+        (["gpt2-small", *CARD, "--memory-mode-kwargs", '{"rank": 8}'], "memory_mode is 'none'"),
+        (
+            ["gpt2-small", *CARD, "--memory-mode", "lora", "--memory-mode-kwargs", '{"density": 1}'],
+            "no setting 'density'",
+        ),
+        (
+            ["gpt2-small", *CARD, "--memory-mode", "lora", "--optimizer", "paged_adamw_8bit"],
+            "optimizer='paged_adamw_8bit' and memory_mode='lora' both choose the optimizer",
+        ),
         (["gpt2-small", *CARD, "--budget", "a lot"], "budget='a lot' is not a size"),
         (["gpt2-small", *CARD, "-d", "."], "--directory and --measure are for this machine"),
     ],
@@ -207,3 +218,36 @@ def test_half_a_checkpoint_is_refused(tmp_path):
     result = run(str(tmp_path), *CARD)
     assert result.exit_code == 2
     assert "is not a whole safetensors file" in " ".join(result.stderr.split())
+
+
+def test_sampled_and_lean_layers_save_less():
+    shape = ("--batch", "4", "--sequence", "128", *CARD)
+    ways = {
+        "usual": ((), ()),
+        "sampled": ((), ("--sampled-linear", "0.1")),
+        "lean": ((), ("--lean", "exact")),
+        "recipe": (("sampling={ratio: 0.1}",), ()),
+    }
+    saved = {}
+    for name, (changes, options) in ways.items():
+        found, result = run_json("gpt2-small", *SMALL, *changes, *shape, *options)
+        assert result.exit_code == 0, result.output
+        saved[name] = found["saved_bytes"]
+    assert saved["sampled"] < saved["usual"]
+    assert saved["lean"] < saved["usual"]
+    assert saved["recipe"] == saved["sampled"]
+    text = run("gpt2-small", *SMALL, *shape, "--sampled-linear", "0.1").output
+    assert text.count(", sampled") == 2  # attention and MLP
+    assert run("gpt2-small", *SMALL, *shape, "--lean", "norm").exit_code == 2
+
+
+def test_a_recipes_memory_mode_is_planned():
+    shape = (*SMALL, *CARD, "--batch", "1", "--sequence", "128")
+    galore = "memory={mode: galore, rank: 8}"
+    usual, small, other = (
+        run_json("gpt2-small", *shape, *changes)[0] for changes in ((), (galore,), (galore, "--memory-mode", "lisa"))
+    )
+    assert usual["memory_mode"] == "none"
+    assert (small["memory_mode"], small["memory_mode_kwargs"]) == ("galore", {"rank": 8})
+    assert small["optimizer_state_bytes"] < usual["optimizer_state_bytes"]
+    assert (other["memory_mode"], other["memory_mode_kwargs"]) == ("lisa", {})

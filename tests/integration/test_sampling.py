@@ -2,7 +2,10 @@
 
 import copy
 import logging
+import pickle
+import weakref
 
+import live_bytes
 import peft
 import pytest
 import torch
@@ -19,7 +22,7 @@ from hf_offload import (
 )
 from hf_offload.sampling.convert import convert_linears, restore_linears
 from hf_offload.sampling.diagnostics import measure_errors
-from hf_offload.sampling.linear import SampledConv1D, SampledLinear
+from hf_offload.sampling.linear import PADDING_WEIGHT, SampledConv1D, SampledLinear
 from tests.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
 
 CONFIG = SampledLinearConfig(ratio=0.25, min_rows=1)
@@ -61,20 +64,7 @@ def test_auto_takes_what_is_worth_it(name, converted, left):
 
 
 def saved_bytes(model):
-    """Bytes of the storages that a forward saves, each once; weights left out."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = (storage.nbytes(), tensor)  # held: an address is not used again
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(**tiny_batch("llama", size=4)).loss
-    del loss
-    return sum(nbytes for nbytes, _ in seen.values())
+    return live_bytes.saved_bytes(lambda: model(**tiny_batch("llama", size=4)), model)
 
 
 def test_layers_of_one_input_keep_one_part():
@@ -95,6 +85,59 @@ def test_nothing_is_held_when_forward_and_backward_are_over():
     model(**tiny_batch("llama")).loss.backward()
     draws = model.model.layers[0].self_attn.q_proj.draws
     assert getattr(draws._thread, "known", None) is None
+
+
+def test_what_is_saved_can_leave():
+    """Whoever moves saved tensors away frees their memory: nothing else holds the rows."""
+    model = tiny_model("llama")
+    seen = []
+
+    def pack(tensor):
+        seen.append(weakref.ref(tensor.untyped_storage()))
+        return tensor.clone()
+
+    for estimator in ("wta-crs", "rad", "features"):
+        convert_linears(model, SampledLinearConfig(ratio=0.25, min_rows=1, estimator=estimator, targets="all"))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(**tiny_batch("llama")).loss
+        own = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+        alive = [storage for reference in seen if (storage := reference()) is not None and id(storage) not in own]
+        assert len(alive) <= 2  # the labels, and what the batch itself holds
+        loss.backward()
+        restore_linears(model)
+
+
+def quantised(model):
+    """The base of QLoRA: the linear layers of the blocks in 4 bits."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            layer = bitsandbytes.nn.Linear4bit(module.in_features, module.out_features, bias=False, quant_type="nf4")
+            layer.weight = bitsandbytes.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+            model.set_submodule(name, layer)
+    model.is_loaded_in_4bit = True  # as transformers says it to peft
+    return model.to("cpu")  # this is what quantises
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft still uses the older name
+def test_adapters_of_a_quantised_base():
+    settings = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(quantised(tiny_model("llama", dropout=0.0)), settings)
+    assert type(model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")).__name__ == "Linear4bit"
+    model(**tiny_batch("llama")).loss.backward()
+    exact = gradients(model)
+    before = saved_bytes(model)
+    report = convert_linears(model, CONFIG)
+    assert len(report.converted) == 2 * 6
+    assert all(".lora_A." in name for name in report.converted)
+    assert saved_bytes(model) < before
+    model.zero_grad()
+    model(**tiny_batch("llama")).loss.backward()
+    found = gradients(model)
+    for name, gradient in exact.items():
+        sampled = name.removesuffix(".weight") in report.converted
+        assert torch.equal(found[name], gradient) != sampled, name
 
 
 def switch_on_checkpointing(model, *options):
@@ -332,3 +375,22 @@ def test_targets_that_match_nothing(make, targets, part):
     with pytest.raises(OffloadConfigError, match=part):
         convert_linears(model, SampledLinearConfig(targets=targets))
     assert not any(isinstance(module, SampledLinear) for module in model.modules())
+
+
+def test_the_models_own_mask_says_what_is_padding():
+    """BERT's padded row; T5's decoder has rows of its own; what is changed is taken off again."""
+    config = OffloadConfig(tier="none", sampled_linear={"ratio": 0.25, "min_rows": 1})
+    model = tiny_model("bert")
+    with offload_activations(model, config):
+        draws = model.bert.encoder.layer[0].intermediate.dense.draws
+        batch = tiny_batch("bert", size=2)
+        model(**batch)
+        weights = draws._weights(torch.zeros(2, 24, 32)).reshape(2, 24)
+        assert torch.equal(weights == 1, batch["attention_mask"] == 1)
+        assert (weights[batch["attention_mask"] == 0] == PADDING_WEIGHT).all()
+        assert draws._weights(torch.zeros(2, 12, 32)) is None
+        copy.deepcopy(model)(**batch)
+        pickle.loads(pickle.dumps(model))(**batch)
+        model(batch["input_ids"], labels=batch["labels"])
+        assert draws._weights(torch.zeros(2, 24, 32)) is None
+    assert not model._forward_pre_hooks

@@ -11,7 +11,8 @@ from hf_offload import SampledLinearConfig
 from hf_offload.sampling import estimator
 from hf_offload.sampling.convert import convert_linears
 from hf_offload.sampling.estimator import draw_rows, winners
-from hf_offload.sampling.linear import draw_part
+from hf_offload.sampling.gradient_cache import GradientCache
+from hf_offload.sampling.linear import PADDING_WEIGHT, draw_part
 
 PROBABILITIES = {
     "flat": [0.2] * 5,
@@ -98,7 +99,7 @@ def test_stale_importance_is_unbiased_too(keep_winners):
 # ---------------------------------------------------------------------------------------------------------- by many draws
 
 ROWS, COLUMNS, OUTPUTS, DRAWS = 256, 24, 16, 1500
-# 16 projections of up to 25 cases: a normal value is beyond this in one of a million families.
+# 16 projections of up to 50 cases: a normal value is beyond this in one of a million families.
 LIMIT = 6.5
 
 
@@ -144,9 +145,77 @@ def test_the_mean_of_many_draws_is_the_gradient(name, kind):
 
     def estimate():
         part = draw_part(rows, rows.dtype, config)
-        return part.product(gradient, part.tensors())
+        return part.product(gradient, part.kept)
 
     assert farthest([estimate() for _ in range(DRAWS)], gradient.t() @ rows) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["wta-crs", "crs", "rad", "features"])
+def test_a_layer_of_real_size(name):
+    """16 rows of 128 tokens and BERT's width, whose rows differ in size as real ones do."""
+    torch.manual_seed(0)
+    rows = torch.randn(16 * 128, 768) * torch.rand(16 * 128, 1).pow(4).add(0.02)
+    gradient = torch.randn(16 * 128, 32) * torch.rand(16 * 128, 1).pow(2)
+    config = SampledLinearConfig(ratio=0.3, estimator=name)
+
+    def estimate():
+        part = draw_part(rows, rows.dtype, config)
+        return part.product(gradient, part.kept)
+
+    assert farthest([estimate() for _ in range(150)], gradient.t() @ rows) < LIMIT
+
+
+SAMPLES = 8
+
+
+def samples_of(norms):
+    """A forward of as many samples as there are ``norms``, each of which is as many rows."""
+    cache = GradientCache(len(norms), ["layer"], torch.device("cpu"))
+    cache.norms[:, 0] = norms
+    cache.begin(torch.arange(len(norms)))
+    return cache.rows_of("layer", torch.empty(len(norms), ROWS // len(norms), 1))
+
+
+def gradient_by_sample():
+    """Some samples are learned already, and their gradients are small."""
+    scale = torch.logspace(0, -3, SAMPLES).repeat_interleave(ROWS // SAMPLES)
+    return gradient_of(inputs("flat")) * scale[:, None]
+
+
+CACHES = {
+    "true": torch.logspace(0, -3, SAMPLES),
+    "stale": torch.logspace(-3, 0, SAMPLES),
+    "empty": torch.zeros(SAMPLES),
+    "half": torch.logspace(0, -3, SAMPLES) * (torch.arange(SAMPLES) % 2),
+}
+
+
+@pytest.mark.parametrize("name", ["wta-crs", "crs"])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("kind", ["flat", "peaked", "zero rows"])
+def test_any_cache_is_unbiased(kind, cache, name):
+    torch.manual_seed(0)
+    rows, gradient = inputs(kind), gradient_by_sample()
+    config = SampledLinearConfig(ratio=0.25, min_rows=1, estimator=name, probabilities="gradient-cache")
+    samples = samples_of(CACHES[cache])
+
+    def estimate():
+        part = draw_part(rows, rows.dtype, config, samples=samples)
+        return part.product(gradient, part.kept)
+
+    assert farthest([estimate() for _ in range(DRAWS)], gradient.t() @ rows) < LIMIT
+
+
+def test_a_true_cache_lowers_the_error():
+    torch.manual_seed(0)
+    rows, gradient = inputs("flat"), gradient_by_sample()
+    exact = gradient.t() @ rows
+    config = SampledLinearConfig(ratio=0.25, min_rows=1, probabilities="gradient-cache")
+    errors = {}
+    for name, samples in (("true", samples_of(CACHES["true"])), ("none", None)):
+        parts = [draw_part(rows, rows.dtype, config, samples=samples) for _ in range(100)]
+        errors[name] = sum((part.product(gradient, part.kept) - exact).square().sum() for part in parts)
+    assert errors["true"] < 0.5 * errors["none"]
 
 
 def without_weights(rows, gradient, count):
@@ -172,6 +241,21 @@ def test_the_published_biased_ways_are_found_out(mutant):
     assert farthest(estimates, gradient.t() @ rows) > LIMIT
 
 
+def test_the_published_biased_ways_are_found_out_by_enumeration():
+    importance = [0.5, 0.2, 0.15, 0.1, 0.05]
+    terms = torch.randn(5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    found = [(chance, terms[indices][factors > 0].sum(0)) for indices, factors, chance in outcomes(importance, 3, True)]
+    unweighted = sum(chance * value for chance, value in found)
+    distinct = torch.zeros(3, dtype=torch.double)
+    for chosen in itertools.permutations(range(5), 3):
+        chance, left = 1.0, 1.0
+        for row in chosen:
+            chance, left = chance * importance[row] / left, left - importance[row]
+        distinct += chance * terms[list(chosen)].sum(0)
+    for biased in (unweighted, distinct):
+        assert (biased - terms.sum(0)).norm() > 0.1 * terms.sum(0).norm()
+
+
 def test_winners_lower_the_error_on_peaked_rows():
     torch.manual_seed(0)
     rows = inputs("peaked")
@@ -181,7 +265,7 @@ def test_winners_lower_the_error_on_peaked_rows():
     for name in ("wta-crs", "crs"):
         config = SampledLinearConfig(ratio=0.25, min_rows=1, estimator=name)
         parts = [draw_part(rows, rows.dtype, config) for _ in range(200)]
-        errors[name] = sum((part.product(gradient, part.tensors()) - exact).square().sum() for part in parts)
+        errors[name] = sum((part.product(gradient, part.kept) - exact).square().sum() for part in parts)
     assert errors["wta-crs"] < 0.5 * errors["crs"]
 
 
@@ -232,3 +316,26 @@ def test_outputs_and_other_gradients_are_exact(kind, name, autocast):
 def test_everything_kept_is_exact_to_the_last_bit(kind, settings):
     usual, sampled = usual_and_sampled(kind, **settings)
     assert all(torch.equal(one, other) for one, other in zip(run(usual), run(sampled), strict=True))
+
+
+# -------------------------------------------------------------------------------------------------------------- padding
+
+
+@pytest.mark.parametrize("name", ["wta-crs", "crs"])
+def test_rows_of_padding_are_rarely_drawn_and_never_for_nothing(name):
+    """Unbiased even where padding has gradients; where it has none, half of the rows are as good as all of them would be."""
+    torch.manual_seed(0)
+    rows, gradient = inputs("flat"), gradient_of(inputs("flat"))
+    weights = torch.ones(ROWS)
+    weights[ROWS // 2 :] = PADDING_WEIGHT
+    config = SampledLinearConfig(ratio=0.25, min_rows=1, estimator=name)
+
+    def estimates(gradient, weights, count):
+        parts = [draw_part(rows, rows.dtype, config, weights) for _ in range(count)]
+        return [part.product(gradient, part.kept) for part in parts]
+
+    assert farthest(estimates(gradient, weights, DRAWS), gradient.t() @ rows) < LIMIT
+    gradient[ROWS // 2 :] = 0
+    exact = gradient.t() @ rows
+    errors = [sum((one - exact).square().sum() for one in estimates(gradient, some, 200)) for some in (weights, None)]
+    assert errors[0] < 0.6 * errors[1]

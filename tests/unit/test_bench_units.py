@@ -33,7 +33,9 @@ def recomputes(recipe):
 def test_a_strategy_sets_everything_it_is_about_whatever_the_recipe_says(path, name):
     theirs = ["offload={tier: ssd, directory: d, ram_budget: 1GiB, read_ahead_bytes: 7MiB, disk_budget: 2GiB}"]
     recipe = find_strategy(name).load(path, theirs)
-    tier = {"ours:ram": "ram", "ours:auto": "auto"}.get(name, "ssd" if name.startswith("ours") else "none")
+    tier = {"ours:ram": "ram", "ours:auto": "auto", "ours:sampled": "none", "ours:lean": "none"}.get(
+        name, "ssd" if name.startswith("ours") else "none"
+    )
     assert recipe.offload.tier == tier
     assert recomputes(recipe) is ("recompute" in name)
     assert bool(recipe.offload.directories) == (tier in ("ssd", "auto"))
@@ -59,7 +61,7 @@ def test_a_window_fixes_the_read_ahead(path):
 
 def test_who_has_to_match_whom():
     wanted = {strategy.name: strategy.must_match for strategy in parse_strategies("all")}
-    ours = {"keep", "ours:ram", "ours:ssd", "ours:spill", "ours:auto"}
+    ours = {"keep", "ours:ram", "ours:ssd", "ours:spill", "ours:auto", "ours:lean", "ours:ssd+lean"}
     assert wanted == {name: "keep" if name in ours else None for name in wanted} | {"ours+recompute": "recompute"}
 
 
@@ -124,14 +126,15 @@ def test_a_round_that_crashed_is_named_beside_the_others():
     assert compared.problems() == ["r 2 x 32, ours:ssd, round 2: E: x"]
 
 
-def test_a_way_that_rounds_differently_is_ours_but_no_mismatch():
+@pytest.mark.parametrize(("name", "why"), [("ours:ssd+tiled", "other rounding"), ("ours:sampled", "estimates")])
+def test_a_way_that_is_meant_to_differ_is_ours_but_no_mismatch(name, why):
     other = fake_report(losses_hex=[(9.0).hex()] * 4, parameters_sha256="other")
-    compared = results(("keep", 1, fake_report()), ("ours:ssd+tiled", 1, other))
-    assert find_strategy("ours:ssd+tiled").is_ours
+    compared = results(("keep", 1, fake_report()), (name, 1, other))
+    assert find_strategy(name).is_ours
     assert compared.problems() == []
     row = compared.rows()[1]
     assert not row.differs
-    assert identity(row) == "other rounding"
+    assert identity(row) == why
 
 
 def test_ours_with_recompute_has_to_match_recompute():

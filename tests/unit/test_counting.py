@@ -9,8 +9,10 @@ from small_models import CONFIGS, ROWS, TOKENS, batch, build
 
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
+from hf_offload.lean.apply import Lean
 from hf_offload.plan.counting import OptimizerNeeds, count_footprint, fake_mode
 from hf_offload.plan.units import find_units
+from hf_offload.sampling.convert import Sampling
 
 NOTHING = OptimizerNeeds(0, 0, 0.0)
 
@@ -24,7 +26,7 @@ def count(name, dropout, min_offload_bytes=4096):
         cost=lambda flops, moved, dtype: flops / 1e11 + moved / 1e10,
         optimizer=NOTHING,
         min_offload_bytes=min_offload_bytes,
-        attention_dropout_is_saved=True,
+        as_on_cuda=False,
     )
 
 
@@ -68,6 +70,44 @@ def test_the_counted_peak_is_that_of_a_real_step(name, dropout):
     assert max(kept_curve(count(name, dropout))) == pytest.approx(peak_live_bytes(step), rel=0.02)
 
 
+SAVING = {
+    "sampled": {"sampled_linear": {"ratio": 0.25}},
+    "lean": {"lean_activations": "exact"},
+    "both": {"sampled_linear": 0.25, "lean_activations": "dropout,derivative-8bit"},
+}
+
+
+@pytest.mark.parametrize("settings", SAVING)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_sampled_and_lean_models_are_counted_as_they_run(name, settings, tmp_path):
+    """On tensors without data, which also shows that nothing of a draw is read on the host."""
+    if (name, settings) == ("llama", "both"):
+        pytest.skip("its dropout is inside of attention")
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=4096, **SAVING[settings])
+    usual = count(name, 0.1)
+    with fake_mode():
+        model, inputs = build(name, 0.1), batch()
+        Sampling(model, config.sampling).apply()
+        Lean(model, config.lean).apply()
+    footprint = count_footprint(
+        model, inputs, cost=lambda *_: 0.0, optimizer=NOTHING, min_offload_bytes=4096, as_on_cuda=False
+    )
+    model = build(name, 0.1)
+    with offload_activations(model, config) as session:
+        model(**batch()).loss.backward()
+        moved = session.stats.total.offloaded_bytes
+    saved = sum(one.nbytes for one in footprint.saved)
+    assert saved == pytest.approx(moved, rel=0.01)
+    assert saved < 0.9 * sum(one.nbytes for one in usual.saved)
+    # What was moved is gone from memory when backward begins: nothing else holds it, were it the rows of one layer.
+    one_part = ROWS * TOKENS // 4 * 128 * 4
+    assert held_over_forward(footprint) < held_over_forward(usual) + one_part // 2
+
+
+def held_over_forward(footprint):
+    return next(moment.live_bytes for moment in footprint.moments if moment.backward)
+
+
 def test_every_block_and_its_parts_are_units():
     units = find_units(build("gpt2", 0.0))
     assert next(iter(units)) == "GPT2LMHeadModel"
@@ -102,11 +142,24 @@ def test_cuda_kernels_draw_attentions_dropout_again():
     with fake_mode():
         model, inputs = build("gpt2", 0.1), batch()
     options = {"cost": lambda *_: 0.0, "optimizer": NOTHING, "min_offload_bytes": 4096}
-    on_cpu = count_footprint(model, inputs, attention_dropout_is_saved=True, **options)
-    on_cuda = count_footprint(model, inputs, attention_dropout_is_saved=False, **options)
+    on_cpu = count_footprint(model, inputs, as_on_cuda=False, **options)
+    on_cuda = count_footprint(model, inputs, as_on_cuda=True, **options)
     matrix = ROWS * 4 * TOKENS * TOKENS * 4
     assert matrix in {one.nbytes for one in on_cpu.saved if one.unit.endswith("attn")}
     assert matrix not in {one.nbytes for one in on_cuda.saved if one.unit.endswith("attn")}
+
+
+def test_cuda_kernels_keep_a_byte_for_what_dropout_does_to_a_number():
+    with fake_mode():
+        model, inputs = build("gpt2", 0.1), batch()
+    options = {"cost": lambda *_: 0.0, "optimizer": NOTHING, "min_offload_bytes": 4096}
+    sizes = [
+        [one.nbytes for one in count_footprint(model, inputs, as_on_cuda=cuda, **options).saved]
+        for cuda in (False, True)
+    ]
+    numbers = ROWS * TOKENS * 128
+    assert sizes[0].count(numbers) == 0
+    assert sizes[1].count(numbers) == 1 + 2 * 3  # behind the embeddings, and twice in each block
 
 
 def test_a_forward_that_reads_values_is_refused_with_a_way_out():
@@ -118,14 +171,10 @@ def test_a_forward_that_reads_values_is_refused_with_a_way_out():
         model = transformers.MixtralForCausalLM(config).train()
         inputs = batch()
     with pytest.raises(OffloadPlanError, match=r"MixtralForCausalLM cannot be counted.*offload='auto'"):
-        count_footprint(
-            model, inputs, cost=lambda *_: 0.0, optimizer=NOTHING, min_offload_bytes=0, attention_dropout_is_saved=True
-        )
+        count_footprint(model, inputs, cost=lambda *_: 0.0, optimizer=NOTHING, min_offload_bytes=0, as_on_cuda=False)
 
 
 def test_a_real_model_is_not_counted():
     model = build("gpt2", 0.0)
     with pytest.raises(OffloadPlanError, match="fake_mode"):
-        count_footprint(
-            model, batch(), cost=lambda *_: 0.0, optimizer=NOTHING, min_offload_bytes=0, attention_dropout_is_saved=True
-        )
+        count_footprint(model, batch(), cost=lambda *_: 0.0, optimizer=NOTHING, min_offload_bytes=0, as_on_cuda=False)

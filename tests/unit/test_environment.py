@@ -22,6 +22,7 @@ EVERYTHING = {
     "tiled_mlp": ["mlp", "h.0.mlp"],
     "tile_bytes": "2MiB",
     "sampled_linear": {"ratio": 0.3, "targets": ["mlp", "q_proj"]},
+    "lean_activations": ["norms", "dropout"],
 }
 
 

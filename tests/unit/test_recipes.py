@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 import zipfile
@@ -12,7 +13,7 @@ from hf_offload.integrations.launch import shipped_configs
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
 from hf_offload.settings.recipes import HubData, load_recipe
 from hf_offload.training.report import describe_model
-from hf_offload.training.run import build_model
+from hf_offload.training.run import build_arguments, build_model
 
 REPOSITORY = Path(hf_offload.__file__).parent.parent
 
@@ -54,6 +55,7 @@ def test_the_demo_is_shipped():
         ("bert-base", 109_514_298, "12", "0.1"),
         ("t5-base", 222_903_552, "12+12", "0.1"),
         ("llama-1b", 1_235_814_400, "16", "0"),
+        ("llama-7b", 6_738_415_616, "32", "0"),
         ("llama-8b-layers4", 1_923_125_248, "4", "0"),
     ],
 )
@@ -105,6 +107,23 @@ def test_an_override_can_replace_a_section_and_reset_a_key(tiny_recipe):
 def test_no_offload_section_means_no_offloading(tiny_recipe):
     assert load_recipe(tiny_recipe).offload.tier == "none"
     assert load_recipe(tiny_recipe, ["offload.verify=checksum"]).offload.tier == OffloadConfig().tier
+
+
+def test_lean_activations_in_a_recipe(tiny_recipe):
+    recipe = load_recipe(tiny_recipe, ["offload={tier: none, lean_activations: [norms, dropout]}"])
+    assert recipe.offload == OffloadConfig(tier="none", lean_activations="norms,dropout")
+    assert "Did you mean 'norms'" in mistakes(tiny_recipe, "offload.lean_activations=[norm]")
+
+
+def test_a_section_of_its_own_for_the_memory_mode(tiny_recipe):
+    recipe = load_recipe(tiny_recipe, ["memory={mode: galore, rank: 8}"])
+    assert recipe.memory == {"mode": "galore", "rank": 8}
+    assert not load_recipe(tiny_recipe).memory
+    arguments = build_arguments(recipe)
+    assert (arguments.memory_mode, json.loads(arguments.memory_mode_kwargs)) == ("galore", {"rank": 8})
+    assert "Did you mean 'galore'" in mistakes(tiny_recipe, "memory.mode=galor")
+    assert "it is one of lora" in mistakes(tiny_recipe, "memory={mode: galore, alpha: 8}")
+    assert "memory_mode is 'none'" in mistakes(tiny_recipe, "memory.rank=8")
 
 
 def test_a_section_of_its_own_for_sampling(tiny_recipe):

@@ -1,0 +1,177 @@
+"""Memory modes in the Trainer: arguments that say ``memory_mode`` change the model and the optimizer of whoever gets them.
+
+The Trainer takes both in its constructor and asks nobody afterwards, so that is where this comes in: the constructor is
+wrapped, once in a process and only when arguments with a memory mode are made. For all other arguments it does what it did.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.memory_modes.registry import MemoryMode, Projected
+from hf_offload.optimizers.blockwise import BlockwiseOptimizer
+from hf_offload.optimizers.projected import ProjectedAdamW, UpdateInBackward
+from hf_offload.settings.load import collect_errors
+
+
+def watch_trainers() -> None:
+    """Let every Trainer that is made from now on do what its arguments say of memory modes. Idempotent."""
+    usual = Trainer.__init__
+    if hasattr(usual, "hf_offload_modes"):
+        return
+    signature = inspect.signature(usual)
+
+    @functools.wraps(usual)
+    def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        find = getattr(given.get("args"), "chosen_memory_mode", None)
+        mode = None if find is None else find()
+        if mode is None:
+            usual(self, *args, **kwargs)
+            return
+        _refuse_twice(given)
+        given["optimizer_cls_and_kwargs"] = (functools.partial(_Factory, mode, given["args"]), {})
+        if given.get("model") is not None:
+            given["model"] = mode.prepare(given["model"])
+        if given.get("model_init") is not None:
+            given["model_init"] = _Prepared(mode, given["model_init"])
+        given.pop("self")
+        usual(self, **given)
+        self.add_callback(MemoryModeCallback(mode))
+
+    init.hf_offload_modes = True  # type: ignore[attr-defined]
+    Trainer.__init__ = init  # type: ignore[method-assign]
+
+
+def check_arguments(mode: MemoryMode, args: TrainingArguments) -> None:
+    """Refuse what does not go together.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all mistakes, before any weight is touched.
+    """
+    with collect_errors("training arguments with a memory mode") as check:
+        with check:
+            optim = str(getattr(args.optim, "value", args.optim))
+            if not optim.startswith("adamw_torch"):
+                raise OffloadConfigError(
+                    f"optim={optim!r} and memory_mode={_name(args)!r} both choose the optimizer: drop one of them."
+                )
+        with check:
+            if args.deepspeed:
+                raise OffloadConfigError(
+                    f"memory_mode={_name(args)!r} has an optimizer of its own, and DeepSpeed brings its own, too: drop one."
+                )
+        if isinstance(mode, Projected) and mode.update_in_backward:
+            for name, why in (
+                ("max_grad_norm", "all gradients at once"),
+                ("gradient_accumulation_steps", "them to stay"),
+            ):
+                with check:
+                    value = getattr(args, name)
+                    usual = 0 if name == "max_grad_norm" else 1
+                    if value is not None and value > usual:
+                        raise OffloadConfigError(
+                            f"{name}={value} needs {why}, and with update_in_backward each gradient is gone as soon as it "
+                            f"was used: set {name}={usual}, or drop update_in_backward."
+                        )
+            with check:
+                if args.fp16:
+                    raise OffloadConfigError(
+                        "fp16=True scales the loss and looks at all gradients before a step, and with update_in_backward "
+                        "they are gone by then: set bf16=True, or drop update_in_backward."
+                    )
+
+
+class MemoryModeCallback(TrainerCallback):
+    """What a mode does while a training runs."""
+
+    def __init__(self, mode: MemoryMode):
+        self._mode = mode
+        self._in_backward: UpdateInBackward | None = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._close(None)
+        inner = _inner(optimizer)
+        if isinstance(inner, BlockwiseOptimizer):
+            inner.open()
+        if isinstance(self._mode, Projected) and self._mode.update_in_backward:
+            assert isinstance(inner, ProjectedAdamW)
+            self._in_backward = UpdateInBackward(inner)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._close(_inner(optimizer))
+
+    def _close(self, optimizer: Any) -> None:
+        if self._in_backward is not None:
+            self._in_backward.remove()
+            self._in_backward = None
+        if isinstance(optimizer, BlockwiseOptimizer):
+            optimizer.close()
+
+
+class _Factory:
+    """What the Trainer calls to get an optimizer."""
+
+    def __init__(self, mode: MemoryMode, args: TrainingArguments):
+        self._mode = mode
+        self._args = args
+
+    def __call__(self, model: nn.Module) -> Any:
+        args = self._args
+        return self._mode.optimizer(
+            model,
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            weight_decay=args.weight_decay,
+        )
+
+
+class _Prepared:
+    """A ``model_init`` whose models are prepared."""
+
+    def __init__(self, mode: MemoryMode, model_init: Any):
+        self._mode = mode
+        self._model_init = model_init
+        functools.update_wrapper(self, model_init)  # the Trainer looks at its parameters
+
+    def __call__(self, *args: Any) -> nn.Module:
+        return self._mode.prepare(self._model_init(*args))
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _name(args: Any) -> str:
+    return str(args.memory_mode)
+
+
+def _refuse_twice(given: dict[str, Any]) -> None:
+    name = _name(given["args"])
+    optimizers = given.get("optimizers")
+    if optimizers is not None and optimizers[0] is not None:
+        raise OffloadConfigError(
+            f"The Trainer was given an optimizer, and memory_mode={name!r} chooses one: drop one of them."
+        )
+    if given.get("optimizer_cls_and_kwargs") is not None:
+        raise OffloadConfigError(
+            f"The Trainer was given optimizer_cls_and_kwargs, and memory_mode={name!r} chooses the optimizer: drop one."
+        )

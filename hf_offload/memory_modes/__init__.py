@@ -1,0 +1,1 @@
+"""What is trained, and what the optimizer keeps of it: a word for each way."""

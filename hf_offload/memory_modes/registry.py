@@ -1,0 +1,197 @@
+"""Memory modes by their names: what each takes, what it does to a model, and which optimizer trains it."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.memory_modes.adapters import AdapterConfig, DoraConfig, LoraFaConfig, QloraConfig
+from hf_offload.memory_modes.quantised import AdamW4bitConfig, AdamW8bitConfig
+from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, peak_bytes, release
+from hf_offload.optimizers.param_groups import decay_groups, param_groups
+from hf_offload.optimizers.projected import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedAdamW, ProjectedConfig
+from hf_offload.optimizers.projected import state_bytes as count_state
+from hf_offload.optimizers.projected.checks import check_parameters
+from hf_offload.optimizers.projected.projections import Projection, projection_of
+from hf_offload.settings.load import choose, collect_errors, from_mapping
+
+NONE = "none"
+
+
+class MemoryMode(Protocol):
+    """What is trained, and with which optimizer."""
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """The model that is trained. Raises :class:`~hf_offload.errors.OffloadConfigError` where it cannot be."""
+        ...
+
+    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+        """Its optimizer; ``adam`` is ``lr``, ``betas`` and ``eps``. Raises likewise."""
+        ...
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """Most bytes of that optimizer's state, from the shapes of a prepared ``model``. Raises likewise."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Projected:
+    """All weights, with the state of chosen matrices in a small space.
+
+    Args:
+        method: :class:`GaLoreConfig`, :class:`ApolloConfig` or :class:`FrugalConfig`.
+        targets: Which matrices (:func:`~hf_offload.optimizers.param_groups.param_groups`).
+        update_in_backward: Whether each weight is updated as soon as its gradient is there, so that gradients never add up.
+    """
+
+    method: ProjectedConfig
+    targets: str | Sequence[str] = "auto"
+    update_in_backward: bool = False
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Nothing changes."""
+        return model
+
+    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+        """:class:`ProjectedAdamW` over all trainable parameters."""
+        groups = param_groups(model, targets=self.targets, weight_decay=weight_decay)
+        return ProjectedAdamW(groups, self.method, weight_decay=weight_decay, **adam)
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """The closed form, for each dtype of parameters there is."""
+        shapes: dict[torch.dtype, tuple[list[tuple[int, int]], list[torch.Size]]] = {}
+        checked: list[tuple[str, torch.Tensor, bool, Projection | None]] = []
+        for group in param_groups(model, targets=self.targets):
+            for name, parameter in group["params"]:
+                projected, plain = shapes.setdefault(parameter.dtype, ([], []))
+                if group["projected"]:
+                    rows, columns = reversed(parameter.shape) if group["transposed"] else parameter.shape
+                    projected.append((rows, columns))
+                    checked.append((name, parameter, True, projection_of(self.method, (rows, columns))))
+                else:
+                    plain.append(parameter.shape)
+        check_parameters(checked, self.method)
+        return sum(count_state(*both, self.method, dtype).total for dtype, both in shapes.items())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blockwise:
+    """A few blocks at a time, each with AdamW."""
+
+    config: BlockwiseConfig
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """What an earlier training left frozen is free again."""
+        release(model)
+        return model
+
+    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+        """:class:`BlockwiseOptimizer` over all trainable parameters."""
+        return BlockwiseOptimizer(decay_groups(model, weight_decay), model, self.config, **adam)
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """Moments, counters and float32 copies of the weights, of the turn that needs most."""
+        most = peak_bytes(model, self.config)
+        return most.state + most.masters
+
+
+_EIGHT_BIT = dict.fromkeys(("state_dtype", "plain_state_dtype", "projector_dtype"), "8bit")
+_MINI = {"rank": 1, "scale": 128**0.5, "scale_by": "tensor"}
+_LISA = {"blocks_active": 2, "switch_every": 20, "order": "draw"}
+
+# Name -> class of its settings, and what differs from that class's defaults.
+_SETTINGS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "lora": (AdapterConfig, {}),
+    "qlora": (QloraConfig, {}),
+    "lora_fa": (LoraFaConfig, {}),
+    "dora": (DoraConfig, {}),
+    "adamw_8bit": (AdamW8bitConfig, {}),
+    "adamw_4bit": (AdamW4bitConfig, {}),
+    "galore": (GaLoreConfig, {}),
+    "galore_8bit": (GaLoreConfig, _EIGHT_BIT),
+    "apollo": (ApolloConfig, {}),
+    "apollo_mini": (ApolloConfig, _MINI),
+    "frugal": (FrugalConfig, {}),
+    "lisa": (BlockwiseConfig, _LISA),
+    "badam": (BlockwiseConfig, {"outside": "turns"}),
+}
+MODES = (NONE, *_SETTINGS)
+
+
+def memory_mode(name: str, settings: Any = None) -> MemoryMode | None:
+    """The mode ``name`` with ``settings``, a mapping or its JSON text; None for ``"none"``.
+
+    Example, for a loop of your own::
+
+        mode = memory_mode("galore", {"rank": 128})
+        model = mode.prepare(model)
+        optimizer = mode.optimizer(model, lr=1e-4, weight_decay=0.01)
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all mistakes.
+    """
+    choose("memory_mode", name, MODES)
+    values = read_settings(settings)
+    if name == NONE:
+        if values:
+            raise OffloadConfigError(
+                f"memory_mode_kwargs={settings!r} is given, but memory_mode is 'none': choose one of {', '.join(_SETTINGS)}."
+            )
+        return None
+    kind, defaults = _SETTINGS[name]
+    names = _names(name)
+    outer = {}
+    with collect_errors(f"settings of memory_mode={name!r}") as check:
+        for key in values:
+            with check:
+                if key not in names:
+                    others = [other for other in _SETTINGS if key in _names(other)]
+                    raise OffloadConfigError(
+                        f"memory_mode={name!r} has no setting {key!r}"
+                        + (f" (it is one of {', '.join(others)})" if others else "")
+                        + f". It has: {', '.join(names) or 'none'}."
+                    )
+        with check:
+            if issubclass(kind, ProjectedConfig):
+                outer = {key: value for key, value in values.items() if key in _OF_PROJECTED}
+                _check_projected(outer)
+        with check:
+            known = {key: value for key, value in values.items() if key in names and key not in outer}
+            found = from_mapping(kind, defaults | known, f"memory_mode={name!r}")
+    if isinstance(found, ProjectedConfig):
+        return Projected(method=found, **outer)
+    return Blockwise(config=found) if isinstance(found, BlockwiseConfig) else found
+
+
+_OF_PROJECTED = ("targets", "update_in_backward")
+
+
+def _names(mode: str) -> list[str]:
+    kind, _ = _SETTINGS[mode]
+    own = [field.name for field in dataclasses.fields(kind)]
+    return [*own, *_OF_PROJECTED] if issubclass(kind, ProjectedConfig) else own
+
+
+def _check_projected(values: Mapping[str, Any]) -> None:
+    if not isinstance(values.get("update_in_backward", False), bool):
+        raise OffloadConfigError(f"update_in_backward={values['update_in_backward']!r} is neither true nor false.")
+
+
+def read_settings(settings: Any) -> Mapping[str, Any]:
+    """A mapping as it is, or from its JSON text; an empty one for None.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for anything else.
+    """
+    if isinstance(settings, str):
+        try:
+            settings = json.loads(settings)
+        except json.JSONDecodeError as error:
+            raise OffloadConfigError(f"memory_mode_kwargs={settings!r} is no JSON: {error}.") from error
+    if settings is None:
+        return {}
+    if not isinstance(settings, Mapping):
+        raise OffloadConfigError(f"memory_mode_kwargs={settings!r} is no mapping, such as {{'rank': 128}}.")
+    return settings

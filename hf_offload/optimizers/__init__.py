@@ -1,0 +1,1 @@
+"""Optimizers that need less memory than AdamW."""

@@ -1,0 +1,8 @@
+"""Block-wise training: a few blocks of a model train at a time (LISA, BAdam)."""
+
+from hf_offload.optimizers.blockwise.footprint import BlockwiseBytes, deepest_turn, peak_bytes
+from hf_offload.optimizers.blockwise.freezing import release
+from hf_offload.optimizers.blockwise.optimizer import BlockwiseOptimizer
+from hf_offload.optimizers.blockwise.schedule import BlockwiseConfig
+
+__all__ = ["BlockwiseBytes", "BlockwiseConfig", "BlockwiseOptimizer", "deepest_turn", "peak_bytes", "release"]

@@ -1,0 +1,89 @@
+"""Freezing parameters until their turn, and knowing them from those that the user froze.
+
+Note: when blocks are frozen
+    Whoever wraps a model (``DistributedDataParallel``, ``Accelerator.prepare``) or converts its layers looks at which
+    parameters require gradients, once. So all of them still do when the optimizer is built, and the first forward of the
+    model (or the first step, where the model itself is never called) freezes those that have to wait.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_offload.errors import OffloadConfigError
+
+# An attribute of the parameter itself: it tells whoever builds another optimizer later, when this one may be gone.
+_MARK = "_waits_for_its_turn"
+
+
+def is_waiting(parameter: nn.Parameter) -> bool:
+    """Whether ``parameter`` is frozen only until its block takes its turn."""
+    return hasattr(parameter, _MARK) and not parameter.requires_grad
+
+
+def freeze(parameter: nn.Parameter) -> None:
+    """Let ``parameter`` wait, without a gradient."""
+    parameter.requires_grad_(False)
+    parameter.grad = None
+    setattr(parameter, _MARK, True)
+
+
+def unfreeze(parameter: nn.Parameter) -> None:
+    """Let ``parameter`` train."""
+    parameter.requires_grad_(True)
+    vars(parameter).pop(_MARK, None)
+
+
+def release(model: nn.Module) -> None:
+    """Let every parameter of ``model`` that waits for its turn require gradients again; what the user froze stays frozen."""
+    for parameter in model.parameters():
+        if is_waiting(parameter):
+            unfreeze(parameter)
+
+
+class BeforeForward:
+    """A forward pre-hook that calls a bound method, while its object is there. Copies of the model get one that is idle."""
+
+    def __init__(self, method: Callable[[], None] | None = None):
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BeforeForward, ()
+
+
+def running_data_parallel() -> DistributedDataParallel | None:
+    """The ``DistributedDataParallel`` whose forward runs now."""
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+def check_data_parallel(wrapper: DistributedDataParallel, all_trained: bool, anything_waits: bool) -> None:
+    """Refuse a ``DistributedDataParallel`` that would mix up gradients when blocks are frozen and unfrozen.
+
+    ``all_trained``: every parameter trains in every turn. ``anything_waits``: some are frozen as the wrapper is first seen.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError`.
+    """
+    if all_trained:
+        return
+    if anything_waits:
+        raise OffloadConfigError(
+            "This DistributedDataParallel was built while blocks waited for their turn, so it would never average their "
+            "gradients: build it before the model's first forward, or call release(model) before it."
+        )
+    if wrapper.static_graph or not wrapper.find_unused_parameters:
+        found = "static_graph=True" if wrapper.static_graph else "find_unused_parameters=False"
+        raise OffloadConfigError(
+            f"DistributedDataParallel with {found} waits for gradients of blocks that are frozen: set "
+            "find_unused_parameters=True and no static_graph (the Trainer: ddp_find_unused_parameters=True; Accelerate: "
+            "DistributedDataParallelKwargs(find_unused_parameters=True))."
+        )

@@ -1,0 +1,17 @@
+"""Optimizers with a small state: GaLore, APOLLO, FRUGAL."""
+
+from hf_offload.optimizers.projected.backward import UpdateInBackward
+from hf_offload.optimizers.projected.methods import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedConfig
+from hf_offload.optimizers.projected.optimizer import ProjectedAdamW
+from hf_offload.optimizers.projected.sizes import StateBytes, state_bytes
+
+__all__ = [
+    "ApolloConfig",
+    "FrugalConfig",
+    "GaLoreConfig",
+    "ProjectedAdamW",
+    "ProjectedConfig",
+    "StateBytes",
+    "UpdateInBackward",
+    "state_bytes",
+]

@@ -1,0 +1,224 @@
+"""What is asked of a projected optimizer: one frozen dataclass a method, each mistake named, all of them at once."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.load import choose, collect_errors
+
+PROJ_TYPES = ("std", "reverse_std", "left", "right", "full")
+SVDS = ("randomized", "exact")
+ON_REFRESH = ("keep", "project", "reset")
+# Not float16: squares of small gradients are zero in it.
+DTYPES = ("float32", "bfloat16", "8bit")
+FRUGAL_PROJECTIONS = ("blocks", "columns", "random-k", "random", "svd")
+# bitsandbytes knows no others.
+BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProjectedConfig(abc.ABC):
+    """What all methods share.
+
+    Args:
+        update_proj_gap: A parameter gets a new projection every so many of its steps.
+        stagger: Parameters get it at different steps, spread evenly over the gap, so that no step but the first pays for all.
+            Without it all get it at once, as in the published code.
+        on_refresh: What becomes of the moments then. ``"keep"``: nothing, as published: they are read in the new space
+            although they were gathered in the old one. ``"project"``: the first is turned into the new space, the second
+            by the squares of the same matrix (both spaces need an orthonormal basis). ``"reset"``: they start from
+            zero, and so does their bias correction.
+        seed: Of every random draw, together with the parameter's place and its step: the same on every rank, and after
+            a resume. CPU and CUDA draw different numbers.
+        state_dtype: Of the moments of projected parameters: None is the parameter's own, as in ``torch.optim.AdamW``.
+            ``"8bit"`` needs bitsandbytes. The arithmetic is done in float32 (float64 for float64 parameters). A second
+            moment in bfloat16 or 8 bits hardly follows small changes, since one part in a thousand is rounded away.
+        plain_state_dtype: Of the moments of all other parameters but vectors, likewise; vectors keep their own dtype.
+        projector_dtype: Of a stored projection, likewise.
+        block_size: How many numbers share one scale in 8 bits.
+    """
+
+    name: ClassVar[str] = ""
+
+    update_proj_gap: int = 200
+    stagger: bool = True
+    on_refresh: str = "keep"
+    seed: int = 0
+    state_dtype: str | None = None
+    plain_state_dtype: str | None = None
+    projector_dtype: str | None = None
+    block_size: int = 256
+
+    def __post_init__(self) -> None:
+        with collect_errors(f"settings of {self.name}") as check:
+            with check:
+                _whole("update_proj_gap", self.update_proj_gap, 1)
+            with check:
+                _whole("seed", self.seed, 0)
+            with check:
+                choose("on_refresh", self.on_refresh, ON_REFRESH)
+            for name in ("state_dtype", "plain_state_dtype", "projector_dtype"):
+                with check:
+                    value = getattr(self, name)
+                    if value is not None:
+                        choose(name, value, DTYPES)
+            with check:
+                choose("block_size", self.block_size, BLOCK_SIZES)  # type: ignore[arg-type]  # told apart by equality
+            with check:
+                if not isinstance(self.stagger, bool):
+                    raise OffloadConfigError(f"stagger={self.stagger!r} is neither true nor false.")
+            self._check_more(check)
+
+    @abc.abstractmethod
+    def _check_more(self, check: Any) -> None:
+        """What one method alone has to check."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Name and settings as plain values: what a state dict holds, so that a wrong one is refused."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GaLoreConfig(ProjectedConfig):
+    """Adam on the gradient's part in the space of its leading singular vectors (Zhao et al., ICML 2024, arXiv 2403.03507).
+
+    Args:
+        rank: Of the projected gradient. The paper: a quarter of the hidden size, 512 for LLaMA-1B, 1024 for 7B.
+        scale: The step is multiplied by it.
+        proj_type: Which side of the gradient ``[out, in]`` is projected. ``"std"``: the shorter one. ``"reverse_std"``: the
+            longer one. ``"left"``: outputs. ``"right"``: inputs. ``"full"``: both (all but the diagonal of the first
+            gradient in a new space is then rounding error, which Adam makes as large as the rest). A weight that is stored
+            ``[in, out]`` (GPT-2's ``Conv1D``) is turned round first, so the words mean the same for it.
+        svd: ``"randomized"`` (two power iterations, 8 vectors more than asked for) or ``"exact"``.
+    """
+
+    name: ClassVar[str] = "galore"
+
+    rank: int = 128
+    scale: float = 0.25
+    proj_type: str = "std"
+    svd: str = "randomized"
+
+    @classmethod
+    def eight_bit(cls, **settings: Any) -> "GaLoreConfig":
+        """8-bit GaLore: moments, projections, and the moments of embeddings and head in 8 bits."""
+        kept = dict.fromkeys(("state_dtype", "plain_state_dtype", "projector_dtype"), "8bit")
+        return cls(**{**kept, **settings})
+
+    def _check_more(self, check: Any) -> None:
+        with check:
+            _whole("rank", self.rank, 1)
+        with check:
+            _number("scale", self.scale)
+        with check:
+            choose("proj_type", self.proj_type, PROJ_TYPES)
+        with check:
+            choose("svd", self.svd, SVDS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ApolloConfig(ProjectedConfig):
+    """The gradient itself, each channel as long as Adam would make it in a small random space (Zhu et al., MLSys 2025,
+    arXiv 2412.05270): no SVD, and of the projection only the seed is kept.
+
+    The space is a Gaussian one over the shorter side; channels lie along the longer one.
+
+    Args:
+        rank: Of the projected gradient.
+        scale: The step is multiplied by it. (The published code takes the root of its ``scale``: its 128 is 128**0.5 here.)
+        scale_by: ``"channel"``: ``||m/sqrt(v)|| / ||R||`` of each channel, ``R`` the projected gradient; ``"tensor"``: of the
+            whole.
+        norm_growth_limit: The norm of a parameter's step (before bias correction and learning rate, as published) grows at
+            most by this factor from one step to the next; None: without a limit.
+    """
+
+    name: ClassVar[str] = "apollo"
+
+    rank: int = 256
+    scale: float = 1.0
+    scale_by: str = "channel"
+    norm_growth_limit: float | None = 1.01
+
+    @classmethod
+    def mini(cls, **settings: Any) -> "ApolloConfig":
+        """APOLLO-Mini: rank 1, one factor for the whole tensor, and the paper's scale for it, the root of 128."""
+        return cls(**{"rank": 1, "scale": 128**0.5, "scale_by": "tensor", **settings})
+
+    def _check_more(self, check: Any) -> None:
+        with check:
+            _whole("rank", self.rank, 1)
+        with check:
+            _number("scale", self.scale)
+        with check:
+            choose("scale_by", self.scale_by, ("channel", "tensor"))
+        with check:
+            if self.norm_growth_limit is not None and not _is_number(self.norm_growth_limit, 1.0):
+                raise OffloadConfigError(
+                    f"norm_growth_limit={self.norm_growth_limit!r} is no growth: give 1 or more, or None for no limit."
+                )
+        with check:
+            if self.on_refresh == "project":
+                raise OffloadConfigError(
+                    "on_refresh='project' needs an orthonormal basis, and APOLLO's is not: keep or reset."
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrugalConfig(ProjectedConfig):
+    """Adam on a part of the gradient, and a step without state on the rest (Zmushko et al., ICML 2025, arXiv 2411.07837).
+
+    Args:
+        density: How large the part is, 0 to 1: of the rank (``svd``, ``random``), of the columns, of the entries, or of the
+            matrices. 0 is the rule without state alone.
+        projection: ``"blocks"``: whole matrices, a new set in each period of ``update_proj_gap`` steps until all
+            had their turn (these all change at the same step, whatever ``stagger`` says: there is nothing to compute).
+            ``"columns"``: some inputs of each layer. ``"random-k"``: one entry drawn from each stretch of ``1/density``.
+            ``"random"``: a random orthonormal basis of the shorter side. ``"svd"``: as GaLore.
+        free_rule: ``"sign"``: the sign of the rest of the gradient; ``"sgd"``: the rest itself. (A gradient that lies in the
+            space of its singular vectors, as with fewer tokens than the rank, leaves rounding errors. They have signs.)
+        free_scale: The learning rate of the rest is the usual one times this.
+        svd: As in :class:`GaLoreConfig`.
+    """
+
+    name: ClassVar[str] = "frugal"
+
+    on_refresh: str = "reset"
+    density: float = 0.25
+    projection: str = "blocks"
+    free_rule: str = "sign"
+    free_scale: float = 1.0
+    svd: str = "randomized"
+
+    def _check_more(self, check: Any) -> None:
+        with check:
+            if not _is_number(self.density, 0.0) or self.density > 1:
+                raise OffloadConfigError(f"density={self.density!r} is not a part: give a number from 0 to 1.")
+        with check:
+            choose("projection", self.projection, FRUGAL_PROJECTIONS)
+        with check:
+            choose("free_rule", self.free_rule, ("sign", "sgd"))
+        with check:
+            _number("free_scale", self.free_scale)
+        with check:
+            choose("svd", self.svd, SVDS)
+        with check:
+            if self.on_refresh != "reset" and self.projection in ("blocks", "columns", "random-k"):
+                raise OffloadConfigError(
+                    f"on_refresh={self.on_refresh!r} has no meaning with projection={self.projection!r}: the entries that "
+                    "leave take their moments with them. Take 'reset'."
+                )
+
+
+def _is_number(value: object, least: float) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and least <= value < float("inf")
+
+
+def _number(name: str, value: object) -> None:
+    if not _is_number(value, 0.0):
+        raise OffloadConfigError(f"{name}={value!r} is not a factor: give a number of 0 or more.")
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OffloadConfigError(f"{name}={value!r}: give a whole number of {least} or more.")

@@ -1,0 +1,301 @@
+"""The optimizer: AdamW whose state for chosen matrices lies in a small space."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.optimizers.projected import rules
+from hf_offload.optimizers.projected.checks import check_numbers, check_parameters, check_state_dict, sharded
+from hf_offload.optimizers.projected.methods import (
+    ApolloConfig,
+    FrugalConfig,
+    GaLoreConfig,
+    ProjectedConfig,
+)
+from hf_offload.optimizers.projected.projections import (
+    Basis,
+    Everything,
+    Projection,
+    Space,
+    draw_seed,
+    drawn_space,
+    is_active,
+    is_refreshed,
+    new_basis,
+    projection_of,
+    random_basis,
+    turn_moments,
+    turns,
+)
+from hf_offload.optimizers.projected.stored import Storage, drop
+
+logger = logging.getLogger(__name__)
+
+_MATRIX = 2
+# Read on the host at every step, so they live there.
+_ON_HOST = ("step", "began", "seed")
+NO_SCALER = (
+    "A GradScaler looks at all gradients before a step, and update in backward has one at a time: train in bfloat16, which "
+    "needs no scaler, or update in step()."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """What is fixed about one parameter: its name, and its number among the projected ones if it is one."""
+
+    name: str
+    number: int
+    projection: Projection | None
+
+
+class ProjectedAdamW(Optimizer):
+    """GaLore, APOLLO or FRUGAL for some matrices, AdamW for all other parameters.
+
+    Args:
+        params: As for every optimizer. A group with ``"projected": True`` holds the matrices that ``method`` works on;
+            ``"transposed": True`` says that they are stored ``[in, out]``. ``hf_offload.optimizers.param_groups`` makes the
+            groups of a model.
+        method: :class:`GaLoreConfig`, :class:`ApolloConfig` or :class:`FrugalConfig`.
+        lr, betas, eps, weight_decay: As in ``torch.optim.AdamW``: decay is decoupled, each group may have its own.
+
+    The state of each parameter is a dict of tensors: ``step``; ``exp_avg`` and ``exp_avg_sq`` (``[r, n]``, ``[m, r]`` ...,
+    in ``state_dtype``); ``left`` ``[m, r]`` or ``right`` ``[r, n]`` (in ``projector_dtype``), or the ``seed`` they are drawn
+    from; ``began``, the step at which moments were reset; ``norm``, the length of APOLLO's last step. So it loads with
+    ``weights_only=True``, and a resumed run has the bits of one that was never stopped. Parameters outside of projected
+    groups have the bits of ``torch.optim.AdamW(foreach=False)``.
+
+    With ``torch.nn.parallel.DistributedDataParallel`` all ranks have the same gradients and draw the same numbers. Sharded
+    parameters (FSDP2's DTensors) are refused: a shard's singular vectors are not those of the matrix.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a rank above the smaller dimension, for sharded parameters, and
+    for a state dict of another method or with other settings.
+    """
+
+    in_backward = False
+    """Whether an :class:`UpdateInBackward` is at work."""
+    _checked = False  # the first groups are checked together, so that all mistakes are told at once
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        method: ProjectedConfig,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ):
+        self.method = method
+        check_numbers(lr, betas, eps, weight_decay)
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "projected": False,
+            "transposed": False,
+            "method": method.as_dict(),
+        }
+        super().__init__(params, defaults)
+        self._check(self.param_groups)
+        self._checked = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._set_up()
+        if self._checked:
+            self._check(self.param_groups[-1:])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "method": self.method, "in_backward": False}  # hooks are not copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Whatever follows from the method and the groups, and so is neither copied nor saved."""
+        method = self.method
+        self._moments = Storage(method.state_dtype, method.block_size)
+        self._plain_moments = Storage(method.plain_state_dtype, method.block_size)
+        self._vectors = Storage(None, method.block_size)
+        self._projectors = Storage(method.projector_dtype, method.block_size)
+        for storage in (self._moments, self._plain_moments, self._projectors):
+            storage.require()
+        self._places: dict[Tensor, _Place] = {}
+        self._projected_count = 0
+        for group in self.param_groups:
+            names = group.get("param_names") or [f"number {len(self._places) + i}" for i in range(len(group["params"]))]
+            for name, parameter in zip(names, group["params"], strict=True):
+                projection = None
+                if group["projected"] and parameter.dim() == _MATRIX:
+                    m, n = reversed(parameter.shape) if group["transposed"] else parameter.shape
+                    projection = projection_of(method, (m, n))
+                self._places[parameter] = _Place(name, self._projected_count, projection)
+                self._projected_count += projection is not None
+        self._turns = turns(method, self._projected_count) if isinstance(method, FrugalConfig) else []
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler.step asks for this before anything else: the one place where it can be refused by name.
+        if self.in_backward:
+            raise OffloadConfigError(NO_SCALER)
+        return False
+
+    def _check(self, groups: list[dict[str, Any]]) -> None:
+        everything = [(parameter, group["projected"]) for group in groups for parameter in group["params"]]
+        places = self._places
+        check_parameters(
+            ((places[one].name, one, wanted, places[one].projection) for one, wanted in everything), self.method
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch has two overloads
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, group)
+        return loss
+
+    @torch.no_grad()
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """One step of one parameter with its ``grad``, and the group's numbers as they are now."""
+        # A step may be asked for under autocast, whose matrix products would be rounded.
+        with torch.autocast(parameter.device.type, enabled=False):
+            self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        gradient = parameter.grad
+        place = self._places.get(parameter)
+        if place is None or isinstance(parameter, DTensor):
+            # Someone has replaced the parameters since: accelerate does so under FSDP2.
+            raise OffloadConfigError(sharded(self.method, "that was put in the place of another"))
+        if gradient is None or gradient.is_sparse:
+            raise OffloadConfigError(
+                f"Parameter {place.name} has no dense gradient: sparse=True cannot go with this optimizer."
+            )
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        steps = int(state["step"].item())  # on the host anyway
+        state["step"] += 1
+        if place.projection is None:
+            storage = self._plain_moments if parameter.dim() >= _MATRIX else self._vectors
+            rules.adamw(parameter, gradient, state, _hyper(group, steps + 1), storage)
+            return
+        weight = parameter.t() if group["transposed"] else parameter
+        gradient = gradient.t() if group["transposed"] else gradient
+        space = self._space(place, place.projection, gradient, state, steps)
+        began = int(state["began"].item()) if "began" in state else 0
+        hyper = _hyper(group, steps + 1 - began)
+        if isinstance(self.method, FrugalConfig):
+            rules.frugal(weight, gradient, state, space, hyper, self._moments, self.method)
+        elif isinstance(self.method, ApolloConfig):
+            across = 0 if place.projection.side == "left" else 1
+            rules.apollo(weight, gradient, state, _there(space), across, hyper, self._moments, self.method)
+        elif isinstance(self.method, GaLoreConfig):
+            rules.galore(weight, gradient, state, _there(space), hyper, self._moments, self.method)
+
+    def _space(
+        self, place: _Place, projection: Projection, gradient: Tensor, state: dict[str, Any], steps: int
+    ) -> Space | None:
+        """The space of this step, and in ``state`` whatever a new one changes there. None: no space at all."""
+        if projection.kind == "blocks":
+            return self._whole(place, state, steps)
+        if is_refreshed(self.method, place.number, self._projected_count, steps):
+            seed = draw_seed(self.method.seed, place.number, steps)
+            if projection.drawn_again:
+                state["seed"] = torch.tensor(seed, dtype=torch.int64, device="cpu")
+            else:
+                self._new_basis(place, projection, gradient, state, seed)
+            if self.method.on_refresh == "reset":
+                self._forget(state, steps)
+        if projection.drawn_again:
+            return drawn_space(projection, int(state["seed"].item()), gradient)
+        return self._stored_basis(projection, state, gradient.dtype)
+
+    def _whole(self, place: _Place, state: dict[str, Any], steps: int) -> Space | None:
+        assert isinstance(self.method, FrugalConfig)
+        if not is_active(self.method, self._turns, place.number, steps):
+            drop(state, rules.FIRST)
+            drop(state, rules.SECOND)
+            state.pop("began", None)
+            return None
+        if "began" not in state:
+            self._forget(state, steps)
+        return Everything()
+
+    def _forget(self, state: dict[str, Any], steps: int) -> None:
+        drop(state, rules.FIRST)
+        drop(state, rules.SECOND)
+        state["began"] = torch.tensor(steps, dtype=torch.float32, device="cpu")
+
+    def _new_basis(
+        self, place: _Place, projection: Projection, gradient: Tensor, state: dict[str, Any], seed: int
+    ) -> None:
+        exact = getattr(self.method, "svd", "") == "exact"
+        basis = new_basis(projection, gradient, seed, exact=exact)
+        has_old = all(name in state for name in projection.stored_shapes)
+        if basis is None:
+            logger.warning(
+                "No singular vectors of the gradient of %s could be computed: its %s.",
+                place.name,
+                "projection stays as it was" if has_old else "first projection is a random one",
+            )
+            if has_old:
+                return
+            basis = random_basis(projection, gradient, torch.Generator(gradient.device).manual_seed(seed))
+        working = torch.promote_types(gradient.dtype, torch.float32)
+        old = (
+            self._stored_basis(projection, state, working) if has_old and self.method.on_refresh == "project" else None
+        )
+        for name, part in (("left", basis.left), ("right", basis.right)):
+            if part is not None:
+                drop(state, name)  # the old one is still needed: it must not be written over
+                self._projectors.write(state, name, part, gradient.dtype)
+        if old is not None:
+            new = self._stored_basis(projection, state, working)
+            kept = [self._moments.read(state, name, working) for name in (rules.FIRST, rules.SECOND)]
+            for name, value in zip((rules.FIRST, rules.SECOND), turn_moments(old, new, *kept), strict=True):
+                self._moments.write(state, name, value, gradient.dtype)
+
+    def _stored_basis(self, projection: Projection, state: dict[str, Any], dtype: torch.dtype) -> Basis:
+        parts = {name: self._projectors.read(state, name, dtype) for name in projection.stored_shapes}
+        return Basis(parts.get("left"), parts.get("right"))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over ``state_dict``; tensors keep their dtypes (torch's own would cast them to the parameter's).
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` if it was saved with another method, other settings or other
+        parameters.
+        """
+        check_state_dict(state_dict, self.param_groups, self.method)
+        super().load_state_dict({**state_dict, "state": {}})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                device = torch.device("cpu") if name in _ON_HOST else parameter.device
+                self.state[parameter][name] = value.to(device, copy=True)
+
+
+def _hyper(group: dict[str, Any], steps: int) -> rules.Hyper:
+    beta1, beta2 = group["betas"]
+    return rules.Hyper(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], steps)
+
+
+def _there(space: Space | None) -> Space:
+    assert space is not None
+    return space

@@ -1,0 +1,151 @@
+"""What each memory mode needs for the same model and batch, and how large a batch it leaves room for."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from hf_offload.errors import OffloadConfigError, OffloadPlanError
+from hf_offload.memory_modes.registry import MODES, NONE
+from hf_offload.plan.counting import OptimizerNeeds, fake_mode
+from hf_offload.plan.footprint import Footprint
+from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
+from hf_offload.plan.modes import mode_needs, trains_every_weight, updates_in_backward
+from hf_offload.plan.placement import uniform
+from hf_offload.plan.plan import Placement
+from hf_offload.plan.planner import largest, make_problem
+from hf_offload.plan.scaling import Family
+from hf_offload.plan.workload import Workload, count_workload
+
+_MOST_ROWS = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True)
+class ModeRow:
+    """One mode: bytes, and the largest batch.
+
+    Attributes:
+        mode: Its name.
+        weights_bytes: Weights and buffers, frozen ones too.
+        gradient_bytes: Of all gradients that are there at once, at the end of backward.
+        state_bytes: The optimizer's, float32 copies of weights among it.
+        activation_bytes: What the peak has beside these three: what is saved and computed with, or what the optimizer's step
+            needs.
+        peak_bytes: Predicted, with everything kept.
+        fits: Whether that is within the budget.
+        largest_batch: With everything kept; 0 where not even one row fits.
+        largest_batch_recomputed: With activation checkpointing of every block.
+    """
+
+    mode: str
+    weights_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+    fits: bool
+    largest_batch: int
+    largest_batch_recomputed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModeComparison:
+    """Rows of the modes that the model can be trained in, and for the others why it cannot."""
+
+    budget_bytes: int
+    rows: list[ModeRow]
+    refused: dict[str, str]
+
+
+def compare_modes(
+    workload: Workload,
+    hardware: Hardware,
+    modes: Sequence[str] = MODES,
+    *,
+    settings: str | Mapping[str, Any] | None = None,
+    budget_bytes: int | None = None,
+    on_mode: Callable[[str], None] = lambda name: None,
+) -> ModeComparison:
+    """Every one of ``modes``, with ``settings`` for each of them (but ``none``, which has no settings).
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for an unknown mode and for settings that one has not, and
+    :class:`~hf_offload.errors.OffloadPlanError` if the model cannot be counted.
+    """
+    workloads = [workload.in_mode(mode, None if mode == NONE else settings) for mode in modes]
+    budget = int(hardware.memory_bytes.value * BUDGET_SHARE) if budget_bytes is None else budget_bytes
+    counter = _Counter(workload, hardware)
+    rows, refused = [], {}
+    for one in workloads:
+        on_mode(one.memory_mode)
+        try:
+            footprint = counter.count(one)
+        except OffloadConfigError as error:  # of the model: layers that cannot be quantised, no blocks to take turns
+            refused[one.memory_mode] = str(error)
+            continue
+        rows.append(_row(one, footprint, hardware, budget))
+    return ModeComparison(budget, rows, refused)
+
+
+class _Counter:
+    """Modes that train every weight run the same step but for the optimizer, which is counted once for all of them."""
+
+    def __init__(self, workload: Workload, hardware: Hardware):
+        self._plain = workload.in_mode(NONE)
+        self._hardware = hardware
+        self._model: nn.Module | None = None
+        self._footprints: dict[bool, Footprint] = {}
+
+    def count(self, workload: Workload) -> Footprint:
+        mode = workload.mode
+        in_backward = workload.update_in_backward or updates_in_backward(mode)
+        if mode is not None and not trains_every_weight(mode):
+            return count_workload(workload, self._hardware)
+        if in_backward not in self._footprints:
+            plain = dataclasses.replace(self._plain, update_in_backward=in_backward)
+            self._footprints[in_backward] = count_workload(plain, self._hardware)
+        footprint = self._footprints[in_backward]
+        if mode is None:
+            return footprint
+        if self._model is None:
+            with fake_mode():
+                self._model = self._plain.build()
+        return _with_optimizer(footprint, mode_needs(mode, self._model, self._hardware))
+
+
+def _with_optimizer(footprint: Footprint, needs: OptimizerNeeds) -> Footprint:
+    return dataclasses.replace(
+        footprint,
+        base_bytes=footprint.base_bytes - footprint.state_bytes + needs.state_bytes,
+        state_bytes=needs.state_bytes,
+        optimizer_step_bytes=needs.step_bytes,
+        optimizer_step_s=needs.step_s,
+    )
+
+
+def _row(workload: Workload, footprint: Footprint, hardware: Hardware, budget: int) -> ModeRow:
+    family = Family(workload.batch, workload.sequence, footprint, None)
+
+    def reach(placement: Placement) -> int:
+        def fits(rows: int) -> bool:
+            problem = make_problem(family.at(rows, workload.sequence), hardware, budget)
+            found = uniform(problem, placement)
+            return found is not None and problem.fits(found)
+
+        return largest(fits, workload.batch, _MOST_ROWS)
+
+    kept = uniform(make_problem(footprint, hardware, budget), Placement.KEEP)
+    if kept is None:
+        raise OffloadPlanError(f"{workload.name} has nothing that could be kept: there is no step to count.")
+    peak = kept.timeline.peak_bytes
+    return ModeRow(
+        mode=workload.memory_mode,
+        weights_bytes=footprint.base_bytes - footprint.state_bytes,
+        gradient_bytes=footprint.gradient_bytes,
+        state_bytes=footprint.state_bytes,
+        activation_bytes=peak - footprint.base_bytes - footprint.gradient_bytes,
+        peak_bytes=peak,
+        fits=peak <= budget,
+        largest_batch=reach(Placement.KEEP),
+        largest_batch_recomputed=reach(Placement.RECOMPUTE),
+    )

@@ -1,0 +1,527 @@
+"""Models that save less for backward: the same bits, fewer bytes, and what they live with."""
+
+import copy
+import io
+import logging
+import pickle
+import weakref
+
+import live_bytes
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer
+
+from hf_offload import (
+    LeanConfig,
+    OffloadConfig,
+    OffloadConfigError,
+    OffloadTrainingArguments,
+    attach,
+    offload_activations,
+)
+from hf_offload.lean.apply import Lean
+from tests.tiny_models import HIDDEN, SEQUENCE, ExampleDataset, gradients, tiny_batch, tiny_model
+
+SIZE = 4
+TOKENS = SIZE * SEQUENCE
+NAMES = ["gpt2", "gpt_neox", "bert", "t5", "llama", "vit", "mixtral"]
+SWITCHES = ["activations", "norms", "dropout", "exact"]
+
+
+def lean(model, *switches):
+    done = Lean(model, LeanConfig(switches))
+    done.apply()
+    return done
+
+
+def has_use_for(name, switch):
+    dropout = name not in ("llama", "mixtral")  # theirs is inside of attention
+    return {"dropout": dropout}.get(switch, True)
+
+
+CASES = [(name, switch) for name in NAMES for switch in SWITCHES if has_use_for(name, switch)]
+
+
+def run(model, name, *, autocast=False, steps=2):
+    """Losses, gradients added up over some batches, and where the random numbers are afterwards."""
+    torch.manual_seed(5)
+    losses = []
+    for step in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(**tiny_batch(name, seed=step)).loss
+        loss.backward()
+        losses.append(loss.detach())
+    return {f"loss {step}": loss for step, loss in enumerate(losses)} | gradients(model), torch.get_rng_state()
+
+
+def assert_same(found, expected):
+    (values, state), (usual_values, usual_state) = found, expected
+    assert values.keys() == usual_values.keys()
+    assert [name for name, value in usual_values.items() if not torch.equal(values[name], value)] == []
+    assert torch.equal(state, usual_state)
+
+
+def saved_bytes(model, name, *, autocast=False):
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(**tiny_batch(name, size=SIZE))
+
+    return live_bytes.saved_bytes(forward, model)
+
+
+# ------------------------------------------------------------------------------------------------------ bits, and bytes saved
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("name", "switch"), CASES)
+def test_no_bit_changes_and_fewer_bytes_are_saved(name, switch, autocast):
+    usual, changed = tiny_model(name), tiny_model(name)
+    done = lean(changed, switch)
+    assert_same(run(changed, name, autocast=autocast), run(usual, name, autocast=autocast))
+    before, after = (saved_bytes(model, name, autocast=autocast) for model in (usual, changed))
+    assert after < before
+    assert changed.state_dict().keys() == usual.state_dict().keys()
+    done.remove()
+    done.remove()
+    assert done.names == ()
+    assert not any("forward" in vars(module) or module._forward_hooks for module in changed.modules())
+    assert saved_bytes(changed, name, autocast=autocast) == before
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_no_bit_changes_in_16_bit_weights(name):
+    usual, changed = (tiny_model(name).bfloat16() for _ in range(2))
+    lean(changed, "exact")
+    assert_same(run(changed, name), run(usual, name))
+    assert saved_bytes(changed, name) < saved_bytes(usual, name)
+
+
+FLOATS = 4
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_relu_keeps_bits_and_its_result_only_where_it_is_needed(trained):
+    models = tiny_model("t5"), tiny_model("t5")
+    for model in models:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained or ".wo." not in name)
+    lean(models[0], "dropout")
+    lean(models[1], "dropout", "activations")
+    sizes = [saved_bytes(model, "t5") for model in models]
+    wide = SIZE * (SEQUENCE + SEQUENCE // 2) * 2 * HIDDEN  # of encoder and decoder, two layers each
+    # With weights that are trained, what dropout makes of the result is saved as the next layer's input before and after.
+    assert sizes[0] - sizes[1] == 2 * (wide * FLOATS - wide // 8)
+    assert_same(run(models[1], "t5"), run(models[0], "t5"))
+
+
+def test_what_a_block_of_llama_no_longer_saves():
+    sizes = {}
+    for switches in ((), ("activations",), ("norms",)):
+        model = tiny_model("llama")
+        lean(model, *switches)
+        sizes[switches] = saved_bytes(model, "llama")
+    wide = TOKENS * 2 * HIDDEN * FLOATS
+    # In each of two blocks: act(gate), and its product with up.
+    assert sizes[()] - sizes["activations",] == 2 * 2 * wide
+    # Of five norms, what is scaled and the result.
+    assert sizes[()] - sizes["norms",] >= 5 * 2 * TOKENS * HIDDEN * FLOATS
+
+
+def test_what_a_block_of_gpt2_no_longer_saves():
+    sizes = {}
+    for switches in ((), ("activations",), ("norms",), ("dropout",)):
+        model = tiny_model("gpt2")
+        lean(model, *switches)
+        sizes[switches] = saved_bytes(model, "gpt2")
+    wide = TOKENS * 4 * HIDDEN * FLOATS
+    # In each of two blocks, the activation function's tensors but for its input: half of it, its hyperbolic tangent, one
+    # more than that, and the result.
+    assert sizes[()] - sizes["activations",] == 2 * 4 * wide
+    assert sizes[()] - sizes["norms",] == 5 * TOKENS * HIDDEN * FLOATS
+    # One mask of the embeddings and two a block, 32 bits an element before, 1 now.
+    assert sizes[()] - sizes["dropout",] == 5 * (TOKENS * HIDDEN * FLOATS - TOKENS * HIDDEN // 8)
+
+
+def test_derivatives_take_a_quarter_of_the_input():
+    usual, coarse = tiny_model("bert"), tiny_model("bert")
+    lean(coarse, "derivative-8bit")
+    assert saved_bytes(usual, "bert") - saved_bytes(coarse, "bert") == sum(
+        TOKENS * width * (FLOATS - 1) - 2 * FLOATS for width in (2 * HIDDEN, 2 * HIDDEN, HIDDEN)
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- off, and back
+
+
+def test_nothing_changes_when_off():
+    model = tiny_model("gpt2")
+    session = attach(model, OffloadConfig(tier="none"))
+    assert session.lean == []
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not OffloadConfig(tier="none", lean_activations="off").changes_a_run
+
+
+def test_a_session_takes_it_off_again():
+    model = tiny_model("llama")
+    session = attach(model, OffloadConfig(tier="none", lean_activations="norms"))
+    assert {"model.layers.0.input_layernorm", "model.norm", "lm_head"} <= set(session.lean)
+    session.detach()
+    session.detach()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_evaluation_is_what_it_was():
+    model = tiny_model("gpt2").eval()
+    expected = model(**tiny_batch("gpt2")).logits
+    lean(model, "exact")
+    with torch.no_grad():
+        assert torch.equal(model(**tiny_batch("gpt2")).logits, expected)
+    assert torch.equal(model(**tiny_batch("gpt2")).logits, expected)
+
+
+# --------------------------------------------------------------------------------------------- changes, hooks, views, the end
+
+
+class Changing(nn.Module):
+    """An activation function whose input or result somebody changes before, or after, the next layer."""
+
+    def __init__(self, what=None, when=None, kind=nn.GELU):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.act = kind()
+        self.what, self.when = what, when
+
+    def forward(self, rows):
+        hidden = self.first(rows)
+        result = self.act(hidden)
+        tensor = {"input": hidden, "result": result}.get(self.what)
+        if self.when == "before":
+            tensor.add_(1)
+        out = self.second(result)
+        if self.when == "after":
+            tensor.add_(1)
+        return out
+
+
+def rows(requires_grad=False):
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_input_that_changed_is_told(when):
+    model = Changing("input", when)
+    lean(model, "activations")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(rows()).sum().backward()
+
+
+def test_a_result_that_changed_is_not_made_again():
+    models = Changing("result", "before"), Changing("result", "before")
+    lean(models[1], "activations")
+    for model in models:
+        model(rows()).square().sum().backward()
+    expected, found = map(gradients, models)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_a_result_may_change_when_it_is_not_needed_any_more():
+    """The usual layer has saved it, and raises."""
+    changed, plain = Changing("result", "after"), Changing()
+    lean(changed, "activations")
+    for model in (changed, plain):
+        model(rows()).square().sum().backward()
+    assert torch.equal(changed.second.weight.grad, plain.second.weight.grad)
+
+
+def test_a_hook_that_replaces_a_result_is_heard():
+    models = Changing(), Changing()
+    lean(models[1], "activations")
+    for model in models:
+        model.act.register_forward_hook(lambda module, args, result: result * 2)
+        model(rows()).square().sum().backward()
+    expected, found = map(gradients, models)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+class Reshaping(Changing):
+    """Views between an activation function and the next layer."""
+
+    def forward(self, rows):
+        result = self.act(self.first(rows))
+        # The first has all elements in their order, the second another order, the third not all.
+        return sum(self.second(one).square().sum() for one in (result.view(1, -1, 8), result.t(), result[:4]))
+
+
+def test_views_of_a_result():
+    models = Reshaping(), Reshaping()
+    lean(models[1], "activations")
+    batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    for model in models:
+        model(batch).backward()
+    expected, found = map(gradients, models)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def recipes_of(model):
+    return next(module.forward.__self__.recipes for module in model.modules() if "forward" in vars(module))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_nothing_is_held_when_forward_and_backward_are_over(name):
+    model = tiny_model(name)
+    lean(model, "exact")
+    held = []
+
+    def note(module, args):
+        held.append(weakref.ref(args[0].untyped_storage()))
+
+    for module in model.modules():
+        if type(module).__name__ in ("NewGELUActivation", "SiLUActivation", "LlamaRMSNorm", "T5LayerNorm", "LayerNorm"):
+            module.register_forward_pre_hook(note)
+    output = model(**tiny_batch(name), output_hidden_states=True)
+    assert not recipes_of(model)._known
+    output.loss.backward()
+    kept = {id(state.untyped_storage()) for state in (output.get("hidden_states") or ())}
+    del output
+    assert held
+    assert all(storage() is None or id(storage()) in kept for storage in held)
+
+
+def test_an_exception_leaves_nothing_behind():
+    model = tiny_model("llama")
+    lean(model, "exact")
+    expected = run(model, "llama")
+    model.zero_grad()
+
+    def fail(module, args):
+        raise ValueError("no")
+
+    handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="no") as raised:
+        model(**tiny_batch("llama"))
+    handle.remove()
+    assert raised.tb is not None  # holds the tensors of all frames
+    assert not recipes_of(model)._known
+    assert_same(run(model, "llama"), expected)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_lean_by_themselves(copied):
+    model = tiny_model("llama")
+    done = lean(model, "exact")
+    twin = copied(model)
+    done.remove()
+    assert_same(run(twin, "llama"), run(model, "llama"))
+    assert saved_bytes(twin, "llama") < saved_bytes(model, "llama")
+    own = {id(module) for module in twin.modules()}
+    assert all(id(one.forward.__self__.module) in own for one in twin.modules() if "forward" in vars(one))
+
+
+def test_weights_are_saved_without_it():
+    model = tiny_model("llama")
+    lean(model, "exact")
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    usual = tiny_model("llama", seed=1)
+    usual.load_state_dict(torch.load(file))
+    kept = model.state_dict()
+    assert all(torch.equal(weight, kept[name]) for name, weight in usual.state_dict().items())
+
+
+# ------------------------------------------------------------------------------------------------------------ with the others
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama"])
+def test_offloading_what_is_left_changes_no_bit(name, tmp_path):
+    def go(**settings):
+        model = tiny_model(name)
+        with offload_activations(model, OffloadConfig(**settings)) as session:
+            found = run(model, name)
+        return found, session.stats.total.offloaded_bytes
+
+    disk = {"tier": "ssd", "directory": tmp_path, "min_offload_bytes": 0}
+    expected, _ = go(tier="none")
+    usual, moved_usually = go(**disk)
+    found, moved = go(**disk, lean_activations="exact")
+    assert_same(found, expected)
+    assert_same(usual, expected)
+    assert 0 < moved < moved_usually
+
+
+def test_a_planned_run_changes_no_bit(tmp_path):
+    def go(**settings):
+        model = tiny_model("llama")
+        with offload_activations(model, OffloadConfig(**settings)) as session:
+            torch.manual_seed(5)
+            for step in range(4):
+                model(**tiny_batch("llama", seed=step)).loss.backward()
+                session.end_step()
+        return gradients(model)
+
+    expected = go(tier="none")
+    found = go(tier="auto", directory=tmp_path, memory_budget="1GiB", lean_activations="exact")
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "bert"])
+def test_sampled_layers_keep_their_rows_and_the_others_are_lean(name, caplog):
+    sampling = {"tier": "none", "sampled_linear": {"ratio": 0.25, "min_rows": 1}}
+    sizes, found = [], []
+    for settings in (sampling, {**sampling, "lean_activations": "exact"}):
+        model = tiny_model(name)
+        session = attach(model, OffloadConfig(**settings))
+        found.append(run(model, name))
+        sizes.append(saved_bytes(model, name))
+        assert session.sampled
+        assert not set(session.sampled) & set(session.lean)
+        session.detach()
+    assert_same(found[1], found[0])
+    assert sizes[1] < sizes[0]
+    assert caplog.text.count("sampled_linear saves time and no memory") == 1
+
+
+def test_coarse_derivatives_and_sampled_layers():
+    settings = {"tier": "none", "sampled_linear": {"ratio": 0.25, "min_rows": 1}}
+    sizes = []
+    for more in ({}, {"lean_activations": "norms,dropout,derivative-8bit"}):
+        model = tiny_model("gpt2")
+        session = attach(model, OffloadConfig(**settings, **more))
+        run(model, "gpt2")
+        sizes.append(saved_bytes(model, "gpt2"))
+        session.detach()
+    assert sizes[1] < sizes[0] / 2
+
+
+def switch_on_checkpointing(model, *options):
+    """transformers has renamed it, and warns about the older name."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    next(getattr(model, name) for name in names if hasattr(model, name))(*options)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "bert"])
+def test_activation_checkpointing(name, reentrant, caplog):
+    usual, changed = tiny_model(name), tiny_model(name)
+    for model in (usual, changed):
+        switch_on_checkpointing(model, {"use_reentrant": reentrant})
+    lean(changed, "exact")
+    assert "lean activations save no memory" in caplog.text
+    assert_same(run(changed, name), run(usual, name))
+
+
+@pytest.mark.parametrize("settings", [{"tiled_loss": "on"}, {"tiled_mlp": "on"}])
+def test_tiles(settings):
+    found = []
+    for more in ({}, {"lean_activations": "exact"}):
+        model = tiny_model("llama")
+        session = attach(model, OffloadConfig(tier="none", tile_bytes=4096, **settings, **more))
+        found.append(run(model, "llama"))
+        session.detach()
+        assert not any("forward" in vars(module) for module in model.modules())
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft still uses the older name
+@pytest.mark.parametrize("first", ["lora", "lean"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_lora_before_and_after(first, dropout):
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM", lora_dropout=dropout
+    )
+
+    def made(switches):
+        model = tiny_model("llama")
+        if first == "lean" and switches:
+            lean(model, *switches)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, settings)
+        if first == "lora" and switches:
+            lean(model, *switches)
+        return model
+
+    usual, changed = made(()), made(("activations", "norms", *(["dropout"] if dropout and first == "lora" else [])))
+    assert_same(run(changed, "llama"), run(usual, "llama"))
+    assert saved_bytes(changed, "llama") < saved_bytes(usual, "llama")
+    assert usual.merge_and_unload().state_dict().keys() == changed.merge_and_unload().state_dict().keys()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile's own
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_compiled(wrapped):
+    usual, model = tiny_model("llama", dropout=0.0), tiny_model("llama", dropout=0.0)
+    lean(model, "exact")
+    compiled = model
+    if wrapped:
+        compiled = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    for one in (usual, compiled):
+        one(**tiny_batch("llama")).loss.backward()
+    expected = gradients(usual)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+def test_one_argument_of_the_trainer_is_enough(tmp_path, caplog):
+    arguments = OffloadTrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to="none", lean_activations="norms, activations",
+        save_strategy="no", per_device_train_batch_size=2, disable_tqdm=True, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    model = tiny_model("llama")
+    trainer = Trainer(model, arguments, train_dataset=ExampleDataset("llama", 8))
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        trainer.train()
+    assert "Modules that save less for backward: 2 for activations, 5 for norms." in caplog.text
+    assert not any("forward" in vars(module) for module in model.modules())  # given back
+
+
+# ------------------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        ("activation", "Did you mean 'activations'"),
+        (["norms", "drop-out"], "Did you mean 'dropout'"),
+        (True, "no list of switches: give some of activations, norms, dropout, derivative-8bit"),
+        (0.5, "no list of switches"),
+        (["activations", "derivative-8bit"], "'activations' makes results again from the inputs"),
+        ("exact,derivative-8bit", "'exact' makes results again"),
+    ],
+)
+def test_wrong_settings(value, part):
+    with pytest.raises(OffloadConfigError, match=part):
+        OffloadConfig(lean_activations=value)
+
+
+def test_every_mistake_is_told_at_once():
+    with pytest.raises(OffloadConfigError) as refused:
+        LeanConfig(("norm", "masks"))
+    assert len(refused.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "switches", "part"),
+    [
+        (lambda: tiny_model("llama"), ["dropout"], "nothing for a switch. 'dropout' looks for nn.Dropout.*LlamaRMSNorm"),
+        (lambda: tiny_model("gpt2", dropout=0.0), ["norms", "dropout"], "'dropout' looks for.*Modules of GPT2LMHeadModel: "),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh()), ["activations"], "Tanh and Sigmoid, .* Linear, Tanh"),
+        (lambda: tiny_model("t5"), ["derivative-8bit"], "which ReLU, Tanh and Sigmoid do not"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.SiLU(inplace=True)), ["exact"], "Modules of Sequential: Linear, SiLU"),
+    ],
+)  # fmt: skip
+def test_a_switch_that_finds_nothing(make, switches, part):
+    model = make()
+    with pytest.raises(OffloadConfigError, match=part):
+        attach(model, OffloadConfig(tier="none", lean_activations=switches))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_exact_takes_what_there_is():
+    model = tiny_model("llama")
+    assert "model.norm" in lean(model, "exact").names

@@ -1,0 +1,300 @@
+"""One word in the training arguments: what is trained, that it resumes, what it lives with, and what is refused."""
+
+import contextlib
+import json
+from functools import partial
+
+import peft
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from transformers import HfArgumentParser, Trainer, TrainerCallback
+
+from hf_offload import OffloadConfigError, OffloadTrainingArguments
+from hf_offload.memory_modes.registry import MODES, memory_mode
+from hf_offload.optimizers.blockwise import BlockwiseOptimizer
+from hf_offload.optimizers.projected import ProjectedAdamW
+from tests.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+
+SETTINGS = {
+    "lora": {"rank": 4},
+    "qlora": {"rank": 4},
+    "lora_fa": {"rank": 4},
+    "dora": {"rank": 4},
+    "adamw_8bit": {},
+    "galore": {"rank": 4, "update_proj_gap": 2},
+    "galore_8bit": {"rank": 4, "update_proj_gap": 2},
+    "apollo": {"rank": 4, "update_proj_gap": 2},
+    "apollo_mini": {"update_proj_gap": 2},
+    "frugal": {"update_proj_gap": 2},
+    "lisa": {"blocks_active": 1, "switch_every": 2},
+    "badam": {"switch_every": 2},
+}
+ADAPTERS = ("lora", "qlora", "lora_fa", "dora")
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft uses the older name
+
+
+def arguments(folder, mode, settings=None, **others):
+    defaults = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "memory_mode": mode,
+        "memory_mode_kwargs": SETTINGS.get(mode) if settings is None else settings,
+    }
+    return OffloadTrainingArguments(**defaults | others)
+
+
+def trainer(folder, mode, settings=None, name="llama", **others):
+    torch.manual_seed(0)
+    model = tiny_model(name)
+    return Trainer(
+        model=model, args=arguments(folder, mode, settings, **others), train_dataset=ExampleDataset(name, 12)
+    )
+
+
+def trained(folder, mode, **others):
+    run = trainer(folder, mode, **others)
+    run.train()
+    return run
+
+
+def losses(run):
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def same(one, other):
+    found = weights(other)
+    return all(torch.equal(weight, found[name]) for name, weight in weights(one).items())
+
+
+@pytest.mark.parametrize("mode", SETTINGS)
+def test_one_word_is_enough_and_it_resumes(mode, tmp_path):
+    """The same weights as a run that was never stopped, with a schedule that ends at zero."""
+    whole = trainer(tmp_path, mode, save_strategy="steps", save_steps=3)
+    before = weights(whole.model)
+    whole.train()
+    changed = [name for name, weight in weights(whole.model).items() if not torch.equal(weight, before[name])]
+    assert changed
+    if mode in ADAPTERS:
+        assert isinstance(whole.model, peft.PeftModel)
+        assert all("lora_" in name for name in changed)
+        assert any(("lora_A" in name) != (mode == "lora_fa") for name in changed)
+        assert (tmp_path / "checkpoint-3" / "adapter_model.safetensors").is_file()
+    again = trainer(tmp_path, mode, save_strategy="no")
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses(again)[3:] == losses(whole)[3:]
+    assert same(whole.model, again.model)
+    assert all(p.requires_grad for p in whole.model.parameters()) or mode in ADAPTERS
+
+
+@pytest.mark.parametrize("mode", ["galore", "apollo", "frugal", "lisa", "badam", "lora"])
+def test_the_schedule_betas_and_decay_are_those_of_the_arguments(mode, tmp_path):
+    usual = trainer(tmp_path, mode)
+    usual.train()
+    for change in (
+        {"lr_scheduler_type": "constant"},
+        {"adam_beta1": 0.5},
+        {"adam_epsilon": 1e-2},
+        {"weight_decay": 0.5},
+    ):
+        other = trainer(tmp_path, mode, **change)
+        other.train()
+        assert not same(usual.model, other.model), change
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+@pytest.mark.parametrize("mode", ["lora", "galore", "lisa"])
+def test_other_models(mode, name, tmp_path):
+    run = trainer(tmp_path, mode, name=name)
+    run.train()
+    assert len(losses(run)) == 6
+    if mode == "lora":
+        chosen = {name.partition(".lora_A")[0] for name, _ in run.model.named_parameters() if ".lora_A" in name}
+        heads = ("lm_head", "cls.predictions.decoder", "wte", "shared")
+        assert chosen
+        assert not any(one.endswith(heads) for one in chosen)
+
+
+@pytest.mark.parametrize("mode", ["lora", "galore", "frugal", "lisa", "badam"])
+def test_offloading_changes_no_bit(mode, tmp_path):
+    settings = {"offload": "ssd", "offload_dir": str(tmp_path), "offload_min_bytes": "0"}
+    expected, found = trained(tmp_path, mode), trained(tmp_path, mode, **settings)
+    assert same(expected.model, found.model)
+    assert any("offload/offloaded_bytes" in entry for entry in found.state.log_history)
+
+
+@pytest.mark.parametrize("mode", ["galore", "lisa"])
+def test_with_sampled_layers_and_checkpointing(mode, tmp_path):
+    renamed = "activation_checkpointing" in OffloadTrainingArguments.__dataclass_fields__
+    checkpointing = {f"{'activation' if renamed else 'gradient'}_checkpointing": True}
+    exact, sampled = trained(tmp_path, mode), trained(tmp_path, mode, sampled_linear="0.3")
+    checkpointed = trained(tmp_path, mode, **checkpointing)
+    assert not same(exact.model, sampled.model)
+    assert same(exact.model, checkpointed.model)
+
+
+def test_update_in_backward_is_the_same_update(tmp_path):
+    settings = SETTINGS["galore"]
+    usual = trainer(tmp_path, "galore", settings, max_grad_norm=0)
+    usual.train()
+    inner = trainer(tmp_path, "galore", settings | {"update_in_backward": True}, max_grad_norm=0)
+    inner.train()
+    assert same(usual.model, inner.model)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in inner.model.parameters())
+
+
+def test_a_second_training_goes_on(tmp_path):
+    class CountFrozen(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            frozen.append(sum(not parameter.requires_grad for parameter in model.parameters()))
+
+    frozen = []
+    run = trainer(tmp_path, "lisa", {"blocks_active": 1, "switch_every": 1})
+    run.add_callback(CountFrozen())
+    run.train()
+    assert isinstance(run.optimizer.optimizer, BlockwiseOptimizer)
+    before = weights(run.model)
+    run.train()
+    assert not all(torch.equal(weight, before[name]) for name, weight in weights(run.model).items())
+    assert all(parameter.requires_grad for parameter in run.model.parameters())
+    assert frozen == [9] * 12  # one of the two blocks, in both trainings
+
+
+def test_model_init_and_the_parser(tmp_path):
+    (args,) = HfArgumentParser(OffloadTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--memory_mode", "galore", "--memory_mode_kwargs", '{"rank": 4}', "--max_steps", "1",
+         "--use_cpu", "true", "--report_to", "none", "--disable_tqdm", "true"]
+    )  # fmt: skip
+    assert json.loads(args.to_json_string())["memory_mode_kwargs"] == '{"rank": 4}'
+    run = Trainer(model_init=lambda: tiny_model("llama"), args=args, train_dataset=ExampleDataset("llama", 8))
+    run.train()
+    assert isinstance(run.optimizer.optimizer, ProjectedAdamW)
+    assert run.optimizer.optimizer.method.rank == 4
+
+
+def test_other_trainers_are_left_alone(tmp_path):
+    arguments(tmp_path, "galore")  # from here on constructors are watched
+    usual = trainer(tmp_path, "none", {})
+    plain = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
+    other = Trainer(model=tiny_model("llama"), args=plain, train_dataset=ExampleDataset("llama", 8))
+    for run in (usual, other):
+        run.train()
+        assert isinstance(run.optimizer.optimizer, torch.optim.AdamW)
+        assert not any(type(one).__name__ == "MemoryModeCallback" for one in run.callback_handler.callbacks)
+
+
+@pytest.mark.parametrize("mode", ["lora", "galore", "lisa"])
+def test_loops_of_ones_own(mode):
+    """With accelerate's wrapper around the optimizer, and accumulation in which it does not step, as without both."""
+    found = []
+    for accelerator in (None, Accelerator(cpu=True, gradient_accumulation_steps=2)):
+        chosen = memory_mode(mode, SETTINGS[mode])
+        torch.manual_seed(0)
+        model = chosen.prepare(tiny_model("llama"))
+        optimizer = chosen.optimizer(model, lr=1e-2, weight_decay=0.01)
+        if accelerator is not None:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        for step in range(8):
+            with contextlib.nullcontext() if accelerator is None else accelerator.accumulate(model):
+                loss = model(**tiny_batch("llama", seed=step)).loss / (2 if accelerator is None else 1)
+                (loss.backward if accelerator is None else partial(accelerator.backward, loss))()
+                if accelerator is not None or step % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append(model)
+    assert same(*found)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "part"),
+    [
+        ("galor", None, "Did you mean 'galore'"),
+        ("galore", {"alpha": 16}, r"has no setting 'alpha' \(it is one of lora, qlora, lora_fa, dora\)"),
+        ("lora", {"update_proj_gap": 2}, "it is one of galore"),
+        ("galore", {"rank": 0, "scale": -1}, "2 mistakes"),
+        ("galore", {"update_in_backward": "yes"}, "neither true nor false"),
+        ("galore", "rank=4", "is no JSON"),
+        ("galore", "[4]", "no mapping"),
+        ("none", {"rank": 4}, "memory_mode is 'none'"),
+        ("lisa", {"blocks_active": 0}, "blocks_active=0"),
+        ("lora", {"dropout": 1.0}, "no probability"),
+    ],
+)
+def test_wrong_settings(mode, settings, part, tmp_path):
+    with pytest.raises(OffloadConfigError, match=part):
+        arguments(tmp_path, mode, settings)
+
+
+@pytest.mark.parametrize(
+    ("others", "part"),
+    [
+        ({"optim": "galore_adamw"}, "both choose the optimizer"),
+        ({"optim": "adafactor", "max_grad_norm": 1.0}, "both choose the optimizer"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm=1.0 needs all gradients at once"),
+        ({"max_grad_norm": 0, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
+        ({"max_grad_norm": 0, "fp16": True}, "fp16=True"),
+    ],
+)
+def test_what_does_not_go_together(others, part, tmp_path):
+    with pytest.raises(OffloadConfigError, match=part):
+        arguments(tmp_path, "galore", {"rank": 4, "update_in_backward": True}, **others)
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "part"),
+    [
+        ("lora", {"targets": ["qproj"]}, r"matches no linear layer .*Did you mean 'q_proj'.*model\.layers\.N\.mlp"),
+        ("galore", {"targets": ["qproj"]}, "matches no linear layer"),
+        ("lora", {"rank": 1000}, "rank=1000 is above the smaller dimension of model.layers.0"),
+        ("galore", {"rank": 1000}, "rank"),
+        ("lisa", {"blocks_active": 7}, "blocks_active=7"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model(mode, settings, part, tmp_path):
+    run_model = tiny_model("llama")
+    before = weights(run_model)
+    with pytest.raises(OffloadConfigError, match=part):
+        Trainer(
+            model=run_model, args=arguments(tmp_path, mode, settings), train_dataset=ExampleDataset("llama", 4)
+        ).train()
+    assert weights(run_model).keys() == before.keys()
+
+
+def test_two_optimizers_are_one_too_many(tmp_path):
+    model = tiny_model("llama")
+    data = ExampleDataset("llama", 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(OffloadConfigError, match="was given an optimizer"):
+        Trainer(model=model, args=arguments(tmp_path, "galore"), train_dataset=data, optimizers=(optimizer, None))
+    with pytest.raises(OffloadConfigError, match="optimizer_cls_and_kwargs"):
+        Trainer(model=model, args=arguments(tmp_path, "galore"), train_dataset=data,
+                optimizer_cls_and_kwargs=(torch.optim.AdamW, {}))  # fmt: skip
+
+
+def test_adapters_on_adapters(tmp_path):
+    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(OffloadConfigError, match="has adapters already"):
+        Trainer(model=model, args=arguments(tmp_path, "lora"), train_dataset=ExampleDataset("llama", 4))
+
+
+def test_a_checkpoint_of_another_mode(tmp_path):
+    trainer(tmp_path, "galore", save_strategy="steps", save_steps=3).train()
+    for mode in ("apollo", "lisa"):
+        with pytest.raises(OffloadConfigError):
+            trainer(tmp_path, mode).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_every_mode_has_a_test():
+    assert set(MODES) == {"none", "adamw_4bit", *SETTINGS}  # torchao is not among the test's packages
+    assert memory_mode("none") is None

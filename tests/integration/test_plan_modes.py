@@ -1,0 +1,275 @@
+"""Memory modes in a plan: what is counted without data is what real optimizers hold after a step."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers
+from tiny_models import _ARCHITECTURES, tiny_batch, tiny_model
+from typer.testing import CliRunner
+
+from hf_offload.cli.main import app
+from hf_offload.memory_modes.registry import MODES, Blockwise, memory_mode
+from hf_offload.optimizers.blockwise import BlockwiseConfig, deepest_turn
+from hf_offload.plan.hardware import describe_hardware
+from hf_offload.plan.workload import Workload, count_workload
+
+RANK = {"rank": 4}
+SETTINGS = {
+    "lora": [{}, RANK],
+    "lora_fa": [RANK],
+    "dora": [RANK],
+    "qlora": [RANK, {"rank": 4, "double_quant": False}],
+    "adamw_8bit": [{}],
+    "adamw_4bit": [{}],
+    "galore": [RANK, {"rank": 4, "proj_type": "full", "on_refresh": "reset"}, {"rank": 4, "targets": "all"}],
+    "galore_8bit": [RANK],
+    "apollo": [RANK],
+    "apollo_mini": [{}],
+    "frugal": [{"density": 0.5, "update_proj_gap": 1}, {"density": 0.25, "projection": "columns"}],
+    "lisa": [{"blocks_active": 1}, {}],
+    "badam": [{}, {"master_weights": False}, {"order": "descending"}],
+}
+CASES = [
+    pytest.param(architecture, mode, settings, dtype, id=f"{architecture}-{mode}-{index}-{str(dtype)[6:]}")
+    for architecture, dtype in (("llama", torch.float32), ("llama", torch.bfloat16), ("gpt2", torch.float32))
+    for mode, all_settings in SETTINGS.items()
+    for index, settings in enumerate(all_settings)
+    if (architecture, mode) != ("gpt2", "qlora")
+]
+CARD = describe_hardware("24GB", tflops=80, pcie="25GB/s", ssd="5GB/s", ram="64GB")
+
+
+def workload_of(architecture, dtype=torch.float32):
+    config = _ARCHITECTURES[architecture].config(0.0)
+    config.use_cache = False
+    return Workload(
+        name="tiny", config=config, task="causal-lm", batch=2, sequence=24, dtype=dtype, attention="sdpa",
+        min_offload_bytes=1,
+    )  # fmt: skip
+
+
+def tensors_of(state):
+    """All tensors that a state holds, with those inside of tensors that are made of others."""
+    for value in state.values():
+        if isinstance(value, dict):
+            yield from tensors_of(value)
+        elif hasattr(value, "__tensor_flatten__"):
+            yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+def stored_bytes(tensors):
+    return sum({id(s): s.nbytes() for s in (one.untyped_storage() for one in tensors)}.values())
+
+
+class Trained:
+    """A real step, or a few where not all of them hold as much: the most that model and optimizer held."""
+
+    def __init__(self, architecture, dtype, mode_name, settings, model=None):
+        mode = memory_mode(mode_name, settings)
+        self.model = mode.prepare(tiny_model(architecture, dropout=0.0).to(dtype) if model is None else model)
+        steps = 12 if mode_name in ("lisa", "badam", "frugal") else 1
+        if isinstance(mode, Blockwise):
+            # One step a turn, so that every turn is seen.
+            mode = dataclasses.replace(mode, config=dataclasses.replace(mode.config, switch_every=1))
+        optimizer = mode.optimizer(self.model, weight_decay=0.0, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+        if isinstance(mode, Blockwise):
+            # A turn's state is gone after its last step: it is looked at just before.
+            end_turn = optimizer._end_turn
+            optimizer._end_turn = lambda: (states.append(optimizer.state_bytes()), end_turn())
+        gradients, states = [], []
+        for _ in range(steps):
+            self.model(**tiny_batch(architecture)).loss.backward()
+            gradients.append(stored_bytes([p.grad for p in self.model.parameters() if p.grad is not None]))
+            optimizer.step()
+            if not isinstance(mode, Blockwise):
+                states.append(stored_bytes(tensors_of(optimizer.state)))
+            self.model.zero_grad(set_to_none=True)
+        self.gradient_bytes, self.state_bytes = max(gradients), max(states)
+
+
+@pytest.mark.parametrize(("architecture", "mode", "settings", "dtype"), CASES)
+def test_state_and_gradients_are_those_of_real_optimizers(architecture, mode, settings, dtype):
+    if mode == "adamw_4bit":
+        pytest.importorskip("torchao")
+    real = Trained(architecture, dtype, mode, settings)
+    counted = count_workload(workload_of(architecture, dtype).in_mode(mode, settings), CARD)
+    assert counted.state_bytes == real.state_bytes
+    assert counted.gradient_bytes == real.gradient_bytes
+
+
+@pytest.mark.parametrize("mode", ["adamw_8bit", "adamw_4bit", "badam", "lisa"])
+def test_large_weights_and_embeddings_that_are_larger_than_a_block(mode):
+    if mode == "adamw_4bit":
+        pytest.importorskip("torchao")
+    shape = workload_of("llama").in_mode(mode)
+    # Both low-bit packages leave tensors below 4096 numbers alone; 80 x 130 is no multiple of their blocks.
+    changes = {"hidden_size": 80, "intermediate_size": 130, "vocab_size": 1024, "head_dim": 10}
+    for name, value in changes.items():
+        setattr(shape.config, name, value)
+    model = transformers.LlamaForCausalLM(shape.config).train()
+    real = Trained("llama", torch.float32, mode, {}, model)
+    counted = count_workload(shape, CARD)
+    assert counted.state_bytes == real.state_bytes
+    assert counted.gradient_bytes == real.gradient_bytes
+
+
+@pytest.mark.parametrize("mode", ["galore", "galore_8bit", "apollo", "frugal"])
+def test_updated_in_backward_gradients_are_those_of_the_largest_weight(mode):
+    settings = {"update_in_backward": True} | ({} if mode == "frugal" else RANK)
+    counted = count_workload(workload_of("llama").in_mode(mode, settings), CARD)
+    assert counted.gradient_bytes == max(p.nbytes for p in tiny_model("llama").parameters())
+    step = count_workload(workload_of("llama").in_mode(mode, settings | {"update_in_backward": False}), CARD)
+    assert counted.state_bytes == step.state_bytes
+    assert counted.moments[-1].gradient_bytes < step.moments[-1].gradient_bytes == step.gradient_bytes
+
+
+def quantised_bytes(model):
+    """Of parameters and buffers, with the scales that bitsandbytes keeps beside its weights."""
+    total = stored_bytes([*model.parameters(), *model.buffers()])
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            total += state.absmax.nbytes + state.code.nbytes
+            if state.nested:
+                total += state.offset.nbytes + state.state2.absmax.nbytes
+    return total
+
+
+@pytest.mark.parametrize("mode", ["none", "lora", "lora_fa", "dora", "qlora", "galore"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_those_of_the_prepared_model(mode, dtype):
+    settings = [{}] if mode == "none" else SETTINGS[mode]
+    for one in settings:
+        model = tiny_model("llama", dropout=0.0).to(dtype)
+        # Rotary frequencies stay in float32 where a model is loaded in 16 bits.
+        model.model.rotary_emb.float()
+        prepared = model if mode == "none" else memory_mode(mode, one).prepare(model)
+        counted = count_workload(workload_of("llama", dtype).in_mode(mode, one), CARD)
+        # Rotary embeddings keep a second name for their frequencies.
+        assert counted.base_bytes - counted.state_bytes == pytest.approx(quantised_bytes(prepared), abs=64)
+
+
+def test_what_is_saved_with_weights_in_4_bits_is_what_lora_saves():
+    shape = workload_of("llama", torch.bfloat16)
+    lora, quantised = (count_workload(shape.in_mode(mode, RANK), CARD) for mode in ("lora", "qlora"))
+    assert sum(one.nbytes for one in quantised.saved) == sum(one.nbytes for one in lora.saved)
+    plain = count_workload(shape, CARD)
+    assert sum(one.nbytes for one in quantised.saved) != sum(one.nbytes for one in plain.saved)
+
+
+BLOCKS = ["model.layers.0", "model.layers.1"]
+
+
+@pytest.mark.parametrize(
+    ("config", "units"),
+    [
+        (BlockwiseConfig.lisa(blocks_active=1), ["model.embed_tokens", BLOCKS[0], "model.norm", "lm_head"]),
+        (BlockwiseConfig.lisa(blocks_active=2), ["model.embed_tokens", *BLOCKS, "model.norm", "lm_head"]),
+        (BlockwiseConfig.badam(), [BLOCKS[0]]),
+        (BlockwiseConfig.badam(order="descending"), [BLOCKS[0]]),
+        (BlockwiseConfig.badam(order=["lm_head", BLOCKS[1]]), [BLOCKS[1]]),
+        (BlockwiseConfig.badam(order=[BLOCKS[1]], outside="never"), [BLOCKS[1]]),
+    ],
+)
+def test_activations_are_those_of_the_turn_with_the_first_block(config, units):
+    model = tiny_model("llama")
+    names = {name for name, _ in model.named_parameters() if any(name == u or name.startswith(f"{u}.") for u in units)}
+    assert deepest_turn(model, config) == names
+
+
+def test_waiting_blocks_save_no_inputs_of_their_weights():
+    saved = {}
+    for order in (["model.layers.0"], ["model.layers.1"]):
+        settings = {"order": order, "outside": "never"}
+        counted = count_workload(workload_of("llama").in_mode("badam", settings), CARD)
+        saved[order[0]] = sum(one.nbytes for one in counted.saved)
+    plain = sum(one.nbytes for one in count_workload(workload_of("llama"), CARD).saved)
+    assert saved["model.layers.1"] < saved["model.layers.0"] < plain
+
+
+# -- the table ------------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments):
+    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", *arguments])
+
+
+def test_seven_billion_weights_on_24_gb():
+    modes = ["none", "adamw_8bit", "galore", "badam", "lora_fa"]
+    found = run("llama-7b", "--modes", "--memory-mode", ",".join(modes), "--gpu", "rtx4090", "--json")
+    assert found.exit_code == 0, found.stderr
+    content = json.loads(found.stdout)
+    rows = {row["mode"]: row for row in content["rows"]}
+    assert list(rows) == modes
+    weights = 6_738_415_616
+    assert rows["none"]["gradient_bytes"] == 2 * weights
+    assert rows["none"]["state_bytes"] == 4 * weights
+    assert content["budget_bytes"] == 21_600_000_000
+    for name in ("none", "adamw_8bit", "galore"):
+        row = rows[name]
+        # Weights and gradients in bfloat16 alone are too much, whatever is done to activations.
+        assert row["weights_bytes"] + row["gradient_bytes"] > content["budget_bytes"]
+        assert (row["fits"], row["largest_batch"], row["largest_batch_recomputed"]) == (False, 0, 0)
+    # A block of 4 matrices of 4096 x 4096, 3 of 4096 x 11008 and 2 norms; with it two moments and a copy in float32.
+    block = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert rows["badam"]["gradient_bytes"] == 2 * block
+    assert rows["badam"]["state_bytes"] == 12 * block + 4 * 9
+    for name in ("badam", "lora_fa"):
+        row = rows[name]
+        assert row["weights_bytes"] + row["gradient_bytes"] + row["state_bytes"] < content["budget_bytes"]
+        assert row["largest_batch_recomputed"] >= 1
+    for row in rows.values():
+        parts = ("weights_bytes", "gradient_bytes", "state_bytes", "activation_bytes")
+        assert sum(row[part] for part in parts) == row["peak_bytes"]
+        assert row["fits"] == (row["peak_bytes"] <= content["budget_bytes"]) == (row["largest_batch"] >= 1)
+
+
+def test_seven_billion_weights_fit_where_they_are_updated_in_backward():
+    settings = '{"update_in_backward": true}'
+    found = run(
+        "llama-7b", "--modes", "--memory-mode", "galore,galore_8bit", "--memory-mode-kwargs", settings, "--gpu",
+        "rtx4090", "--json",
+    )  # fmt: skip
+    rows = {row["mode"]: row for row in json.loads(found.stdout)["rows"]}
+    for row in rows.values():
+        assert row["gradient_bytes"] == 2 * 32000 * 4096  # of embeddings, or the head
+        assert row["largest_batch_recomputed"] >= 1
+    assert rows["galore_8bit"]["state_bytes"] < rows["galore"]["state_bytes"]
+
+
+GPT2 = [
+    "gpt2-small", "model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=2",
+    "model.config.vocab_size=512", "--gpu", "rtx4090", "--sequence", "128",
+]  # fmt: skip
+
+
+def test_a_mode_that_the_model_cannot_have_is_refused_beside_the_others():
+    found = run(*GPT2, "--modes", "--json")
+    content = json.loads(found.stdout)
+    assert [row["mode"] for row in content["rows"]] == [mode for mode in MODES if mode not in content["refused"]]
+    assert list(content["refused"]) == ["qlora", "galore", "galore_8bit", "apollo"]  # their rank is above 64
+    assert "cannot quantise" in content["refused"]["qlora"]
+    assert all(row["fits"] and row["largest_batch"] > 1 for row in content["rows"])
+    shown = run(*GPT2, "--modes", "--memory-mode", "none,qlora")
+    assert "recomputed" in shown.stdout
+    assert "cannot quantise" in shown.stderr
+
+
+def test_a_row_is_what_the_mode_alone_is_planned_with():
+    table = json.loads(run(*GPT2, "--modes", "--memory-mode", "frugal,lisa", "--json").stdout)
+    for row in table["rows"]:
+        alone = json.loads(run(*GPT2, "--memory-mode", row["mode"], "--json").stdout)
+        keep = {one["name"]: one for one in alone["predicted"]}["keep"]
+        assert (row["peak_bytes"], row["largest_batch"]) == (keep["peak_bytes"], keep["largest_batch"])
+        assert row["state_bytes"] == alone["optimizer_state_bytes"]
+        assert row["weights_bytes"] + row["state_bytes"] == alone["weights_and_optimizer_bytes"]
+
+
+def test_a_smaller_budget_leaves_less_room():
+    shape = [*GPT2, "--modes", "--memory-mode", "none", "--json"]
+    roomy, tight = (json.loads(run(*shape, "--budget", budget).stdout)["rows"][0] for budget in ("2GiB", "1GiB"))
+    assert roomy["largest_batch"] > 1.5 * tight["largest_batch"] > 0
