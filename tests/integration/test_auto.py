@@ -221,6 +221,17 @@ def test_the_smallest_budget_that_is_named_is_the_smallest_that_runs(name, tmp_p
     assert measured == pytest.approx(smallest, rel=0.05)
 
 
+def new_plans(caplog):
+    """How many plans were made, without those that were made again because the machine has turned slow."""
+    made, again = 0, False
+    for message in (record.getMessage() for record in caplog.records):
+        again = again or message.endswith("measuring again.")
+        if message.startswith("Plan for"):
+            made += not again
+            again = False
+    return made
+
+
 def test_a_smaller_batch_runs_under_the_plan_it_fits_into_until_it_stays(tmp_path, caplog):
     fixed, activations = live_peaks("gpt2")
     long = batch()
@@ -230,8 +241,7 @@ def test_a_smaller_batch_runs_under_the_plan_it_fits_into_until_it_stays(tmp_pat
     with caplog.at_level(logging.INFO, "hf_offload"):
         found = train(model_of("gpt2"), auto(int(fixed + 0.5 * activations), tmp_path), len(inputs), inputs)
     assert found[0] == expected[0]
-    plans = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Plan for")]
-    assert len(plans) == 2  # of the long one at once, of the short one when it came the third time in a row
+    assert new_plans(caplog) == 2  # of the long one at once, of the short one when it came the third time in a row
     assert Placement.SSD in found[3].placements.values()  # the last batch was a long one
 
 
@@ -241,8 +251,7 @@ def test_a_larger_batch_is_measured_at_once(tmp_path, caplog):
     short = {name: value[:, : TOKENS // 4].contiguous() for name, value in long.items()}
     with caplog.at_level(logging.INFO, "hf_offload"):
         found = train(model_of("gpt2"), auto(int(fixed + 0.5 * activations), tmp_path), 10, [short] + 9 * [long])
-    plans = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Plan for")]
-    assert len(plans) == 2
+    assert new_plans(caplog) == 2
     assert found[2].measured_peak_bytes <= 1.02 * int(fixed + 0.5 * activations)
 
 
