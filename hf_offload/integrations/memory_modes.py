@@ -54,7 +54,7 @@ def check_arguments(mode: MemoryMode, args: TrainingArguments) -> None:
     """
     with collect_errors("training arguments with a memory mode") as check:
         with check:
-            optim = str(getattr(args.optim, "value", args.optim))
+            optim = _optim(args)
             if not optim.startswith("adamw_torch"):
                 raise OffloadConfigError(
                     f"optim={optim!r} and memory_mode={_name(args)!r} both choose the optimizer: drop one of them."
@@ -135,12 +135,14 @@ class _Factory:
 
     def __call__(self, model: nn.Module) -> Any:
         args = self._args
+        kernel = {"fused": True} if self._mode.takes_fused and _optim(args) == "adamw_torch_fused" else {}
         return self._mode.optimizer(
             model,
             lr=args.learning_rate,
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
+            **kernel,
         )
 
 
@@ -158,6 +160,10 @@ class _Prepared:
 
 def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _optim(args: TrainingArguments) -> str:
+    return str(getattr(args.optim, "value", args.optim))
 
 
 def _name(args: Any) -> str:

@@ -32,6 +32,7 @@ class AdapterConfig:
     """
 
     name: ClassVar[str] = "lora"
+    takes_fused: ClassVar[bool] = True
 
     rank: int = 16
     alpha: float | None = None
@@ -94,7 +95,7 @@ class AdapterConfig:
         return {}
 
     def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
-        """AdamW for what is trained; ``adam`` is ``lr``, ``betas`` and ``eps``."""
+        """AdamW for what is trained; ``adam`` is ``lr``, ``betas``, ``eps`` and perhaps ``fused``."""
         return torch.optim.AdamW(decay_groups(model, weight_decay), **adam)
 
     def state_bytes(self, model: nn.Module) -> int:
@@ -117,6 +118,7 @@ class LoraFaConfig(AdapterConfig):
     """LoRA-FA (Zhang et al. 2023, arXiv 2308.03303): first matrices stay frozen, so their inputs are not saved."""
 
     name: ClassVar[str] = "lora_fa"
+    takes_fused: ClassVar[bool] = False
 
     def prepare(self, model: nn.Module, **options: Any) -> nn.Module:
         """As LoRA has it, with the first matrices frozen."""

@@ -25,6 +25,7 @@ class AdamW8bitConfig:
     """
 
     name: ClassVar[str] = "adamw_8bit"
+    takes_fused: ClassVar[bool] = False
 
     paged: bool = False
 
@@ -59,6 +60,7 @@ class AdamW4bitConfig:
     """AdamW with moments in 4 bits (Li et al., NeurIPS 2023, arXiv 2309.01507), from torchao."""
 
     name: ClassVar[str] = "adamw_4bit"
+    takes_fused: ClassVar[bool] = False
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Nothing changes."""

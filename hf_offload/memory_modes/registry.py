@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -23,14 +23,19 @@ NONE = "none"
 
 
 class MemoryMode(Protocol):
-    """What is trained, and with which optimizer."""
+    """What is trained, and with which optimizer.
+
+    ``takes_fused``: whether the optimizer has the option ``fused`` of ``torch.optim.AdamW``.
+    """
+
+    takes_fused: ClassVar[bool]
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """The model that is trained. Raises :class:`~hf_offload.errors.OffloadConfigError` where it cannot be."""
         ...
 
     def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
-        """Its optimizer; ``adam`` is ``lr``, ``betas`` and ``eps``. Raises likewise."""
+        """Its optimizer; ``adam`` is ``lr``, ``betas``, ``eps`` and perhaps ``fused``. Raises likewise."""
         ...
 
     def state_bytes(self, model: nn.Module) -> int:
@@ -47,6 +52,8 @@ class Projected:
         targets: Which matrices (:func:`~hf_offload.optimizers.param_groups.param_groups`).
         update_in_backward: Whether each weight is updated as soon as its gradient is there, so that gradients never add up.
     """
+
+    takes_fused: ClassVar[bool] = False
 
     method: ProjectedConfig
     targets: str | Sequence[str] = "auto"
@@ -81,6 +88,8 @@ class Projected:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blockwise:
     """A few blocks at a time, each with AdamW."""
+
+    takes_fused: ClassVar[bool] = True
 
     config: BlockwiseConfig
 

@@ -110,7 +110,7 @@ class _Counter:
         if self._model is None:
             with fake_mode():
                 self._model = self._plain.build()
-        return _with_optimizer(footprint, mode_needs(mode, self._model, self._hardware))
+        return _with_optimizer(footprint, mode_needs(mode, self._model, self._hardware, workload.fused))
 
 
 def _with_optimizer(footprint: Footprint, needs: OptimizerNeeds) -> Footprint:

@@ -60,8 +60,9 @@ def begin_turn(mode: MemoryMode, model: nn.Module) -> None:
                 freeze(parameter)
 
 
-def mode_needs(mode: MemoryMode, model: nn.Module, hardware: Hardware) -> OptimizerNeeds:
-    """Memory and time of the optimizer of ``mode`` for the ``model`` that :func:`prepare_without_data` gave.
+def mode_needs(mode: MemoryMode, model: nn.Module, hardware: Hardware, fused: bool) -> OptimizerNeeds:
+    """Memory and time of the optimizer of ``mode`` for the ``model`` that :func:`prepare_without_data` gave;
+    with ``fused``, one kernel makes the update wherever the mode's optimizer is torch's AdamW.
 
     What block-wise training needs is that of the turn with the largest gradients and state, which need not be the turn of
     :func:`begin_turn`. The time is that of reading and writing weights, gradients and state: projecting gradients, and the
@@ -76,12 +77,16 @@ def mode_needs(mode: MemoryMode, model: nn.Module, hardware: Hardware) -> Optimi
     if isinstance(mode, Blockwise):
         most = peak_bytes(model, mode.config)
         weights = gradients = most.gradients
-        # torch's AdamW, all weights of the turn at once (foreach) but on a CPU, on the float32 copies where there are any.
-        copies = max(most.masters, weights) if hardware.device != "cpu" else _largest(trained)
+        if fused:
+            copies = 0
+        elif hardware.device == "cpu":
+            copies = _largest(trained)
+        else:
+            copies = max(most.masters, weights)  # of all at once (foreach), in float32 where there are masters
         step = most.step_gradients + copies
     elif isinstance(mode, Projected):
         step = _projected_step(mode, model)
-    elif trains_every_weight(mode):
+    elif trains_every_weight(mode) or (fused and mode.takes_fused):
         step = 0  # one kernel reads and writes each element
     elif isinstance(mode, LoraFaConfig) or hardware.device == "cpu":
         step = _largest(trained)

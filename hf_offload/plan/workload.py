@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
+DEFAULT_OPTIMIZER = "adamw_torch_fused"
+"""The Trainer's."""
+
 # Elements of state per trained weight in 32 bits; what quantises it says so in its name.
 _STATE_ELEMENTS = {"adamw": 2.0, "sgd": 0.0, "adafactor": 0.01, "lion": 1.0, "adagrad": 1.0, "rmsprop": 1.0}
 _STATE_SHARES = {"_4bit": 0.125, "_8bit": 0.25}
@@ -75,7 +78,7 @@ class Workload:
     target_sequence: int | None = None
     autocast: torch.dtype | None = None
     attention: str | None = None
-    optimizer: str = "adamw_torch"
+    optimizer: str = DEFAULT_OPTIMIZER
     min_offload_bytes: int = 256 << 10
     weights: Mapping[str, int] | None = None
     memory_mode: str = NONE
@@ -91,6 +94,11 @@ class Workload:
     def mode(self) -> MemoryMode | None:
         """The memory mode; None for all weights. Raises :class:`~hf_offload.errors.OffloadConfigError`."""
         return find_mode(self.memory_mode, self.memory_mode_kwargs)
+
+    @property
+    def fused(self) -> bool:
+        """Whether one kernel makes the optimizer's update, with no copies between operations."""
+        return self.optimizer.endswith("fused")
 
     def build(self) -> nn.Module:
         """The model in training mode. Called inside :func:`~hf_offload.plan.counting.fake_mode`."""
@@ -224,7 +232,7 @@ def _from_recipe(name: str, overrides: Sequence[str]) -> Workload:
         dtype=getattr(torch, model.dtype),
         autocast=autocast,
         attention=model.attention,
-        optimizer=str(training.get("optim", "adamw_torch")),
+        optimizer=str(training.get("optim", DEFAULT_OPTIMIZER)),
         min_offload_bytes=int(recipe.offload.min_offload_bytes),
         memory_mode=str(recipe.memory.get("mode", NONE)),
         memory_mode_kwargs={key: value for key, value in recipe.memory.items() if key != "mode"},
@@ -328,12 +336,11 @@ def optimizer_needs(workload: Workload, model: nn.Module, hardware: Hardware) ->
     """Memory and time of the optimizer's step, from the number and dtype of the weights."""
     mode = workload.mode
     if mode is not None:
-        return mode_needs(mode, model, hardware)
+        return mode_needs(mode, model, hardware, workload.fused)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
     state = round(weights * _state_elements(workload.optimizer))
-    fused = workload.optimizer.endswith("fused") or _state_elements(workload.optimizer) == 0
-    if fused:
+    if workload.fused or not state:
         extra = 0
     elif hardware.device == "cpu" or workload.update_in_backward:
         # One weight after the other, each with a copy of its size.

@@ -95,6 +95,34 @@ def test_one_word_is_enough_and_it_resumes(mode, tmp_path):
     assert all(p.requires_grad for p in whole.model.parameters()) or mode in ADAPTERS
 
 
+@pytest.mark.parametrize("mode", ["lora", "dora", "qlora", "lisa", "badam"])
+def test_the_update_is_made_by_the_kernel_that_the_arguments_name(mode, tmp_path):
+    for optim, fused in (("adamw_torch_fused", True), ("adamw_torch", None)):
+        run = trainer(tmp_path, mode, optim=optim)
+        run.create_optimizer()
+        assert {group["fused"] for group in run.optimizer.param_groups} == {fused}
+        run.train()
+        inner = getattr(run.optimizer.optimizer, "_inner", None)
+        assert inner is None or {group["fused"] for group in inner.param_groups} == {fused}
+
+
+def test_lora_is_what_peft_and_the_trainer_make_of_it(tmp_path):
+    ours = trained(tmp_path, "lora", weight_decay=0.1)
+    torch.manual_seed(0)
+    model = tiny_model("llama")
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    theirs = Trainer(
+        model=peft.get_peft_model(
+            model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=names, task_type="CAUSAL_LM")
+        ),
+        args=arguments(tmp_path, "none", {}, weight_decay=0.1),
+        train_dataset=ExampleDataset("llama", 12),
+    )
+    theirs.train()
+    assert losses(ours) == losses(theirs)
+    assert same(ours.model, theirs.model)
+
+
 @pytest.mark.parametrize("mode", ["galore", "apollo", "frugal", "lisa", "badam", "lora"])
 def test_the_schedule_betas_and_decay_are_those_of_the_arguments(mode, tmp_path):
     usual = trainer(tmp_path, mode)

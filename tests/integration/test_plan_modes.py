@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from tiny_models import _ARCHITECTURES, tiny_batch, tiny_model
+from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
@@ -115,6 +116,17 @@ def test_large_weights_and_embeddings_that_are_larger_than_a_block(mode):
     counted = count_workload(shape, CARD)
     assert counted.state_bytes == real.state_bytes
     assert counted.gradient_bytes == real.gradient_bytes
+
+
+@pytest.mark.parametrize("mode", ["none", "lora", "badam"])
+def test_a_fused_kernel_needs_no_copies(mode):
+    assert Workload.optimizer == TrainingArguments("unused").optim
+    shape = workload_of("llama").in_mode(mode)
+    fused = count_workload(shape, CARD)
+    copied = count_workload(dataclasses.replace(shape, optimizer="adamw_torch"), CARD)
+    assert fused.optimizer_step_bytes == 0
+    assert copied.optimizer_step_bytes > 0
+    assert fused.state_bytes == copied.state_bytes
 
 
 @pytest.mark.parametrize("mode", ["galore", "galore_8bit", "apollo", "frugal"])
