@@ -22,6 +22,7 @@ EFFECTS = (
     "disk tier, on first use: one os.register_at_fork() handler, so that no direct read runs during a fork",
     "import of the training arguments: one entry in transformers' table of reporters, so that Trainers find the callback",
     "Trainer with offloading active: the name hf_offload is added to report_to of its own arguments",
+    "Trainer with offloading active: create_model_card is wrapped, and adds a section on memory to cards of such trainings",
     "training arguments with a memory mode: Trainer.__init__ is wrapped, and changes nothing for other arguments",
     "tier auto, in a step that is measured: hooks around every optimizer's step, and a dispatch mode that counts tensors",
     "tier auto and command plan: what this machine was measured to do is kept in ~/.cache/hf_offload",

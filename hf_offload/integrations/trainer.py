@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import ParallelMode
 
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
+from hf_offload.integrations.cards import describe_offloading_in_cards
 from hf_offload.plan.feedback import Prediction
-from hf_offload.reports.summary import summary_lines
+from hf_offload.reports.summary import card_lines, summary_lines
 from hf_offload.sampling.gradient_cache import CACHE_FILE
 from hf_offload.session import OffloadSession, attach
 from hf_offload.settings.schema import OffloadConfig
@@ -36,7 +37,7 @@ class OffloadCallback(TrainerCallback):
 
     Without a config, it takes what the training arguments say (:class:`~hf_offload.OffloadArguments`), and does nothing
     if they say nothing. ``stats`` holds the counters, also after training has ended; ``forecast`` what the plan for a budget
-    was predicted to do, and did.
+    was predicted to do, and did; ``summary`` says both in words, and is a section of the model card, if the Trainer writes one.
     """
 
     def __init__(self, config: OffloadConfig | None = None):
@@ -44,6 +45,7 @@ class OffloadCallback(TrainerCallback):
         self.session: OffloadSession | None = None
         self.stats: OffloadStats | None = None
         self.forecast: Prediction | None = None
+        self.summary: list[str] = []
 
     def on_train_begin(
         self,
@@ -64,6 +66,8 @@ class OffloadCallback(TrainerCallback):
         _refuse_data_parallel(args)
         self.session = attach(model, config, training=state, by="the Trainer's OffloadCallback")
         self.stats = self.session.stats
+        self.summary = []
+        describe_offloading_in_cards(_summary_of)
         if self.session.active:
             logger.info("Offloading activations: %s.", self.session.plan.reason)
         cache = self.session.carry_sample_ids(train_dataloader)
@@ -110,7 +114,9 @@ class OffloadCallback(TrainerCallback):
         if self.session is not None and self.session.active:
             # After an interruption the other processes may not come here.
             finished = control.should_training_stop or state.global_step >= state.max_steps
-            for line in summary_lines(self.session, together=finished):
+            lines = summary_lines(self.session, together=finished)
+            self.summary = card_lines(self.session, lines)
+            for line in lines:
                 if state.is_world_process_zero:
                     logger.info("%s", line)
         self._detach()
@@ -126,6 +132,11 @@ class OffloadCallback(TrainerCallback):
             self.forecast = self.session.forecast
             self.session.detach()
             self.session = None
+
+
+def _summary_of(trainer: Trainer) -> list[str]:
+    callbacks = trainer.callback_handler.callbacks
+    return next((callback.summary for callback in callbacks if isinstance(callback, OffloadCallback)), [])
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

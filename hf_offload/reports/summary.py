@@ -17,6 +17,16 @@ def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
     return lines
 
 
+def card_lines(session: OffloadSession, summary: list[str]) -> list[str]:
+    """What a reader of the trained model's card has to know, with the ``summary`` of the run."""
+    lines = [f"Activations were offloaded with hf_offload ({session.plan.reason}), which changes no bit of a gradient."]
+    if session.sampled:
+        lines.append(f"The weight gradients of {len(session.sampled)} linear layers were estimated from sampled rows.")
+    if session.tiled:
+        lines.append(f"Computed a few tokens at a time: {', '.join(session.tiled)}.")
+    return [*lines, *summary]
+
+
 def _moved(everyone: list[StepStats], steps: int) -> str:
     total = added(everyone)
     processes = f" by {len(everyone)} processes" if len(everyone) > 1 else ""
