@@ -6,6 +6,7 @@ import typer
 
 from hf_offload.allocator import restart_with_allocator
 from hf_offload.cli.bench import bench
+from hf_offload.cli.card import card
 from hf_offload.cli.config import config
 from hf_offload.cli.doctor import doctor
 from hf_offload.cli.launch import EPILOG, METAVAR, PASSED_ON, launch_script
@@ -24,6 +25,7 @@ app.command()(plan)
 app.command()(doctor)
 app.command("launch", context_settings=PASSED_ON, epilog=EPILOG, options_metavar=METAVAR)(launch_script)
 app.command()(config)
+app.command()(card)
 app.add_typer(bench, name="bench")
 
 

@@ -37,7 +37,7 @@ class OffloadCallback(TrainerCallback):
 
     Without a config, it takes what the training arguments say (:class:`~hf_offload.OffloadArguments`), and does nothing
     if they say nothing. ``stats`` holds the counters, also after training has ended; ``forecast`` what the plan for a budget
-    was predicted to do, and did; ``summary`` says both in words, and is a section of the model card, if the Trainer writes one.
+    was predicted to do, and did; ``summary`` says both in words, and is a section of the model card that the Trainer writes.
     """
 
     def __init__(self, config: OffloadConfig | None = None):
