@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIBRARIES = ["transformers.trainer", "transformers.models.llama.modeling_llama", "hf_offload.integrations.arguments"]
@@ -21,6 +22,10 @@ SUMMARY = r"[1-9][\d.]* MiB written and [1-9][\d.]* MiB read in all"
 SHOWN = {
     "accelerator_loop": [SUMMARY],
     "galore": [LOGGED, r"optimizer state: 1,\d{3},\d{3} bytes, AdamW's would be 4,\d{3},\d{3}"],
+    "my_run_does_not_fit": [
+        r"peak of a step +1\d\d\.\d+ MiB, in LlamaForCausalLM", "There is a plan for the budget",
+        r"auto +\d+\.\d+ MiB", "changed the loss: False", r"Decision: (ssd|auto)",
+    ],
     "peft_lora": [LOGGED, r"trainable params: \d,\d{3} "],
     "plain_loop": [COUNTED],
     "sampled_linear": [r"self_attn.q_proj: error .* \d\.\d+ at 0.3", r"12 linear layers estimate"],
@@ -28,7 +33,7 @@ SHOWN = {
     "trainer_flag": [LOGGED],
     "trl_sft": [LOGGED],
     "vision": [LOGGED],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +49,7 @@ def run(path, folder):
     os.dup2(os.open(folder / "output", os.O_WRONLY | os.O_CREAT), 1)
     os.dup2(1, 2)
     os.environ |= {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
+    torch.set_num_threads(1)  # enough for models as small as these
     tempfile.tempdir = None  # read the variable again
     os.chdir(folder / "here")
     sys.argv = [str(path)]
@@ -77,7 +83,7 @@ LAUNCHED = {
 @pytest.mark.parametrize("launcher", LAUNCHED)
 def test_unmodified_script_is_launched(launcher, tmp_path):
     command, variables = LAUNCHED[launcher]
-    environment = os.environ | {"TMPDIR": str(tmp_path)} | variables
+    environment = os.environ | {"TMPDIR": str(tmp_path), "COLUMNS": "500"} | variables
     script = EXAMPLES / "unmodified_script.py"
     done = subprocess.run(
         [sys.executable, "-m", *command, script, "--steps", "2"],
