@@ -1,6 +1,7 @@
 """What the README, docs/ and the examples name is there, and the command lines they show are understood."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -61,7 +62,11 @@ def understand_launch(words):
         return
     chosen, _ = launch_command_parser().parse_known_args(words)
     if chosen.config_file:
-        assert (ROOT / chosen.config_file).is_file() or chosen.config_file.endswith("c.yaml") or find_config(chosen.config_file)
+        assert (
+            (ROOT / chosen.config_file).is_file()
+            or chosen.config_file.endswith("c.yaml")
+            or find_config(chosen.config_file)
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -126,6 +131,11 @@ def test_variables_that_are_named_are_read(name):
     known = {variable(field) for field in FIELDS} | {DISABLE_VARIABLE, "HF_OFFLOAD_AUTOLOAD", "HF_OFFLOAD_"}
     named = set(re.findall(r"\bHF_OFFLOAD_[A-Z_]*", (ROOT / name).read_text()))
     assert named <= known
+
+
+def test_api_page_is_what_docstrings_say():
+    made = runpy.run_path(str(ROOT / "docs" / "make_api.py"))
+    assert made["PAGE"].read_text() == made["page"](), "run `make api`"
 
 
 def test_commands_are_found():
