@@ -11,8 +11,8 @@ import hf_offload
 PAGE = Path(__file__).with_name("api.md")
 OPENING = """# The names of the API
 
-Made from docstrings by `make api`; what is written here by hand is lost. `python -m pydoc hf_offload.OffloadConfig` shows the same
-in a terminal.
+Made from docstrings by `make api`; what is written here by hand is lost. `python -m pydoc hf_offload.OffloadConfig` shows
+the same in a terminal.
 """
 
 
