@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full acceptance lint bench-cpu clean
+.PHONY: help env demo test test-full acceptance lint api bench-cpu clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ lint: $(STAMP)  ## Style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+api: $(STAMP)  ## docs/api.md, from docstrings
+	$(BIN)/python docs/make_api.py
 
 ROUNDS ?= 3
 SMALL   = model.config.vocab_size=8192 --steps 6 --rounds $(ROUNDS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,24 @@ if TYPE_CHECKING:
     from hf_offload.memory_modes.registry import MemoryMode
 
 REPORT_NAME = "hf_offload"
+
+# Settings that go by another name among training arguments.
+_ARGUMENTS = {
+    "tier": "offload",
+    "directory": "offload_dir",
+    "memory_budget": "offload_memory_budget",
+    "ram_budget": "offload_ram_budget",
+    "disk_budget": "offload_disk_budget",
+    "min_offload_bytes": "offload_min_bytes",
+    "keep_last_count": "offload_keep_last_count",
+    "read_ahead_bytes": "offload_read_ahead",
+    "verify": "offload_verify",
+    "max_disk_write_bytes": "offload_max_disk_write",
+}
+# Names with an underscore are no words of English; the others are names where a value follows.
+_SETTING = re.compile(
+    r"\b(?:(?:tier|directory|verify)(?==)|" + "|".join(one for one in _ARGUMENTS if "_" in one) + r")\b"
+)
 
 # The Trainer builds its callbacks from the names in `report_to`: this is how the arguments alone switch offloading on.
 INTEGRATION_TO_CALLBACK.setdefault(REPORT_NAME, OffloadCallback)
@@ -142,23 +161,26 @@ class OffloadArguments:
     def offload_config(self) -> OffloadConfig:
         """The settings these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all mistakes at once."""
         directories = [part.strip() for part in (self.offload_dir or "").split(",") if part.strip()]
-        return OffloadConfig(
-            tier=self.offload,
-            memory_budget=self.offload_memory_budget,
-            directory=directories or None,
-            ram_budget=self.offload_ram_budget,
-            disk_budget=self.offload_disk_budget,
-            min_offload_bytes=self.offload_min_bytes,
-            keep_last_count=self.offload_keep_last_count,
-            read_ahead_bytes=self.offload_read_ahead,
-            verify=self.offload_verify,
-            max_disk_write_bytes=self.offload_max_disk_write,
-            tiled_loss=self.tiled_loss,
-            tiled_mlp=self.tiled_mlp,
-            tile_bytes=self.tile_bytes,
-            sampled_linear=self.sampled_linear,
-            lean_activations=self.lean_activations,
-        )
+        try:
+            return OffloadConfig(
+                tier=self.offload,
+                memory_budget=self.offload_memory_budget,
+                directory=directories or None,
+                ram_budget=self.offload_ram_budget,
+                disk_budget=self.offload_disk_budget,
+                min_offload_bytes=self.offload_min_bytes,
+                keep_last_count=self.offload_keep_last_count,
+                read_ahead_bytes=self.offload_read_ahead,
+                verify=self.offload_verify,
+                max_disk_write_bytes=self.offload_max_disk_write,
+                tiled_loss=self.tiled_loss,
+                tiled_mlp=self.tiled_mlp,
+                tile_bytes=self.tile_bytes,
+                sampled_linear=self.sampled_linear,
+                lean_activations=self.lean_activations,
+            )
+        except OffloadConfigError as error:
+            raise OffloadConfigError(_SETTING.sub(lambda name: _ARGUMENTS[name.group()], str(error))) from None
 
 
 @dataclasses.dataclass

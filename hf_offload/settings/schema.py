@@ -96,7 +96,7 @@ class OffloadConfig:
             with check:
                 self._set("tiled_mlp", _modules(self.tiled_mlp))
             with check:
-                if self.memory_budget is not None and self.tier != "auto":
+                if self.memory_budget is not None and self.tier != "auto" and self.tier in TIERS:
                     raise OffloadConfigError(
                         f"memory_budget is given, but tier={self.tier!r} moves everything whatever it is: set tier='auto'."
                     )

@@ -157,7 +157,7 @@ class DiskTier(QueuedTier):
         """Count a write before it happens, against what the drive may be worn by. Called under the lock."""
         if self.max_write_bytes is not None and self._paid_bytes + nbytes > self.max_write_bytes:
             raise TierFullError(
-                f"No more disk writes: of max_write_bytes={format_bytes(self.max_write_bytes)}, "
+                f"No more disk writes: of max_disk_write_bytes={format_bytes(self.max_write_bytes)}, "
                 f"{format_bytes(self._paid_bytes)} are spent and {format_bytes(nbytes)} are asked for. Raise it, or "
                 "let the tensor stay in memory."
             )

@@ -227,9 +227,9 @@ def test_the_write_limit_stops_reservations_and_counts_what_was_written(tmp_path
     other = store(tier, filled(MIB))
     tier.write(slot, filled(MIB)).result(TIMEOUT_S)
     tier.free(other)
-    with pytest.raises(TierFullError, match="max_write_bytes"):
+    with pytest.raises(TierFullError, match="max_disk_write_bytes=3"):
         tier.reserve(1)
-    with pytest.raises(TierFullError, match="max_write_bytes"):
+    with pytest.raises(TierFullError, match="max_disk_write_bytes=3"):
         tier.write(slot, filled(MIB))
     assert tier.stats.written_bytes <= 3 * MIB
     tier.close()

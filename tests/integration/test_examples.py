@@ -1,23 +1,100 @@
-"""Every example runs as it is."""
+"""Every example runs as it is, does what it is there to show, and leaves nothing on the disk."""
 
+import multiprocessing
 import os
+import re
+import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIBRARIES = ["transformers.trainer", "transformers.models.llama.modeling_llama", "hf_offload.integrations.arguments"]
+
+# Offloaded, by the Trainer's log or by the counters; and what else an example is about.
+LOGGED = r"'offload/written_bytes': [1-9]"
+COUNTED = r"StepStats\(.*written_bytes=[1-9]"
+SUMMARY = r"[1-9][\d.]* MiB written and [1-9][\d.]* MiB read in all"
+SHOWN = {
+    "accelerator_loop": [SUMMARY],
+    "galore": [LOGGED, r"optimizer state: 1,\d{3},\d{3} bytes, AdamW's would be 4,\d{3},\d{3}"],
+    "my_run_does_not_fit": [
+        r"peak of a step +1\d\d\.\d+ MiB, in LlamaForCausalLM", "There is a plan for the budget",
+        r"auto +\d+\.\d+ MiB", "changed the loss: False", r"Decision: (ssd|auto)",
+    ],
+    "peft_lora": [LOGGED, r"trainable params: \d,\d{3} "],
+    "plain_loop": [COUNTED],
+    "sampled_linear": [r"self_attn.q_proj: error .* \d\.\d+ at 0.3", r"12 linear layers estimate"],
+    "trainer_callback": [COUNTED],
+    "trainer_flag": [LOGGED],
+    "trl_sft": [LOGGED],
+    "vision": [LOGGED],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example(path, tmp_path):
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, path], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "offload/written_bytes" in done.stdout
-    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+@pytest.fixture(scope="module")
+def processes():
+    """Processes that have loaded the libraries and nothing else: to load them takes longer than any example does."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LIBRARIES)
+    return context
 
 
-def test_there_are_examples():
-    assert EXAMPLES
+def run(path, folder):
+    """What ``python path`` does."""
+    os.dup2(os.open(folder / "output", os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    os.environ |= {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
+    torch.set_num_threads(1)  # enough for models as small as these
+    tempfile.tempdir = None  # read the variable again
+    os.chdir(folder / "here")
+    sys.argv = [str(path)]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_example(name, processes, tmp_path):
+    for folder in ("tmp", "here"):
+        (tmp_path / folder).mkdir()
+    process = processes.Process(target=run, args=(EXAMPLES / f"{name}.py", tmp_path))
+    process.start()
+    process.join()
+    output = (tmp_path / "output").read_text()
+    assert process.exitcode == 0, output
+    for shown in SHOWN[name]:
+        assert re.search(shown, output), f"{shown!r} is not in\n{output}"
+    assert [*(tmp_path / "tmp").iterdir(), *(tmp_path / "here").iterdir()] == []
+
+
+LAUNCHED = {
+    "hf-offload": (["hf_offload", "launch", "--config_file", str(EXAMPLES / "unmodified_script.yaml")], {}),
+    "accelerate": (
+        ["accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
+         "--dynamo_backend", "no", "-m", "hf_offload.run"],
+        {"HF_OFFLOAD_TIER": "ssd"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_unmodified_script_is_launched(launcher, tmp_path):
+    command, variables = LAUNCHED[launcher]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "COLUMNS": "500"} | variables
+    script = EXAMPLES / "unmodified_script.py"
+    done = subprocess.run(
+        [sys.executable, "-m", *command, script, "--steps", "2"],
+        env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert re.search(SUMMARY, done.stdout), done.stdout
+    assert len(re.findall(r"^loss ", done.stdout, re.MULTILINE)) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_example_is_left_out():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHOWN, "unmodified_script"}
+    assert "hf_offload" not in (EXAMPLES / "unmodified_script.py").read_text().split('"""')[2]

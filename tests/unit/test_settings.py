@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_offload import OffloadConfig, OffloadConfigError, OffloadError
+from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadTrainingArguments
 from hf_offload.settings.load import choose, collect_errors, from_mapping, nearest
 from hf_offload.settings.sizes import format_bytes, parse_bytes
 
@@ -136,3 +136,14 @@ def test_lists_of_mistakes_are_joined_into_one():
             raise OffloadConfigError("one more")
     assert str(raised.value).startswith("3 mistakes in the outer:")
     assert str(raised.value).count("mistakes") == 1
+
+
+def test_training_arguments_are_refused_by_their_own_names(tmp_path):
+    with pytest.raises(OffloadConfigError) as refused:
+        OffloadTrainingArguments(str(tmp_path), offload="sdd", offload_ram_budget="lots", offload_memory_budget="20GiB")
+    assert str(refused.value).splitlines()[1:] == [
+        "  - offload='sdd' is unknown: choose one of none, ram, ssd, auto. Did you mean 'ssd'?",
+        "  - offload_ram_budget='lots' is not a size: write it as '20GiB', '500MB' or a number of bytes.",
+    ]
+    with pytest.raises(OffloadConfigError, match="offload_memory_budget is given, but offload='ssd' moves everything"):
+        OffloadTrainingArguments(str(tmp_path), offload="ssd", offload_memory_budget="20GiB")
