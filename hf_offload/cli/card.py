@@ -1,0 +1,40 @@
+"""``hf-offload card``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_offload.cli.console import clear_errors, output
+
+
+def card(
+    report: Annotated[Path, typer.Argument(help="What `hf-offload train RECIPE --report FILE` wrote.")],
+    target: Annotated[Path, typer.Option("--output", help="Folder for README.md and its pictures.")],
+    name: Annotated[str, typer.Option(help="Of the model.")],
+    dataset: Annotated[str, typer.Option(help="Name of the data it was trained on.")],
+    dataset_license: Annotated[str, typer.Option(help="Its licence, as the Hub writes it: cc-by-2.0.")],
+    dataset_url: Annotated[str | None, typer.Option(help="Where the data comes from.")] = None,
+    license: Annotated[str, typer.Option(help="Of the trained weights.")] = "apache-2.0",
+    language: Annotated[str | None, typer.Option(help="Codes with commas between: en,de.")] = None,
+    purpose: Annotated[str | None, typer.Option(help="A sentence: what the model is for.")] = None,
+    comparison: Annotated[
+        Path | None, typer.Option(help="table.json of `hf-offload bench steps` with the same recipe.")
+    ] = None,
+) -> None:
+    """Write the model card of a training: results, memory and time, data and licence, how to make it again."""
+    with clear_errors():
+        from hf_offload.reports.card import CardFacts, write_card  # slow: it loads torch
+        from hf_offload.training.report import TrainingReport
+
+        facts = CardFacts(
+            name=name,
+            license=license,
+            dataset=dataset,
+            dataset_license=dataset_license,
+            dataset_url=dataset_url,
+            languages=[code.strip() for code in language.split(",")] if language else (),
+            **({} if purpose is None else {"purpose": purpose}),
+        )
+        written = write_card(TrainingReport.read(report), facts, comparison, target)
+    output().print(f"wrote {written}", highlight=False, soft_wrap=True)
