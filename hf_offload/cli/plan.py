@@ -122,8 +122,9 @@ def plan(
             sampled=parse_sampled_linear(sampled_linear) or workload.sampled,
             lean=parse_lean_activations(lean) or workload.lean,
         )
+        others = {"--plot": plot, "--timeline": timeline, "--budget": budget, "--order": order, "--modes": modes}
         if levers:
-            _refuse(levers=[("--gpu", gpu), ("--plot", plot), ("--timeline", timeline), ("--order", order or None)])
+            _refuse("--levers", others | {"--gpu": gpu, "--directory": directory})
             machines = [
                 describe_hardware(card.strip(), tflops=tflops, pcie=pcie, ssd=ssd, ram=ram, disk=disk)
                 for card in cards.split(",")
@@ -143,11 +144,13 @@ def plan(
                     raise OffloadConfigError(f"{', '.join(given)} describe another machine: add --gpu.")
                 hardware = measure_hardware(directory or [Path.cwd()], fresh=measure)
         if modes:
+            _refuse("--modes", {name: others[name] for name in ("--plot", "--timeline", "--order")})
             names = None if memory_mode is None else [name.strip() for name in memory_mode.split(",")]
             limit = None if budget is None else parse_bytes(budget, "budget")
             show_modes(workload, hardware, names, memory_mode_kwargs, limit, json)
             return
         if order:
+            _refuse("--order", {name: others[name] for name in ("--plot", "--budget")})
             _show_orders(workload, hardware, timeline, json)
             return
         with messages().status("Counting a step, then planning"):
@@ -171,12 +174,14 @@ def plan(
         raise typer.Exit(EXIT_REFUSED)
 
 
-def _refuse(levers: list[tuple[str, object]]) -> None:
+def _refuse(table: str, options: dict[str, object]) -> None:
+    """Options that say nothing to one of the tables that are shown instead of a plan."""
     from hf_offload.errors import OffloadConfigError
 
-    given = [name for name, value in levers if value is not None]
+    given = [name for name, value in options.items() if value]
     if given:
-        raise OffloadConfigError(f"{', '.join(given)} does not go with --levers, which has --cards: leave it out.")
+        hint = ", which has --cards" if table == "--levers" else ""
+        raise OffloadConfigError(f"{', '.join(given)} does not go with {table}{hint}: leave it out.")
 
 
 def _show_levers(workload: "Workload", machines: "list[Hardware]", json: bool) -> None:

@@ -197,6 +197,11 @@ def test_orders_and_what_none_can_beat(tmp_path):
             "optimizer='paged_adamw_8bit' and memory_mode='lora' both choose the optimizer",
         ),
         (["gpt2-small", *CARD, "--budget", "a lot"], "budget='a lot' is not a size"),
+        (["gpt2-small", *CARD, "--order", "--plot", "a.png"], "--plot does not go with --order"),
+        (
+            ["gpt2-small", *CARD, "--modes", "--order", "--timeline", "a.png"],
+            "--timeline, --order does not go with --modes",
+        ),
         (["gpt2-small", *CARD, "-d", "."], "--directory and --measure are for this machine"),
     ],
 )
