@@ -64,7 +64,12 @@ class AdapterConfig:
             raise OffloadConfigError(
                 f"memory_mode={self.name!r}: the model has adapters already: leave out memory_mode, or give the base model."
             )
-        chosen = chosen_linears(model, self.targets)
+        heads = _new_heads(model)
+        chosen = {
+            name: module
+            for name, module in chosen_linears(model, self.targets).items()
+            if name.partition(".")[0] not in heads
+        }
         small = {name: least for name, module in chosen.items() if (least := min(_shape(module))) < self.rank}
         if small:
             name, least = next(iter(small.items()))
@@ -72,8 +77,6 @@ class AdapterConfig:
                 f"rank={self.rank} is above the smaller dimension of {name} ({least}) and {len(small) - 1} others: lower it, "
                 "or name other targets."
             )
-        heads = _new_heads(model)
-        chosen = {name: module for name, module in chosen.items() if name.partition(".")[0] not in heads}
         names = _short_names(model, list(chosen))
         self._prepare_base(model, chosen)
         settings = peft.LoraConfig(
