@@ -193,6 +193,7 @@ def test_training_lowers_what_evaluation_measures():
     assert config.id2label == {0: "0", 1: "1"}
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft uses the older name
 @pytest.mark.parametrize("mode", ["lora", "lora_fa", "badam"])
 def test_memory_modes_train_the_head_of_a_classifier(mode):
     result = run_recipe(
@@ -318,4 +319,6 @@ def test_rows_without_an_answer_are_left_out_and_counted(folder, caplog):
 
 def test_a_model_that_mixes_packed_conversations_is_refused():
     bloom = {"architecture": "bloom", "config": {"hidden_size": 32, "n_layer": 1, "n_head": 2}}
-    assert "data.packing: BloomForCausalLM" in mistake("packed", model=bloom)
+    assert "data.packing: in BloomForCausalLM with eager attention, conversations of one row see" in mistake(
+        "packed", model=bloom
+    )

@@ -160,8 +160,11 @@ def _write(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[str, list[tu
     for number, message in enumerate(messages):
         if message["role"] != ANSWERING:
             continue
-        before = _apply(tokenizer, messages[:number], tokenize=False, add_generation_prompt=True)
         answered = _apply(tokenizer, messages[: number + 1], tokenize=False)
+        if number == 0:  # no template is asked to write nothing
+            before = answered.partition(message["content"])[0]
+        else:
+            before = _apply(tokenizer, messages[:number], tokenize=False, add_generation_prompt=True)
         if not (answered.startswith(before) and text.startswith(answered)):
             raise OffloadConfigError(
                 "The tokenizer's chat template writes a turn differently when others come after it, so it does not tell "
