@@ -308,6 +308,28 @@ def test_what_cannot_be_had_is_told_in_one_message(folder, name, sections, part)
     assert len(message) < 900
 
 
+def test_splits_of_a_data_set_by_name(folder):
+    """A folder is loaded as a data set of the hub is."""
+    (folder / "set").mkdir()
+    for part, name in (("train", "train"), ("held", "validation")):
+        (folder / f"pairs_{part}.jsonl").rename(folder / "set" / f"{name}.jsonl")
+    hub = {"files": None, "hub": str(folder / "set"), "validation": {"split": "validation"}}
+    assert run_recipe(recipe("pairs", data=hub)).metrics["eval_loss"] > 0
+    message = mistake("pairs", data=hub | {"validation": {"split": "dev"}})
+    assert "data.hub (split dev)" in message
+    assert "train" in message
+    assert "validation" in message
+
+
+def test_parts_of_a_column(folder):
+    for part in ("train", "held"):
+        path = folder / f"pairs_{part}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({"translation": row}) + "\n" for row in rows))
+    nested = {"source_column": "translation.en", "target_column": "translation.de"}
+    assert run_recipe(recipe("pairs", data=nested)).steps == 4
+
+
 def test_rows_without_an_answer_are_left_out_and_counted(folder, caplog):
     long = {"question": " ".join(WORDS * 9), "answer": "exact"}
     with (folder / "prompts_train.jsonl").open("a") as file:
