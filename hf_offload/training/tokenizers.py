@@ -50,7 +50,8 @@ def _fingerprint(data: DataRecipe) -> str:
         source: Any = [data.hub.name, data.hub.config, data.hub.split]
     else:
         source = [[str(path), (stat := path.stat()).st_size, stat.st_mtime_ns] for path in find_files(data)]
-    key = json.dumps([source, data.text_columns(), data.train_bpe, BPE_SAMPLE_BYTES])
+    held_back = data.validation if isinstance(data.validation, float) else None
+    key = json.dumps([source, held_back, data.text_columns(), data.train_bpe, BPE_SAMPLE_BYTES])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 

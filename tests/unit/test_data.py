@@ -76,6 +76,19 @@ def test_the_tokenizer_is_trained_once_and_again_when_the_data_changes(tmp_path,
     assert build_tokenizer(data, None, tmp_path / "cache").get_vocab() != first
 
 
+def test_the_tokenizer_does_not_know_the_rows_that_are_held_back(tmp_path):
+    lines = [json.dumps({"text": f"{chr(97 + i) * 9} " * (20 - i)}) for i in range(20)]
+    (tmp_path / "words.jsonl").write_text("\n".join(lines))
+
+    def vocabulary(**settings):
+        data = DataRecipe(files=str(tmp_path / "words.jsonl"), tokenizer=BPE, **settings)
+        return build_tokenizer(data, None, tmp_path / "cache").get_vocab()
+
+    everything = vocabulary()
+    assert vocabulary(validation=0.5) != everything
+    assert vocabulary() == everything
+
+
 def test_the_standard_library_is_read_in_order_and_up_to_a_size():
     files = stdlib_files(300_000)
     sizes = [path.stat().st_size for path in files]
