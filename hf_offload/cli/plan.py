@@ -39,7 +39,9 @@ def plan(
     memory_mode_kwargs: Annotated[
         str | None, typer.Option(help="""Settings of the memory mode in JSON, such as '{"rank": 128}'.""")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="causal-lm, masked-lm or seq2seq-lm.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="causal-lm, masked-lm, seq2seq-lm or sequence-classification.")
+    ] = None,
     budget: Annotated[
         str | None, typer.Option(help="Most memory, weights and all, such as 20GiB. Default: 90 % of the device's.")
     ] = None,
