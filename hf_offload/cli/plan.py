@@ -117,8 +117,8 @@ def plan(
             )
         workload = dataclasses.replace(
             workload,
-            tiled_loss=tiled_loss,
-            tiled_mlp=tiled_mlp,
+            tiled_loss=tiled_loss or workload.tiled_loss,
+            tiled_mlp=tiled_mlp or workload.tiled_mlp,
             sampled=parse_sampled_linear(sampled_linear) or workload.sampled,
             lean=parse_lean_activations(lean) or workload.lean,
         )
@@ -144,7 +144,7 @@ def plan(
                 hardware = measure_hardware(directory or [Path.cwd()], fresh=measure)
         if modes:
             names = None if memory_mode is None else [name.strip() for name in memory_mode.split(",")]
-            limit = None if budget is None else parse_bytes(budget, "budget")
+            limit = workload.budget_bytes if budget is None else parse_bytes(budget, "budget")
             show_modes(workload, hardware, names, memory_mode_kwargs, limit, json)
             return
         if order:
@@ -154,7 +154,7 @@ def plan(
             forecast = make_forecast(
                 workload,
                 hardware,
-                budget_bytes=None if budget is None else parse_bytes(budget, "budget"),
+                budget_bytes=workload.budget_bytes if budget is None else parse_bytes(budget, "budget"),
                 may_recompute=recompute,
             )
         for picture, path in (("frontier", plot), ("timeline", timeline)):

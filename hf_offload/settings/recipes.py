@@ -15,8 +15,10 @@ from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose, collect_errors, from_mapping, nearest
-from hf_offload.settings.recipe_files import apply_override, find_recipe, read_yaml, recipe_names
+from hf_offload.settings.layers import drop_nulls, read_layers
+from hf_offload.settings.recipe_files import apply_override, find_recipe, recipe_names
 from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.shapes import ModelShape
 from hf_offload.settings.sizes import parse_bytes
 
 RANDOM_TOKENS = "random-tokens"
@@ -44,7 +46,8 @@ _NOT_FOR_RECIPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRecipe:
-    """Which model: ``name`` (a hub name or a folder), or ``architecture`` with ``config`` for random weights.
+    """Which model: ``name`` (a hub name or a folder), or random weights of an ``architecture`` with ``config``, or of a
+    ``shape`` with ``config`` on top; ``architecture`` and ``config`` then say the whole.
 
     Args:
         name: Hub name or folder of a pretrained model.
@@ -53,11 +56,13 @@ class ModelRecipe:
         task: ``causal-lm``, ``masked-lm`` or ``seq2seq-lm``; the last two need ``data.source: random-tokens`` so far.
         dtype: Of the weights: ``float32``, ``bfloat16`` or ``float16``.
         attention: Attention implementation, such as ``sdpa`` or ``eager``. Default: the model's own choice.
+        shape: The published configuration behind ``name``: for plans, and for random weights where there is no name.
     """
 
     name: str | None = None
     architecture: str | None = None
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shape: ModelShape | Mapping[str, Any] | None = None
     task: str = "causal-lm"
     dtype: str = "float32"
     attention: str | None = None
@@ -71,6 +76,8 @@ class ModelRecipe:
                 choose("model.task", self.task, TASKS)
             with check:
                 choose("model.dtype", self.dtype, DTYPES)
+            with check:
+                self._read_shape()
             with check:
                 if (self.name is None) == (self.architecture is None):
                     raise OffloadConfigError(
@@ -87,6 +94,25 @@ class ModelRecipe:
             with check:
                 if isinstance(self.architecture, str) and isinstance(self.config, Mapping):
                     _check_architecture(self.architecture, self.config, self.task)
+
+    def _read_shape(self) -> None:
+        if self.shape is None:
+            return
+        if not isinstance(self.shape, (Mapping, ModelShape)):
+            raise OffloadConfigError(f"model.shape={self.shape!r} is not a mapping with of, architecture and config.")
+        shape = from_mapping(ModelShape, self.shape, "model.shape") if isinstance(self.shape, Mapping) else self.shape
+        object.__setattr__(self, "shape", shape)
+        if self.name is not None:
+            _check_architecture(shape.architecture, shape.config, self.task)
+        elif self.architecture is None and isinstance(self.config, Mapping):
+            object.__setattr__(self, "architecture", shape.architecture)
+            object.__setattr__(self, "config", {**shape.config, **self.config})
+
+    @property
+    def published(self) -> ModelShape | None:
+        """The shape of the pretrained model that is named; None if the recipe does not know it."""
+        shape = self.shape
+        return shape if isinstance(shape, ModelShape) and shape.of == self.name else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,17 +248,18 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     """Read a recipe and apply ``overrides`` such as ``training.max_steps=3``; a later one wins.
 
     Values are YAML: ``offload.tier=ssd``, ``data.files=[a.txt, b.txt]``, ``offload={tier: none}`` (a whole section),
-    ``offload.directory=null`` (back to the default). Raises :class:`OffloadConfigError` with every mistake in it.
+    ``offload.directory=null`` (back to the default). What the file names under ``base`` is merged below it
+    (:mod:`hf_offload.settings.layers`). Raises :class:`OffloadConfigError` with every mistake in it.
     """
     path = find_recipe(path_or_name)
-    tree = read_yaml(path)
-    if not isinstance(tree, dict):
-        raise OffloadConfigError(f"{path} is not a recipe: it needs the sections {', '.join(SECTIONS)}.")
+    layers = read_layers(path)
+    tree = layers.tree
     name = str(path_or_name) if str(path_or_name) in recipe_names() else path.stem
     with collect_errors(f"recipe {name}") as check:
         for override in overrides:
             with check:
                 apply_override(tree, override)
+        drop_nulls(tree)
         for key in list(tree):
             with check:
                 if key not in SECTIONS:
@@ -247,15 +274,15 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                 if section is not None and not isinstance(section, Mapping):
                     raise OffloadConfigError(f"{name}: section {key} is {section!r}, not a mapping of settings.")
                 sections[key] = section or {}
-        with check:
+        with check, layers.naming("model"):
             model = from_mapping(ModelRecipe, sections["model"], "model")
-        with check:
+        with check, layers.naming("data"):
             data = from_mapping(DataRecipe, sections["data"], "data")
         training: dict[str, Any] = {}
         for key, value in sections["training"].items():
-            with check:
+            with check, layers.naming("training"):
                 training[key] = _training_value(key, value)
-        with check:
+        with check, layers.naming("offload"):
             # A recipe without the section asks for no offloading; with it, OffloadConfig's own default holds.
             asked: dict[str, Any] = dict(sections["offload"]) if "offload" in tree else {"tier": "none"}
             if "sampling" in tree:
@@ -263,7 +290,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                     raise OffloadConfigError("offload.sampled_linear and the section sampling say the same: drop one.")
                 asked["sampled_linear"] = sections["sampling"]
             offload = from_mapping(OffloadConfig, asked, "offload")
-        with check:
+        with check, layers.naming("memory"):
             if sections["memory"]:
                 from hf_offload.memory_modes.registry import memory_mode  # loads optimizers, which few recipes need
 
@@ -283,7 +310,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                     f"model.task: {task} needs data.source: {RANDOM_TOKENS} so far. Set that, or take causal-lm."
                 )
         with check:
-            if sections["model"].get("architecture") and not sections["data"].get("tokenizer") and not random_tokens:
+            if not sections["model"].get("name") and not sections["data"].get("tokenizer") and not random_tokens:
                 raise OffloadConfigError(
                     "data.tokenizer is missing: a model from random weights brings none. Name one, or give "
                     "tokenizer: {train_bpe: 8192}."

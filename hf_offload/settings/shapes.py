@@ -1,0 +1,36 @@
+"""The published configuration of a pretrained model, written into a recipe, so that plans need no hub."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.load import collect_errors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What a plan needs to know of a model whose weights are elsewhere.
+
+    Args:
+        of: Whose configuration this is, a name of the hub. A recipe that names another model does without the shape.
+        architecture: Model type of transformers, such as ``llama``.
+        config: Fields of the configuration; those left out have the architecture's defaults.
+    """
+
+    of: str
+    architecture: str
+    config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        with collect_errors("model.shape") as check:
+            for field in ("of", "architecture"):
+                with check:
+                    value = getattr(self, field)
+                    if not isinstance(value, str) or not value:
+                        raise OffloadConfigError(f"model.shape.{field}={value!r} is not text.")
+            with check:
+                if not isinstance(self.config, Mapping):
+                    raise OffloadConfigError(
+                        f"model.shape.config={self.config!r} is not a mapping of configuration fields."
+                    )
