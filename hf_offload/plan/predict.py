@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
@@ -74,7 +73,7 @@ def predict_recipe(name: str) -> Prediction:
         options["tflops"] = float(options["tflops"])
     hardware = describe_hardware(options.pop("gpu"), **options)
     placement = _PLACEMENTS[_way(load_recipe(name))]
-    workload = find_workload(str(name))
+    workload = find_workload(name)
     budget = workload.budget_bytes or int(hardware.memory_bytes.value * BUDGET_SHARE)
     problem = make_problem(count_workload(workload, hardware), hardware, budget)
     chosen = find_plan(problem) if placement is None else uniform(problem, placement)
@@ -94,11 +93,6 @@ def predict_recipe(name: str) -> Prediction:
         kept_peak_bytes=kept.timeline.peak_bytes,
         kept_step_s=kept.timeline.step_s,
     )
-
-
-def header_of(name: str | Path) -> str | None:
-    """The prediction that is written into a recipe."""
-    return read_header(find_recipe(name).read_text(encoding="utf-8")).predicted
 
 
 def _way(recipe: Recipe) -> tuple[str, bool]:

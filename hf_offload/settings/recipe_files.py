@@ -105,17 +105,19 @@ _FLOAT_PATTERN = re.compile(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what :class:`_Loader` reads back as it was."""
+    """Writes what :class:`_Loader`, and any reader of YAML 1.1, read back as it was: text that either takes for something
+    else is quoted.
+    """
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         return super().increase_indent(flow, False)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _FLOAT)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 for _kind in (_Loader, _Dumper):
-    _kind.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _FLOAT)]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
     _kind.add_implicit_resolver(_BOOL, _BOOL_PATTERN, list("tTfF"))
     _kind.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+0123456789."))
 

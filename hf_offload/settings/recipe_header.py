@@ -81,12 +81,11 @@ def with_prediction(text: str, predicted: str) -> str:
 def renamed(text: str, names: Mapping[str, str]) -> str:
     """``text`` whose launch lines name the recipe otherwise: old name -> new name."""
     lines = text.splitlines(keepends=True)
-    for number in range(len(_comment(text))):
-        for old, new in names.items():
-            pattern = rf"({PROGRAM} (?:train|plan|recipes predict) ){re.escape(old)}(?=\s|$)"
-            lines[number] = re.sub(pattern, lambda found, new=new: found[1] + shlex.quote(new), lines[number])
-            pattern = rf"(-m hf_offload train ){re.escape(old)}(?=\s|$)"
-            lines[number] = re.sub(pattern, lambda found, new=new: found[1] + shlex.quote(new), lines[number])
+    for old, new in names.items():
+        launch = re.compile(rf"({PROGRAM} (?:train|plan|recipes \w+)|-m hf_offload train) {re.escape(old)}(?=\s|$)")
+        word = shlex.quote(new).replace("\\", "\\\\")
+        for number in range(len(_comment(text))):
+            lines[number] = launch.sub(rf"\1 {word}", lines[number])
     return "".join(lines)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose, collect_errors, from_mapping, nearest
 from hf_offload.settings.layers import drop_nulls, read_layers
+from hf_offload.settings.load import choose, collect_errors, from_mapping, nearest
 from hf_offload.settings.recipe_files import apply_override, find_recipe, recipe_names
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shapes import ModelShape
