@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
-from hf_offload.plan.placement import uniform
+from hf_offload.plan.placement import solve, uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import find_plan, make_problem
 from hf_offload.plan.workload import count_workload, find_workload
@@ -36,6 +36,7 @@ class Prediction:
         budget_bytes: Most memory that counts as fitting.
         peak_bytes, step_s: Of the recipe as it is.
         kept_peak_bytes, kept_step_s: If every activation were kept.
+        planned_step_s: With ``offload.tier=auto``, if the recipe has another tier and a plan fits.
     """
 
     machine: str
@@ -44,16 +45,18 @@ class Prediction:
     step_s: float
     kept_peak_bytes: int
     kept_step_s: float
+    planned_step_s: float | None
 
     @property
     def line(self) -> str:
         """As it is written into a recipe."""
         kept = f"{_gib(self.kept_peak_bytes)}, {format_seconds(self.kept_step_s)}"
         if self.kept_peak_bytes > self.budget_bytes:
-            kept = f"{_gib(self.kept_peak_bytes)}, which is too much"
+            kept = f"{_gib(self.kept_peak_bytes)}, too much"
+        planned = "" if self.planned_step_s is None else f"; tier auto: {format_seconds(self.planned_step_s)}"
         return (
             f"{PREDICTED}{self.machine}: peak {_gib(self.peak_bytes)} of {_gib(self.budget_bytes)}, "
-            f"step {format_seconds(self.step_s)}; all kept: {kept}."
+            f"step {format_seconds(self.step_s)}; all kept: {kept}{planned}."
         )
 
 
@@ -78,6 +81,7 @@ def predict_recipe(name: str) -> Prediction:
     problem = make_problem(count_workload(workload, hardware), hardware, budget)
     chosen = find_plan(problem) if placement is None else uniform(problem, placement)
     kept = uniform(problem, Placement.KEEP)
+    planned = None if placement is None else solve(problem)
     if chosen is None or kept is None:
         raise OffloadConfigError(f"{name} places activations in a way that cannot be predicted.")
     if not problem.fits(chosen):
@@ -92,6 +96,7 @@ def predict_recipe(name: str) -> Prediction:
         step_s=chosen.timeline.step_s,
         kept_peak_bytes=kept.timeline.peak_bytes,
         kept_step_s=kept.timeline.step_s,
+        planned_step_s=None if planned is None else planned.timeline.step_s,
     )
 
 

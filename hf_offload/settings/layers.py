@@ -49,14 +49,23 @@ class Layers:
                     with check:
                         raise OffloadConfigError(problem) from error
 
+    def other_layer(self, section: str) -> str | None:
+        """The layer that has brought ``section`` in, None if the recipe itself did."""
+        file = self.origins.get((section,), self.files[-1])
+        return None if file == self.files[-1] else shipped_name(file) or str(file)
+
     def _located(self, section: str, problem: str) -> str:
+        said = re.split(r" Did you mean | Known: ", problem)[0]
+        found = []
         for (place, *keys), file in self.origins.items():
-            if place != section or not keys or file == self.files[-1]:
-                continue
-            key = re.escape(keys[0])
-            if re.search(rf"\b{section}\.{key}\b|'{key}'|(?<![\w.]){key}=", problem.partition(" Known: ")[0]):
-                return f"{problem} ({keys[0]} stands in the layer {shipped_name(file) or file}.)"
-        return problem
+            if place == section and keys:
+                key = re.escape(keys[0])
+                mention = re.search(rf"\b{section}\.{key}\b|'{key}'|(?<![\w.]){key}=", said)
+                found += [(mention.start(), keys[0], file)] if mention else []
+        if not found:
+            return problem
+        _, name, file = min(found, key=lambda one: one[0])
+        return problem if file == self.files[-1] else f"{problem} ({name} stands in the layer {shipped_name(file) or file}.)"
 
 
 def read_layers(path: Path) -> Layers:

@@ -112,7 +112,7 @@ class ModelRecipe:
     def published(self) -> ModelShape | None:
         """The shape of the pretrained model that is named; None if the recipe does not know it."""
         shape = self.shape
-        return shape if isinstance(shape, ModelShape) and shape.of == self.name else None
+        return shape if isinstance(shape, ModelShape) and self.name in shape.of else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,8 +263,9 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
         for key in list(tree):
             with check:
                 if key not in SECTIONS:
+                    where = layers.other_layer(key) or name
                     raise OffloadConfigError(
-                        f"{name}: unknown section {key!r}.{nearest(key, SECTIONS)} Known: {', '.join(SECTIONS)}."
+                        f"{where}: unknown section {key!r}.{nearest(key, SECTIONS)} Known: {', '.join(SECTIONS)}."
                     )
         sections: dict[str, Mapping[str, Any]] = {}
         for key in SECTIONS:
