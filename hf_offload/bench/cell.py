@@ -176,10 +176,12 @@ def _train(spec: CellSpec, result: CellResult) -> TrainingReport:
         return _context(strategy, model)
 
     if spec.trace is None:
-        return run_recipe(recipe, measure=spec.measure, around_step=around_step)
+        return run_recipe(recipe, measure=spec.measure, save=False, around_step=around_step)
     from hf_offload.bench.trace import StepTrace
 
-    return run_recipe(recipe, around_step=around_step, callbacks=[StepTrace(Path(spec.trace), after=WARMUP_STEPS)])
+    return run_recipe(
+        recipe, save=False, around_step=around_step, callbacks=[StepTrace(Path(spec.trace), after=WARMUP_STEPS)]
+    )
 
 
 def _context(strategy: Strategy, model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -74,7 +74,7 @@ def validate(names: Names) -> None:
     """Check recipes and report all mistakes at once. The exit code says whether there were any."""
     with clear_errors():
         from hf_offload.settings.recipes import load_recipe
-        from hf_offload.training.run import build_arguments  # slow from here on: it loads torch
+        from hf_offload.training.arguments import build_arguments  # slow from here on: it loads torch
 
         wrong = 0
         for name in names:

@@ -19,17 +19,22 @@ def train(
     report: Annotated[
         Path | None, typer.Option(help="Measure memory and write losses, times and memory to this JSON file.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in the output directory.")
+    ] = False,
 ) -> None:
-    """Train what a recipe describes."""
+    """Train what a recipe describes, evaluate it on the recipe's validation data, and save it."""
     with clear_errors(), visible_log():
         loaded = load_recipe(recipe, overrides or [])
         from hf_offload.training.run import run_recipe  # slow: only a good recipe is worth the wait
 
-        result = run_recipe(loaded, report=report)
+        result = run_recipe(loaded, report=report, resume=resume)
     table = Table(title=f"{loaded.name}: {'done' if result.completed else 'stopped'}", show_header=False)
     table.add_row("steps", str(result.steps))
     if result.losses:
         table.add_row("loss", f"{result.losses[0]:.4f} first, {result.losses[-1]:.4f} last")
+    for name, value in (result.metrics or {}).items():
+        table.add_row(name.replace("_", " "), f"{value:.4f}")
     if result.median_step_s is not None:
         table.add_row("median step", f"{result.median_step_s:.3f} s")
     if result.peak_over_baseline_bytes is not None:

@@ -17,6 +17,7 @@ from hf_offload.settings.load import collect_errors
 # Of bitsandbytes' 4 bits: weights that share a scale, scales that share one, and how many numbers 4 bits can name.
 _BLOCK, _BLOCK_OF_SCALES, _CODES = 64, 256, 16
 _SINGLE_BYTES = 4
+_WITH_NEW_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,8 @@ class AdapterConfig:
                 f"rank={self.rank} is above the smaller dimension of {name} ({least}) and {len(small) - 1} others: lower it, "
                 "or name other targets."
             )
+        heads = _new_heads(model)
+        chosen = {name: module for name, module in chosen.items() if name.partition(".")[0] not in heads}
         names = _short_names(model, list(chosen))
         self._prepare_base(model, chosen)
         settings = peft.LoraConfig(
@@ -79,6 +82,7 @@ class AdapterConfig:
             lora_dropout=self.dropout,
             target_modules=names,
             task_type=_task_type(model),
+            modules_to_save=heads or None,
             **self._options(),
         )
         with warnings.catch_warnings():
@@ -249,6 +253,14 @@ def _short_names(model: nn.Module, chosen: list[str]) -> list[str]:
     ends = sorted({name.rpartition(".")[2] for name in chosen})
     meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
     return ends if meant == set(chosen) else chosen
+
+
+def _new_heads(model: nn.Module) -> list[str]:
+    """What lies outside of the base model of one for classes: usually drawn at random, so it is trained and saved whole."""
+    if _task_type(model) not in _WITH_NEW_HEADS:
+        return []
+    base = getattr(model, "base_model_prefix", "")
+    return [name for name, child in model.named_children() if name != base and any(True for _ in child.parameters())]
 
 
 def _task_type(model: nn.Module) -> str | None:

@@ -228,6 +228,7 @@ def _from_recipe(name: str, overrides: Sequence[str]) -> Workload:
         task=model.task,
         batch=int(training.get("per_device_train_batch_size", 8)),
         sequence=recipe.data.sequence_length,
+        target_sequence=recipe.data.target_length,
         dtype=getattr(torch, model.dtype),
         autocast=autocast,
         attention=model.attention,

@@ -65,7 +65,11 @@ class Layers:
         if not found:
             return problem
         _, name, file = min(found, key=lambda one: one[0])
-        return problem if file == self.files[-1] else f"{problem} ({name} stands in the layer {shipped_name(file) or file}.)"
+        return (
+            problem
+            if file == self.files[-1]
+            else f"{problem} ({name} stands in the layer {shipped_name(file) or file}.)"
+        )
 
 
 def read_layers(path: Path) -> Layers:

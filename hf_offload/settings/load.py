@@ -75,3 +75,17 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         with check:
             return_value = cls(**{key: value for key, value in values.items() if key in names})
     return return_value
+
+
+def check_text(section: str, name: str, value: object) -> None:
+    """Raise :class:`OffloadConfigError` unless ``value`` is text that is not empty, or ``None``."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise OffloadConfigError(f"{section}.{name}={value!r} is not text.")
+
+
+def check_whole(name: str, value: object, at_least: int) -> None:
+    """Raise :class:`OffloadConfigError` unless ``value`` is a whole number of that size."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OffloadConfigError(f"{name}={value!r} is not a whole number.")
+    if value < at_least:
+        raise OffloadConfigError(f"{name}={value} is too small: give {at_least} or more.")

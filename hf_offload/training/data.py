@@ -1,34 +1,21 @@
-"""Text in, blocks of tokens out: every source goes through one ``datasets`` loader, at once or streaming."""
+"""Rows of a recipe: every source goes through one ``datasets`` loader, at once or streaming."""
 
 import glob
-import hashlib
-import json
-import logging
-import os
-import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.recipes import DataRecipe, HubData
+from hf_offload.settings.load import nearest
+from hf_offload.settings.recipe_data import DataRecipe, HubData
+from hf_offload.training.loading import loading
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-    from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
-END_OF_TEXT = "<|endoftext|>"
-BPE_SAMPLE_BYTES = 16 << 20
-"""A tokenizer is trained on the first part of the data: more hardly changes it, and a stream has no end."""
-MASKED_SHARE = 0.15
-NO_LABEL = -100
-DOCUMENTS_PER_BATCH = 1000
-"""Documents that are joined and cut together; the rest that fills no block is dropped once for each such batch."""
+SPLIT_SEED = 0
+"""Of the rows that are held back for evaluation: the same for every seed of training, so that runs can be compared."""
 
 _READERS = {
     ".csv": "csv",
@@ -66,35 +53,52 @@ def stdlib_files(max_bytes: int | None = None) -> list[Path]:
     return chosen
 
 
-def load_text(data: DataRecipe, cache_dir: Path) -> "Dataset | IterableDataset":
-    """The recipe's documents, one a row, the text in ``data.text_column``."""
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
-    where: dict[str, Any] = {"streaming": data.streaming, "cache_dir": str(cache_dir)}
+def load_rows(data: DataRecipe, cache_dir: Path) -> "Dataset | IterableDataset":
+    """All rows that are trained on or, where ``data.validation`` is a share of them, held back."""
     if isinstance(data.hub, HubData):
-        try:
-            dataset = load_dataset(data.hub.name, data.hub.config, split=data.hub.split, **where)
-        except (DatasetsError, OSError, ValueError) as error:
-            raise OffloadConfigError(f"data.hub: {data.hub.name} cannot be loaded: {error}") from error
+        rows = _load_hub(data.hub, data.hub.split, data, cache_dir)
     else:
-        files = _files(data)
-        readers = {_READERS[path.suffix.lower()] for path in files}
-        if len(readers) > 1:
-            raise OffloadConfigError(f"data.files mixes {' and '.join(sorted(readers))} files: give files of one kind.")
-        (reader,) = readers
-        if reader == "text":
-            where |= {"sample_by": "document", "encoding_errors": "replace"}
-        try:
-            dataset = load_dataset(reader, data_files=[str(path) for path in files], split="train", **where)
-        except (DatasetsError, OSError, ValueError) as error:
-            raise OffloadConfigError(f"data.files cannot be read as {reader}: {error.__cause__ or error}") from error
-    columns = column_names(dataset)
-    if data.text_column not in columns:
-        raise OffloadConfigError(
-            f"data.text_column={data.text_column!r}: the data has no such column. It has: {', '.join(columns)}."
-        )
-    return dataset
+        rows = _load_files(find_files(data), "data.files", data, cache_dir)
+    return rows
+
+
+def load_parts(
+    data: DataRecipe, columns: Sequence[str], cache_dir: Path
+) -> "tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]":
+    """The rows to train on and those to evaluate on, if any; both have ``columns``."""
+    rows = load_rows(data, cache_dir)
+    held_back: Dataset | IterableDataset | None = None
+    value: Any = data.validation
+    rows = _with_columns(rows, columns, "the data")
+    if isinstance(value, float):
+        if round(len(rows) * value) < 1 or len(rows) < 2:
+            raise OffloadConfigError(
+                f"data.validation={value}: that share of {len(rows)} rows is none (a text file is one row): give a larger "
+                "one, or files of their own."
+            )
+        parts = rows.train_test_split(test_size=value, seed=SPLIT_SEED)
+        return parts["train"], parts["test"]
+    if isinstance(value, tuple):
+        held_back = _load_files(_find("data.validation", value), "data.validation", data, cache_dir)
+    elif value is not None:
+        assert isinstance(data.hub, HubData)  # DataRecipe sees to it
+        held_back = _load_hub(data.hub, value["split"], data, cache_dir)
+    if held_back is not None:
+        held_back = _with_columns(held_back, columns, "data.validation")
+    return rows, held_back
+
+
+def _with_columns(rows: "Dataset | IterableDataset", columns: Sequence[str], what: str) -> "Dataset | IterableDataset":
+    """``rows`` if they have ``columns``; parts of a column, such as ``translation.en``, become columns of their own."""
+    if any("." in column for column in columns) and hasattr(rows, "flatten"):
+        rows = rows.flatten()
+    there = column_names(rows)
+    for column in columns:
+        if column not in there:
+            raise OffloadConfigError(
+                f"The column {column!r} is not in {what}.{nearest(column, there)} It has: {', '.join(there) or 'no rows'}."
+            )
+    return rows
 
 
 def column_names(dataset: "Dataset | IterableDataset") -> list[str]:
@@ -102,163 +106,47 @@ def column_names(dataset: "Dataset | IterableDataset") -> list[str]:
     return dataset.column_names or list(next(iter(dataset), {}))
 
 
-def build_tokenizer(data: DataRecipe, model_name: str | None, cache_dir: Path) -> "PreTrainedTokenizerBase":
-    """The recipe's tokenizer: a named one, the model's, or one trained on the data and kept in ``cache_dir``."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    if data.train_bpe is None:
-        name = data.tokenizer or model_name
-        try:
-            return AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise OffloadConfigError(f"data.tokenizer: {name!r} cannot be loaded: {error}") from error
-    kept = cache_dir / f"tokenizer-{_fingerprint(data)}"
-    if not kept.is_dir():
-        tokenizer = _train_bpe(data, cache_dir)
-        # Written beside and renamed, so that a run that is stopped here leaves no half tokenizer behind.
-        unfinished = kept.with_name(f"{kept.name}.{os.getpid()}")
-        tokenizer.save_pretrained(unfinished)
-        try:
-            unfinished.rename(kept)
-        except OSError:  # another run of the same recipe was faster
-            shutil.rmtree(unfinished)
-    return PreTrainedTokenizerFast.from_pretrained(kept)
-
-
-def load_blocks(data: DataRecipe, tokenizer: "PreTrainedTokenizerBase", cache_dir: Path) -> "Dataset | IterableDataset":
-    """Rows with ``input_ids``: ``data.sequence_length`` token ids of documents joined by the end-of-text token."""
-    text = load_text(data, cache_dir)
-    blocks = text.map(
-        _pack,
-        batched=True,
-        batch_size=DOCUMENTS_PER_BATCH,
-        remove_columns=column_names(text),
-        fn_kwargs={"tokenizer": tokenizer, "column": data.text_column, "length": data.sequence_length},
-    )
-    if not data.streaming and len(blocks) == 0:
-        raise OffloadConfigError(
-            f"The data is shorter than one block of {data.sequence_length} tokens: lower data.sequence_length, or add "
-            "data."
-        )
-    return blocks
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Stack blocks into ``input_ids`` and ``labels``, both int64 of shape (batch, sequence); without labels of their own,
-    the labels of blocks are their ids.
-
-    There is no attention mask, since no token is padding: attention kernels are faster without one.
-    """
-    if "labels" in rows[0]:
-        return {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
-    input_ids = torch.tensor([row["input_ids"] for row in rows], dtype=torch.long)
-    return {"input_ids": input_ids, "labels": input_ids.clone()}
-
-
-class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Rows of random token ids, each drawn from the seed and its own number: the same in every process and order.
-
-    Labels are the ids themselves (``causal-lm``), the ids at 15 % of the places (``masked-lm``; elsewhere -100, which
-    losses leave out), or as many ids drawn anew (``seq2seq-lm``).
-    """
-
-    def __init__(self, rows: int, length: int, vocabulary: int, seed: int, task: str):
-        self._rows = rows
-        self._length = length
-        self._vocabulary = vocabulary
-        self._seed = seed
-        self._task = task
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        # Of a seed, the generator takes 32 bits.
-        digest = hashlib.sha256(f"{self._seed} {index}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
-        input_ids = self._draw(generator)
-        if self._task == "seq2seq-lm":
-            labels = self._draw(generator)
-        elif self._task == "masked-lm":
-            # Never none: the mean over no label is not a number.
-            kept = torch.randperm(self._length, generator=generator)[: max(1, round(MASKED_SHARE * self._length))]
-            labels = torch.full_like(input_ids, NO_LABEL)
-            labels[kept] = input_ids[kept]
-        else:
-            labels = input_ids.clone()
-        return {"input_ids": input_ids, "labels": labels}
-
-    def _draw(self, generator: torch.Generator) -> torch.Tensor:
-        return torch.randint(self._vocabulary, (self._length,), generator=generator)
-
-
-def _pack(batch: dict[str, list[Any]], tokenizer: Any, column: str, length: int) -> dict[str, list[list[int]]]:
-    texts = [text for text in batch[column] if text]
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids: list[int] = []
-    if texts:
-        # `verbose` would warn that a document is longer than the model's context: it is cut into blocks below.
-        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        for document in encoded["input_ids"]:
-            ids += document
-            ids += ends
-    return {"input_ids": [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]}
-
-
-def _files(data: DataRecipe) -> list[Path]:
+def find_files(data: DataRecipe) -> list[Path]:
+    """The files of the section data."""
     if data.source is not None:
         return stdlib_files(data.max_bytes)  # type: ignore[arg-type]  # DataRecipe made it an int
+    return _find("data.files", data.files or ())
+
+
+def _load_hub(hub: HubData, split: str, data: DataRecipe, cache_dir: Path) -> "Dataset | IterableDataset":
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    with loading(f"data.hub (split {split})", str(hub.name), DatasetsError):
+        return load_dataset(hub.name, hub.config, split=split, streaming=data.streaming, cache_dir=str(cache_dir))
+
+
+def _load_files(paths: list[Path], setting: str, data: DataRecipe, cache_dir: Path) -> "Dataset | IterableDataset":
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    readers = {_READERS[path.suffix.lower()] for path in paths}
+    if len(readers) > 1:
+        raise OffloadConfigError(f"{setting} mixes {' and '.join(sorted(readers))} files: give files of one kind.")
+    (reader,) = readers
+    where: dict[str, Any] = {"streaming": data.streaming, "cache_dir": str(cache_dir)}
+    if reader == "text":
+        where |= {"sample_by": "document", "encoding_errors": "replace"}
+    try:
+        return load_dataset(reader, data_files=[str(path) for path in paths], split="train", **where)
+    except (DatasetsError, OSError, ValueError) as error:
+        raise OffloadConfigError(f"{setting} cannot be read as {reader}: {error.__cause__ or error}") from error
+
+
+def _find(setting: str, patterns: Any) -> list[Path]:
     found: list[Path] = []
-    for pattern in data.files or ():
+    for pattern in patterns:
         matches = [Path(path) for path in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]  # noqa: PTH207  absolute patterns
         matches = [path for path in matches if path.is_file()]
         if not matches:
-            raise OffloadConfigError(f"data.files: there is no file {pattern!r} (seen from {Path.cwd()}).")
+            raise OffloadConfigError(f"{setting}: there is no file {pattern!r} (seen from {Path.cwd()}).")
         found += matches
     for path in found:
         if path.suffix.lower() not in _READERS:
-            raise OffloadConfigError(f"data.files: {path} is of no known kind. Known: {', '.join(sorted(_READERS))}.")
+            raise OffloadConfigError(f"{setting}: {path} is of no known kind. Known: {', '.join(sorted(_READERS))}.")
     return found
-
-
-def _fingerprint(data: DataRecipe) -> str:
-    """Changes with anything that can change the trained tokenizer."""
-    if isinstance(data.hub, HubData):
-        source: Any = [data.hub.name, data.hub.config, data.hub.split]
-    else:
-        source = [[str(path), (stat := path.stat()).st_size, stat.st_mtime_ns] for path in _files(data)]
-    key = json.dumps([source, data.text_column, data.train_bpe, BPE_SAMPLE_BYTES])
-    return hashlib.sha256(key.encode()).hexdigest()[:16]
-
-
-def _train_bpe(data: DataRecipe, cache_dir: Path) -> "PreTrainedTokenizerBase":
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=data.train_bpe or 0,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_sample(load_text(data, cache_dir), data.text_column), trainer)
-    if tokenizer.get_vocab_size() < (data.train_bpe or 0):
-        logger.warning(
-            f"data.tokenizer asks for {data.train_bpe} tokens; the data yields only {tokenizer.get_vocab_size()}."
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
-    )
-
-
-def _sample(text: Any, column: str) -> Iterator[str]:
-    size = 0
-    for row in text:
-        if size >= BPE_SAMPLE_BYTES:
-            return
-        if row[column]:
-            size += len(row[column].encode(errors="replace"))
-            yield row[column]

@@ -41,6 +41,8 @@ class TrainingReport:
     versions: dict[str, str]
     forecast: dict[str, Any] | None = None
     """With a memory budget: what the plan was predicted to do, and what it did."""
+    metrics: dict[str, float] | None = None
+    """Of the evaluation at the end, on ``data.validation``: ``eval_loss``, ``eval_accuracy``, ...; ``None`` without it."""
 
     @property
     def median_step_s(self) -> float | None:

@@ -2,24 +2,31 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_offload.allocator import current_allocator
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipes import RANDOM_TOKENS, Recipe
-from hf_offload.settings.schema import SIZES, OffloadConfig
-from hf_offload.training.data import RandomTokens, build_tokenizer, collate, load_blocks
+from hf_offload.training.arguments import build_arguments
+from hf_offload.training.metrics import FROM_LOSS, check_installed, choose_likeliest, make_compute
+from hf_offload.training.model import build_model
+from hf_offload.training.prepare import Prepared, prepare_data
+from hf_offload.training.random_tokens import RandomTokens
 from hf_offload.training.report import TrainingReport, describe_machine, describe_versions, parameter_digest
+from hf_offload.training.tasks.text import collate
+from hf_offload.training.tokenizers import build_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+    from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+
+    from hf_offload.reports.memory import MemoryMeter
+    from hf_offload.training.recording import Recording
 
 logger = logging.getLogger(__name__)
 
@@ -32,75 +39,154 @@ def run_recipe(
     *,
     report: Path | None = None,
     measure: bool = False,
+    resume: bool = False,
+    save: bool = True,
     around_step: AroundStep | None = None,
     callbacks: "Sequence[TrainerCallback]" = (),
 ) -> TrainingReport:
-    """Train what ``recipe`` describes; with ``measure``, measure memory and step times too; with ``report``, measure and
-    write everything to that JSON file.
+    """Train what ``recipe`` describes, evaluate it on ``data.validation``, and save it with its tokenizer.
 
-    Ctrl-C ends the training, not the function: the report then has ``completed=False`` and what was done until then.
+    Ctrl-C ends the training, not the function: the report then has ``completed=False`` and what was done until then, and
+    what is saved are the checkpoints.
+
+    Args:
+        recipe: Of :func:`~hf_offload.settings.recipes.load_recipe`.
+        report: Measure, and write everything to this JSON file.
+        measure: Measure memory and step times.
+        resume: Go on from the last checkpoint in ``recipe.output_dir``.
+        save: Whether the model is saved in ``recipe.output_dir``. One that was trained on random tokens never is.
+        around_step: Entered around each step.
+        callbacks: For the Trainer.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for what the recipe asks for and cannot have.
     """
-    from transformers import Trainer, TrainerCallback, set_seed
+    from transformers import set_seed
 
-    from hf_offload import OffloadCallback
     from hf_offload.reports.memory import MemoryMeter
-
-    class RecordingTrainer(Trainer):
-        """Keeps each micro-batch's loss as it is, because the Trainer's log holds means over steps."""
-
-        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            with around:
-                loss = super().training_step(*args, **kwargs)
-            micro_losses.append(loss.detach())
-            return loss
-
-    class StepLosses(TrainerCallback):
-        """Closes a step's losses."""
-
-        def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-            step_losses.append(list(micro_losses))
-            micro_losses.clear()
-
-    micro_losses: list[torch.Tensor] = []
-    step_losses: list[list[torch.Tensor]] = []
+    from hf_offload.training.recording import Recording  # loads the Trainer
 
     arguments = build_arguments(recipe)
+    check_installed(recipe.evaluation.metrics_for(recipe.model.task) if recipe.data.validation is not None else ())
+    checkpoint = _last_checkpoint(recipe) if resume else None
     set_seed(arguments.seed)
-    tokenizer, blocks = None, None
+    tokenizer, prepared = None, None
     if recipe.data.source != RANDOM_TOKENS:
         tokenizer = build_tokenizer(recipe.data, recipe.model.name, recipe.cache_dir)
-        blocks = load_blocks(recipe.data, tokenizer, recipe.cache_dir)
+        prepared = prepare_data(recipe, tokenizer, recipe.cache_dir)
     # Again, so that weights and dropout do not depend on whether the tokenizer had to be trained first.
     set_seed(arguments.seed)
-    model = build_model(recipe, tokenizer, arguments.device)
-    trainer = RecordingTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=_random_tokens(recipe, model, arguments) if blocks is None else blocks,
-        data_collator=collate,
-        processing_class=tokenizer,
-        callbacks=[StepLosses(), *callbacks],
-    )
-    around = contextlib.nullcontext() if around_step is None else around_step(model)
+    model = build_model(recipe, tokenizer, arguments.device, None if prepared is None else prepared.setup.labels)
+    recording = Recording()
+    trainer = _build_trainer(recipe, model, arguments, tokenizer, prepared, recording, callbacks)
+    if around_step is not None:
+        recording.around = around_step(model)
     meter = MemoryMeter() if measure or report is not None else None
     if meter is not None:
         meter.install(trainer)
     completed = True
     try:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt:
         completed = False
-        logger.warning(f"Stopped after {len(step_losses)} steps.")
+        logger.warning(f"Stopped after {len(recording.step_losses)} steps.")
         # The Trainer leaves this out when training does not come to its end: offloading is still attached.
         trainer.callback_handler.on_train_end(arguments, trainer.state, trainer.control)
     finally:
         if meter is not None:
             meter.stop()
+    metrics = _evaluate(trainer) if completed and prepared is not None and prepared.validation is not None else None
+    if completed and save and prepared is not None:
+        trainer.save_model()
+        logger.info(f"Saved in {recipe.output_dir}.")
+    result = _describe(recipe, trainer, model, recording, meter, completed=completed, metrics=metrics)
+    if report is not None:
+        result.write(report)
+    return result
 
-    losses = [float(sum(loss.double().item() for loss in micro)) for micro in step_losses]
+
+def _build_trainer(
+    recipe: Recipe,
+    model: torch.nn.Module,
+    arguments: "TrainingArguments",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    prepared: Prepared | None,
+    recording: "Recording",
+    callbacks: "Sequence[TrainerCallback]",
+) -> "Trainer":
+    from transformers import EarlyStoppingCallback
+
+    from hf_offload.training.recording import RecordingSeq2SeqTrainer, RecordingTrainer
+
+    seq2seq = prepared is not None and prepared.task.seq2seq
+    own: list[TrainerCallback] = [recording]
+    if recipe.evaluation.early_stopping_patience is not None:
+        own.append(EarlyStoppingCallback(recipe.evaluation.early_stopping_patience))
+    options: dict[str, Any] = {}
+    if prepared is None:
+        options |= {"train_dataset": _random_tokens(recipe, model, arguments), "data_collator": collate}
+    else:
+        if prepared.task.check_model is not None:
+            prepared.task.check_model(prepared.setup, model)
+        options |= {
+            "train_dataset": prepared.train,
+            "eval_dataset": prepared.validation,
+            "data_collator": prepared.task.collator(prepared.setup, model),
+        }
+        task = recipe.model.task
+        compute = make_compute(recipe.evaluation.metrics_for(task), task, prepared.setup.tokenizer)
+        if prepared.validation is not None and compute is not None:
+            options["compute_metrics"] = compute
+            options["preprocess_logits_for_metrics"] = None if seq2seq else choose_likeliest
+    make = RecordingSeq2SeqTrainer if seq2seq else RecordingTrainer
+    return make(
+        recording=recording,
+        with_perplexity=FROM_LOSS in recipe.evaluation.metrics_for(recipe.model.task),
+        model=model,
+        args=arguments,
+        processing_class=tokenizer,
+        callbacks=[*own, *callbacks],
+        **options,
+    )
+
+
+def _evaluate(trainer: "Trainer") -> dict[str, float]:
+    """The metrics on the validation rows, without the time they took."""
+    found = trainer.evaluate()
+    return {name: value for name, value in found.items() if name != "epoch" and not name.endswith(_OF_TIME)}
+
+
+_OF_TIME = ("_runtime", "_per_second", "_preparation_time")
+
+
+def _last_checkpoint(recipe: Recipe) -> str:
+    from transformers.trainer_utils import get_last_checkpoint
+
+    folder = recipe.output_dir
+    found = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if found is None:
+        raise OffloadConfigError(
+            f"There is no checkpoint in {folder} to go on from: start without --resume. Checkpoints are written as "
+            "training.save_strategy and training.save_steps say."
+        )
+    return str(found)
+
+
+def _describe(
+    recipe: Recipe,
+    trainer: "Trainer",
+    model: torch.nn.Module,
+    recording: "Recording",
+    meter: "MemoryMeter | None",
+    *,
+    completed: bool,
+    metrics: dict[str, float] | None,
+) -> TrainingReport:
+    from hf_offload import OffloadCallback
+
+    losses = recording.losses()
     callback = next((cb for cb in trainer.callback_handler.callbacks if isinstance(cb, OffloadCallback)), None)
     stats = callback.stats if callback is not None else None
-    result = TrainingReport(
+    return TrainingReport(
         recipe=recipe.name,
         settings=_plain(recipe),
         completed=completed,
@@ -116,67 +202,8 @@ def run_recipe(
         machine=describe_machine(),
         versions=describe_versions(),
         forecast=None if callback is None or callback.forecast is None else dataclasses.asdict(callback.forecast),
+        metrics=metrics,
     )
-    if report is not None:
-        result.write(report)
-    return result
-
-
-def build_arguments(recipe: Recipe) -> "TrainingArguments":
-    """The recipe's ``OffloadTrainingArguments``; what these refuse is a configuration error."""
-    from hf_offload import OffloadTrainingArguments
-
-    values: dict[str, Any] = {
-        "output_dir": str(recipe.output_dir),
-        "report_to": "none",
-        # Pinning without an accelerator only warns.
-        "dataloader_pin_memory": torch.accelerator.is_available(),
-        **recipe.training,
-        **_offload_arguments(recipe.offload),
-    }
-    if recipe.memory:
-        settings = {key: value for key, value in recipe.memory.items() if key != "mode"}
-        values |= {"memory_mode": recipe.memory.get("mode", "none"), "memory_mode_kwargs": settings or None}
-    try:
-        arguments = OffloadTrainingArguments(**values)
-    except (TypeError, ValueError, ImportError) as error:
-        if isinstance(error, OffloadConfigError):
-            raise
-        raise OffloadConfigError(f"{recipe.name}, section training: {error}") from error
-    if arguments.offload_config() != recipe.offload:
-        raise OffloadConfigError(
-            f"{recipe.name}, section offload: {recipe.offload} does not fit into training arguments, which make it "
-            f"{arguments.offload_config()}. A directory's name must not hold a comma or begin or end with a space."
-        )
-    return arguments
-
-
-def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
-    """The flat training arguments that stand for ``offload``."""
-    names = {
-        "tier": "offload",
-        "directory": "offload_dir",
-        "min_offload_bytes": "offload_min_bytes",
-        "read_ahead_bytes": "offload_read_ahead",
-        "max_disk_write_bytes": "offload_max_disk_write",
-        # these are no offloading
-        "tiled_loss": "tiled_loss",
-        "tiled_mlp": "tiled_mlp",
-        "tile_bytes": "tile_bytes",
-        "sampled_linear": "sampled_linear",
-        "lean_activations": "lean_activations",
-    }
-    values = {field.name: getattr(offload, field.name) for field in dataclasses.fields(offload)}
-    values["directory"] = ",".join(str(path) for path in offload.directories) or None
-    if not isinstance(offload.tiled_mlp, str):
-        values["tiled_mlp"] = ",".join(offload.tiled_mlp)
-    if offload.sampling is not None:
-        values["sampled_linear"] = json.dumps(dataclasses.asdict(offload.sampling))
-    if offload.lean is not None:
-        values["lean_activations"] = str(offload.lean)
-    for name in SIZES:
-        values[name] = None if values[name] is None else str(values[name])
-    return {names.get(name, f"offload_{name}"): value for name, value in values.items()}
 
 
 def _random_tokens(recipe: Recipe, model: torch.nn.Module, arguments: "TrainingArguments") -> RandomTokens:
@@ -186,60 +213,6 @@ def _random_tokens(recipe: Recipe, model: torch.nn.Module, arguments: "TrainingA
     vocabulary = embeddings.weight.shape[0]
     length = recipe.data.sequence_length
     return RandomTokens(arguments.max_steps * per_step, length, vocabulary, arguments.seed, recipe.model.task)
-
-
-def build_model(
-    recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None", device: torch.device | None = None
-) -> torch.nn.Module:
-    """The recipe's model, checked against the tokenizer and the length of a block.
-
-    Random weights are drawn on ``device``, which for a large model takes an accelerator a moment and a CPU minutes.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
-
-    model = recipe.model
-    auto: Any = {
-        "causal-lm": AutoModelForCausalLM,
-        "masked-lm": AutoModelForMaskedLM,
-        "seq2seq-lm": AutoModelForSeq2SeqLM,
-    }[model.task]
-    options: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
-    if model.attention is not None:
-        options["attn_implementation"] = model.attention
-    try:
-        if model.name is not None:
-            built = auto.from_pretrained(model.name, **options)
-        else:
-            config = AutoConfig.for_model(str(model.architecture), **_config_values(recipe, tokenizer))
-            if model.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
-                config.decoder_start_token_id = config.pad_token_id
-            with torch.device(device) if device is not None and device.type != "cpu" else contextlib.nullcontext():
-                built = auto.from_config(config, **options)
-    except (OSError, TypeError, ValueError, ImportError) as error:
-        raise OffloadConfigError(f"{recipe.name}, section model: {error}") from error
-    rows = cast(torch.Tensor, built.get_input_embeddings().weight).shape[0]
-    if tokenizer is not None and len(tokenizer) > rows:
-        raise OffloadConfigError(
-            f"The tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {rows}: raise "
-            "model.config.vocab_size or take the tokenizer that belongs to the model."
-        )
-    longest = getattr(built.config, "max_position_embeddings", None)
-    if isinstance(longest, int) and recipe.data.sequence_length > longest:
-        raise OffloadConfigError(
-            f"data.sequence_length={recipe.data.sequence_length} is longer than the {longest} positions of the model."
-        )
-    return built
-
-
-def _config_values(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
-    values = dict(recipe.model.config)
-    if tokenizer is None:
-        # The architecture's own may lie outside a smaller vocabulary.
-        return {"bos_token_id": None, "eos_token_id": None, **values}
-    values.setdefault("vocab_size", recipe.data.train_bpe or len(tokenizer))
-    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        values.setdefault(token, getattr(tokenizer, token))
-    return values
 
 
 def _plain(value: Any) -> Any:

@@ -97,7 +97,7 @@ def test_every_task_trains_on_random_tokens_without_datasets(tiny_recipe, monkey
 
 def test_every_setting_of_a_recipe_reaches_the_session(tiny_recipe):
     from hf_offload.settings.recipes import load_recipe
-    from hf_offload.training.run import build_arguments
+    from hf_offload.training.arguments import build_arguments
 
     recipe = load_recipe(
         tiny_recipe,

@@ -6,15 +6,11 @@ import torch
 
 from hf_offload import OffloadConfigError
 from hf_offload.settings.recipes import DataRecipe
-from hf_offload.training.data import (
-    END_OF_TEXT,
-    RandomTokens,
-    build_tokenizer,
-    collate,
-    load_blocks,
-    load_text,
-    stdlib_files,
-)
+from hf_offload.training.data import load_parts, stdlib_files
+from hf_offload.training.random_tokens import RandomTokens
+from hf_offload.training.tasks.task import Setup
+from hf_offload.training.tasks.text import collate, make_blocks
+from hf_offload.training.tokenizers import END_OF_TEXT, build_tokenizer
 
 TEXTS = [f"document {i} says: " + "saved tensors go to disk and come back exact. " * (i + 1) for i in range(12)]
 BPE = {"train_bpe": 280}
@@ -45,7 +41,9 @@ def csv_table(folder):
 
 def ids_of(data, tmp_path):
     tokenizer = build_tokenizer(data, None, tmp_path / "cache")
-    return [row["input_ids"] for row in load_blocks(data, tokenizer, tmp_path / "cache")], tokenizer
+    rows, _ = load_parts(data, data.columns(), tmp_path / "cache")
+    blocks = make_blocks(rows, Setup(data=data, tokenizer=tokenizer), "the training data")
+    return [row["input_ids"] for row in blocks], tokenizer
 
 
 @pytest.mark.parametrize(
@@ -70,7 +68,7 @@ def test_the_tokenizer_is_trained_once_and_again_when_the_data_changes(tmp_path,
     assert len(list((tmp_path / "cache").glob("tokenizer-*"))) == 1
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_offload.training.data._train_bpe", lambda *_: pytest.fail("trained again"))
+        patch.setattr("hf_offload.training.tokenizers._train_bpe", lambda *_: pytest.fail("trained again"))
         assert build_tokenizer(data, None, tmp_path / "cache").get_vocab() == first
     assert build_tokenizer(data, None, tmp_path / "other cache").get_vocab() == first
 
@@ -103,8 +101,8 @@ def test_broken_text_is_no_obstacle(tmp_path):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_missing_column_is_named_with_those_there_are(tmp_path, streaming):
     data = DataRecipe(files=json_lines(tmp_path), streaming=streaming, sequence_length=16, tokenizer=BPE)
-    with pytest.raises(OffloadConfigError, match=r"'text': the data has no such column. It has: body, id"):
-        load_text(data, tmp_path / "cache")
+    with pytest.raises(OffloadConfigError, match=r"The column 'text' is not in the data. It has: body, id"):
+        load_parts(data, data.columns(), tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +120,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch, files, part):
         (tmp_path / name).write_text("x,y\n1,2\n")
     (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     with pytest.raises(OffloadConfigError, match=part):
-        load_text(DataRecipe(files=files, tokenizer=BPE), tmp_path / "cache")
+        load_parts(DataRecipe(files=files, tokenizer=BPE), ("text",), tmp_path / "cache")
 
 
 def test_too_little_data_is_refused(tmp_path):

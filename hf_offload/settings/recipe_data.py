@@ -1,0 +1,260 @@
+"""The section ``data`` of a recipe: which rows, and what their columns mean."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.load import check_text, check_whole, choose, collect_errors, from_mapping, nearest
+from hf_offload.settings.sizes import parse_bytes
+
+RANDOM_TOKENS = "random-tokens"
+SOURCES = ("python-stdlib", RANDOM_TOKENS)
+SMALLEST_BPE = 257
+"""All 256 byte values and the end-of-text token."""
+
+# The kinds of rows, and the columns that only each of them reads.
+TEXT, CONVERSATIONS, PAIRS, CLASSES = "text", "conversations", "pairs", "classes"
+COLUMNS = {
+    TEXT: ("text_column",),
+    CONVERSATIONS: ("messages_column", "prompt_column", "answer_column", "packing"),
+    PAIRS: ("source_column", "target_column", "source_prefix", "target_length"),
+    CLASSES: ("text_column", "text_pair_column", "label_column"),
+}
+KINDS = {
+    "causal-lm": (TEXT, CONVERSATIONS),
+    "masked-lm": (TEXT,),
+    "seq2seq-lm": (PAIRS,),
+    "sequence-classification": (CLASSES,),
+}
+"""Which kinds of rows a task takes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HubData:
+    """A dataset of the hub: its ``name``, ``config`` and ``split``."""
+
+    name: str | None = None
+    config: str | None = None
+    split: str = "train"
+
+    def __post_init__(self) -> None:
+        with collect_errors("data.hub") as check:
+            for field in ("name", "config", "split"):
+                with check:
+                    check_text("data.hub", field, getattr(self, field))
+            with check:
+                if not self.name:
+                    raise OffloadConfigError("data.hub has no name: write hub: {name: owner/dataset}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataRecipe:
+    """Which rows, from exactly one of ``source``, ``files`` and ``hub``, and what is in them.
+
+    Args:
+        source: ``python-stdlib``: the source code of Python's standard library, found on every machine.
+            ``random-tokens``: as many rows of random token ids as the run needs, for measuring memory and time.
+        max_bytes: With ``python-stdlib``: stop after the file that reaches this many bytes.
+        files: Local files or patterns: text (one document a file), JSON lines, CSV or Parquet.
+        hub: A dataset's name, or a mapping with ``name``, ``config`` and ``split``.
+        validation: What to evaluate on: files or patterns; ``{split: validation}`` of the dataset of the hub; or a share of
+            the training rows, such as 0.05, which are then not trained on: the same rows whatever the seed of training.
+        streaming: Read while training instead of preparing everything first.
+        text_column: The column that holds the text. Default: ``text``. Texts are joined and cut into blocks, except for
+            ``sequence-classification``.
+        text_pair_column: For ``sequence-classification``: the column with the second text of a pair.
+        label_column: For ``sequence-classification``: the column with the class, as text or a whole number.
+        messages_column: For ``causal-lm``: the column with conversations, each a list of ``role`` and ``content``. The loss
+            is taken on what the role ``assistant`` says, and on nothing else.
+        prompt_column: Likewise, with ``answer_column``: for conversations of one prompt and one answer.
+        answer_column: The column with that answer.
+        packing: Whether several conversations share a row; none of them sees another.
+        source_column: For ``seq2seq-lm``: the column with the text to translate or to sum up.
+        target_column: The column with the translation or the summary.
+        source_prefix: Written before every source, such as ``"summarize: "``.
+        target_length: Most tokens of a target. Default: ``sequence_length``.
+        sequence_length: Tokens in a block, or most tokens in a row: longer rows are cut off at the end.
+        tokenizer: Hub name or folder, or ``{train_bpe: vocabulary size}`` to train one on the data. Default: that of
+            the model.
+        cache_dir: Where the prepared data and the trained tokenizer go. Default: ``data`` in the output directory.
+    """
+
+    source: str | None = None
+    max_bytes: int | str | None = None
+    files: str | Sequence[str] | None = None
+    hub: HubData | str | Mapping[str, Any] | None = None
+    validation: str | Sequence[str] | Mapping[str, Any] | float | None = None
+    streaming: bool = False
+    text_column: str | None = None
+    text_pair_column: str | None = None
+    label_column: str | None = None
+    messages_column: str | None = None
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    packing: bool = False
+    source_column: str | None = None
+    target_column: str | None = None
+    source_prefix: str | None = None
+    target_length: int | None = None
+    sequence_length: int = 512
+    tokenizer: str | Mapping[str, Any] | None = None
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        with collect_errors("data section") as check:
+            with check:
+                given = [name for name in ("source", "files", "hub") if getattr(self, name) is not None]
+                if len(given) != 1:
+                    raise OffloadConfigError(
+                        f"data: give exactly one of source, files and hub, not {' and '.join(given) or 'none'}."
+                    )
+            with check:
+                if self.source is not None:
+                    choose("data.source", self.source, SOURCES)
+            with check:
+                if self.max_bytes is not None:
+                    self._set("max_bytes", parse_bytes(self.max_bytes, "data.max_bytes"))
+                    if self.source in (None, RANDOM_TOKENS):
+                        raise OffloadConfigError("data.max_bytes goes with data.source=python-stdlib only: drop it.")
+            with check:
+                if self.files is not None:
+                    self._set("files", _paths("data.files", self.files))
+            with check:
+                if self.hub is not None and not isinstance(self.hub, HubData):
+                    hub = {"name": self.hub} if isinstance(self.hub, str) else self.hub
+                    if not isinstance(hub, Mapping):
+                        raise OffloadConfigError(f"data.hub={self.hub!r} is neither a name nor a mapping.")
+                    self._set("hub", from_mapping(HubData, hub, "data.hub"))
+            with check:
+                self._check_validation()
+            for field in ("streaming", "packing"):
+                with check:
+                    if not isinstance(getattr(self, field), bool):
+                        raise OffloadConfigError(f"data.{field}={getattr(self, field)!r} is neither true nor false.")
+            for field in (*_COLUMN_FIELDS, "source_prefix", "cache_dir"):
+                with check:
+                    check_text("data", field, getattr(self, field))
+            with check:
+                check_whole("data.sequence_length", self.sequence_length, at_least=2)
+            with check:
+                if self.target_length is not None:
+                    check_whole("data.target_length", self.target_length, at_least=1)
+            with check:
+                if isinstance(self.tokenizer, Mapping):
+                    for key in self.tokenizer:
+                        if key != "train_bpe":
+                            raise OffloadConfigError(
+                                f"data.tokenizer: unknown key {key!r}.{nearest(key, ['train_bpe'])} Known: train_bpe."
+                            )
+                    check_whole("data.tokenizer.train_bpe", self.tokenizer.get("train_bpe"), at_least=SMALLEST_BPE)
+                else:
+                    check_text("data", "tokenizer", self.tokenizer)
+            for field in ("tokenizer", "streaming", "validation", "source_prefix", "packing", *_COLUMN_FIELDS):
+                with check:
+                    if self.source == RANDOM_TOKENS and getattr(self, field):
+                        raise OffloadConfigError(f"data.{field}: {RANDOM_TOKENS} are no text and need none: drop it.")
+
+    def _check_validation(self) -> None:
+        value = self.validation
+        if value is None:
+            return
+        if isinstance(value, Mapping):
+            if list(value) != ["split"] or not isinstance(value["split"], str) or not value["split"]:
+                raise OffloadConfigError(
+                    f"data.validation={dict(value)!r}: write {{split: validation}}, and nothing else."
+                )
+            if self.hub is None:
+                raise OffloadConfigError(
+                    "data.validation: only data.hub has splits: give files, or a share such as 0.05."
+                )
+        elif isinstance(value, (int, float)):
+            if isinstance(value, bool) or not 0 < value < 1:
+                raise OffloadConfigError(f"data.validation={value!r} is no share of the rows: give one such as 0.05.")
+            if self.streaming is True:
+                raise OffloadConfigError(
+                    "data.validation: no share can be taken of a stream, whose end is unknown: name files or a split."
+                )
+        else:
+            if self.hub is not None:
+                raise OffloadConfigError(
+                    "data.validation: of data.hub, give {split: validation}, or a share such as 0.05, not files."
+                )
+            self._set("validation", _paths("data.validation", value))
+
+    def check_task(self, task: str) -> None:
+        """Raise :class:`OffloadConfigError` for all columns that are missing for ``task`` or that it does not read."""
+        kinds = KINDS[task]
+        with collect_errors(f"columns for {task}") as check:
+            for field in dict.fromkeys(name for names in COLUMNS.values() for name in names):
+                with check:
+                    if getattr(self, field) and not any(field in COLUMNS[kind] for kind in kinds):
+                        tasks = [other for other, read in KINDS.items() if any(field in COLUMNS[kind] for kind in read)]
+                        raise OffloadConfigError(
+                            f"data.{field}: model.task={task} does not read it, {' and '.join(tasks)} do: drop it, or "
+                            "change the task."
+                        )
+            if self.source == RANDOM_TOKENS:
+                if task == "sequence-classification":
+                    with check:
+                        raise OffloadConfigError(f"data.source: {RANDOM_TOKENS} have no classes: give files or hub.")
+                return
+            kind = self.kind(task)
+            needed: tuple[str, ...] = ()
+            if kind == PAIRS:
+                needed = ("source_column", "target_column")
+            elif kind == CLASSES:
+                needed = ("label_column",)
+            elif kind == CONVERSATIONS and not self.messages_column:
+                needed = ("prompt_column", "answer_column")
+            for field in needed:
+                with check:
+                    if not getattr(self, field):
+                        raise OffloadConfigError(f"data.{field} is missing: {task} needs the name of that column.")
+            with check:
+                if kind == CONVERSATIONS and self.messages_column and (self.prompt_column or self.answer_column):
+                    raise OffloadConfigError(
+                        "data: give messages_column, or prompt_column and answer_column, not both."
+                    )
+            with check:
+                if kind == CONVERSATIONS and self.text_column:
+                    raise OffloadConfigError("data.text_column: conversations are read from other columns: drop it.")
+
+    def kind(self, task: str) -> str:
+        """Which kind of rows ``task`` makes of these columns: :data:`TEXT`, :data:`CONVERSATIONS`, ..."""
+        kinds = KINDS[task]
+        if CONVERSATIONS in kinds and any(getattr(self, field) for field in COLUMNS[CONVERSATIONS]):
+            return CONVERSATIONS
+        return kinds[0]
+
+    def text_columns(self) -> tuple[str, ...]:
+        """The columns with text in them."""
+        named = (
+            (self.messages_column,),
+            (self.prompt_column, self.answer_column),
+            (self.source_column, self.target_column),
+            (self.text_column or "text", self.text_pair_column),
+        )
+        return next(tuple(name for name in names if name) for names in named if names[0])
+
+    def columns(self) -> tuple[str, ...]:
+        """All columns that are read."""
+        return (*self.text_columns(), *((self.label_column,) if self.label_column else ()))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def train_bpe(self) -> int | None:
+        """Vocabulary size of the tokenizer to train; ``None`` when an existing one is used."""
+        return self.tokenizer["train_bpe"] if isinstance(self.tokenizer, Mapping) else None
+
+
+_COLUMN_FIELDS = tuple(field.name for field in dataclasses.fields(DataRecipe) if field.name.endswith("_column"))
+
+
+def _paths(name: str, value: Any) -> tuple[str, ...]:
+    files = (value,) if isinstance(value, str) else value
+    if not isinstance(files, Sequence) or not files or not all(isinstance(file, str) and file for file in files):
+        raise OffloadConfigError(f"{name}={value!r} is neither a path nor a list of paths.")
+    return tuple(files)

@@ -1,0 +1,98 @@
+"""The training arguments that a recipe stands for."""
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.evaluation import LOSS, METRICS, Generation
+from hf_offload.settings.recipes import Recipe
+from hf_offload.settings.schema import SIZES, OffloadConfig
+from hf_offload.training.metrics import needs_generation
+from hf_offload.training.tasks.pairs import target_length
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+def build_arguments(recipe: Recipe) -> "TrainingArguments":
+    """The recipe's ``OffloadTrainingArguments``, for seq2seq-lm the Seq2Seq ones; what these refuse is a configuration
+    error.
+    """
+    from hf_offload import OffloadSeq2SeqTrainingArguments, OffloadTrainingArguments
+
+    values: dict[str, Any] = {
+        "output_dir": str(recipe.output_dir),
+        "report_to": "none",
+        # Pinning without an accelerator only warns.
+        "dataloader_pin_memory": torch.accelerator.is_available(),
+        # Of models in wrappers, such as adapters, the Trainer would not find out.
+        "label_names": ["labels"],
+        **recipe.training,
+        **_evaluation_arguments(recipe),
+        **_offload_arguments(recipe.offload),
+    }
+    if recipe.memory:
+        settings = {key: value for key, value in recipe.memory.items() if key != "mode"}
+        values |= {"memory_mode": recipe.memory.get("mode", "none"), "memory_mode_kwargs": settings or None}
+    try:
+        make = OffloadSeq2SeqTrainingArguments if recipe.model.task == "seq2seq-lm" else OffloadTrainingArguments
+        arguments = make(**values)
+    except (TypeError, ValueError, ImportError) as error:
+        if isinstance(error, OffloadConfigError):
+            raise
+        raise OffloadConfigError(f"{recipe.name}, section training: {error}") from error
+    if arguments.offload_config() != recipe.offload:
+        raise OffloadConfigError(
+            f"{recipe.name}, section offload: {recipe.offload} does not fit into training arguments, which make it "
+            f"{arguments.offload_config()}. A directory's name must not hold a comma or begin or end with a space."
+        )
+    return arguments
+
+
+def _evaluation_arguments(recipe: Recipe) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    best = recipe.training.get("metric_for_best_model")
+    if best is not None and recipe.training.get("greater_is_better") is None:
+        name = str(best).removeprefix("eval_")
+        values["greater_is_better"] = name != LOSS and METRICS[name].greater_is_better
+    if needs_generation(recipe.evaluation.metrics_for(recipe.model.task)) and recipe.model.task == "seq2seq-lm":
+        generation = recipe.evaluation.generation
+        asked = generation if isinstance(generation, Generation) else Generation()
+        values |= {
+            "predict_with_generate": True,
+            # The decoder's first token, with which it starts, is counted too.
+            "generation_max_length": 1 + (asked.max_new_tokens or target_length(recipe.data)),
+            "generation_num_beams": asked.num_beams,
+        }
+    return values
+
+
+def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
+    """The flat training arguments that stand for ``offload``."""
+    names = {
+        "tier": "offload",
+        "directory": "offload_dir",
+        "min_offload_bytes": "offload_min_bytes",
+        "read_ahead_bytes": "offload_read_ahead",
+        "max_disk_write_bytes": "offload_max_disk_write",
+        # these are no offloading
+        "tiled_loss": "tiled_loss",
+        "tiled_mlp": "tiled_mlp",
+        "tile_bytes": "tile_bytes",
+        "sampled_linear": "sampled_linear",
+        "lean_activations": "lean_activations",
+    }
+    values = {field.name: getattr(offload, field.name) for field in dataclasses.fields(offload)}
+    values["directory"] = ",".join(str(path) for path in offload.directories) or None
+    if not isinstance(offload.tiled_mlp, str):
+        values["tiled_mlp"] = ",".join(offload.tiled_mlp)
+    if offload.sampling is not None:
+        values["sampled_linear"] = json.dumps(dataclasses.asdict(offload.sampling))
+    if offload.lean is not None:
+        values["lean_activations"] = str(offload.lean)
+    for name in SIZES:
+        values[name] = None if values[name] is None else str(values[name])
+    return {names.get(name, f"offload_{name}"): value for name, value in values.items()}

@@ -1,0 +1,184 @@
+"""Conversations for causal language models: the loss is taken on the answers, and on nothing else.
+
+The tokenizer's chat template writes a conversation as text. What an answer is in that text, the template says itself where
+it has ``{% generation %}`` around it. Otherwise it is what the template adds to the conversation before the answer, written
+with the beginning of an answer: so the end of a turn belongs to it, and a trained model learns to stop.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.training.tasks.packing import collate_packed, pack_rows, refuse_mixing
+from hf_offload.training.tasks.task import (
+    NO_LABEL,
+    PAD_TO_MULTIPLE,
+    Collator,
+    Setup,
+    logger,
+    map_rows,
+    report_dropped,
+)
+
+if TYPE_CHECKING:
+    from hf_offload.training.tasks.task import Rows
+
+ANSWERING = "assistant"
+DEFAULT_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\n' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+"""For tokenizers without one; saved with the tokenizer, so that whoever loads it asks the model the same way."""
+_MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+def make_rows(rows: "Rows", setup: Setup, where: str) -> "Rows":
+    """Rows with ``input_ids`` and ``labels``, cut off after ``data.sequence_length`` tokens; packed ones have
+    ``position_ids`` that begin again with each conversation.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a template that does not tell what is an answer, and if no row
+    has one.
+    """
+    data, tokenizer = setup.data, setup.tokenizer
+    ensure_template(tokenizer)
+    length = data.sequence_length
+    columns = data.text_columns()
+    encoded = map_rows(rows, _encode, tokenizer=tokenizer, columns=columns, length=length, where=where)
+    report_dropped(
+        rows,
+        encoded,
+        where,
+        f"within data.sequence_length={length} tokens there is nothing that the role {ANSWERING} says",
+    )
+    return map_rows(encoded, pack_rows, length=length) if data.packing else encoded
+
+
+def make_collator(setup: Setup, _model: Any) -> Collator:
+    """Transformers' own, which pads ids and labels; for packed rows :func:`~.packing.collate_packed`."""
+    from transformers import DataCollatorForSeq2Seq
+
+    if setup.data.packing:
+        return collate_packed
+    tokenizer = setup.tokenizer
+    if tokenizer.padding_side != "right":  # for generation; padding in front would move positions in training
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.padding_side = "right"
+    return DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=NO_LABEL, pad_to_multiple_of=PAD_TO_MULTIPLE)
+
+
+def check_model(setup: Setup, model: torch.nn.Module) -> None:
+    """Refuse packing for a model that lets conversations of a row see each other."""
+    if setup.data.packing:
+        refuse_mixing(model)
+
+
+def ensure_template(tokenizer: Any) -> None:
+    """Give a tokenizer without a chat template the default one."""
+    if not tokenizer.is_fast:
+        raise OffloadConfigError(
+            f"data: {type(tokenizer).__name__} does not tell which token stands where in a text, so answers cannot be found "
+            "in conversations: take a fast tokenizer."
+        )
+    if tokenizer.chat_template is None:
+        if tokenizer.eos_token is None:
+            raise OffloadConfigError(
+                "The tokenizer has neither a chat template nor an end-of-text token, so no answer would end: set "
+                "data.tokenizer to one that has."
+            )
+        tokenizer.chat_template = DEFAULT_CHAT_TEMPLATE
+        logger.info(f"The tokenizer has no chat template and gets this one: {DEFAULT_CHAT_TEMPLATE!r}")
+
+
+def _encode(
+    batch: dict[str, list[Any]], tokenizer: Any, columns: tuple[str, ...], length: int, where: str
+) -> dict[str, list[list[int]]]:
+    rows = (_messages(values, columns, where) for values in zip(*(batch[column] for column in columns), strict=True))
+    answered = [
+        messages for messages in rows if any(turn["role"] == ANSWERING and turn["content"] for turn in messages)
+    ]
+    result: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    for ids, is_answer in _tokens(tokenizer, answered):
+        labels = [token if answer else NO_LABEL for token, answer in zip(ids, is_answer, strict=True)][:length]
+        # The first token is predicted from nothing.
+        if any(label != NO_LABEL for label in labels[1:]):
+            result["input_ids"].append(ids[:length])
+            result["labels"].append(labels)
+    return result
+
+
+def _messages(values: tuple[Any, ...], columns: tuple[str, ...], where: str) -> list[dict[str, Any]]:
+    if len(columns) > 1:
+        prompt, answer = ("" if value is None else str(value) for value in values)
+        return [{"role": "user", "content": prompt}, {"role": ANSWERING, "content": answer}]
+    (turns,) = values
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in turns
+    ):
+        raise OffloadConfigError(
+            f"data.messages_column={columns[0]!r}: a conversation in {where} is not a list of turns, each with role and "
+            f"content: {str(turns)[:100]}"
+        )
+    # Columns have the same fields in every row, empty ones where a turn has none.
+    return [
+        {name: value for name, value in turn.items() if value is not None} | {"content": turn["content"] or ""}
+        for turn in turns
+    ]
+
+
+def _tokens(tokenizer: Any, conversations: list[list[dict[str, Any]]]) -> Iterator[tuple[list[int], list[bool]]]:
+    """Ids of each conversation, and which of them an answer has a part in."""
+    if _MARKS_ANSWERS.search(tokenizer.get_chat_template()):
+        for messages in conversations:
+            marked = _apply(tokenizer, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            yield marked["input_ids"], [bool(answer) for answer in marked["assistant_masks"]]
+        return
+    if not conversations:
+        return
+    texts, spans = zip(*(_write(tokenizer, messages) for messages in conversations), strict=True)
+    encoded = tokenizer(
+        list(texts), add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+    )
+    for ids, offsets, answers in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True):
+        # A token that begins before the answer, with a space of the template, is the answer's first.
+        yield (
+            ids,
+            [start < end and any(start < stop and end > begin for begin, stop in answers) for start, end in offsets],
+        )
+
+
+def _write(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    """The conversation as text, and where its answers begin and end."""
+    text = _apply(tokenizer, messages, tokenize=False)
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] != ANSWERING:
+            continue
+        before = _apply(tokenizer, messages[:number], tokenize=False, add_generation_prompt=True)
+        answered = _apply(tokenizer, messages[: number + 1], tokenize=False)
+        if not (answered.startswith(before) and text.startswith(answered)):
+            raise OffloadConfigError(
+                "The tokenizer's chat template writes a turn differently when others come after it, so it does not tell "
+                "what is to be answered: put {% generation %} and {% endgeneration %} around the answers in it, or take "
+                "conversations of one answer."
+            )
+        spans.append((len(before), len(answered)))
+    return text, spans
+
+
+def _apply(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+    from jinja2.exceptions import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except (TemplateError, ValueError, TypeError, IndexError) as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise OffloadConfigError(
+            f"The tokenizer's chat template refuses a conversation with the roles {roles or 'none'}: {error}."
+        ) from error
