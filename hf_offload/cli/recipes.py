@@ -137,8 +137,11 @@ def predict(
         chosen = (
             [name for name in recipe_names() if _header(name).plan is not None] if everything else list(names or [])
         )
-        from hf_offload.plan.predict import predict_recipe  # slow: it loads torch
+        from transformers.utils import logging as transformers_log  # slow from here on: it loads torch
 
+        from hf_offload.plan.predict import predict_recipe
+
+        transformers_log.set_verbosity_error()  # what it says about configurations is not about the plan
         wrong = 0
         with progress_bar() as bar:
             task = bar.add_task("Predicting", total=len(chosen))
