@@ -19,9 +19,9 @@ class ModelShape:
         config: Fields of the configuration; those left out have the architecture's defaults.
     """
 
-    of: str | Sequence[str]
-    architecture: str
-    config: Mapping[str, Any]
+    of: str | Sequence[str] = ()
+    architecture: str = ""
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         with collect_errors("model.shape") as check:

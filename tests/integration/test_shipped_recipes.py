@@ -13,7 +13,7 @@ from hf_offload.training.run import run_recipe
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft uses the older name
 
 VOCABULARY = 300
-LENGTH = 32
+LENGTH = 64
 BATCH = 2
 ROWS = 12
 RANK = 4
@@ -67,7 +67,7 @@ def rows_for(data):
         if data.label_column is not None:
             row[data.label_column] = number % 2
         if data.messages_column is not None:
-            turns = (("user", "what goes where?"), ("assistant", "tensors, to the drive"))
+            turns = (("user", "where?"), ("assistant", "to the drive"))
             row[data.messages_column] = [{"role": role, "content": text} for role, text in turns]
         yield row
 
