@@ -11,6 +11,7 @@ from hf_offload.cli.config import config
 from hf_offload.cli.doctor import doctor
 from hf_offload.cli.launch import EPILOG, METAVAR, PASSED_ON, launch_script
 from hf_offload.cli.plan import plan
+from hf_offload.cli.recipes import recipes
 from hf_offload.cli.train import train
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.command("launch", context_settings=PASSED_ON, epilog=EPILOG, options_metavar
 app.command()(config)
 app.command()(card)
 app.add_typer(bench, name="bench")
+app.add_typer(recipes, name="recipes")
 
 
 def main() -> None:

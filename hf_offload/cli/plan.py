@@ -119,8 +119,8 @@ def plan(
             )
         workload = dataclasses.replace(
             workload,
-            tiled_loss=tiled_loss,
-            tiled_mlp=tiled_mlp,
+            tiled_loss=tiled_loss or workload.tiled_loss,
+            tiled_mlp=tiled_mlp or workload.tiled_mlp,
             sampled=parse_sampled_linear(sampled_linear) or workload.sampled,
             lean=parse_lean_activations(lean) or workload.lean,
         )
@@ -148,7 +148,7 @@ def plan(
         if modes:
             _refuse("--modes", {name: others[name] for name in ("--plot", "--timeline", "--order")})
             names = None if memory_mode is None else [name.strip() for name in memory_mode.split(",")]
-            limit = None if budget is None else parse_bytes(budget, "budget")
+            limit = workload.budget_bytes if budget is None else parse_bytes(budget, "budget")
             show_modes(workload, hardware, names, memory_mode_kwargs, limit, json)
             return
         if order:
@@ -159,7 +159,7 @@ def plan(
             forecast = make_forecast(
                 workload,
                 hardware,
-                budget_bytes=None if budget is None else parse_bytes(budget, "budget"),
+                budget_bytes=workload.budget_bytes if budget is None else parse_bytes(budget, "budget"),
                 may_recompute=recompute,
             )
         for picture, path in (("frontier", plot), ("timeline", timeline)):

@@ -25,7 +25,7 @@ from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import DTYPES, TASKS, load_recipe
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.tiling.apply import Tiling
+from hf_offload.tiling.apply import Tiling, cut_for
 from hf_offload.tiling.cut import Cut
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class Workload:
         tiled_loss, tiled_mlp: What is computed a few tokens at a time.
         cut: How large pieces are.
         update_in_backward: Whether every weight is updated as soon as its gradient is there, so that gradients never add up.
+        budget_bytes: The memory budget that a recipe names.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Workload:
     tiled_mlp: bool = False
     cut: Cut = dataclasses.field(default_factory=Cut)
     update_in_backward: bool = False
+    budget_bytes: int | None = None
 
     @property
     def mode(self) -> MemoryMode | None:
@@ -212,13 +214,18 @@ def _from_recipe(name: str, overrides: Sequence[str]) -> Workload:
 
     recipe = load_recipe(name, overrides)
     model = recipe.model
-    if model.name is not None:
+    if model.name is not None and model.published is None:
         config = _config(model.name)
     else:
-        values = {"bos_token_id": None, "eos_token_id": None, **model.config}
+        architecture, fields = model.architecture, model.config
+        if model.published is not None:
+            architecture, fields = model.published.architecture, model.published.config
+        values = {"bos_token_id": None, "eos_token_id": None, **fields}
         if recipe.data.train_bpe is not None:
             values.setdefault("vocab_size", recipe.data.train_bpe)
-        config = AutoConfig.for_model(str(model.architecture), **values)
+        config = AutoConfig.for_model(str(architecture), **values)
+        if model.published is not None and hasattr(config, "use_cache"):
+            config.use_cache = False  # as of one that comes from the hub
         if model.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id
     training = recipe.training
@@ -229,6 +236,7 @@ def _from_recipe(name: str, overrides: Sequence[str]) -> Workload:
         task=model.task,
         batch=int(training.get("per_device_train_batch_size", 8)),
         sequence=recipe.data.sequence_length,
+        target_sequence=recipe.data.target_length,
         dtype=getattr(torch, model.dtype),
         autocast=autocast,
         attention=model.attention,
@@ -238,6 +246,10 @@ def _from_recipe(name: str, overrides: Sequence[str]) -> Workload:
         memory_mode_kwargs={key: value for key, value in recipe.memory.items() if key != "mode"},
         sampled=recipe.offload.sampling,
         lean=recipe.offload.lean,
+        tiled_loss=recipe.offload.tiled_loss != "off",
+        tiled_mlp=recipe.offload.tiled_mlp not in ("off", "auto"),
+        cut=cut_for(recipe.offload),
+        budget_bytes=None if recipe.offload.memory_budget is None else int(recipe.offload.memory_budget),
     )
 
 

@@ -23,30 +23,55 @@ def recipe_roots() -> list[Path]:
 
 def recipe_names() -> list[str]:
     """Names of all shipped recipes, such as ``gpt/demo``."""
-    found = [path.relative_to(root) for root in recipe_roots() for path in root.rglob("*.yaml")]
-    return sorted({path.with_suffix("").as_posix() for path in found})
+    return [name for name in _shipped_names() if not is_layer(name)]
+
+
+def layer_names() -> list[str]:
+    """Names of the shipped files that recipes are made of, such as ``llama/_8b``: no recipes themselves."""
+    return [name for name in _shipped_names() if is_layer(name)]
+
+
+def is_layer(name: str) -> bool:
+    """Whether the name of a shipped file, or that of any file, says that it is only a layer: with an underscore in front."""
+    return any(part.startswith("_") for part in name.split("/"))
+
+
+def shipped_name(path: Path) -> str | None:
+    """The name of a shipped recipe or layer, from its file; None for other files."""
+    for root in recipe_roots():
+        if path.resolve().is_relative_to(root.resolve()):
+            return path.resolve().relative_to(root.resolve()).with_suffix("").as_posix()
+    return None
 
 
 def find_recipe(name: str | Path) -> Path:
     """The file of a recipe, from its path or its shipped name.
 
-    Raises :class:`OffloadConfigError` with the nearest names if there is none.
+    Raises :class:`OffloadConfigError` with the nearest names if there is none, and for a layer.
     """
     path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    if path.suffix not in (".yaml", ".yml"):
-        for root in recipe_roots():
-            shipped = root / f"{name}.yaml"
-            if shipped.is_file():
-                return shipped
-    names = recipe_names()
-    likely = difflib.get_close_matches(str(name), names, n=3, cutoff=0.4)
-    hint = f" Did you mean {' or '.join(map(repr, likely))}?" if likely else ""
-    raise OffloadConfigError(
-        f"There is no recipe {str(name)!r}: no such file, and no shipped recipe of that name.{hint} "
-        f"Shipped: {', '.join(names) or 'none'}."
-    )
+    found = path if path.is_file() else None
+    if found is None and path.suffix not in (".yaml", ".yml"):
+        shipped = (root / f"{name}.yaml" for root in recipe_roots())
+        found = next((file for file in shipped if file.is_file()), None)
+    if found is None:
+        names = recipe_names()
+        likely = difflib.get_close_matches(str(name), names, n=3, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(map(repr, likely))}?" if likely else ""
+        raise OffloadConfigError(
+            f"There is no recipe {str(name)!r}: no such file, and no shipped recipe of that name.{hint} "
+            f"Shipped: {', '.join(names) or 'none'}."
+        )
+    if is_layer(shipped_name(found) or found.name):
+        raise OffloadConfigError(
+            f"{str(name)!r} is a layer that recipes are made of, and no recipe: name it under base: in a recipe of your own."
+        )
+    return found
+
+
+def _shipped_names() -> list[str]:
+    found = [path.relative_to(root) for root in recipe_roots() for path in root.rglob("*.yaml")]
+    return sorted({path.with_suffix("").as_posix() for path in found})
 
 
 # ---------------------------------------------------------------------------------------------------------------- YAML
@@ -77,12 +102,29 @@ _FLOAT_PATTERN = re.compile(
     |\.(?:nan|NaN|NAN))$""",
     re.VERBOSE,
 )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what :class:`_Loader`, and any reader of YAML 1.1, read back as it was: text that either takes for something
+    else is quoted.
+    """
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        return super().increase_indent(flow, False)
+
+
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _FLOAT)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(_BOOL, _BOOL_PATTERN, list("tTfF"))
-_Loader.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+0123456789."))
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(_BOOL, _BOOL_PATTERN, list("tTfF"))
+    _kind.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+0123456789."))
+
+
+def dump_yaml(content: Any) -> str:
+    """Text that :func:`parse_yaml` reads back as ``content``."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -106,7 +148,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Change ``tree`` as ``override``, such as ``training.max_steps=3``, says."""
+    """Change ``tree`` as ``override``, such as ``training.max_steps=3``, says; ``null`` takes away what is there."""
     key, equals, text = override.partition("=")
     *parents, last = key.strip().split(".")
     if not equals or not last or not all(parents):
@@ -118,4 +160,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
                 raise OffloadConfigError(f"{override!r}: {'.'.join(parents[: depth + 1])} is not a mapping.")
             where[part] = {}
         where = where[part]
-    where[last] = parse_yaml(text, repr(override))
+    value = parse_yaml(text, repr(override))
+    if value is None and where.get(last) is not None:
+        del where[last]
+    else:
+        where[last] = value

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import check_text, choose, collect_errors, nearest
+from hf_offload.settings.load import check_text, choose, collect_errors, from_mapping, nearest
+from hf_offload.settings.shapes import ModelShape
 
 TASKS = {
     "causal-lm": "causal language model",
@@ -18,7 +19,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRecipe:
-    """Which model: ``name`` (a hub name or a folder), or ``architecture`` with ``config`` for random weights.
+    """Which model: ``name`` (a hub name or a folder), or random weights of an ``architecture`` with ``config``, or of a
+    ``shape`` with ``config`` on top; ``architecture`` and ``config`` then say the whole.
 
     Args:
         name: Hub name or folder of a pretrained model.
@@ -28,6 +30,7 @@ class ModelRecipe:
             (translation, summaries) or ``sequence-classification``.
         dtype: Of the weights: ``float32``, ``bfloat16`` or ``float16``.
         attention: Attention implementation, such as ``sdpa`` or ``eager``. Default: the model's own choice.
+        shape: The published configuration behind ``name``: for plans, and for random weights where there is no name.
     """
 
     name: str | None = None
@@ -36,6 +39,7 @@ class ModelRecipe:
     task: str = "causal-lm"
     dtype: str = "float32"
     attention: str | None = None
+    shape: ModelShape | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         with collect_errors("model section") as check:
@@ -46,6 +50,8 @@ class ModelRecipe:
                 choose("model.task", self.task, TASKS)
             with check:
                 choose("model.dtype", self.dtype, DTYPES)
+            with check:
+                self._read_shape()
             with check:
                 if (self.name is None) == (self.architecture is None):
                     raise OffloadConfigError(
@@ -62,6 +68,25 @@ class ModelRecipe:
             with check:
                 if isinstance(self.architecture, str) and isinstance(self.config, Mapping):
                     _check_architecture(self.architecture, self.config, self.task)
+
+    def _read_shape(self) -> None:
+        if self.shape is None:
+            return
+        if not isinstance(self.shape, (Mapping, ModelShape)):
+            raise OffloadConfigError(f"model.shape={self.shape!r} is not a mapping with of, architecture and config.")
+        shape = from_mapping(ModelShape, self.shape, "model.shape") if isinstance(self.shape, Mapping) else self.shape
+        object.__setattr__(self, "shape", shape)
+        if self.name is not None:
+            _check_architecture(shape.architecture, shape.config, self.task)
+        elif self.architecture is None and isinstance(self.config, Mapping):
+            object.__setattr__(self, "architecture", shape.architecture)
+            object.__setattr__(self, "config", {**shape.config, **self.config})
+
+    @property
+    def published(self) -> ModelShape | None:
+        """The shape of the pretrained model that is named; None if the recipe does not know it."""
+        shape = self.shape
+        return shape if isinstance(shape, ModelShape) and self.name in shape.of else None
 
 
 def _check_architecture(architecture: str, config: Mapping[str, Any], task: str) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.evaluation import EvaluationRecipe
+from hf_offload.settings.layers import drop_nulls, read_layers
 from hf_offload.settings.load import collect_errors, from_mapping, nearest
 from hf_offload.settings.recipe_data import RANDOM_TOKENS, DataRecipe, HubData
-from hf_offload.settings.recipe_files import apply_override, find_recipe, read_yaml, recipe_names
+from hf_offload.settings.recipe_files import apply_override, find_recipe, recipe_names
 from hf_offload.settings.recipe_model import DTYPES, TASKS, ModelRecipe
 from hf_offload.settings.recipe_training import training_value
 from hf_offload.settings.schema import OffloadConfig
@@ -53,22 +54,24 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     """Read a recipe and apply ``overrides`` such as ``training.max_steps=3``; a later one wins.
 
     Values are YAML: ``offload.tier=ssd``, ``data.files=[a.txt, b.txt]``, ``offload={tier: none}`` (a whole section),
-    ``offload.directory=null`` (back to the default). Raises :class:`OffloadConfigError` with every mistake in it.
+    ``offload.directory=null`` (back to the default). What the file names under ``base`` is merged below it
+    (:mod:`hf_offload.settings.layers`). Raises :class:`OffloadConfigError` with every mistake in it.
     """
     path = find_recipe(path_or_name)
-    tree = read_yaml(path)
-    if not isinstance(tree, dict):
-        raise OffloadConfigError(f"{path} is not a recipe: it needs the sections {', '.join(SECTIONS)}.")
+    layers = read_layers(path)
+    tree = layers.tree
     name = str(path_or_name) if str(path_or_name) in recipe_names() else path.stem
     with collect_errors(f"recipe {name}") as check:
         for override in overrides:
             with check:
                 apply_override(tree, override)
+        drop_nulls(tree)
         for key in list(tree):
             with check:
                 if key not in SECTIONS:
+                    where = layers.other_layer(key) or name
                     raise OffloadConfigError(
-                        f"{name}: unknown section {key!r}.{nearest(key, SECTIONS)} Known: {', '.join(SECTIONS)}."
+                        f"{where}: unknown section {key!r}.{nearest(key, SECTIONS)} Known: {', '.join(SECTIONS)}."
                     )
         sections: dict[str, Mapping[str, Any]] = {}
         for key in SECTIONS:
@@ -80,15 +83,15 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                 sections[key] = section or {}
         data: Any = None
         evaluation: Any = None
-        with check:
+        with check, layers.naming("model"):
             model = from_mapping(ModelRecipe, sections["model"], "model")
-        with check:
+        with check, layers.naming("data"):
             data = from_mapping(DataRecipe, sections["data"], "data")
         training: dict[str, Any] = {}
         for key, value in sections["training"].items():
-            with check:
+            with check, layers.naming("training"):
                 training[key] = training_value(key, value)
-        with check:
+        with check, layers.naming("offload"):
             # A recipe without the section asks for no offloading; with it, OffloadConfig's own default holds.
             asked: dict[str, Any] = dict(sections["offload"]) if "offload" in tree else {"tier": "none"}
             if "sampling" in tree:
@@ -96,7 +99,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                     raise OffloadConfigError("offload.sampled_linear and the section sampling say the same: drop one.")
                 asked["sampled_linear"] = sections["sampling"]
             offload = from_mapping(OffloadConfig, asked, "offload")
-        with check:
+        with check, layers.naming("memory"):
             if sections["memory"]:
                 from hf_offload.memory_modes.registry import memory_mode  # loads optimizers, which few recipes need
 
@@ -109,12 +112,12 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
         with check:
             if random_tokens and int(training.get("max_steps") or 0) <= 0:
                 raise OffloadConfigError(f"data.source: {RANDOM_TOKENS} have no end: set training.max_steps.")
-        with check:
+        with check, layers.naming("evaluation"):
             evaluation = from_mapping(EvaluationRecipe, sections["evaluation"], "evaluation")
         task = sections["model"].get("task", "causal-lm")
         # A section with mistakes of its own is missing here: they are told first.
         if isinstance(task, str) and task in TASKS:
-            with check:
+            with check, layers.naming("data"):
                 if data is not None:
                     data.check_task(task)
             with check:
@@ -122,7 +125,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                     has_validation = sections["data"].get("validation") is not None
                     evaluation.check_run(task, training, has_validation=has_validation)
         with check:
-            if sections["model"].get("architecture") and not sections["data"].get("tokenizer") and not random_tokens:
+            if not sections["model"].get("name") and not sections["data"].get("tokenizer") and not random_tokens:
                 raise OffloadConfigError(
                     "data.tokenizer is missing: a model from random weights brings none. Name one, or give "
                     "tokenizer: {train_bpe: 8192}."

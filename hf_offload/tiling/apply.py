@@ -22,7 +22,7 @@ class Tiling:
     def __init__(self, model: nn.Module, config: OffloadConfig, cut: Cut | None = None):
         self._model = model
         self._config = config
-        self._cut = cut or _cut_for(config)
+        self._cut = cut or cut_for(config)
         self._done: list[TiledHead | TiledModule] = []
         self._needed_less = False
 
@@ -88,7 +88,8 @@ class Tiling:
         self._done.append(one)
 
 
-def _cut_for(config: OffloadConfig) -> Cut:
+def cut_for(config: OffloadConfig) -> Cut:
+    """How large the pieces are that the settings ask for."""
     if config.tile_bytes is not None:
         return Cut(tile_bytes=int(config.tile_bytes))
     if config.memory_budget is None:

@@ -10,7 +10,7 @@ import torch
 import hf_offload
 from hf_offload import OffloadConfig, OffloadConfigError, SampledLinearConfig
 from hf_offload.integrations.launch import shipped_configs
-from hf_offload.settings.recipe_files import find_recipe, recipe_names
+from hf_offload.settings.recipe_files import find_recipe, layer_names, recipe_names
 from hf_offload.settings.recipes import HubData, load_recipe
 from hf_offload.training.arguments import build_arguments
 from hf_offload.training.model import build_model
@@ -254,7 +254,8 @@ def test_the_wheel_holds_the_recipes(tmp_path):
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    for name in recipe_names():
+    assert layer_names()
+    for name in [*recipe_names(), *layer_names()]:
         assert f"hf_offload/_recipes/{name}.yaml" in names
     assert "hf_offload/cli/main.py" in names
     for path in shipped_configs().values():

@@ -1,0 +1,114 @@
+"""What a recipe is predicted to need and take on the machine that its opening comment names."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
+from hf_offload.plan.placement import solve, uniform
+from hf_offload.plan.plan import Placement
+from hf_offload.plan.planner import find_plan, make_problem
+from hf_offload.plan.workload import count_workload, find_workload
+from hf_offload.settings.recipe_files import find_recipe
+from hf_offload.settings.recipe_header import PREDICTED, read_header
+from hf_offload.settings.recipes import Recipe, load_recipe
+from hf_offload.settings.sizes import format_seconds
+
+_PLACEMENTS: Mapping[tuple[str, bool], Placement | None] = {
+    ("none", False): Placement.KEEP,
+    ("ram", False): Placement.RAM,
+    ("ssd", False): Placement.SSD,
+    ("auto", False): None,
+    ("none", True): Placement.RECOMPUTE,
+    ("ram", True): Placement.RECOMPUTE_RAM,
+    ("ssd", True): Placement.RECOMPUTE_SSD,
+}
+"""Tier, and whether blocks are computed again -> the row of ``hf-offload plan``; None for the plan itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Of one micro-batch with the optimizer's step.
+
+    Attributes:
+        machine: In words.
+        budget_bytes: Most memory that counts as fitting.
+        peak_bytes, step_s: Of the recipe as it is.
+        kept_peak_bytes, kept_step_s: If every activation were kept.
+        planned_step_s: With ``offload.tier=auto``, if the recipe has another tier and a plan fits.
+    """
+
+    machine: str
+    budget_bytes: int
+    peak_bytes: int
+    step_s: float
+    kept_peak_bytes: int
+    kept_step_s: float
+    planned_step_s: float | None
+
+    @property
+    def line(self) -> str:
+        """As it is written into a recipe."""
+        kept = f"{_gib(self.kept_peak_bytes)}, {format_seconds(self.kept_step_s)}"
+        if self.kept_peak_bytes > self.budget_bytes:
+            kept = f"{_gib(self.kept_peak_bytes)}, too much"
+        planned = "" if self.planned_step_s is None else f"; tier auto: {format_seconds(self.planned_step_s)}"
+        return (
+            f"{PREDICTED}{self.machine}: peak {_gib(self.peak_bytes)} of {_gib(self.budget_bytes)}, "
+            f"step {format_seconds(self.step_s)}; all kept: {kept}{planned}."
+        )
+
+
+def predict_recipe(name: str) -> Prediction:
+    """The prediction for a recipe, by name or file, on the machine of its header.
+
+    Raises :class:`~hf_offload.errors.OffloadError` if the header names none, or if the recipe does not fit there.
+    """
+    header = read_header(find_recipe(name).read_text(encoding="utf-8"))
+    if header.plan is None:
+        raise OffloadConfigError(
+            f"{name} opens with no line such as `# hf-offload plan {name} --gpu rtx4090 --ssd 5GB/s`: add one that says for "
+            "which machine it is meant."
+        )
+    options: dict[str, Any] = dict(header.machine)
+    if "tflops" in options:
+        options["tflops"] = float(options["tflops"])
+    hardware = describe_hardware(options.pop("gpu"), **options)
+    placement = _PLACEMENTS[_way(load_recipe(name))]
+    workload = find_workload(name)
+    budget = workload.budget_bytes or int(hardware.memory_bytes.value * BUDGET_SHARE)
+    problem = make_problem(count_workload(workload, hardware), hardware, budget)
+    chosen = find_plan(problem) if placement is None else uniform(problem, placement)
+    kept = uniform(problem, Placement.KEEP)
+    planned = None if placement is None else solve(problem)
+    if chosen is None or kept is None:
+        raise OffloadConfigError(f"{name} places activations in a way that cannot be predicted.")
+    if not problem.fits(chosen):
+        raise OffloadConfigError(
+            f"{name} does not fit {hardware.name}: predicted is a peak of {_gib(chosen.timeline.peak_bytes)}, and "
+            f"{_gib(budget)} may be used. Change the recipe, or the machine in its header."
+        )
+    return Prediction(
+        machine=_words(hardware),
+        budget_bytes=budget,
+        peak_bytes=chosen.timeline.peak_bytes,
+        step_s=chosen.timeline.step_s,
+        kept_peak_bytes=kept.timeline.peak_bytes,
+        kept_step_s=kept.timeline.step_s,
+        planned_step_s=None if planned is None else planned.timeline.step_s,
+    )
+
+
+def _way(recipe: Recipe) -> tuple[str, bool]:
+    again = bool(recipe.training.get("gradient_checkpointing"))
+    return recipe.offload.tier, again and recipe.offload.tier != "auto"
+
+
+def _words(hardware: Hardware) -> str:
+    ssd, link = hardware.store_bytes_per_s["ssd"].value, hardware.store_bytes_per_s["ram"].value
+    return f"{hardware.name} (ssd {ssd / 1e9:g} GB/s, PCIe {link / 1e9:g} GB/s)"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
