@@ -1,5 +1,6 @@
 """``hf-offload train``."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,8 @@ def train(
         loaded = load_recipe(recipe, overrides or [])
         from hf_offload.training.run import run_recipe  # slow: only a good recipe is worth the wait
 
-        result = run_recipe(loaded, report=report, resume=resume)
+        command = shlex.join(["hf-offload", "train", recipe, *(overrides or []), *(["--resume"] if resume else [])])
+        result = run_recipe(loaded, report=report, resume=resume, command=command)
     table = Table(title=f"{loaded.name}: {'done' if result.completed else 'stopped'}", show_header=False)
     table.add_row("steps", str(result.steps))
     if result.losses:

@@ -147,10 +147,8 @@ def _metadata(report: TrainingReport, facts: CardFacts) -> Any:
 
 
 def _metrics(report: TrainingReport) -> dict[str, float]:
-    """Those of the final evaluation that say how good the model is, by their names without ``eval_``."""
-    about_time = ("runtime", "samples_per_second", "steps_per_second", "epoch", "model_preparation_time")
-    named = {name.removeprefix("eval_"): value for name, value in (report.metrics or {}).items()}
-    return {name: value for name, value in named.items() if name not in about_time and isinstance(value, (int, float))}
+    """Those of the final evaluation, by their names without ``eval_``."""
+    return {name.removeprefix("eval_"): value for name, value in (report.metrics or {}).items()}
 
 
 def _body(
@@ -197,7 +195,8 @@ def _body(
     yield "<details><summary>The whole recipe</summary>"
     yield ""
     yield "```yaml"
-    yield yaml.safe_dump(_given(report.settings), sort_keys=False, default_flow_style=False).rstrip()
+    sections = {name: section for name, section in report.settings.items() if name != "name"}
+    yield yaml.safe_dump(_given(sections), sort_keys=False, default_flow_style=False).rstrip()
     yield "```"
     yield ""
     yield "</details>"

@@ -43,6 +43,8 @@ class TrainingReport:
     """With a memory budget: what the plan was predicted to do, and what it did."""
     metrics: dict[str, float] | None = None
     """Of the evaluation at the end, on ``data.validation``: ``eval_loss``, ``eval_accuracy``, ...; ``None`` without it."""
+    command: str | None = None
+    """That made the run, if one did."""
 
     @property
     def median_step_s(self) -> float | None:

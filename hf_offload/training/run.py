@@ -43,6 +43,7 @@ def run_recipe(
     save: bool = True,
     around_step: AroundStep | None = None,
     callbacks: "Sequence[TrainerCallback]" = (),
+    command: str | None = None,
 ) -> TrainingReport:
     """Train what ``recipe`` describes, evaluate it on ``data.validation``, and save it with its tokenizer.
 
@@ -57,6 +58,7 @@ def run_recipe(
         save: Whether the model is saved in ``recipe.output_dir``. One that was trained on random tokens never is.
         around_step: Entered around each step.
         callbacks: For the Trainer.
+        command: What makes the same run again, for the report.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for what the recipe asks for and cannot have.
     """
@@ -99,6 +101,7 @@ def run_recipe(
         trainer.save_model()
         logger.info(f"Saved in {recipe.output_dir}.")
     result = _describe(recipe, trainer, model, recording, meter, completed=completed, metrics=metrics)
+    result.command = command
     if report is not None:
         result.write(report)
     return result

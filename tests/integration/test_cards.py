@@ -1,12 +1,17 @@
 """Model cards: those that a Trainer writes, and those made from a run's record."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 from transformers import Trainer, TrainerCallback
+from typer.testing import CliRunner
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadTrainingArguments
+from hf_offload.cli.main import app
+from hf_offload.training.report import TrainingReport
 from tests.tiny_models import ExampleDataset, tiny_model
 
 
@@ -70,3 +75,99 @@ def test_cards_of_other_trainings_stay_as_they_are(tmp_path):
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "fourth", callbacks=[callback, Stop()])
     assert callback.summary == []
+
+
+# ------------------------------------------------------------------------------------------------- from a run's record
+
+FACTS = [
+    "--name", "tiny", "--dataset", "Made-up words", "--dataset-license", "cc0-1.0", "--license", "apache-2.0",
+    "--dataset-url", "https://example.org/words", "--language", "en,de",
+]  # fmt: skip
+COMPARISON = Path(__file__).parents[2] / "model_cards" / "bench" / "cpu_demo.json"
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def record(tiny_recipe, tmp_path):
+    path = tmp_path / "report.json"
+    result = command(
+        "train", tiny_recipe, "data.validation=text.txt", "evaluation.metrics=[perplexity]", "--report", path
+    )
+    assert result.exit_code == 0, result.output + result.stderr
+    return path
+
+
+def test_a_card_from_a_record(record, tmp_path):
+    result = command("card", record, "--output", tmp_path / "card", *FACTS, "--comparison", COMPARISON)
+    assert result.exit_code == 0, result.output + result.stderr
+    text = (tmp_path / "card" / "README.md").read_text(encoding="utf-8")
+    report = TrainingReport.read(record)
+    data = ModelCard(text).data
+    assert (data.license, data.language, data.pipeline_tag) == ("apache-2.0", ["en", "de"], "text-generation")
+    assert {found.metric_type: found.metric_value for found in data.eval_results} == {
+        name.removeprefix("eval_"): value for name, value in report.metrics.items()
+    }
+    assert "perplexity" in text
+    assert "Made-up words ([source](https://example.org/words)), licence `cc0-1.0`" in text
+    assert f"\n{report.command}\n" in text
+    assert "data.validation=text.txt" in report.command
+    row = next(
+        row for row in json.loads(COMPARISON.read_text(encoding="utf-8"))["rows"] if row["strategy"] == "recompute"
+    )
+    assert f"| activation checkpointing | +{row['peak_bytes'] / 1e6:.0f} MB | {row['peak_ratio']:.3f} |" in text
+    assert "those of keep, bit by bit" in text
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
+        assert (tmp_path / "card" / picture).read_bytes().startswith(b"\x89PNG")
+    assert "![Loss by step](loss.png)" in text
+
+
+def test_the_recipe_in_a_card_is_the_one_that_was_trained(record, tmp_path):
+    command("card", record, "--output", tmp_path / "card", *FACTS)
+    text = (tmp_path / "card" / "README.md").read_text(encoding="utf-8")
+    again = tmp_path / "again.yaml"
+    again.write_text(text.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
+    result = command("train", again, "--report", tmp_path / "again.json")
+    assert result.exit_code == 0, result.output + result.stderr
+    first, second = TrainingReport.read(record), TrainingReport.read(tmp_path / "again.json")
+    assert (second.losses_hex, second.parameters_sha256) == (first.losses_hex, first.parameters_sha256)
+
+
+def test_a_plan_stands_beside_what_was_measured(record, tmp_path):
+    values = json.loads(record.read_text(encoding="utf-8"))
+    values["forecast"] = {
+        "peak_bytes": 3 << 30, "step_s": 2.0, "measured_peak_bytes": 2 << 30, "measured_step_s": [1.5, 2.5, 2.0],
+    }  # fmt: skip
+    record.write_text(json.dumps(values), encoding="utf-8")
+    command("card", record, "--output", tmp_path / "card", *FACTS)
+    text = (tmp_path / "card" / "README.md").read_text(encoding="utf-8")
+    assert "| peak, everything included | 3.00 GiB | 2.00 GiB |" in text
+    assert "| step | 2.00 s | 2.00 s |" in text
+
+
+def test_what_is_no_record_is_explained(record, tmp_path):
+    def refused(*arguments):
+        result = command("card", *arguments, "--output", tmp_path / "card", *FACTS)
+        assert result.exit_code == 2
+        return " ".join(result.stderr.split())
+
+    assert "is not a training report" in refused(COMPARISON)
+    assert "is no comparison" in refused(record, "--comparison", record)
+    values = json.loads(record.read_text(encoding="utf-8"))
+    record.write_text(json.dumps(values | {"memory": None}), encoding="utf-8")
+    assert "holds no memory: train with `hf-offload train RECIPE --report FILE`" in refused(record)
+    assert not (tmp_path / "card").exists()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "model_cards").glob("*/*/README.md")), ids=lambda path: path.parent.name
+)
+def test_committed_cards_are_whole(path):
+    card = ModelCard.load(path)
+    assert card.data.license
+    assert card.data.eval_results
+    assert "hf_offload" in card.data.tags
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", card.content):
+        assert (path.parent / picture).is_file()

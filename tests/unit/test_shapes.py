@@ -8,7 +8,13 @@ from hf_offload.plan.workload import find_workload
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.model import build_model
 
-RANDOM = ["model.name=null", "data={source: random-tokens}", "training={max_steps: 1}", "evaluation=null", "memory=null"]
+RANDOM = [
+    "model.name=null",
+    "data={source: random-tokens}",
+    "training={max_steps: 1}",
+    "evaluation=null",
+    "memory=null",
+]
 
 
 @pytest.mark.parametrize(
