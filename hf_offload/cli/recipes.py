@@ -175,7 +175,8 @@ def predict(
 
 def _for_any_machine(recipe: "Recipe") -> "Recipe":
     """Without what training arguments accept beside a GPU only: a recipe is checked anywhere."""
-    return dataclasses.replace(recipe, training={key: value for key, value in recipe.training.items() if key != "fp16"})
+    training = {key: value for key, value in recipe.training.items() if key not in ("fp16", "bf16", "tf32")}
+    return dataclasses.replace(recipe, training=training)
 
 
 def _merged(name: str, overrides: list[str]) -> str:
