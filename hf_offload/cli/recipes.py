@@ -1,9 +1,11 @@
 """``hf-offload recipes``."""
 
+import contextlib
+import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -23,6 +25,9 @@ from hf_offload.settings.recipe_files import (
     shipped_name,
 )
 from hf_offload.settings.recipe_header import PROGRAM, Header, read_header, renamed, with_prediction
+
+if TYPE_CHECKING:
+    from hf_offload.settings.recipes import Recipe
 
 recipes = typer.Typer(help="The recipes that come with the package, and your own.", no_args_is_help=True)
 
@@ -79,7 +84,7 @@ def validate(names: Names) -> None:
         wrong = 0
         for name in names:
             try:
-                build_arguments(load_recipe(name))
+                build_arguments(_for_any_machine(load_recipe(name)))
             except OffloadError as error:
                 wrong += 1
                 messages().print(f"[bold red]{escape(name)}[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
@@ -168,6 +173,12 @@ def predict(
             raise typer.Exit(EXIT_PROBLEM)
 
 
+def _for_any_machine(recipe: "Recipe") -> "Recipe":
+    """Without what training arguments accept beside a GPU only: a recipe is checked anywhere."""
+    training = {key: value for key, value in recipe.training.items() if key not in ("fp16", "bf16", "tf32")}
+    return dataclasses.replace(recipe, training=training)
+
+
 def _merged(name: str, overrides: list[str]) -> str:
     path = find_recipe(name)
     layers = read_layers(path)
@@ -201,8 +212,10 @@ def _with_shipped_layers(source: Path) -> str:
         return text
     # Only a list on one line is changed in its place.
     line = f"{BASE}: {json.dumps(found, ensure_ascii=False)}"  # JSON is YAML, whatever is in the names
-    text, changed = re.subn(rf"^{BASE}:[^\n]*$", lambda _: line, text, count=1, flags=re.MULTILINE)
-    if not changed or parse_yaml(text, str(source)).get(BASE) != found:
+    text = re.sub(rf"^{BASE}:[^\n]*$", lambda _: line, text, count=1, flags=re.MULTILINE)
+    with contextlib.suppress(OffloadConfigError):
+        content = parse_yaml(text, str(source))
+    if content[BASE] != found:
         raise OffloadConfigError(
             f"{source}: the layers it names are found only from its own folder: write {line!r} on one line, or copy with "
             "--merged."

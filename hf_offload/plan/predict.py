@@ -101,7 +101,8 @@ def predict_recipe(name: str) -> Prediction:
 
 
 def _way(recipe: Recipe) -> tuple[str, bool]:
-    again = bool(recipe.training.get("gradient_checkpointing"))
+    # two names of the same: older and newer versions of transformers
+    again = bool(recipe.training.get("gradient_checkpointing") or recipe.training.get("activation_checkpointing"))
     return recipe.offload.tier, again and recipe.offload.tier != "auto"
 
 

@@ -41,7 +41,8 @@ def method_of(tree: Mapping[str, Any]) -> str:
     if tier != "none":
         words.append(tier)
     extras = []
-    if (tree.get("training") or {}).get("gradient_checkpointing"):
+    training = tree.get("training") or {}
+    if training.get("gradient_checkpointing") or training.get("activation_checkpointing"):
         extras.append("recompute")
     if "sampling" in tree or offload.get("sampled_linear") is not None:
         extras.append("sampled")

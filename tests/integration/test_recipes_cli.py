@@ -11,6 +11,9 @@ from hf_offload.settings.recipe_files import find_recipe, layer_names, recipe_na
 from hf_offload.settings.recipe_header import read_header
 from hf_offload.settings.recipes import load_recipe
 
+# The name that every supported version of transformers has; newer ones have another beside it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
 CARDED = [name for name in recipe_names() if read_header(find_recipe(name).read_text()).plan]
 QUICK = ("gpt/gpt2_full_ssd", "bert/base_wtacrs_ram")
 TINY = """# hf-offload train tiny.yaml
@@ -240,7 +243,7 @@ def test_a_prediction_is_written_once_and_found_again(tiny):
     )
     assert written.replace("#\n" + written.splitlines()[3] + "\n", "", 1) == TINY
     assert run("predict", tiny).exit_code == 0
-    tiny.write_text(written.replace("per_device_train_batch_size: 2", "per_device_train_batch_size: 20000"))
+    tiny.write_text(written.replace("per_device_train_batch_size: 2", "per_device_train_batch_size: 400"))
     changed = run("predict", tiny)
     assert changed.exit_code == 1
     assert run("predict", tiny, "--write").exit_code == 0
