@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from hf_offload.engine.device import Device, Event
-from hf_offload.engine.movers import Mover
+from hf_offload.engine.device import Device
+from hf_offload.engine.movers import Arrival, Mover
 from hf_offload.engine.record import Obituary, Record, State
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadError, StorageError, TierFullError
@@ -206,14 +206,15 @@ class Transfer:
             elif record.state in (State.STORING, State.STORED):
                 self.keep_for_backward(record)
             self._consume(record)
-            loaded = record.future if record.state is State.LOADED else None
-        if loaded is not None:
-            self._mover.arrive(loaded.result())
+            # Also of a copy that was evicted and is still alive: this stream may not have waited for it.
+            there = record.future if record.state in (State.LOADED, State.STORED) else None
+        if there is not None:
+            self._mover.arrive(there.result(), memory[0])
         if begin:
             self._stats.step.load_stall_s += time.perf_counter() - begin
         return memory
 
-    def _await(self, record: Record, state: State, future: "Future[Event | None] | None") -> None:
+    def _await(self, record: Record, state: State, future: "Future[Arrival | None] | None") -> None:
         assert future is not None, "a record whose bytes are not in memory has a transfer on its way"
         if state is State.STORING:  # the device buffer is gone, its bytes are on their way: wait, then load
             _finished(future)
@@ -226,6 +227,7 @@ class Transfer:
             with self.lock:
                 if record.future is future and record.state is State.LOADING:
                     self._release_buffer(record)
+                    record.forget_memory()
                     self._count_not_ahead(record)
                     record.state = State.STORED
             raise OffloadError(
