@@ -73,7 +73,8 @@ class ControlledTier(Tier):
         return future
 
     def read(self, slot: MemorySlot, into: torch.Tensor, urgent: bool = False) -> "Future[None]":
-        assert not slot.freed, "read of a freed slot"
+        if slot.freed:
+            raise StorageError("read on a slot of the test's tier that was freed")
         self.started.append("urgent" if urgent else "ahead")
         future: Future[None] = Future()
         box = [into]

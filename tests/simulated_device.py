@@ -96,6 +96,7 @@ class SimulatedDevice(Device):
         self.every_turn: Callable[[], None] = lambda: None  # what else goes on meanwhile
         self.faults: list[str] = []
         self.copies = 0
+        self.trace: list[str] | None = None
 
     # -- what the engine asks ---------------------------------------------------------------------------------------------
 
@@ -215,6 +216,8 @@ class SimulatedDevice(Device):
             what()
         stream.queue.popleft()
         stream.done += 1
+        if self.trace is not None:
+            self.trace.append(f"stream {self._streams.index(stream)}: {stream.done}")
         return True
 
     def _force(self, event):

@@ -47,6 +47,7 @@ class Workers:
         self._threads: list[threading.Thread] = []
         self._stuck = self._over = False
         self.faults: list[str] = []
+        self.trace: list[str] | None = None
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -128,6 +129,8 @@ class Workers:
             ready = [self._training]
         self._running = self._random.choice(ready)
         if self._running is not me:
+            if self.trace is not None:
+                self.trace.append(f"thread {self._tasks.index(self._running)}")
             self._running.baton.release()
             me.baton.acquire()
         if self._over:

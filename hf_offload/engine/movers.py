@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from hf_offload.engine.device import Device, Event, Stream
-from hf_offload.errors import OffloadError, TierFullError
+from hf_offload.errors import TierFullError
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.tier import Slot, Tier
 from hf_offload.storage.workers import WorkerPool
@@ -117,6 +117,7 @@ class StagedMover(Mover):
         self._ring = PinnedRing(ring_bytes, pinned)
         self._report = report
         self._rescued: dict[Slot, torch.Tensor] = {}
+        self._in_use: set[Slot] = set()
         self._last_copy: dict[Slot, Event] = {}  # into or out of a slot's own memory
         # Event waits and ring waits of the two directions never share a thread: neither can hold the other up.
         self._store_workers = WorkerPool("hf_offload-store", 1)
@@ -129,6 +130,7 @@ class StagedMover(Mover):
     def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
         device = self._device
         done: Future[None] = Future()
+        self._in_use.add(slot)
         view = self._tier.host_view(slot)
         staging = view if view is not None else self._ring.acquire(buffer.numel())
         compute = device.current_stream()
@@ -153,9 +155,11 @@ class StagedMover(Mover):
             return
 
         def written(error: BaseException | None) -> None:
-            if error is not None:
+            if error is not None and slot in self._in_use:
                 # The device buffer has left in stream order: these are the last bytes there are.
                 self._rescued[slot] = staging.clone()
+                if slot not in self._in_use:  # freed meanwhile: nobody will ask for them
+                    self._rescued.pop(slot, None)
                 self._report(error, staging.numel())
             self._ring.release(staging)
             done.set_result(None)
@@ -239,6 +243,7 @@ class StagedMover(Mover):
         return Arrival(self._device.record(self._load_stream), free.stream)
 
     def forget(self, slot: Slot) -> None:
+        self._in_use.discard(slot)
         self._rescued.pop(slot, None)
         last = self._last_copy.pop(slot, None)
         if last is not None:
@@ -314,7 +319,7 @@ def _then(start: "Callable[[], Future[None]]", finish: Callable[[BaseException |
 
     try:
         future = start()
-    except OffloadError as error:
+    except BaseException as error:  # a buffer is to be given back, and somebody may wait for what it brings
         finish(error)
     else:
         future.add_done_callback(ended)

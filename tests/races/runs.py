@@ -118,8 +118,13 @@ class _FailingTier(ControlledTier):
         return super().write(slot, buffer)
 
 
-def run(seed: int) -> list[str]:
-    """What went wrong with ``seed``: nothing, as a rule."""
+def random_case(seed: int) -> Case:
+    """The case of ``seed``."""
+    return Case.random(random.Random(seed))
+
+
+def run(seed: int, trace: list[str] | None = None) -> list[str]:
+    """What went wrong with ``seed``: nothing, as a rule. What ran, in its order, is appended to ``trace``."""
     rng = random.Random(seed)
     case = Case.random(rng)
     oldest = torch.ones((), requires_grad=True) * 1
@@ -134,6 +139,7 @@ def run(seed: int) -> list[str]:
         rig = Rig(tier, read_ahead_bytes=case.read_ahead_bytes, device=device)
         rig.transfer.lock = workers.lock()
         device.every_turn = workers.turn
+        device.trace = workers.trace = trace
         found = []
         for scene in case.scenes:
             found += play(scene, device, rig)
@@ -149,6 +155,8 @@ def run(seed: int) -> list[str]:
         rig.transfer.reap()
         if rig.transfer.live_records or rig.transfer.resident_bytes or rig.transfer.own_bytes or tier.stats.used_bytes:
             problems.append("records or bytes are left")
+        elif any(getattr(rig.transfer._mover, name) for name in ("_rescued", "_in_use", "_last_copy")):
+            problems.append("the mover remembers slots that are free")
         else:
             rig.engine.close()
     problems += sorted({*device.faults, *workers.faults})

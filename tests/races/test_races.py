@@ -1,0 +1,51 @@
+"""Random graphs over a device that runs everything in any order that events allow, from many seeds.
+
+``python -m tests.races --seed N`` repeats one seed. The mutations in ``tests/mutations`` show what these tests can see.
+"""
+
+import pytest
+import torch
+
+from tests.races.runs import expected, play, random_case, run
+from tests.seeds import attempt
+from tests.simulated_device import SimulatedDevice
+
+_EACH = 100
+_USUAL = range(0, 500, _EACH)
+_MANY = range(500, 10_000, _EACH)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("first", [*_USUAL, *(pytest.param(first, marks=pytest.mark.full) for first in _MANY)])
+def test_gradients_are_exact_in_every_order_that_events_allow(first):
+    found = {seed: problems for seed in range(first, first + _EACH) if (problems := attempt(run, seed))}
+    assert not found, f"python -m tests.races --seed {min(found)}: {found[min(found)]}"
+
+
+def test_plain_autograd_is_exact_in_every_order_that_events_allow():
+    """What the simulation calls legal is so: without the engine, no order makes a difference."""
+    for seed in range(50):
+        case = random_case(seed)
+        device = SimulatedDevice(seed, late_compute=True, streams=case.streams)
+        found = [gradient for scene in case.scenes for gradient in play(scene, device, None)]
+        device.finish()
+        assert not device.faults
+        assert all(torch.equal(one, other) for one, other in zip(found, expected(case, seed), strict=True))
+
+
+def test_one_seed_is_one_run():
+    def trace(seed):
+        events = []
+        assert run(seed, events) == []
+        return events
+
+    for seed in (3, 7):
+        assert len(trace(seed)) > 100
+        assert trace(seed) == trace(seed)
