@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 _SHOWN = 20
+_LINE_EVERY = 1000
 
 
 def try_seeds(run: Callable[[int], list[str]], module: str, first: int, count: int, stop: bool) -> None:
@@ -33,6 +34,8 @@ def try_seeds(run: Callable[[int], list[str]], module: str, first: int, count: i
                 problems = attempt(run, seed)
                 done += 1
                 progress.advance(task)
+                if not console.is_terminal and done % _LINE_EVERY == 0:
+                    console.print(f"{done} of {count}, {len(failed)} failed", markup=False, highlight=False)
                 if problems:
                     failed.append(seed)
                     if len(failed) <= _SHOWN:
