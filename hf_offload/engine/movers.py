@@ -50,7 +50,7 @@ class Mover(abc.ABC):
         """
 
     @abc.abstractmethod
-    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Arrival | None]":
+    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Arrival] | Future[None]":
         """Start reading into ``target``."""
 
     @abc.abstractmethod
@@ -82,7 +82,7 @@ class HostMover(Mover):
     def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
         return self._tier.write(slot, buffer)
 
-    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Arrival | None]":
+    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Arrival] | Future[None]":
         return self._tier.read(slot, target, urgent)
 
     def arrive(self, arrival: Arrival | None, storage: torch.UntypedStorage) -> None:
@@ -178,9 +178,9 @@ class StagedMover(Mover):
             drop()
             del buffer
 
-    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Arrival | None]":
+    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Arrival] | Future[None]":
         device = self._device
-        arrived: Future[Arrival | None] = Future()
+        arrived: Future[Arrival] = Future()
         compute = device.current_stream()
         free = Arrival(device.record(compute), compute)
         view = self._rescued.get(slot)
@@ -201,9 +201,7 @@ class StagedMover(Mover):
         arrived.set_result(arrival)
         return arrived
 
-    def _read(
-        self, slot: Slot, target: torch.Tensor, urgent: bool, free: Arrival, arrived: "Future[Arrival | None]"
-    ) -> None:
+    def _read(self, slot: Slot, target: torch.Tensor, urgent: bool, free: Arrival, arrived: "Future[Arrival]") -> None:
         if not arrived.set_running_or_notify_cancel():
             return
         try:
@@ -223,7 +221,7 @@ class StagedMover(Mover):
         staging: torch.Tensor,
         target: torch.Tensor,
         free: Arrival,
-        arrived: "Future[Arrival | None]",
+        arrived: "Future[Arrival]",
     ) -> None:
         try:
             if error is not None:

@@ -435,6 +435,30 @@ def test_finalizers_take_no_lock():
     rig.assert_nothing_left()
 
 
+def test_a_record_that_is_gone_cannot_be_found_again():
+    """By an I/O thread, say, whose write has ended at that moment: it would count the bytes a second time."""
+    rig = Rig()
+    with rig:
+        y = (leaf(64, 64) * 2).sin().sum()
+    rig.settle()
+    references = [reference for one in rig.engine._identities.values() for reference in one.records]
+    assert all(reference() is not None for reference in references)
+    found = []
+
+    class Graveyard:
+        def put(self, estate):
+            found.append([reference() for reference in references])
+
+    for reference in references:
+        record = reference()
+        record.estate = type(record.estate)(record, Graveyard())
+        del record
+    estates = [reference().estate for reference in references]
+    del y
+    assert len(estates) == 1
+    assert found == [[None]]
+
+
 # -- states ------------------------------------------------------------------------------------------------------------
 
 

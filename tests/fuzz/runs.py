@@ -230,7 +230,7 @@ def _left(rig: Rig) -> list[str]:
         try:
             rig.assert_nothing_left()
         except AssertionError as error:
-            problem = f"something is left: {error} ({rig.transfer.live_records} records)"
+            problem = f"something is left: {error}"
             gc.collect()
             time.sleep(0.01 * attempt)
         else:
