@@ -1,6 +1,8 @@
 """Device memory, pinned ring, tier: the accelerator's path, on a simulated device that runs copies as late as it may."""
 
 import gc
+import threading
+import time
 
 import pytest
 import torch
@@ -168,3 +170,19 @@ def test_a_write_that_fails_after_its_record_is_gone_leaves_nothing():
     rig.settle()
     assert not rig.transfer._mover._rescued
     rig.engine.close()
+
+
+def test_a_demand_load_has_room_that_prefetches_leave_alone():
+    ring = movers.PinnedRing(1000, False)
+    stored = ring.acquire(500)
+    prefetched = []
+    thread = threading.Thread(target=lambda: prefetched.append(ring.acquire(500)), daemon=True)
+    thread.start()
+    while not prefetched and not ring._room._waiters:
+        time.sleep(0.001)
+    demanded = ring.acquire(500, urgent=True)  # would wait for ever behind a prefetch that nobody takes
+    ring.release(stored)
+    ring.release(demanded)
+    thread.join()
+    ring.release(prefetched.pop())
+    ring.close()
