@@ -193,7 +193,7 @@ def test_dtypes(dtype):
 def test_conjugate_and_negative_bits_survive():
     def function(x):
         h = torch.complex(x, x * 2)
-        return (h.conj() * (h * 3)).imag.square().sum() + (h.conj().imag * (x * 5)).sum()
+        return (h.conj() * (h * (3 + 2j))).imag.square().sum() + (h.conj().imag * (x * 5)).sum()
 
     compare(function, leaf(16, 16))
 

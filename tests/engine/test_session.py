@@ -127,7 +127,7 @@ def test_a_forward_that_raises_leaves_no_hooks_on_the_thread(config):
         raise ValueError
 
     model.lm_head.register_forward_pre_hook(stumble)
-    with pytest.raises(ValueError):  # noqa: PT011  raised right above
+    with pytest.raises(ValueError):
         model(TOKENS)
     assert no_hooks_on_autograd()
     session.detach()

@@ -41,7 +41,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@settings(max_examples=250, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(programs())
 def test_gradients_or_the_error_are_those_of_plain_autograd(program):
     assert check(program) == []

@@ -1,6 +1,7 @@
 """Deliberate breakages of the engine, one a file: which rule each breaks, and which tests have to notice."""
 
 import dataclasses
+import os
 import subprocess
 from pathlib import Path
 
@@ -34,10 +35,12 @@ class Mutation:
         kind, _, count = self.tests.partition(" ")
         return (f"tests.{kind}", int(count)) if kind in ("races", "fuzz") else None
 
-    def apply(self, tree: Path, *options: str) -> str:
+    def apply(self, tree: Path) -> str:
         """Change the files of ``tree``; returns git's complaint, which is empty if there is none."""
-        command = ["git", "apply", *options, str(self.path)]
-        return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False).stderr
+        # A repository around the tree would have git look for the files there.
+        environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.parent)}
+        command = ["git", "apply", str(self.path)]
+        return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False).stderr
 
 
 def all_mutations() -> list[Mutation]:
