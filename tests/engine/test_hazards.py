@@ -409,7 +409,9 @@ def test_a_session_that_ended_serves_the_graphs_that_are_left():
         y = (x * 2).sin().sum()
         rig.settle()
         rig.engine.close()
+        offloaded_bytes = rig.stats.offloaded_bytes
         late = (x * 5).sin().sum()  # packed after the end: only detached
+        assert rig.stats.offloaded_bytes == offloaded_bytes
     (last,) = [thread for thread in threading.enumerate() if thread.name == "hf_offload-outlive"]
     assert rig.tier.live
     assert torch.equal(torch.autograd.grad(y, x)[0], expected)

@@ -3,12 +3,17 @@
 ``python -m tests.races --seed N`` repeats one seed. The mutations in ``tests/mutations`` show what these tests can see.
 """
 
+import random
+
 import pytest
 import torch
 
+from hf_offload.storage.ram import RamTier
+from tests.controlled_tier import Rig
 from tests.races.runs import expected, play, random_case, run
 from tests.seeds import attempt
 from tests.simulated_device import SimulatedDevice
+from tests.stepped_workers import Workers
 
 _EACH = 100
 _USUAL = range(0, 500, _EACH)
@@ -49,3 +54,26 @@ def test_one_seed_is_one_run():
     for seed in (3, 7):
         assert len(trace(seed)) > 100
         assert trace(seed) == trace(seed)
+
+
+def test_a_copy_that_was_evicted_and_is_still_alive_is_waited_for_by_every_stream():
+    device = SimulatedDevice(0, late_compute=True, streams=2, paces=(0.0,))
+    _, second = device.compute_streams
+    workers = Workers(random.Random(0))
+    with workers.installed():
+        rig = Rig(RamTier(), device=device)
+        rig.transfer.lock = workers.lock()
+        value = device.launch(lambda output: output.fill_(1.5), (8, 8))
+        handle = rig.engine.pack(value)
+        rig.transfer._mover.advance(everything=True)
+        del value
+        loaded = rig.engine.unpack(handle)
+        rig.transfer.evict_beyond(0)
+        assert handle.record.buffer is None
+        with device.on(second):
+            again = rig.engine.unpack(handle)
+            copied = device.launch(lambda output, value: output.copy_(value), (8, 8), again)
+        assert again.data_ptr() == loaded.data_ptr()
+        device.synchronize(device.record(second))
+        assert torch.equal(copied, torch.full((8, 8), 1.5))
+        assert rig.stats.loaded_bytes == handle.record.nbytes  # once
