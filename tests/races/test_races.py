@@ -77,3 +77,29 @@ def test_a_copy_that_was_evicted_and_is_still_alive_is_waited_for_by_every_strea
         device.synchronize(device.record(second))
         assert torch.equal(copied, torch.full((8, 8), 1.5))
         assert rig.stats.loaded_bytes == handle.record.nbytes  # once
+
+
+def test_the_memory_of_a_slot_is_written_again_only_after_the_last_copy_out_of_it():
+    """Also if the next record is of another stream, which is behind nothing that the last one's did."""
+    device = SimulatedDevice(0, late_compute=True, streams=2, paces=(0.0,))
+    first, second = device.compute_streams
+    workers = Workers(random.Random(0))
+    with workers.installed():
+        rig = Rig(RamTier(), device=device)
+        rig.transfer.lock = workers.lock()
+        with device.on(second):
+            value = device.launch(lambda output: output.fill_(1.5), (8, 8))
+            handle = rig.engine.pack(value)
+            rig.transfer._mover.advance(everything=True)
+            del value
+            loaded = rig.engine.unpack(handle)
+            copied = device.launch(lambda output, value: output.copy_(value), (8, 8), loaded)
+        memory = rig.tier.host_view(handle.record.slot).data_ptr()
+        del loaded, handle
+        rig.transfer.reap()
+        with device.on(first):
+            other = rig.engine.pack(device.launch(lambda output: output.fill_(2.5), (8, 8)))
+        assert rig.tier.host_view(other.record.slot).data_ptr() == memory
+        device.synchronize(device.record(rig.transfer._mover._store_stream))
+        device.synchronize(device.record(second))
+        assert torch.equal(copied, torch.full((8, 8), 1.5))
