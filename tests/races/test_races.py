@@ -85,7 +85,7 @@ def test_the_memory_of_a_slot_is_written_again_only_after_the_last_copy_out_of_i
     first, second = device.compute_streams
     workers = Workers(random.Random(0))
     with workers.installed():
-        rig = Rig(RamTier(), device=device)
+        rig = Rig(RamTier(), device=device, read_ahead_bytes=0)
         rig.transfer.lock = workers.lock()
         with device.on(second):
             value = device.launch(lambda output: output.fill_(1.5), (8, 8))
