@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full acceptance lint api bench-cpu clean
+.PHONY: help env demo test test-full acceptance mutations lint api bench-cpu clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ test-full: $(STAMP)  ## All tests
 
 acceptance: $(STAMP)  ## accelerate's and PEFT's own tests, without and with offloading (some twelve minutes; needs a package index)
 	$(BIN)/python -m tests.acceptance
+
+mutations: $(STAMP)  ## Breaks the engine on purpose, rule by rule; a test has to notice each (half an hour)
+	$(BIN)/python -m tests.mutations --output runs/mutations.md
 
 lint: $(STAMP)  ## Style and types
 	$(BIN)/ruff check .

@@ -73,7 +73,8 @@ class ControlledTier(Tier):
         return future
 
     def read(self, slot: MemorySlot, into: torch.Tensor, urgent: bool = False) -> "Future[None]":
-        assert not slot.freed, "read of a freed slot"
+        if slot.freed:
+            raise StorageError("read on a slot of the test's tier that was freed")
         self.started.append("urgent" if urgent else "ahead")
         future: Future[None] = Future()
         box = [into]
@@ -165,8 +166,8 @@ class Rig:
         """No record, no slot, no byte is left behind."""
         self.settle()
         self.transfer.reap()
-        assert self.transfer.live_records == 0
-        assert not self.tier.live
-        assert self.transfer.resident_bytes == 0
-        assert self.transfer.own_bytes == 0
-        assert not self.transfer._consumed
+        assert self.transfer.live_records == 0, f"{self.transfer.live_records} records"
+        assert not self.tier.live, f"{len(self.tier.live)} slots"
+        assert self.transfer.resident_bytes == 0, f"{self.transfer.resident_bytes} bytes"
+        assert self.transfer.own_bytes == 0, f"{self.transfer.own_bytes} bytes, of the engine's own"
+        assert not self.transfer._consumed, "copies that may be evicted"

@@ -48,6 +48,10 @@ class Device(abc.ABC):
         """Queue a copy on ``stream``."""
 
     @abc.abstractmethod
+    def use(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Tell the allocator that ``stream`` uses ``tensor``, which was allocated on another one."""
+
+    @abc.abstractmethod
     def synchronize(self, event: Event) -> None:
         """Let the host wait for ``event``. Safe in threads that have no current stream or device."""
 
@@ -75,6 +79,9 @@ class CpuDevice(Device):
         raise _NO_STREAMS
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        raise _NO_STREAMS
+
+    def use(self, tensor: torch.Tensor, stream: Stream) -> None:
         raise _NO_STREAMS
 
     def synchronize(self, event: Event) -> None:
@@ -111,6 +118,9 @@ class AcceleratorDevice(Device):
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         with stream:  # names the stream and its device for this thread; nothing is asked of what was current
             target.copy_(source, non_blocking=True)
+
+    def use(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)
 
     def synchronize(self, event: Event) -> None:
         event.synchronize()

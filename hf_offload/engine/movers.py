@@ -8,6 +8,12 @@ Note: stream order
     the peak would not fall. In the other direction the target is allocated on the compute stream in the hook's thread;
     the load stream waits for an event recorded there, so that it cannot write into memory whose former user still runs;
     compute waits for the load's own event.
+
+Note: several compute streams
+    Reading ahead loads on the stream of whoever reads ahead, and another one may use what was loaded: it waits for the load,
+    too, and the allocator is told. The memory of a slot that is copied to and from directly is ordered slot by slot, for
+    no compute stream need be behind another: a load waits for the copy into the slot, and once a slot is free the next
+    copy into its memory waits for the last one out of it.
 """
 
 import abc
@@ -16,18 +22,26 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from hf_offload.engine.device import Device, Event, Stream
-from hf_offload.errors import OffloadError, TierFullError
+from hf_offload.errors import TierFullError
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.tier import Slot, Tier
 from hf_offload.storage.workers import WorkerPool
 
 
+class Arrival(NamedTuple):
+    """When a load has ended, and for which stream its target was allocated."""
+
+    event: Event
+    stream: Stream
+
+
 class Mover(abc.ABC):
-    """Moves bytes for the transfer layer. A load's future gives an event for compute to wait for, or None."""
+    """Moves bytes for the transfer layer. A load's future gives what compute has to wait for, or None."""
 
     @abc.abstractmethod
     def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
@@ -36,12 +50,12 @@ class Mover(abc.ABC):
         """
 
     @abc.abstractmethod
-    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Event | None]":
+    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Arrival] | Future[None]":
         """Start reading into ``target``."""
 
     @abc.abstractmethod
-    def arrive(self, event: Event | None) -> None:
-        """Order the calling thread's compute behind a load."""
+    def arrive(self, arrival: Arrival | None, storage: torch.UntypedStorage) -> None:
+        """Order the calling thread's compute behind a load into ``storage``."""
 
     def advance(self, everything: bool = False) -> None:  # noqa: B027  nothing to do where nothing is copied
         """Let go of device buffers whose copies are behind us in stream order. Called in training threads."""
@@ -68,10 +82,10 @@ class HostMover(Mover):
     def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
         return self._tier.write(slot, buffer)
 
-    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Event | None]":
+    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Arrival] | Future[None]":
         return self._tier.read(slot, target, urgent)
 
-    def arrive(self, event: Event | None) -> None:
+    def arrive(self, arrival: Arrival | None, storage: torch.UntypedStorage) -> None:
         pass
 
     def close(self) -> None:
@@ -103,6 +117,8 @@ class StagedMover(Mover):
         self._ring = PinnedRing(ring_bytes, pinned)
         self._report = report
         self._rescued: dict[Slot, torch.Tensor] = {}
+        self._in_use: set[Slot] = set()
+        self._last_copy: dict[Slot, Event] = {}  # into or out of a slot's own memory
         # Event waits and ring waits of the two directions never share a thread: neither can hold the other up.
         self._store_workers = WorkerPool("hf_offload-store", 1)
         self._load_workers = WorkerPool("hf_offload-load", 1)
@@ -114,6 +130,7 @@ class StagedMover(Mover):
     def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
         device = self._device
         done: Future[None] = Future()
+        self._in_use.add(slot)
         view = self._tier.host_view(slot)
         staging = view if view is not None else self._ring.acquire(buffer.numel())
         compute = device.current_stream()
@@ -124,6 +141,7 @@ class StagedMover(Mover):
         self.advance()
         if view is not None:
             # In stream order the bytes are there already; nobody on the host has to wait for them.
+            self._last_copy[slot] = copied
             self._tier.stats.count("write", buffer.numel())
             done.set_result(None)
         else:
@@ -137,9 +155,11 @@ class StagedMover(Mover):
             return
 
         def written(error: BaseException | None) -> None:
-            if error is not None:
+            if error is not None and slot in self._in_use:
                 # The device buffer has left in stream order: these are the last bytes there are.
                 self._rescued[slot] = staging.clone()
+                if slot not in self._in_use:  # freed meanwhile: nobody will ask for them
+                    self._rescued.pop(slot, None)
                 self._report(error, staging.numel())
             self._ring.release(staging)
             done.set_result(None)
@@ -158,10 +178,11 @@ class StagedMover(Mover):
             drop()
             del buffer
 
-    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Event | None]":
+    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Arrival] | Future[None]":
         device = self._device
-        arrived: Future[Event | None] = Future()
-        free = device.record(device.current_stream())
+        arrived: Future[Arrival] = Future()
+        compute = device.current_stream()
+        free = Arrival(device.record(compute), compute)
         view = self._rescued.get(slot)
         if view is None:
             view = self._tier.host_view(slot)
@@ -169,18 +190,18 @@ class StagedMover(Mover):
             workers = self._urgent_workers if urgent else self._load_workers
             workers.submit(partial(self._read, slot, target, urgent, free, arrived))
             return arrived
-        # No event orders this behind the copy into the view, nor later copies into it behind this one: compute waited for
-        # the first before the buffer was dropped, and for this one before the record could go with its bytes in use.
-        event = self._copy_in(view, target, free)
-        # The target must outlive the copy even if backward drops it at once: a thread holds it until then.
-        self._arrival_workers.submit(partial(_hold, device, event, target))
+        last = self._last_copy.get(slot)
+        if last is not None:
+            device.wait(self._load_stream, last)
+        arrival = self._copy_in(view, target, free)
+        self._last_copy[slot] = arrival.event
+        # Both ends must outlive the copy even if backward drops them at once: a thread holds them until then.
+        self._arrival_workers.submit(partial(_hold, device, arrival.event, target, view))
         self._tier.stats.count("read", target.numel())
-        arrived.set_result(event)
+        arrived.set_result(arrival)
         return arrived
 
-    def _read(
-        self, slot: Slot, target: torch.Tensor, urgent: bool, free: Event, arrived: "Future[Event | None]"
-    ) -> None:
+    def _read(self, slot: Slot, target: torch.Tensor, urgent: bool, free: Arrival, arrived: "Future[Arrival]") -> None:
         if not arrived.set_running_or_notify_cancel():
             return
         try:
@@ -199,32 +220,41 @@ class StagedMover(Mover):
         error: BaseException | None,
         staging: torch.Tensor,
         target: torch.Tensor,
-        free: Event,
-        arrived: "Future[Event | None]",
+        free: Arrival,
+        arrived: "Future[Arrival]",
     ) -> None:
         try:
             if error is not None:
                 raise error
-            event = self._copy_in(staging, target, free)
-            arrived.set_result(event)
-            self._device.synchronize(event)
+            arrival = self._copy_in(staging, target, free)
+            arrived.set_result(arrival)
+            self._device.synchronize(arrival.event)
         except BaseException as failure:  # of the read or of the device: whoever waits has to hear of it
             if not arrived.done():
                 arrived.set_exception(failure)
         finally:
             self._ring.release(staging)
 
-    def _copy_in(self, source: torch.Tensor, target: torch.Tensor, free: Event) -> Event:
-        self._device.wait(self._load_stream, free)
+    def _copy_in(self, source: torch.Tensor, target: torch.Tensor, free: Arrival) -> Arrival:
+        self._device.wait(self._load_stream, free.event)
         self._device.copy(target, source, self._load_stream)
-        return self._device.record(self._load_stream)
+        return Arrival(self._device.record(self._load_stream), free.stream)
 
     def forget(self, slot: Slot) -> None:
+        self._in_use.discard(slot)
         self._rescued.pop(slot, None)
+        last = self._last_copy.pop(slot, None)
+        if last is not None:
+            self._device.wait(self._store_stream, last)
 
-    def arrive(self, event: Event | None) -> None:
-        if event is not None:
-            self._device.wait(self._device.current_stream(), event)
+    def arrive(self, arrival: Arrival | None, storage: torch.UntypedStorage) -> None:
+        if arrival is None:
+            return
+        compute = self._device.current_stream()
+        self._device.wait(compute, arrival.event)
+        if compute != arrival.stream:
+            target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self._device.use(target, compute)
 
     def close(self) -> None:
         self._device.synchronize(self._device.record(self._load_stream))
@@ -275,7 +305,7 @@ class PinnedRing:
         self._memory.close()
 
 
-def _hold(device: Device, event: Event, target: torch.Tensor) -> None:
+def _hold(device: Device, event: Event, target: torch.Tensor, source: torch.Tensor) -> None:
     device.synchronize(event)
 
 
@@ -287,7 +317,7 @@ def _then(start: "Callable[[], Future[None]]", finish: Callable[[BaseException |
 
     try:
         future = start()
-    except OffloadError as error:
+    except BaseException as error:  # a buffer is to be given back, and somebody may wait for what it brings
         finish(error)
     else:
         future.add_done_callback(ended)

@@ -83,11 +83,11 @@ class Prefetcher:
         with transfer.lock:
             while tape.next < len(tape.order):
                 record = tape.records[tape.order[tape.next]]()
-                if record is not None and not record.ahead:
+                if record is not None and not record.estate.ahead:
                     if record.state is State.STORING and record.buffer is None:
                         return  # between the device and the tier: next time
                     # What still leaves is in memory, too, until it has left; keeping it then adds nothing.
-                    more = 0 if record.leaving else record.nbytes
+                    more = 0 if record.estate.leaving else record.nbytes
                     has_room = transfer.own_bytes + more <= window or transfer.own_bytes == 0
                     if record.state in (State.STORING, State.RESIDENT):
                         if not has_room:

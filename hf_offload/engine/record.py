@@ -2,18 +2,22 @@
 
 Note: lifetimes
     autograd -> handle (:class:`PackedView`, :class:`KeptTensor`) -> :class:`Record` -> bytes.
-    Autograd lets go of a handle when the graph does; the last handle takes its record along, and the record's finalizer
-    puts the slot on a queue. Nothing else ends a life: not the number of unpacks, not the end of a step. So retain_graph,
-    exceptions, tensors that are never unpacked and several forwards before a backward need no special case.
+    Autograd lets go of a handle when the graph does; the last handle takes its record along, and the record's
+    :class:`Estate` is put on a queue. Nothing else ends a life: not the number of unpacks, not the end of a step. So
+    retain_graph, exceptions, tensors that are never unpacked and several forwards before a backward need no special case.
     A handle never holds the tensor that pack received: that tensor holds its graph, the graph holds the handle, and the
     cycle runs through C++, where Python's collector cannot see it.
+    The end of a record is told by the callback of a weak reference, not by ``__del__``: while that runs, other threads'
+    weak references still find the object, and would bring it back to life with its slot already given away.
 """
 
 import enum
 import queue
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -30,15 +34,25 @@ class State(enum.Enum):
     LOADED = "loaded"  # bytes in the tier and in buffer. -> STORED (evicted)
 
 
-class Obituary(NamedTuple):
-    """What is left to do once a record is gone."""
+class Estate:
+    """What a record has in the tier and in the counts: what is left to do once it is gone. Held by who does it."""
 
-    key: int
-    slot: Slot | None
-    future: "Future[Any] | None"
-    held_bytes: int
-    ahead_bytes: int
-    leaving_bytes: int
+    __slots__ = ("ahead", "death", "future", "held", "key", "leaving", "nbytes", "slot")
+
+    def __init__(self, record: "Record", graveyard: "queue.SimpleQueue[Estate]"):
+        self.key = id(record)
+        self.nbytes = record.nbytes
+        self.slot: Slot | None = None
+        self.future: Future[Any] | None = None
+        self.held = True  # the record has a buffer
+        self.ahead = False  # in memory early, for backward
+        self.leaving = False  # in memory until it is written
+        # May be called inside any allocation, under any lock that this thread holds: it must take none.
+        self.death = weakref.ref(record, partial(_bequeath, graveyard, self))
+
+
+def _bequeath(graveyard: "queue.SimpleQueue[Estate]", estate: Estate, _: object) -> None:
+    graveyard.put(estate)
 
 
 class Record:
@@ -46,17 +60,13 @@ class Record:
 
     __slots__ = (
         "__weakref__",
-        "ahead",
         "buffer",
-        "future",
-        "graveyard",
-        "leaving",
+        "estate",
         "nbytes",
         "ordinal",
         "phase",
         "probe",
         "root",
-        "slot",
         "start",
         "state",
         "storage_offset",
@@ -74,7 +84,7 @@ class Record:
         root: "weakref.ref[torch.Tensor]",
         start: int,
         unit: str,
-        graveyard: "queue.SimpleQueue[Obituary]",
+        graveyard: "queue.SimpleQueue[Estate]",
     ):
         self.buffer: torch.Tensor | None = buffer
         self.nbytes = buffer.numel()
@@ -85,12 +95,8 @@ class Record:
         self.root = root  # whose counter that is
         self.state = State.RESIDENT
         self.unit = unit
-        self.graveyard = graveyard
-        self.slot: Slot | None = None
-        self.future: Future[Any] | None = None
         self.wanted = False  # backward will need it soon: a store that ends must not drop the buffer
-        self.ahead = False  # in memory early, for backward
-        self.leaving = False  # in memory until it is written
+        self.estate = Estate(self, graveyard)
         self.ordinal = -1
         self.tape: Any = None
         self._point_at(buffer)
@@ -98,25 +104,45 @@ class Record:
     def _point_at(self, buffer: torch.Tensor) -> None:
         # The storage's Python object lives exactly as long as the storage: a weak reference to it is an identity that
         # an address is not, for an address is reused at once.
-        self.storage_ref = weakref.ref(buffer.untyped_storage())
+        self.storage_ref: Callable[[], torch.UntypedStorage | None] = weakref.ref(buffer.untyped_storage())
         self.storage_offset = int(buffer.storage_offset())
 
     def hold(self, buffer: torch.Tensor) -> None:
         """Let ``buffer`` be the record's bytes in memory from now on."""
         self.buffer = buffer
+        self.estate.held = True
         self._point_at(buffer)
+
+    def forget_memory(self) -> None:
+        """What was to be the record's bytes never became so, however long it lives on (in an error's frames, for one)."""
+        self.storage_ref = _nothing
 
     def memory(self) -> tuple[torch.UntypedStorage, int] | None:
         """The storage with the bytes and their offset in it, if memory holds them: the record's own, or anybody's."""
         storage = self.storage_ref()
         return None if storage is None else (storage, self.storage_offset)
 
-    def __del__(self) -> None:
-        # A finalizer may run inside any allocation, under any lock that this thread holds: it must take none.
-        if self.slot is not None or self.buffer is not None:
-            held = self.nbytes if self.buffer is not None else 0
-            ahead, leaving = self.nbytes * self.ahead, self.nbytes * self.leaving
-            self.graveyard.put(Obituary(id(self), self.slot, self.future, held, ahead, leaving))
+    @property
+    def slot(self) -> Slot | None:
+        """Its room in the tier."""
+        return self.estate.slot
+
+    @slot.setter
+    def slot(self, slot: Slot | None) -> None:
+        self.estate.slot = slot
+
+    @property
+    def future(self) -> "Future[Any] | None":
+        """The transfer that is on its way, or was the last."""
+        return self.estate.future
+
+    @future.setter
+    def future(self, future: "Future[Any] | None") -> None:
+        self.estate.future = future
+
+
+def _nothing() -> None:
+    """A reference to a storage that is gone."""
 
 
 class PackedView:

@@ -3,7 +3,7 @@
 Note: threads and the lock
     Training threads pack and unpack, device threads unpack (several at once), I/O threads finish transfers. One re-entrant
     lock guards every record's state and the byte counts; nobody waits for a transfer while holding it. Finalizers take no
-    lock at all: they put an :class:`~hf_offload.engine.record.Obituary` on a queue, and ``reap`` works it off.
+    lock at all: they put an :class:`~hf_offload.engine.record.Estate` on a queue, and ``reap`` works it off.
 """
 
 import collections
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from hf_offload.engine.device import Device, Event
-from hf_offload.engine.movers import Mover
-from hf_offload.engine.record import Obituary, Record, State
+from hf_offload.engine.device import Device
+from hf_offload.engine.movers import Arrival, Mover
+from hf_offload.engine.record import Estate, Record, State
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadError, StorageError, TierFullError
 from hf_offload.settings.sizes import format_bytes
@@ -35,9 +35,9 @@ class Transfer:
 
     def __init__(self, device: Device, tier: Tier, mover: Mover, stats: OffloadStats):
         self.lock = threading.RLock()
-        self.graveyard: queue.SimpleQueue[Obituary] = queue.SimpleQueue()
+        self.graveyard: queue.SimpleQueue[Estate] = queue.SimpleQueue()
         self.tier = tier
-        self.live_records = 0
+        self._estates: set[Estate] = set()  # of all records that are alive, or not buried yet
         self.ahead_bytes = 0
         self.leaving_bytes = 0
         self.resident_bytes = 0
@@ -52,6 +52,11 @@ class Transfer:
         self._outlived = False  # the session is over, and a thread works off the graveyard
 
     @property
+    def live_records(self) -> int:
+        """How many records graphs still hold."""
+        return len(self._estates)
+
+    @property
     def own_bytes(self) -> int:
         """Bytes in memory that only the engine wants there now: on their way out, or early for backward."""
         return self.leaving_bytes + self.ahead_bytes
@@ -61,7 +66,7 @@ class Transfer:
     def adopt(self, record: Record) -> None:
         """Count a new record, whose bytes are in memory."""
         with self.lock:
-            self.live_records += 1
+            self._estates.add(record.estate)
             self._hold(record.nbytes)
 
     def store(self, record: Record, write_behind_bytes: int, place: str | None = None) -> None:
@@ -87,7 +92,7 @@ class Transfer:
             record.slot = slot
             record.future = future
             record.state = State.STORING
-            record.leaving = True
+            record.estate.leaving = True
             self.leaving_bytes += record.nbytes
             self._pending_bytes += record.nbytes
             self._writes_in_flight.append(future)
@@ -206,14 +211,15 @@ class Transfer:
             elif record.state in (State.STORING, State.STORED):
                 self.keep_for_backward(record)
             self._consume(record)
-            loaded = record.future if record.state is State.LOADED else None
-        if loaded is not None:
-            self._mover.arrive(loaded.result())
+            # Also of a copy that was evicted and is still alive: this stream may not have waited for it.
+            there = record.future if record.state in (State.LOADED, State.STORED) else None
+        if there is not None:
+            self._mover.arrive(there.result(), memory[0])
         if begin:
             self._stats.step.load_stall_s += time.perf_counter() - begin
         return memory
 
-    def _await(self, record: Record, state: State, future: "Future[Event | None] | None") -> None:
+    def _await(self, record: Record, state: State, future: "Future[Arrival | None] | None") -> None:
         assert future is not None, "a record whose bytes are not in memory has a transfer on its way"
         if state is State.STORING:  # the device buffer is gone, its bytes are on their way: wait, then load
             _finished(future)
@@ -226,6 +232,7 @@ class Transfer:
             with self.lock:
                 if record.future is future and record.state is State.LOADING:
                     self._release_buffer(record)
+                    record.forget_memory()
                     self._count_not_ahead(record)
                     record.state = State.STORED
             raise OffloadError(
@@ -280,19 +287,19 @@ class Transfer:
             except queue.Empty:
                 return
 
-    def _bury(self, obituary: Obituary) -> None:
+    def _bury(self, estate: Estate) -> None:
         with self.lock:
-            self.live_records -= 1
-            self.resident_bytes -= obituary.held_bytes
-            self.ahead_bytes -= obituary.ahead_bytes
-            self.leaving_bytes -= obituary.leaving_bytes
-            consumed = self._consumed.get(obituary.key)
+            self._estates.discard(estate)
+            self.resident_bytes -= estate.nbytes * estate.held
+            self.ahead_bytes -= estate.nbytes * estate.ahead
+            self.leaving_bytes -= estate.nbytes * estate.leaving
+            consumed = self._consumed.get(estate.key)
             if consumed is not None and consumed() is None:  # else the id is used again already
-                del self._consumed[obituary.key]
-            if obituary.slot is not None:
-                if obituary.future is not None:
-                    obituary.future.cancel()
-                self._free(obituary.slot)
+                del self._consumed[estate.key]
+            if estate.slot is not None:
+                if estate.future is not None:
+                    estate.future.cancel()
+                self._free(estate.slot)
 
     def _hold(self, nbytes: int) -> None:
         self.resident_bytes += nbytes
@@ -301,22 +308,23 @@ class Transfer:
     def _release_buffer(self, record: Record) -> None:
         if record.buffer is not None:
             record.buffer = None
+            record.estate.held = False
             self.resident_bytes -= record.nbytes
             self._count_not_leaving(record)
 
     def _count_ahead(self, record: Record) -> None:
-        if not record.ahead:
-            record.ahead = True
+        if not record.estate.ahead:
+            record.estate.ahead = True
             self.ahead_bytes += record.nbytes
 
     def _count_not_leaving(self, record: Record) -> None:
-        if record.leaving:
-            record.leaving = False
+        if record.estate.leaving:
+            record.estate.leaving = False
             self.leaving_bytes -= record.nbytes
 
     def _count_not_ahead(self, record: Record) -> None:
-        if record.ahead:
-            record.ahead = False
+        if record.estate.ahead:
+            record.estate.ahead = False
             self.ahead_bytes -= record.nbytes
 
     def close_when_unused(self) -> None:

@@ -193,7 +193,7 @@ def test_dtypes(dtype):
 def test_conjugate_and_negative_bits_survive():
     def function(x):
         h = torch.complex(x, x * 2)
-        return (h.conj() * (h * 3)).imag.square().sum() + (h.conj().imag * (x * 5)).sum()
+        return (h.conj() * (h * (3 + 2j))).imag.square().sum() + (h.conj().imag * (x * 5)).sum()
 
     compare(function, leaf(16, 16))
 
@@ -298,12 +298,13 @@ def test_records_die_with_the_graph_without_the_garbage_collector():
         rig = Rig(min_bytes=256)
         with rig:
             h = leaf(64, 64) * 2
-            y = (h.sin() * h[:1, :8].cos().sum()).sum()  # the small view is kept, the rest offloaded
-            kept = weakref.ref(h)
+            small = h[:1, :8].tanh()  # kept, and the output of what saves it; the rest is offloaded
+            y = (h.sin() * small.sum()).sum()
+            kept = [weakref.ref(h), weakref.ref(small)]
         rig.settle()
-        del h, y
+        del h, small, y
         rig.assert_nothing_left()
-        assert kept() is None
+        assert [reference() for reference in kept] == [None, None]
     finally:
         gc.enable()
 
@@ -409,7 +410,9 @@ def test_a_session_that_ended_serves_the_graphs_that_are_left():
         y = (x * 2).sin().sum()
         rig.settle()
         rig.engine.close()
+        offloaded_bytes = rig.stats.offloaded_bytes
         late = (x * 5).sin().sum()  # packed after the end: only detached
+        assert rig.stats.offloaded_bytes == offloaded_bytes
     (last,) = [thread for thread in threading.enumerate() if thread.name == "hf_offload-outlive"]
     assert rig.tier.live
     assert torch.equal(torch.autograd.grad(y, x)[0], expected)
@@ -433,6 +436,30 @@ def test_finalizers_take_no_lock():
         thread.join(20)
         assert not thread.is_alive(), "a finalizer waits for a lock that this thread holds"
     rig.assert_nothing_left()
+
+
+def test_a_record_that_is_gone_cannot_be_found_again():
+    """By an I/O thread, say, whose write has ended at that moment: it would count the bytes a second time."""
+    rig = Rig()
+    with rig:
+        y = (leaf(64, 64) * 2).sin().sum()
+    rig.settle()
+    references = [reference for one in rig.engine._identities.values() for reference in one.records]
+    assert all(reference() is not None for reference in references)
+    found = []
+
+    class Graveyard:
+        def put(self, estate):
+            found.append([reference() for reference in references])
+
+    for reference in references:
+        record = reference()
+        record.estate = type(record.estate)(record, Graveyard())
+        del record
+    estates = [reference().estate for reference in references]
+    del y
+    assert len(estates) == 1
+    assert found == [[None]]
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -463,10 +490,28 @@ def test_a_store_that_has_not_begun_is_cancelled():
     with rig:
         y = (x * 2).sin().cos().sum()
     assert tier.writes_begun.acquire(timeout=20)  # the first is under way, the second waits in the queue
-    y.backward()
+    torch.autograd.grad(y, x, retain_graph=True)  # or the end of the records would cancel their stores
     tier.write_gate.set()
     rig.settle()
     assert rig.stats.written_bytes == 64 * 64 * 4
+    del y
+    rig.assert_nothing_left()
+
+
+def test_a_store_that_ends_does_not_drop_what_backward_has_kept():
+    x = leaf(64, 64)
+    tier = ControlledTier()
+    tier.write_gate.clear()
+    rig = Rig(tier)
+    with rig:
+        y = (x * 2).sin().sum()
+    assert tier.writes_begun.acquire(timeout=20)
+    torch.autograd.grad(y, x, retain_graph=True)
+    tier.write_gate.set()
+    rig.settle()
+    assert rig.stats.written_bytes == 64 * 64 * 4
+    torch.autograd.grad(y, x)
+    assert rig.stats.loaded_bytes == 0
     del y
     rig.assert_nothing_left()
 

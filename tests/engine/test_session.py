@@ -119,6 +119,20 @@ def test_a_forward_that_raises_leaves_a_usable_session(config, error, where):
     assert no_hooks_on_autograd()
 
 
+def test_a_forward_that_raises_leaves_no_hooks_on_the_thread(config):
+    model = tiny_gpt2()
+    session = attach(model, config)
+
+    def stumble(module, args):
+        raise ValueError
+
+    model.lm_head.register_forward_pre_hook(stumble)
+    with pytest.raises(ValueError):
+        model(TOKENS)
+    assert no_hooks_on_autograd()
+    session.detach()
+
+
 def test_an_interrupted_forward_is_unwound_by_detach(config):
     model = tiny_gpt2()
     session = attach(model, config)

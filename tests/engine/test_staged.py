@@ -1,6 +1,8 @@
 """Device memory, pinned ring, tier: the accelerator's path, on a simulated device that runs copies as late as it may."""
 
 import gc
+import threading
+import time
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from simulated_device import SimulatedDevice
 from torch import nn
 
 from hf_offload.engine import movers
+from hf_offload.errors import OffloadError
 from hf_offload.storage.ram import RamTier
 
 SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 60))]
@@ -133,3 +136,53 @@ def test_a_ring_smaller_than_a_tensor_still_works(monkeypatch):
     with rig:
         y = x.sin().cos().exp().tanh().sigmoid().sum()
     assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+
+
+def test_a_failed_read_can_be_repeated():
+    """What was to be filled lives on in the error's frames: it is not taken for the record's bytes."""
+    tier = ControlledTier()
+    rig = Rig(tier, device=SimulatedDevice(0))
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = torch.autograd.grad(x.sin().cos().exp().tanh().sigmoid().sum(), x)[0]
+    with rig:
+        y = x.sin().cos().exp().tanh().sigmoid().sum()
+    tier.fail_reads = True
+    with pytest.raises(OffloadError, match="Input/output error") as failed:
+        torch.autograd.grad(y, x, retain_graph=True)
+    tier.fail_reads = False
+    assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+    assert failed.value.__traceback__ is not None
+
+
+def test_a_write_that_fails_after_its_record_is_gone_leaves_nothing():
+    tier = ControlledTier()
+    tier.write_gate.clear()
+    tier.fail_writes = True
+    rig = Rig(tier, device=SimulatedDevice(0))
+    x = torch.randn(64, 64, requires_grad=True)
+    with rig:
+        y = x.sin().cos().sum()
+    assert tier.writes_begun.acquire(timeout=20)
+    del y
+    rig.transfer.reap()
+    assert not tier.live
+    tier.write_gate.set()
+    rig.settle()
+    assert not rig.transfer._mover._rescued
+    rig.engine.close()
+
+
+def test_a_demand_load_has_room_that_prefetches_leave_alone():
+    ring = movers.PinnedRing(1000, False)
+    stored = ring.acquire(500)
+    prefetched = []
+    thread = threading.Thread(target=lambda: prefetched.append(ring.acquire(500)), daemon=True)
+    thread.start()
+    while not prefetched and not ring._room._waiters:
+        time.sleep(0.001)
+    demanded = ring.acquire(500, urgent=True)  # would wait for ever behind a prefetch that nobody takes
+    ring.release(stored)
+    ring.release(demanded)
+    thread.join()
+    ring.release(prefetched.pop())
+    ring.close()

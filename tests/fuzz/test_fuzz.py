@@ -1,0 +1,53 @@
+"""Random autograd programs, drawn and shrunk by hypothesis; ``python -m tests.fuzz`` runs as many others as asked."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.programs import DTYPES, OPERATIONS, Instruction
+from tests.fuzz.runs import ENDINGS, Program, check, run
+from tests.seeds import attempt
+
+_NUMBER = st.integers(0, 63)
+_INSTRUCTION = st.builds(Instruction, st.sampled_from(OPERATIONS), _NUMBER, _NUMBER, _NUMBER)
+_FORWARD = st.lists(_INSTRUCTION, min_size=1, max_size=12).map(tuple)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    forwards = draw(st.lists(_FORWARD, min_size=1, max_size=3))
+    return Program(
+        forwards=tuple(forwards),
+        endings=tuple(draw(st.sampled_from(ENDINGS)) for _ in forwards),
+        reverse=draw(st.booleans()),
+        threads=draw(st.integers(0, 9)) == 9,
+        repeat=draw(st.booleans()),
+        parameters=draw(st.booleans()),
+        dtype=draw(st.integers(0, len(DTYPES) - 1)),
+        outside=draw(st.booleans()),
+        settled=not draw(st.booleans()),
+        min_bytes=draw(st.sampled_from((0, 100))),
+        read_ahead_bytes=draw(st.sampled_from((None, 0, 600))),
+        room_bytes=draw(st.sampled_from((1 << 30, 1500))),
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(programs())
+def test_gradients_or_the_error_are_those_of_plain_autograd(program):
+    assert check(program) == []
+
+
+@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.full) for first in range(0, 20_000, 2000)])
+def test_programs_from_seeds(first):
+    found = {seed: problems for seed in range(first, first + 2000) if (problems := attempt(run, seed))}
+    assert not found, f"python -m tests.fuzz --seed {min(found)}: {found[min(found)]}"
