@@ -12,6 +12,7 @@ Note: lifetimes
 import enum
 import queue
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -98,13 +99,17 @@ class Record:
     def _point_at(self, buffer: torch.Tensor) -> None:
         # The storage's Python object lives exactly as long as the storage: a weak reference to it is an identity that
         # an address is not, for an address is reused at once.
-        self.storage_ref = weakref.ref(buffer.untyped_storage())
+        self.storage_ref: Callable[[], torch.UntypedStorage | None] = weakref.ref(buffer.untyped_storage())
         self.storage_offset = int(buffer.storage_offset())
 
     def hold(self, buffer: torch.Tensor) -> None:
         """Let ``buffer`` be the record's bytes in memory from now on."""
         self.buffer = buffer
         self._point_at(buffer)
+
+    def forget_memory(self) -> None:
+        """What the record points at never got its bytes, though somebody may keep it alive: a read that hangs does."""
+        self.storage_ref = _nothing
 
     def memory(self) -> tuple[torch.UntypedStorage, int] | None:
         """The storage with the bytes and their offset in it, if memory holds them: the record's own, or anybody's."""
@@ -117,6 +122,10 @@ class Record:
             held = self.nbytes if self.buffer is not None else 0
             ahead, leaving = self.nbytes * self.ahead, self.nbytes * self.leaving
             self.graveyard.put(Obituary(id(self), self.slot, self.future, held, ahead, leaving))
+
+
+def _nothing() -> None:
+    """A reference to a storage that is gone."""
 
 
 class PackedView:

@@ -124,6 +124,10 @@ class DiskTier(QueuedTier):
         return tuple(self._files)
 
     @property
+    def where(self) -> str:
+        return ", ".join(str(file.directory) for file in self._files)
+
+    @property
     def occupied_bytes(self) -> int:
         """Disk space the files take, freed slots and reserves included."""
         return self._room.occupied_bytes
@@ -249,23 +253,24 @@ class DiskTier(QueuedTier):
 
     def _call(self, transfer: QueuedTransfer, chunk: _Chunk, call: Any) -> None:
         done = 0
-        with self.gate.passing():
-            self.stats.begin(transfer.kind)
-            try:
-                call()
-                done = chunk.nbytes
-            except OSError as error:
-                advice = {
-                    errno.ENOSPC: "The disk is full: free space there, or set a smaller disk_budget.",
-                    errno.EIO: "The drive reports an error: look at the kernel's log, and use another drive.",
-                }.get(error.errno or 0, "Check the drive, or name another directory.")
-                verb = "Writing to" if transfer.kind == "write" else "Reading from"
-                raise StorageError(
-                    f"{verb} {self._files[chunk.file]} at offset {chunk.offset} ({chunk.nbytes} bytes) failed: "
-                    f"{error.strerror or error} (errno {error.errno}). {advice}"
-                ) from error
-            finally:
-                self.stats.end(transfer.kind, done)
+        try:
+            with self.gate.passing():
+                self.stats.begin(transfer.kind)
+                try:
+                    call()
+                    done = chunk.nbytes
+                finally:
+                    self.stats.end(transfer.kind, done)
+        except OSError as error:
+            advice = {
+                errno.ENOSPC: "The disk is full: free space there, or set a smaller disk_budget.",
+                errno.EIO: "The drive reports an error: look at the kernel's log, and use another drive.",
+            }.get(error.errno or 0, "Check the drive, or name another directory.")
+            verb = "Writing to" if transfer.kind == "write" else "Reading from"
+            raise StorageError(
+                f"{verb} {self._files[chunk.file]} at offset {chunk.offset} ({chunk.nbytes} bytes) failed: "
+                f"{error.strerror or error} (errno {error.errno}). {advice}"
+            ) from error
 
     def _restore_ends(self, transfer: QueuedTransfer, image: _Image) -> None:
         ctypes.memmove(transfer.address, image.lead, len(image.lead))
