@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 EFFECTS = (
     "CPU, while a run starts: mallopt() keeps freed memory in glibc's heap; a preloaded allocator is left alone",
     "disk tier, on first use: one os.register_at_fork() handler, so that no direct read runs during a fork",
+    "disk tier: how much was written to each drive is counted in ~/.local/state/hf_offload/drives",
     "import of the training arguments: one entry in transformers' table of reporters, so that Trainers find the callback",
     "Trainer with offloading active: the name hf_offload is added to report_to of its own arguments",
     "training arguments with a memory mode: Trainer.__init__ is wrapped, and changes nothing for other arguments",

@@ -60,6 +60,16 @@ class OffloadArguments:
     offload_max_disk_write: str | None = dataclasses.field(
         default=None, metadata={"help": "Stop writing to disk after this many bytes in one run, e.g. 10TiB."}
     )
+    offload_at_disk_write_limit: str = dataclasses.field(
+        default="keep",
+        metadata={
+            "help": "What follows that limit: keep (activations stay in memory) or stop (save, and end the run)."
+        },
+    )
+    offload_disk_rated: str | None = dataclasses.field(
+        default=None,
+        metadata={"help": "What the drive can take in its life (TBW), e.g. 600TB: the summary says what is used up."},
+    )
 
     tiled_loss: str = dataclasses.field(
         default="off",
@@ -153,6 +163,8 @@ class OffloadArguments:
             read_ahead_bytes=self.offload_read_ahead,
             verify=self.offload_verify,
             max_disk_write_bytes=self.offload_max_disk_write,
+            at_disk_write_limit=self.offload_at_disk_write_limit,
+            disk_rated_bytes=self.offload_disk_rated,
             tiled_loss=self.tiled_loss,
             tiled_mlp=self.tiled_mlp,
             tile_bytes=self.tile_bytes,

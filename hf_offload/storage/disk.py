@@ -115,6 +115,7 @@ class DiskTier(QueuedTier):
         self.chunk_bytes = max(chunk_bytes // granule, 1) * granule
         self._room = DiskRoom(self._files, granule, self.chunk_bytes, budget_bytes)
         self._paid_bytes = 0
+        self.write_limit_reached = False  # something was refused because of max_write_bytes
         self.gate = Gate()
         guard(self)
 
@@ -160,6 +161,7 @@ class DiskTier(QueuedTier):
     def _pay(self, nbytes: int) -> None:
         """Count a write before it happens, against what the drive may be worn by. Called under the lock."""
         if self.max_write_bytes is not None and self._paid_bytes + nbytes > self.max_write_bytes:
+            self.write_limit_reached = True
             raise TierFullError(
                 f"No more disk writes: of max_write_bytes={format_bytes(self.max_write_bytes)}, "
                 f"{format_bytes(self._paid_bytes)} are spent and {format_bytes(nbytes)} are asked for. Raise it, or "

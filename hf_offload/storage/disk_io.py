@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import secrets
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,8 @@ class DataFile:
         self.directory = Path(directory)
         self.file_system = check_directory(self.directory)
         self.size_bytes = 0
+        self.written_bytes = 0
+        self._counting = threading.Lock()
         self._in_memory = self.file_system in MEMORY_FILE_SYSTEMS
         self._unsettled: collections.deque[tuple[int, int]] = collections.deque()
         self._fd = self._buffered_fd = -1
@@ -222,6 +225,8 @@ class DataFile:
             if count <= 0:
                 raise OSError(errno.EIO, f"the drive took {done} of {len(data)} bytes and no more")
             done += count
+            with self._counting:
+                self.written_bytes += count
             fd = self._next_fd(fd, offset + done)
         self._settle(offset, len(data))
 

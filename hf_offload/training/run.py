@@ -159,6 +159,7 @@ def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
         "min_offload_bytes": "offload_min_bytes",
         "read_ahead_bytes": "offload_read_ahead",
         "max_disk_write_bytes": "offload_max_disk_write",
+        "disk_rated_bytes": "offload_disk_rated",
         # these are no offloading
         "tiled_loss": "tiled_loss",
         "tiled_mlp": "tiled_mlp",

@@ -72,7 +72,9 @@ def test_a_hung_read_is_an_error_and_backward_can_be_repeated(tmp_path, monkeypa
         session._engine.transfer._wait_for_writes(0)
         hang = Hang(monkeypatch, "read_once")
         model.zero_grad()
-        with pytest.raises(OffloadError, match=rf"no weight was changed.*{tmp_path}.*0 s, so the drive hangs") as raised:
+        with pytest.raises(
+            OffloadError, match=rf"no weight was changed.*{tmp_path}.*0 s, so the drive hangs"
+        ) as raised:
             loss.backward(retain_graph=True)
         assert isinstance(raised.value.__cause__, StandstillError)
         assert hang.inside.is_set()
@@ -184,7 +186,9 @@ class Looks:
 
 def test_a_standstill_is_no_ended_call_while_one_runs():
     tier = RamTier()
-    assert Looks(tier, lambda stats, look: None).count == 100, "nothing runs: whatever is waited for, it is not the tier"
+    assert Looks(tier, lambda stats, look: None).count == 100, (
+        "nothing runs: whatever is waited for, it is not the tier"
+    )
     assert Looks(tier, lambda stats, look: (stats.begin("read"), stats.end("read", 1))).count == 100
     tier.stats.begin("write")
     assert Looks(tier, lambda stats, look: stats.count("read", 1) or look % 9 or _one(stats)).count == 100

@@ -194,7 +194,7 @@ def test_a_name_that_somebody_else_took_is_never_opened(tmp_path, monkeypatch):
         fd = real(path, flags)
         if flags & os.O_CREAT:
             os.unlink(path)  # noqa: PTH108  a string, as the caller has it
-            os.link(trap, path)  # noqa: PTH200
+            os.link(trap, path)
         return fd
 
     monkeypatch.setattr(disk_io, "open_once", open_once)
