@@ -241,7 +241,9 @@ class Transfer:
             raise OffloadError(
                 f"Activations of {record.unit} ({format_bytes(record.nbytes)}) could not be read back, so this backward "
                 f"cannot go on; no weight was changed by this step. {error}"
-            ) from error
+            ) from error.with_traceback(
+                None
+            )  # which would hold this frame, that holds the future, that holds the error
         with self.lock:
             if record.future is future and record.state is State.LOADING:
                 record.state = State.LOADED
