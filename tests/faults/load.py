@@ -95,8 +95,8 @@ def main() -> int:
         used > 0
     )
     line = (
-        f"{load.done_bytes / 1e9:.1f} GB stored ({written / 1e9:.1f} GB of it on disk) and read back by {args.threads} threads "
-        f"in {seconds:.0f} s, {occupied / 1e9:.2f} GB of disk occupied, {len(problems)} errors"
+        f"{load.done_bytes / 1e9:.1f} GB stored ({written / 1e9:.1f} GB of it on disk) and read back by {args.threads} "
+        f"threads in {seconds:.0f} s, {occupied / 1e9:.2f} GB of disk occupied, {len(problems)} errors"
     )
     sys.stdout.write("\n".join([*problems, line]) + "\n")
     return 1 if problems else 0
