@@ -251,6 +251,7 @@ def test_the_count_is_kept_when_a_session_ends(tmp_path, folder):
     model = tiny_model("gpt2")
     with offload_activations(model, settings(tmp_path)) as session:
         one_step(model)
+        session._engine.transfer._wait_for_writes(0)
     assert read_wear(DRIVE)[0] > 0
     assert read_wear(DRIVE)[0] == session.stats.total.written_bytes
 
