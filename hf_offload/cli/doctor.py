@@ -72,6 +72,7 @@ def _show(machine: "Machine") -> None:
             f"{drive.file_system}, {_size(drive.free_bytes)} free",
             f"write {_rate(drive.write)}, read {_rate(drive.read)}, both at once {_rate(drive.both)}",
             f"{way}: {drive.direct_io.reason}",
+            *_written(drive.directory),
         )
         table.add_row(escape(str(drive.directory)), escape("\n".join(lines)))
     answer = "yes" if machine.gpu_direct.usable else "no"
@@ -83,6 +84,14 @@ def _show(machine: "Machine") -> None:
     table.add_row("versions", ", ".join(f"{name} {version or '-'}" for name, version in machine.versions.items()))
     table.add_row("process-wide effects of a run", "\n".join(EFFECTS))
     output().print(table, highlight=False)
+
+
+def _written(directory: Path) -> list[str]:
+    from hf_offload.storage.wear import drive_of, read_wear  # slow: it loads torch
+
+    drive = drive_of(directory)
+    known = None if drive is None else read_wear(drive)
+    return [] if known is None else [f"{_size(known[0])} written to it by offloading since {known[1]}"]
 
 
 def _size(nbytes: int | None) -> str:

@@ -13,6 +13,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadTrainingArguments, offload_activations
+from hf_offload.cli.doctor import doctor
 from hf_offload.reports.summary import summary_lines
 from hf_offload.storage import wear
 from hf_offload.storage.buffers import empty_at_phase
@@ -254,6 +255,17 @@ def test_the_count_is_kept_when_a_session_ends(tmp_path, folder):
         session._engine.transfer._wait_for_writes(0)
     assert read_wear(DRIVE)[0] > 0
     assert read_wear(DRIVE)[0] == session.stats.total.written_bytes
+
+
+def test_doctor_shows_the_count(tmp_path, folder, capsys):
+    file = File(tmp_path)
+    counted = Wear([file])
+    file.written_bytes = 3 * MIB
+    counted.keep()
+    doctor([tmp_path], json=False, measure=False)
+    assert "3.00 MiB written to it by offloading since 20" in " ".join(
+        capsys.readouterr().out.replace("│", " ").split()
+    )
 
 
 def test_a_state_folder_that_cannot_be_written_changes_no_training(tmp_path, folder, caplog):
