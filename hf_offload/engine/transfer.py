@@ -238,12 +238,12 @@ class Transfer:
                     record.forget_memory()
                     self._count_not_ahead(record)
                     record.state = State.STORED
+            # Its traceback would hold this frame, which holds the future, which holds the error: bytes until the next collection.
+            cause = error.with_traceback(None)
             raise OffloadError(
                 f"Activations of {record.unit} ({format_bytes(record.nbytes)}) could not be read back, so this backward "
                 f"cannot go on; no weight was changed by this step. {error}"
-            ) from error.with_traceback(
-                None
-            )  # which would hold this frame, that holds the future, that holds the error
+            ) from cause
         with self.lock:
             if record.future is future and record.state is State.LOADING:
                 record.state = State.LOADED

@@ -98,9 +98,16 @@ def main(count: int, seed: int = 0) -> int:
         os.environ["XDG_STATE_HOME"] = str(state)
         shared = shared_memory()
         begin = time.monotonic()
+        done = 0
         for kill in track(range(count), description="killing runs", disable=not sys.stderr.isatty()):
             pid = in_child(directory, 1 << 30)
-            time.sleep(chance.uniform(0, LONGEST_S))
+            try:
+                time.sleep(chance.uniform(0, LONGEST_S))
+            except KeyboardInterrupt:  # tell what was done until then
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                break
+            done += 1
             os.kill(pid, signal.SIGKILL)
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if status != -signal.SIGKILL:
@@ -113,7 +120,7 @@ def main(count: int, seed: int = 0) -> int:
             problems.append(f"the run after them ended with {status}")
         problems += [f"the run after them left {what}" for what in left_behind(directory, state, shared)]
         counted = [json.loads(path.read_bytes())["written_bytes"] for path in state.rglob("*.json")]
-    line = f"{count} runs killed in {seconds:.0f} s, {len(problems)} problems"
+    line = f"{done} runs killed in {seconds:.0f} s, {len(problems)} problems"
     sys.stdout.write("\n".join([*problems, f"{line}; counted: {counted} bytes"]) + "\n")
     return 1 if problems else 0
 

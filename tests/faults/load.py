@@ -42,11 +42,16 @@ class Load:
         workers = [threading.Thread(target=self._work, args=(seed,)) for seed in range(threads)]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            while worker.is_alive():
-                worker.join(1.0)
-                if progress is not None and task is not None:
-                    progress.update(task, completed=self.done_bytes / 1e9)
+        try:
+            for worker in workers:
+                while worker.is_alive():
+                    worker.join(1.0)
+                    if progress is not None and task is not None:
+                        progress.update(task, completed=self.done_bytes / 1e9)
+        except KeyboardInterrupt:  # tell what was done until then
+            self.total_bytes = 0
+            for worker in workers:
+                worker.join()
         return time.perf_counter() - begin
 
     def _work(self, seed: int) -> None:
