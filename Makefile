@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full acceptance mutations lint api bench-cpu clean
+.PHONY: help env demo test test-full faults acceptance mutations lint api bench-cpu clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,11 @@ test: $(STAMP)  ## All tests but the slow ones; prints what was skipped and why
 
 test-full: $(STAMP)  ## All tests
 	$(PYTEST)
+
+faults: $(STAMP)  ## Nothing lost, nothing left behind: 200 runs killed, 2,000 rough steps, 100 GB through 4 GB (half an hour)
+	$(BIN)/python -m tests.faults.killed 200
+	$(BIN)/python -m pytest -m full --capture=no tests/memory/test_growth.py
+	$(BIN)/python -m tests.faults.load --gigabytes 100 --quota-gigabytes 4
 
 acceptance: $(STAMP)  ## accelerate's and PEFT's own tests, without and with offloading (some twelve minutes; needs a package index)
 	$(BIN)/python -m tests.acceptance

@@ -38,6 +38,10 @@ class StorageError(OffloadError):
     """Bytes could not be written to, or read back from, a storage tier."""
 
 
+class StandstillError(StorageError):
+    """A tier has stopped answering: transfers are on their way and none of them ends."""
+
+
 class SavedTensorModifiedError(OffloadError):
     """A tensor was changed in place between being saved and being needed: its gradient would be wrong.
 

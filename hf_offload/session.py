@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from hf_offload.engine.hooks import Engine
 from hf_offload.engine.phases import Phases
 from hf_offload.engine.recompute import Recompute
 from hf_offload.engine.stats import OffloadStats
-from hf_offload.errors import OffloadConfigError
+from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.lean.apply import Lean
 from hf_offload.plan.feedback import Feedback, Prediction
 from hf_offload.plan.hardware import BUDGET_SHARE, Figure, Hardware, measure_hardware
@@ -36,6 +35,7 @@ from hf_offload.storage.file_systems import check_directory, free_disk_bytes
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
+from hf_offload.storage.wear import Wear, Written
 from hf_offload.tiling.apply import Tiling
 
 logger = logging.getLogger(__name__)
@@ -97,12 +97,13 @@ def _attach(
         return OffloadSession(model, config, plan, sampling, lean, tiling, ranks)
     if automatic:
         _check_eager(model)
-    tier = _open_tier(config, on_host=device.is_host)
+    tier, disk = _open_tier(config, on_host=device.is_host)
     if device.is_host:
         logger.info("CPU allocator: %s.", tune_running_allocator())
     engine = Engine(model, plan, device, tier)
     phases = Phases(engine)
     session = OffloadSession(model, config, plan, sampling, lean, tiling, ranks, engine, phases)
+    session.watch_writes(disk)
     if automatic:
         session.plan_while_training(_hardware(config, ranks), Recompute(blocks))
         units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
@@ -146,6 +147,7 @@ class OffloadSession:
         ranks: The processes that train the model together.
         training: The trainer's run the session belongs to, if one made it.
         by: What attached it.
+        must_stop: The limit of bytes written was met in a step that has ended, and ``at_disk_write_limit`` is ``"stop"``.
     """
 
     def __init__(
@@ -176,6 +178,9 @@ class OffloadSession:
         self.by = ""
         self._loader: Any = None
         self._stepped = False
+        self._disk: DiskTier | None = None
+        self._wear: Wear | None = None
+        self.must_stop = False
         if engine is not None or self.tiled or self.sampled or self.lean:
             _attached[model] = self
 
@@ -197,6 +202,18 @@ class OffloadSession:
             ranks=self.ranks,
         )
 
+    def watch_writes(self, disk: DiskTier | None) -> None:
+        """Count from now on what is written to the drives of ``disk``."""
+        self._disk = disk
+        self._wear = None if disk is None else Wear(disk.files)
+
+    def written(self) -> list[Written]:
+        """What was written to each drive, by this process and by all runs together. Keeps the count first."""
+        if self._wear is None:
+            return []
+        self._wear.keep()
+        return self._wear.report()
+
     def _follow(self, plan: Plan) -> None:
         assert self._engine is not None
         assert self._recompute is not None
@@ -207,6 +224,11 @@ class OffloadSession:
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model's forward begins, with these inputs."""
         self.end_pending_step()
+        if self.must_stop:
+            raise OffloadError(
+                f"max_disk_write_bytes={format_bytes(int(self.config.max_disk_write_bytes or 0))} have been written, and "
+                "at_disk_write_limit='stop'. The last step is complete: save the model, and raise the limit to go on."
+            )
         if self._feedback is not None:
             self._feedback.begin_forward(args, kwargs)
 
@@ -268,6 +290,10 @@ class OffloadSession:
         if self._feedback is not None:
             self._feedback.end_step()
         self._stepped = False
+        if self._wear is not None:
+            self._wear.keep(now=False)
+        if self._disk is not None and self.config.at_disk_write_limit == "stop":
+            self.must_stop = any(self.ranks.gather(self._disk.write_limit_reached))
 
     def optimizer_stepped(self) -> None:
         """An optimizer has stepped: the next forward belongs to another step. For loops that do not call :meth:`end_step`."""
@@ -296,6 +322,8 @@ class OffloadSession:
             phases.remove()
         if engine is not None:
             engine.close()
+        if self._wear is not None:
+            self._wear.keep()
         self.ranks.close()
         if model is not None:
             _attached.pop(model, None)
@@ -370,47 +398,37 @@ def _has_work(model: nn.Module) -> bool:
     return False
 
 
-def _open_tier(config: OffloadConfig, on_host: bool) -> Tier:
+def _open_tier(config: OffloadConfig, on_host: bool) -> tuple[Tier, DiskTier | None]:
+    """The tier, and the part of it that writes to drives."""
     checksum = config.verify == "checksum"
     ram_budget = None if config.ram_budget is None else int(config.ram_budget)
     if config.tier == "ram":
         if on_host:
             logger.warning("The model is on the CPU: moving activations from RAM to RAM saves no memory.")
-        return RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum)
-    directories, private = _directories(config)
-    try:
-        return _open_files(config, directories, ram_budget, on_host)
-    finally:
-        if private is not None:
-            # The files were unlinked as soon as they were open; the directory can go, too.
-            shutil.rmtree(private, ignore_errors=True)
-
-
-def _open_files(config: OffloadConfig, directories: tuple[Path, ...], ram_budget: int | None, on_host: bool) -> Tier:
-    checksum = config.verify == "checksum"
+        return RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), None
+    directories = _directories(config)
     free = free_disk_bytes(directories)
     if config.disk_budget is not None and int(config.disk_budget) > free:
         raise OffloadConfigError(
             f"disk_budget={format_bytes(int(config.disk_budget))}, but only {format_bytes(free)} are free in "
             f"{', '.join(map(str, directories))}: free some space, name another directory, or lower disk_budget."
         )
-    disk: Tier = DiskTier(
+    disk = DiskTier(
         directories,
         budget_bytes=None if config.disk_budget is None else int(config.disk_budget),
         max_write_bytes=None if config.max_disk_write_bytes is None else int(config.max_disk_write_bytes),
         checksum=checksum,
     )
     if ram_budget or (config.tier == "auto" and not on_host):
-        return SpillTier(RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), disk)
-    return disk
+        return SpillTier(RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), disk), disk
+    return disk, disk
 
 
-def _directories(config: OffloadConfig) -> tuple[tuple[Path, ...], Path | None]:
-    if config.directories:
-        for directory in config.directories:
-            check_directory(directory)
-        return config.directories, None
-    check_directory(Path(tempfile.gettempdir()))
-    private = Path(tempfile.mkdtemp(prefix="hf_offload-"))
-    logger.warning("No directory was named for activations: they go to %s.", private)
-    return (private,), private
+def _directories(config: OffloadConfig) -> tuple[Path, ...]:
+    # Files have no names and no other user can open them: they need no directory of their own, not even in /tmp.
+    directories = config.directories or (Path(tempfile.gettempdir()),)
+    for directory in directories:
+        check_directory(directory)
+    if not config.directories:
+        logger.warning("No directory was named for activations: they go to %s.", directories[0])
+    return directories

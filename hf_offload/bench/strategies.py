@@ -130,7 +130,10 @@ def _others() -> list[Strategy]:
 # ------------------------------------------------------------------------------------------------------------ our ways
 
 # A recipe's directory and its limits are for files, which the RAM tier has none of.
-_NO_FILES = tuple(f"offload.{name}=null" for name in ("directory", "disk_budget", "max_disk_write_bytes"))
+_NO_FILES = (
+    *(f"offload.{name}=null" for name in ("directory", "disk_budget", "max_disk_write_bytes", "disk_rated_bytes")),
+    "offload.at_disk_write_limit=keep",
+)
 _AUTO = ("offload.tier=auto", "offload.keep_last_count=0", "offload.read_ahead_bytes=null")
 _ONLY_DISK = ("offload.tier=ssd", "offload.ram_budget=null")
 

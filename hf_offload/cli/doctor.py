@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 EFFECTS = (
     "CPU, while a run starts: mallopt() keeps freed memory in glibc's heap; a preloaded allocator is left alone",
     "disk tier, on first use: one os.register_at_fork() handler, so that no direct read runs during a fork",
+    "disk tier: how much was written to each drive is counted in ~/.local/state/hf_offload/drives",
     "import of the training arguments: one entry in transformers' table of reporters, so that Trainers find the callback",
     "Trainer with offloading active: the name hf_offload is added to report_to of its own arguments",
     "Trainer with offloading active: create_model_card is wrapped, and adds a section on memory to cards of such trainings",
@@ -72,6 +73,7 @@ def _show(machine: "Machine") -> None:
             f"{drive.file_system}, {_size(drive.free_bytes)} free",
             f"write {_rate(drive.write)}, read {_rate(drive.read)}, both at once {_rate(drive.both)}",
             f"{way}: {drive.direct_io.reason}",
+            *_written(drive.directory),
         )
         table.add_row(escape(str(drive.directory)), escape("\n".join(lines)))
     answer = "yes" if machine.gpu_direct.usable else "no"
@@ -83,6 +85,14 @@ def _show(machine: "Machine") -> None:
     table.add_row("versions", ", ".join(f"{name} {version or '-'}" for name, version in machine.versions.items()))
     table.add_row("process-wide effects of a run", "\n".join(EFFECTS))
     output().print(table, highlight=False)
+
+
+def _written(directory: Path) -> list[str]:
+    from hf_offload.storage.wear import drive_of, read_wear  # slow: it loads torch
+
+    drive = drive_of(directory)
+    known = None if drive is None else read_wear(drive)
+    return [] if known is None else [f"{_size(known[0])} written to it by offloading since {known[1]}"]
 
 
 def _size(nbytes: int | None) -> str:

@@ -115,6 +115,7 @@ class StagedMover(Mover):
         self._store_stream = device.new_stream()
         self._load_stream = device.new_stream()
         self._ring = PinnedRing(ring_bytes, pinned)
+        self._ring.behind = tier
         self._report = report
         self._rescued: dict[Slot, torch.Tensor] = {}
         self._in_use: set[Slot] = set()
@@ -275,6 +276,8 @@ class PinnedRing:
     """
 
     _RESERVED = 0.25
+    behind: Tier | None = None
+    """The tier whose transfers make room: whoever waits for room stops waiting when it comes to a standstill."""
 
     def __init__(self, capacity_bytes: int, pinned: bool = True):
         self._capacity = capacity_bytes
@@ -286,7 +289,9 @@ class PinnedRing:
     def acquire(self, nbytes: int, urgent: bool = False) -> torch.Tensor:
         limit = self._capacity if urgent else self._capacity * (1 - self._RESERVED)
         with self._room:
-            self._room.wait_for(lambda: self._used == 0 or self._used + nbytes <= limit)
+            (self.behind or self._memory).wait_for(
+                lambda seconds: self._room.wait_for(lambda: self._used == 0 or self._used + nbytes <= limit, seconds)
+            )
             slot = self._memory.reserve(nbytes)
             view = self._memory.host_view(slot)
             if view is None:

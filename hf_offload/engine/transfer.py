@@ -23,7 +23,7 @@ from hf_offload.engine.device import Device
 from hf_offload.engine.movers import Arrival, Mover
 from hf_offload.engine.record import Estate, Record, State
 from hf_offload.engine.stats import OffloadStats
-from hf_offload.errors import OffloadError, StorageError, TierFullError
+from hf_offload.errors import OffloadError, StandstillError, StorageError, TierFullError
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.tier import Slot, Tier
 
@@ -72,7 +72,8 @@ class Transfer:
     def store(self, record: Record, write_behind_bytes: int, place: str | None = None) -> None:
         """Begin to store a resident record, in the part of the tier named ``place``; if it is refused, it stays in memory.
 
-        Waits until at most ``write_behind_bytes`` wait to be written.
+        Waits until at most ``write_behind_bytes`` wait to be written. Raises
+        :class:`~hf_offload.errors.StandstillError` if none of them are any more.
         """
         self._wait_for_writes(write_behind_bytes)
         buffer = record.buffer
@@ -85,6 +86,8 @@ class Transfer:
         except (TierFullError, StorageError) as error:
             if slot is not None:
                 self._free(slot)
+            if isinstance(error, StandstillError):
+                raise
             self.refused(record.nbytes, record.unit, error)
             return
         del buffer
@@ -102,20 +105,26 @@ class Transfer:
     def _wait_for_writes(self, limit_bytes: int) -> None:
         """Hold forward back while too much is on its way out: a slow disk must not raise the peak."""
         self._mover.advance()
-        with self.lock:
-            while self._writes_in_flight and self._writes_in_flight[0].done():
-                self._writes_in_flight.popleft()
+        oldest = self._oldest_write()
         if self._pending_bytes <= limit_bytes:
             return
         begin = time.perf_counter()
         self._mover.advance(everything=True)
-        while self._pending_bytes > limit_bytes:
-            with self.lock:
-                if not self._writes_in_flight:
-                    break
-                oldest = self._writes_in_flight.popleft()
-            _finished(oldest)  # a failed store has been dealt with by its callback; it is no error of this one
+        while self._pending_bytes > limit_bytes and oldest is not None:
+            self._wait_for(oldest)  # a failed store has been dealt with by its callback; it is no error of this one
+            oldest = self._oldest_write()
         self._stats.step.store_stall_s += time.perf_counter() - begin
+
+    def _oldest_write(self) -> "Future[None] | None":
+        with self.lock:
+            while self._writes_in_flight and self._writes_in_flight[0].done():
+                self._writes_in_flight.popleft()
+            return self._writes_in_flight[0] if self._writes_in_flight else None
+
+    def _wait_for(self, future: "Future[Any]") -> None:
+        """Wait until ``future`` is done, whatever became of it. Raises StandstillError if that will not be."""
+        if not future.done():
+            self.tier.wait_for(lambda seconds: bool(concurrent.futures.wait((future,), seconds).done))
 
     def _stored(self, reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]") -> None:
         with self.lock:
@@ -221,24 +230,26 @@ class Transfer:
 
     def _await(self, record: Record, state: State, future: "Future[Arrival | None] | None") -> None:
         assert future is not None, "a record whose bytes are not in memory has a transfer on its way"
-        if state is State.STORING:  # the device buffer is gone, its bytes are on their way: wait, then load
-            _finished(future)
-            return
         try:
+            self._wait_for(future)
+            if state is State.STORING:  # the device buffer is gone, its bytes were on their way: now they can be loaded
+                return
             future.result()
         except BaseException as error:
-            if not future.done():
+            if not future.done() and not isinstance(error, StandstillError):
                 raise  # Ctrl-C while waiting: the load goes on
-            with self.lock:
+            with self.lock:  # what a load that stands still would fill is never looked at again
                 if record.future is future and record.state is State.LOADING:
                     self._release_buffer(record)
                     record.forget_memory()
                     self._count_not_ahead(record)
                     record.state = State.STORED
+            # Its traceback would hold this frame, which holds the future, which holds the error.
+            cause = error.with_traceback(None)
             raise OffloadError(
                 f"Activations of {record.unit} ({format_bytes(record.nbytes)}) could not be read back, so this backward "
                 f"cannot go on; no weight was changed by this step. {error}"
-            ) from error
+            ) from cause
         with self.lock:
             if record.future is future and record.state is State.LOADING:
                 record.state = State.LOADED
@@ -344,9 +355,3 @@ class Transfer:
     def _close(self) -> None:
         self._mover.close()
         self.tier.close()
-
-
-def _finished(future: "Future[Any]") -> None:
-    """Wait until ``future`` is done, whatever became of it."""
-    if not future.done():
-        concurrent.futures.wait((future,))

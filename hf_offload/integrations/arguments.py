@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 REPORT_NAME = "hf_offload"
 
-# Settings that go by another name among training arguments.
-_ARGUMENTS = {
+ARGUMENTS = {
     "tier": "offload",
     "directory": "offload_dir",
     "memory_budget": "offload_memory_budget",
@@ -30,10 +29,14 @@ _ARGUMENTS = {
     "read_ahead_bytes": "offload_read_ahead",
     "verify": "offload_verify",
     "max_disk_write_bytes": "offload_max_disk_write",
+    "at_disk_write_limit": "offload_at_disk_write_limit",
+    "disk_rated_bytes": "offload_disk_rated",
 }
+"""Settings that go by another name among training arguments."""
+
 # Names with an underscore are no words of English; the others are names where a value follows.
 _SETTING = re.compile(
-    r"\b(?:(?:tier|directory|verify)(?==)|" + "|".join(one for one in _ARGUMENTS if "_" in one) + r")\b"
+    r"\b(?:(?:tier|directory|verify)(?==)|" + "|".join(one for one in ARGUMENTS if "_" in one) + r")\b"
 )
 
 # The Trainer builds its callbacks from the names in `report_to`: this is how the arguments alone switch offloading on.
@@ -78,6 +81,16 @@ class OffloadArguments:
     )
     offload_max_disk_write: str | None = dataclasses.field(
         default=None, metadata={"help": "Stop writing to disk after this many bytes in one run, e.g. 10TiB."}
+    )
+    offload_at_disk_write_limit: str = dataclasses.field(
+        default="keep",
+        metadata={
+            "help": "What follows that limit: keep (activations stay in memory) or stop (save, and end the run)."
+        },
+    )
+    offload_disk_rated: str | None = dataclasses.field(
+        default=None,
+        metadata={"help": "What the drive can take in its life (TBW), e.g. 600TB: the summary says what is used up."},
     )
 
     tiled_loss: str = dataclasses.field(
@@ -173,6 +186,8 @@ class OffloadArguments:
                 read_ahead_bytes=self.offload_read_ahead,
                 verify=self.offload_verify,
                 max_disk_write_bytes=self.offload_max_disk_write,
+                at_disk_write_limit=self.offload_at_disk_write_limit,
+                disk_rated_bytes=self.offload_disk_rated,
                 tiled_loss=self.tiled_loss,
                 tiled_mlp=self.tiled_mlp,
                 tile_bytes=self.tile_bytes,
@@ -180,7 +195,7 @@ class OffloadArguments:
                 lean_activations=self.lean_activations,
             )
         except OffloadConfigError as error:
-            raise OffloadConfigError(_SETTING.sub(lambda name: _ARGUMENTS[name.group()], str(error))) from None
+            raise OffloadConfigError(_SETTING.sub(lambda name: ARGUMENTS[name.group()], str(error))) from None
 
 
 @dataclasses.dataclass

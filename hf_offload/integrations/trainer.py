@@ -75,8 +75,16 @@ class OffloadCallback(TrainerCallback):
             cache.load(_checkpoint(args, state) / CACHE_FILE)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.session is not None:
-            self.session.end_step()
+        if self.session is None:
+            return
+        self.session.end_step()
+        if self.session.must_stop:
+            control.should_training_stop = control.should_save = True
+            if state.is_world_process_zero:
+                logger.warning(
+                    "offload_max_disk_write is spent after step %d, so the training is saved and ends.",
+                    state.global_step,
+                )
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

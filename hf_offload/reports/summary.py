@@ -6,6 +6,7 @@ from hf_offload.engine.stats import StepStats, added
 from hf_offload.plan.feedback import Prediction
 from hf_offload.session import OffloadSession
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.wear import Written
 
 
 def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
@@ -14,6 +15,22 @@ def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
     lines = [_moved(everyone, max(1, session.stats.ended_steps))]
     if session.forecast is not None:
         lines.append(_compared(session.forecast))
+    written = session.written()  # every process keeps its count first
+    mine = {each.drive.key: each.run_bytes for each in written}
+    return lines + _worn(written, session.ranks.gather(mine) if together else [mine], session.config.disk_rated_bytes)
+
+
+def _worn(written: list[Written], everyone: list[dict[str, int]], rated_bytes: int | str | None) -> list[str]:
+    lines = []
+    for each in written:
+        run_bytes = sum(one.get(each.drive.key, 0) for one in everyone)
+        line = f"Drive {each.drive.name}: {format_bytes(run_bytes)} written in this run"
+        if each.total_bytes is not None:
+            line += f", {format_bytes(each.total_bytes)} by offloading since {each.since}"
+            if rated_bytes is not None:
+                share = each.total_bytes / int(rated_bytes)
+                line += f", {share:.3%} of the {format_bytes(int(rated_bytes))} it is rated for"
+        lines.append(f"{line}.")
     return lines
 
 

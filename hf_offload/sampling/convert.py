@@ -7,6 +7,7 @@ tied heads hold of it. So checkpoints know nothing of sampling, and LoRA finds a
 import dataclasses
 import logging
 import re
+import weakref
 from collections.abc import Iterator
 
 from torch import nn
@@ -37,11 +38,18 @@ class Sampling:
     """The sampled layers of one model: made by :meth:`apply`, taken off by :meth:`remove`."""
 
     def __init__(self, model: nn.Module, config: SampledLinearConfig | None):
-        self._model = model
+        self._reference = weakref.ref(model)
         self._config = config
         self._handles: list[RemovableHandle] = []
         self.names: tuple[str, ...] = ()
         self.cache: GradientCache | None = None
+
+    @property
+    def _model(self) -> nn.Module:
+        # Weakly: what is attached to a model must not keep it alive.
+        model = self._reference()
+        assert model is not None, "the model is gone"
+        return model
 
     def apply(self) -> None:
         """Convert what was asked for.
@@ -81,7 +89,8 @@ class Sampling:
         while self._handles:
             self._handles.pop().remove()
         self.cache = None
-        for name in self.names:
+        model = self._reference()
+        for name in self.names if model is not None else ():
             _restore(self._model.get_submodule(name))
         self.names = ()
 

@@ -15,6 +15,7 @@ from hf_offload.settings.sizes import parse_bytes
 TIERS = ("none", "ram", "ssd", "auto")
 TIER_ALIASES = {"cpu": "ram", "disk": "ssd", "nvme": "ssd"}
 VERIFY = ("off", "checksum")
+AT_LIMIT = ("keep", "stop")
 TILED = ("auto", "on", "off")
 SIZES = (
     "memory_budget",
@@ -23,6 +24,7 @@ SIZES = (
     "min_offload_bytes",
     "read_ahead_bytes",
     "max_disk_write_bytes",
+    "disk_rated_bytes",
     "tile_bytes",
 )
 """The settings that are sizes in bytes."""
@@ -43,16 +45,19 @@ class OffloadConfig:
             accepted for ``ram``; ``disk`` and ``nvme`` for ``ssd``.
         memory_budget: With ``tier="auto"``: most memory of the device for everything, weights and optimizer state
             included. On a CPU it counts tensors. Default: 90 % of what is free when training begins.
-        directory: One directory, or several to stripe over, for ``tier="ssd"`` and ``"auto"``. Default: a fresh
-            private directory under the system's temporary folder, named in the log.
+        directory: One directory, or several to stripe over, for ``tier="ssd"`` and ``"auto"``. Default: the
+            system's temporary folder, named in the log.
         ram_budget: Most bytes of RAM the RAM tier may take. With ``tier="ssd"`` the disk is used when it is full.
         disk_budget: Most bytes of disk the run may occupy at any time, over all directories.
         min_offload_bytes: Smaller tensors stay where they are.
         keep_last_count: How many of the model's last blocks keep their activations: backward needs those first.
         read_ahead_bytes: How far backward reads ahead. Default: six tensors of usual size, enough not to wait.
         verify: ``"checksum"`` compares a CRC-32 of every buffer before the store and after the load.
-        max_disk_write_bytes: Stop writing to disk after this many bytes in one run, to spare the drive; what follows
-            stays in memory.
+        max_disk_write_bytes: Stop writing to disk after this many bytes in one run, to spare the drive.
+        at_disk_write_limit: What then follows: ``"keep"``, activations stay in memory (in RAM's tier, where there is one);
+            ``"stop"``, the run ends after the step, saved by a Trainer, with an error elsewhere.
+        disk_rated_bytes: What the drive's maker says it can take in its life (TBW), such as ``"600TB"``: the summary then
+            says how much of that all runs have used up.
         tiled_loss: Compute output head and loss a few tokens at a time, so that the logits never exist: ``"on"``, ``"auto"``
             (where the model allows it), ``"off"``. Losses and gradients change in their last bits, as in a larger batch.
         tiled_mlp: The same for modules that treat every token by itself: ``"on"`` (all of them), names of modules, ``"auto"``
@@ -75,6 +80,8 @@ class OffloadConfig:
     read_ahead_bytes: int | str | None = None
     verify: str = "off"
     max_disk_write_bytes: int | str | None = None
+    at_disk_write_limit: str = "keep"
+    disk_rated_bytes: int | str | None = None
     tiled_loss: str = "off"
     tiled_mlp: str | Sequence[str] = "off"
     tile_bytes: int | str | None = None
@@ -88,6 +95,12 @@ class OffloadConfig:
                 choose("tier", self.tier, TIERS, aliases=TIER_ALIASES)
             with check:
                 choose("verify", self.verify, VERIFY)
+            with check:
+                choose("at_disk_write_limit", self.at_disk_write_limit, AT_LIMIT)
+                if self.at_disk_write_limit == "stop" and self.max_disk_write_bytes is None:
+                    raise OffloadConfigError(
+                        "at_disk_write_limit='stop', but there is no limit: set max_disk_write_bytes, or leave it out."
+                    )
             for name in ("tiled_loss", "tiled_mlp"):
                 if isinstance(getattr(self, name), bool):  # what YAML makes of an unquoted on
                     self._set(name, "on" if getattr(self, name) else "off")
@@ -111,6 +124,11 @@ class OffloadConfig:
                     value = getattr(self, name)
                     if value is not None:
                         self._set(name, parse_bytes(value, name))
+            with check:
+                if self.disk_rated_bytes == 0:
+                    raise OffloadConfigError(
+                        "disk_rated_bytes=0 is no drive: give what its maker says, or leave it out."
+                    )
             with check:
                 if self.tiled_mlp == "auto" and self.tier != "auto":
                     raise OffloadConfigError(
@@ -144,7 +162,7 @@ class OffloadConfig:
                     )
                 given = [
                     name
-                    for name in ("directory", "disk_budget", "max_disk_write_bytes")
+                    for name in ("directory", "disk_budget", "max_disk_write_bytes", "disk_rated_bytes")
                     if getattr(self, name) is not None
                 ]
                 if self.tier == "ram" and given:

@@ -115,6 +115,7 @@ class DiskTier(QueuedTier):
         self.chunk_bytes = max(chunk_bytes // granule, 1) * granule
         self._room = DiskRoom(self._files, granule, self.chunk_bytes, budget_bytes)
         self._paid_bytes = 0
+        self.write_limit_reached = False  # something was refused because of max_write_bytes
         self.gate = Gate()
         guard(self)
 
@@ -122,6 +123,10 @@ class DiskTier(QueuedTier):
     def files(self) -> tuple[DataFile, ...]:
         """The open files, one a directory."""
         return tuple(self._files)
+
+    @property
+    def where(self) -> str:
+        return ", ".join(str(file.directory) for file in self._files)
 
     @property
     def occupied_bytes(self) -> int:
@@ -156,6 +161,7 @@ class DiskTier(QueuedTier):
     def _pay(self, nbytes: int) -> None:
         """Count a write before it happens, against what the drive may be worn by. Called under the lock."""
         if self.max_write_bytes is not None and self._paid_bytes + nbytes > self.max_write_bytes:
+            self.write_limit_reached = True
             raise TierFullError(
                 f"No more disk writes: of max_disk_write_bytes={format_bytes(self.max_write_bytes)}, "
                 f"{format_bytes(self._paid_bytes)} are spent and {format_bytes(nbytes)} are asked for. Raise it, or "
@@ -249,23 +255,24 @@ class DiskTier(QueuedTier):
 
     def _call(self, transfer: QueuedTransfer, chunk: _Chunk, call: Any) -> None:
         done = 0
-        with self.gate.passing():
-            self.stats.begin(transfer.kind)
-            try:
-                call()
-                done = chunk.nbytes
-            except OSError as error:
-                advice = {
-                    errno.ENOSPC: "The disk is full: free space there, or set a smaller disk_budget.",
-                    errno.EIO: "The drive reports an error: look at the kernel's log, and use another drive.",
-                }.get(error.errno or 0, "Check the drive, or name another directory.")
-                verb = "Writing to" if transfer.kind == "write" else "Reading from"
-                raise StorageError(
-                    f"{verb} {self._files[chunk.file]} at offset {chunk.offset} ({chunk.nbytes} bytes) failed: "
-                    f"{error.strerror or error} (errno {error.errno}). {advice}"
-                ) from error
-            finally:
-                self.stats.end(transfer.kind, done)
+        try:
+            with self.gate.passing():
+                self.stats.begin(transfer.kind)
+                try:
+                    call()
+                    done = chunk.nbytes
+                finally:
+                    self.stats.end(transfer.kind, done)
+        except OSError as error:
+            advice = {
+                errno.ENOSPC: "The disk is full: free space there, or set a smaller disk_budget.",
+                errno.EIO: "The drive reports an error: look at the kernel's log, and use another drive.",
+            }.get(error.errno or 0, "Check the drive, or name another directory.")
+            verb = "Writing to" if transfer.kind == "write" else "Reading from"
+            raise StorageError(
+                f"{verb} {self._files[chunk.file]} at offset {chunk.offset} ({chunk.nbytes} bytes) failed: "
+                f"{error.strerror or error} (errno {error.errno}). {advice}"
+            ) from error
 
     def _restore_ends(self, transfer: QueuedTransfer, image: _Image) -> None:
         ctypes.memmove(transfer.address, image.lead, len(image.lead))

@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import secrets
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ def allocate_once(fd: int, offset: int, nbytes: int) -> None:
 
 
 def open_once(path: str, flags: int) -> int:
-    """Open a file, private to this user."""
-    return os.open(path, flags, 0o600)
+    """Open a file, private to this user and closed on exec."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 @functools.cache
@@ -82,9 +83,13 @@ def probe_direct_io(directory: Path, file_system: str) -> DirectIo:
     if not hasattr(os, "O_DIRECT"):
         return DirectIo(False, 1, "this platform has no O_DIRECT")
     try:
-        fd, _ = _open_private(directory, os.O_DIRECT)
+        buffered_fd = _open_nameless(directory)
+        try:
+            fd = _open_again(buffered_fd, os.O_DIRECT)
+        finally:
+            os.close(buffered_fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in (errno.EINVAL, errno.ENOENT):
             raise
         return DirectIo(False, 1, f"{file_system} refuses O_DIRECT ({error.strerror})")
     try:
@@ -129,21 +134,31 @@ def _try_alignment(fd: int, align: int) -> str | None:
             target.release()
 
 
-def _open_private(directory: Path, extra_flags: int = 0) -> tuple[int, str]:
-    """A new file that nobody else can open and that is gone from the directory at once: ``(fd, former path)``."""
-    path = str(directory / f".hf_offload-{os.getpid()}-{secrets.token_hex(8)}")
-    fd = -1
+def _open_nameless(directory: Path) -> int:
+    """A new, empty file that nobody else can open, with no name from the beginning: a process that is killed at any
+    moment leaves nothing. Where the file system cannot do that, the name is there for an instant.
+    """
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return open_once(str(directory), os.O_RDWR | os.O_TMPFILE | os.O_EXCL)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+    path = directory / f".hf_offload-{os.getpid()}-{secrets.token_hex(8)}"
     try:
-        # Some file systems refuse O_DIRECT after having created the file, so the name goes in every case.
-        fd = open_once(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | extra_flags)
+        return open_once(str(path), os.O_RDWR | os.O_CREAT | os.O_EXCL)
     finally:
         with contextlib.suppress(FileNotFoundError):
-            Path(path).unlink()
-    return fd, path
+            path.unlink()
+
+
+def _open_again(fd: int, extra_flags: int) -> int:
+    """The same file once more, with other flags. By its descriptor: a name could mean another file by now."""
+    return open_once(f"/proc/self/fd/{fd}", os.O_RDWR | extra_flags)
 
 
 class DataFile:
-    """One private, already unlinked file. Offsets and lengths follow ``direct.align_bytes``; safe from several
+    """One private file without a name. Offsets and lengths follow ``direct.align_bytes``; safe from several
     threads.
     """
 
@@ -151,6 +166,8 @@ class DataFile:
         self.directory = Path(directory)
         self.file_system = check_directory(self.directory)
         self.size_bytes = 0
+        self.written_bytes = 0
+        self._counting = threading.Lock()
         self._in_memory = self.file_system in MEMORY_FILE_SYSTEMS
         self._unsettled: collections.deque[tuple[int, int]] = collections.deque()
         self._fd = self._buffered_fd = -1
@@ -170,24 +187,18 @@ class DataFile:
 
     def _open(self) -> None:
         """Open the file twice where direct I/O is used: a write that the kernel cut off inside a block is finished
-        through the second, buffered descriptor. ``O_EXCL`` holds for the first; the name is removed when both are open.
+        through the second, buffered descriptor.
         """
-        self.name = str(self.directory / f".hf_offload-{os.getpid()}-{secrets.token_hex(8)}")
         try:
-            self._buffered_fd = open_once(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+            self._fd = self._buffered_fd = _open_nameless(self.directory)
             if self.direct.usable:
-                self._fd = open_once(self.name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW)
-            else:
-                self._fd = self._buffered_fd
+                self._fd = _open_again(self._buffered_fd, os.O_DIRECT)
         except OSError:
             self.close()
             raise
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                Path(self.name).unlink()
 
     def __str__(self) -> str:
-        return f"{self.name} (unlinked)"
+        return f"{self.directory} (a file without a name)"
 
     def grow(self, nbytes: int) -> None:
         """Reserve ``nbytes`` more at the end of the file. Raises OSError, and leaves the file as it was, if there is no
@@ -214,6 +225,8 @@ class DataFile:
             if count <= 0:
                 raise OSError(errno.EIO, f"the drive took {done} of {len(data)} bytes and no more")
             done += count
+            with self._counting:
+                self.written_bytes += count
             fd = self._next_fd(fd, offset + done)
         self._settle(offset, len(data))
 

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hf_offload.errors import OffloadConfigError
@@ -21,6 +21,7 @@ _NETWORK_THROUGH_FUSE = """
     juicefs davfs davfs2 curlftpfs moosefs seaweedfs beegfs quobyte alluxio-fuse
 """
 NETWORK_FILE_SYSTEMS = frozenset(_NETWORK.split()) | {f"fuse.{name}" for name in _NETWORK_THROUGH_FUSE.split()}
+_MOST_LINKS = 40  # as many as the kernel follows
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
 
 
@@ -62,6 +63,7 @@ def check_directory(path: str | os.PathLike[str], mountinfo: str | None = None) 
             f"tier='ssd' needs Linux, and this is {sys.platform}: unlinked files, preallocation and direct I/O differ. "
             "Use tier='ram', or tier='none'."
         )
+    _refuse_foreign_links(path)
     if not path.exists():
         raise OffloadConfigError(f"directory {str(path)!r} does not exist: create it, or name another one.")
     if not path.is_dir():
@@ -83,6 +85,32 @@ def check_directory(path: str | os.PathLike[str], mountinfo: str | None = None) 
             kind,
         )
     return kind
+
+
+def _refuse_foreign_links(path: Path) -> None:
+    """Refuse a path that another user can point elsewhere at any moment: one through a symbolic link of theirs."""
+    for link in _links(path):
+        owner = link.lstat().st_uid
+        if owner not in (0, os.geteuid()):
+            raise OffloadConfigError(
+                f"directory {str(path)!r} goes through {str(link)!r}, a symbolic link that belongs to another user (uid "
+                f"{owner}), who could point it elsewhere: name the directory itself, {os.path.realpath(path)!r}."
+            )
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """Every symbolic link that is followed on the way to ``path``, links behind links included."""
+    here, *rest = path.absolute().parts
+    current, left, followed = Path(here), rest[::-1], 0
+    while left and followed < _MOST_LINKS:
+        part = left.pop()
+        current = current.parent if part == ".." else current / part
+        if current.is_symlink():
+            yield current
+            followed += 1
+            target = current.readlink()
+            current = Path(target.anchor) if target.is_absolute() else current.parent
+            left += [name for name in reversed(target.parts) if name != target.anchor]
 
 
 def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int:

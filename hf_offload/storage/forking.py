@@ -6,6 +6,7 @@ waited for and new ones are held; afterwards the parent goes on and the child's 
 """
 
 import contextlib
+import errno
 import os
 import threading
 import weakref
@@ -14,12 +15,19 @@ from typing import Protocol
 
 
 class Gate:
-    """Counts the system calls that run, and holds new ones while someone wants quiet."""
+    """Counts the system calls that run, and holds new ones while someone wants quiet.
+
+    A call that does not end within ``limit_s`` is not waited for any longer. Should it end after all, it counts as failed:
+    :meth:`passing` raises OSError, since its bytes may have landed in the other process.
+    """
+
+    limit_s = 120.0
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._running = 0
         self._holds = 0
+        self._overtaken = 0
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
@@ -27,6 +35,7 @@ class Gate:
             while self._holds:
                 self._changed.wait()
             self._running += 1
+            overtaken = self._overtaken
         try:
             yield
         finally:
@@ -34,13 +43,15 @@ class Gate:
                 self._running -= 1
                 if not self._running:
                     self._changed.notify_all()
+        if overtaken != self._overtaken:
+            raise OSError(errno.EIO, "the process was forked meanwhile, and could not wait for this call any longer")
 
     def hold(self) -> None:
-        """Let no new call pass and return when none runs."""
+        """Let no new call pass and return when none runs, or those that run have had their time."""
         with self._changed:
             self._holds += 1
-            while self._running:
-                self._changed.wait()
+            if not self._changed.wait_for(lambda: not self._running, self.limit_s):
+                self._overtaken += 1
 
     def release(self) -> None:
         with self._changed:

@@ -4,6 +4,7 @@ import abc
 import ctypes
 import dataclasses
 import functools
+import logging
 import os
 import threading
 import weakref
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 
-from hf_offload.errors import StorageError
+from hf_offload.errors import StandstillError, StorageError
 from hf_offload.storage.tier import Slot, Tier, TierStats
 from hf_offload.storage.workers import WorkerPool
+
+logger = logging.getLogger(__name__)
 
 _PyBUF_WRITE = 0x200
 _view_of = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -156,8 +159,21 @@ class QueuedTier(Tier):
         for transfer in live:
             transfer.future.cancel()
         del live
+        try:
+            self.wait_for(self._is_quiet)
+        except StandstillError as error:
+            # Its thread sits in a system call on a file that is open: closed now, the number could soon be another file's.
+            logger.error("Closing without what is still on its way, which is abandoned: %s", error)
+            threading.Thread(target=self._finish_closing, name=f"hf_offload-{self.name}-close", daemon=True).start()
+        else:
+            self._finish_closing()
+
+    def _is_quiet(self, timeout_s: float | None = None) -> bool:
         with self._quiet:
-            self._quiet.wait_for(lambda: not self._live)
+            return self._quiet.wait_for(lambda: not self._live, timeout_s)
+
+    def _finish_closing(self) -> None:
+        self._is_quiet()
         for pool in self._pools.values():
             pool.close()
         with self._lock:

@@ -8,7 +8,7 @@ import torch
 from hf_offload.errors import TierFullError
 from hf_offload.storage.tier import Slot, Tier, TierStats
 
-_SUMMED = ("used_bytes", "written_bytes", "read_bytes", "write_busy_s", "read_busy_s")
+_SUMMED = ("used_bytes", "written_bytes", "read_bytes", "write_busy_s", "read_busy_s", "ended_calls")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -41,7 +41,13 @@ class SpillTier(Tier):
         for name in _SUMMED:
             setattr(both, name, getattr(self.first.stats, name) + getattr(self.then.stats, name))
         both.peak_used_bytes = self._peak_bytes
+        for kind in ("write", "read"):
+            both._active[kind] = self.first.stats._active[kind] + self.then.stats._active[kind]
         return both
+
+    @property
+    def where(self) -> str:
+        return f"{self.first.where}, {self.then.where}"
 
     def reserve(self, nbytes: int, place: str | None = None) -> SpillSlot:
         try:

@@ -16,9 +16,14 @@ import abc
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
+
+from hf_offload.errors import StandstillError
+
+_LOOKS = 10
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -44,6 +49,7 @@ class TierStats:
         self.read_bytes = 0
         self.write_busy_s = 0.0
         self.read_busy_s = 0.0
+        self.ended_calls = 0
         self._active = {"write": 0, "read": 0}
         self._since = {"write": 0.0, "read": 0.0}
 
@@ -55,6 +61,11 @@ class TierStats:
     def release(self, nbytes: int) -> None:
         with self._lock:
             self.used_bytes -= nbytes
+
+    @property
+    def running_calls(self) -> int:
+        """System calls that have begun and not ended."""
+        return sum(self._active.values())
 
     def count(self, kind: str, nbytes: int) -> None:
         """Count bytes that a device moved by itself, at a speed nobody measured."""
@@ -73,6 +84,7 @@ class TierStats:
 
     def end(self, kind: str, nbytes: int) -> None:
         with self._lock:
+            self.ended_calls += 1
             self._active[kind] -= 1
             busy_s = time.perf_counter() - self._since[kind] if self._active[kind] == 0 else 0.0
             if kind == "write":
@@ -88,6 +100,38 @@ class Tier(abc.ABC):
 
     name: str
     stats: TierStats
+    stall_limit_s: float = 120.0
+    """How long transfers may run without one system call of theirs ending, before whoever waits for them gives up.
+
+    A working drive ends one in a second, and the kernel gives up on a drive after 30 s: this is for a drive that is neither
+    working nor known to be broken. It ends before other processes of the run lose their patience (ten minutes).
+    """
+    _stood_still_after = -1
+
+    def wait_for(self, wait: Callable[[float], bool]) -> None:
+        """Call ``wait(seconds)`` until it says True.
+
+        Raises :class:`~hf_offload.errors.StandstillError` if transfers run and none of their system calls ends for
+        ``stall_limit_s``. Whatever they still read into or write from must not be used again.
+        """
+        seen, idle = -1, 0
+        while not wait(self.stall_limit_s / _LOOKS):
+            # Looks are counted, not seconds: a process that was stopped for an hour has not waited for an hour.
+            stats = self.stats
+            idle = idle + 1 if stats.ended_calls == seen and stats.running_calls else 0
+            seen = stats.ended_calls
+            if idle >= _LOOKS - 1 or (idle and seen == self._stood_still_after):
+                self._stood_still_after = seen
+                raise StandstillError(
+                    f"The {self.name} tier ({self.where}) has not finished a single read or write for "
+                    f"{self.stall_limit_s:.0f} s, so the drive hangs. Look at the kernel's log (dmesg), and name a "
+                    "directory on another drive."
+                )
+
+    @property
+    def where(self) -> str:
+        """Where the tier keeps its bytes, for messages."""
+        return "memory"
 
     @abc.abstractmethod
     def reserve(self, nbytes: int, place: str | None = None) -> Slot:
@@ -125,4 +169,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Cancel what is queued, wait for what runs, give everything back. Idempotent."""
+        """Cancel what is queued, wait for what runs, give everything back. Idempotent.
+
+        What comes to a standstill is left to a thread, which gives everything back should it ever end.
+        """

@@ -72,19 +72,8 @@ def _evaluation_arguments(recipe: Recipe) -> dict[str, Any]:
 
 def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
     """The flat training arguments that stand for ``offload``."""
-    names = {
-        "tier": "offload",
-        "directory": "offload_dir",
-        "min_offload_bytes": "offload_min_bytes",
-        "read_ahead_bytes": "offload_read_ahead",
-        "max_disk_write_bytes": "offload_max_disk_write",
-        # these are no offloading
-        "tiled_loss": "tiled_loss",
-        "tiled_mlp": "tiled_mlp",
-        "tile_bytes": "tile_bytes",
-        "sampled_linear": "sampled_linear",
-        "lean_activations": "lean_activations",
-    }
+    from hf_offload.integrations.arguments import ARGUMENTS
+
     values = {field.name: getattr(offload, field.name) for field in dataclasses.fields(offload)}
     values["directory"] = ",".join(str(path) for path in offload.directories) or None
     if not isinstance(offload.tiled_mlp, str):
@@ -95,4 +84,4 @@ def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
         values["lean_activations"] = str(offload.lean)
     for name in SIZES:
         values[name] = None if values[name] is None else str(values[name])
-    return {names.get(name, f"offload_{name}"): value for name, value in values.items()}
+    return {ARGUMENTS.get(name, name): value for name, value in values.items()}

@@ -104,6 +104,7 @@ def test_every_setting_of_a_recipe_reaches_the_session(tiny_recipe):
         [
             "offload={tier: ssd, directory: [a, b], ram_budget: 1MiB, disk_budget: 1GiB, min_offload_bytes: 3KiB, "
             "keep_last_count: 1, read_ahead_bytes: 5MiB, verify: checksum, max_disk_write_bytes: 7GiB, "
+            "at_disk_write_limit: stop, disk_rated_bytes: 600TB, "
             "tiled_loss: on, tiled_mlp: [mlp, fc], tile_bytes: 2MiB, "
             "lean_activations: [norms, dropout]}",
             "training.max_steps=3",

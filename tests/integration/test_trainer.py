@@ -496,7 +496,8 @@ def test_arguments_are_parsed(arguments, source, flags, tmp_path):
     values = {
         "output_dir": str(tmp_path / "out"), **flags, "offload_ram_budget": "20GiB", "offload_disk_budget": "1GB",
         "offload_keep_last_count": 1, "offload_read_ahead": "1MiB", "offload_verify": "checksum",
-        "offload_max_disk_write": "1TiB", "use_cpu": True, "report_to": "none",
+        "offload_max_disk_write": "1TiB", "offload_at_disk_write_limit": "stop", "offload_disk_rated": "600TB",
+        "use_cpu": True, "report_to": "none",
     }  # fmt: skip
     parser = HfArgumentParser(arguments)
     if source == "command line":
@@ -512,6 +513,7 @@ def test_arguments_are_parsed(arguments, source, flags, tmp_path):
     assert args.offload_config() == OffloadConfig(
         tier="ssd", directory=flags["offload_dir"], ram_budget=20 << 30, disk_budget=10**9, min_offload_bytes=0,
         keep_last_count=1, read_ahead_bytes=1 << 20, verify="checksum", max_disk_write_bytes=1 << 40,
+        at_disk_write_limit="stop", disk_rated_bytes=600 * 10**12,
     )  # fmt: skip
     assert args.report_to == ["hf_offload"]
 

@@ -1,17 +1,21 @@
-"""Training for long: what a session holds after 500 steps is what it held after 50."""
+"""Training for long: what a session holds after many steps is what it held after a few."""
 
 import collections
 import concurrent.futures
+import errno
 import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
-from hf_offload import OffloadConfig, offload_activations
+from hf_offload import OffloadConfig, OffloadError, attach, offload_activations
 from hf_offload.reports.gauges import _allocator_counter
+from hf_offload.storage import disk_io
 
 WARM_STEPS, STEPS = 50, 500
 # What is over is forgotten at the next use, so what the last step left behind is still there: identities of storages that
@@ -19,6 +23,8 @@ WARM_STEPS, STEPS = 50, 500
 OBJECT_SLACK = 50
 # Malloc's own scraps. A leak of one record's bytes in ten steps would be 720 KiB.
 HEAP_SLACK_BYTES = 256 << 10
+# Pages that malloc has not given back, of activations of every size. A leak of one record's bytes in a cycle would be more.
+RESIDENT_SLACK_BYTES = 4 << 20
 
 
 class Model(nn.Module):
@@ -89,3 +95,116 @@ def test_nothing_grows_over_500_steps(tmp_path):
     assert growth == {}
     assert objects <= OBJECT_SLACK
     assert heap_bytes <= HEAP_SLACK_BYTES
+
+
+# -- a rough life ----------------------------------------------------------------------------------------------------------
+
+# What happens in a cycle: rows of a batch, and what goes wrong in its step.
+CYCLE = [
+    *((rows, None) for rows in (256, 64, 192, 1, 128)),
+    *((128, fault) for fault in ("forward", "interrupt", "backward", "read", "write", "unused", "retained")),
+    *((rows, "evaluation") for rows in (256, 32)),
+    *((rows, None) for rows in (100, 200, 3, 256, 64, 128)),
+]
+
+
+class Life:
+    """Steps of every kind, one cycle like the other."""
+
+    def __init__(self, session, model):
+        self.session = session
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        self.failed = 0
+
+    def cycle(self):
+        for rows, fault in CYCLE:
+            try:
+                self._step(torch.linspace(-1, 1, rows * 64).reshape(rows, 64), fault)
+            except (OffloadError, ZeroDivisionError, KeyboardInterrupt):
+                self.failed += 1
+            self.optimizer.zero_grad(set_to_none=True)
+            self.session.end_step()
+
+    def _step(self, batch, fault):
+        model = self.model
+        if fault in ("forward", "interrupt"):
+            error = ZeroDivisionError if fault == "forward" else KeyboardInterrupt
+            handle = model.layers[1].register_forward_pre_hook(lambda module, args: _raise(error))
+            try:
+                model(batch)
+            finally:
+                handle.remove()
+        if fault == "evaluation":
+            model.eval()
+            with torch.no_grad():
+                model(batch)
+            model.train()
+        with pytest.MonkeyPatch.context() as patch:
+            if fault == "write":
+                patch.setattr(disk_io, "write_once", lambda *_: _raise(OSError(errno.EIO, "broken")))
+            loss = model(batch).square().mean()
+            self.session._engine.transfer._wait_for_writes(0)
+            if fault == "unused":
+                return
+            if fault == "read":
+                patch.setattr(disk_io, "read_once", lambda *_: _raise(OSError(errno.EIO, "broken")))
+            if fault == "backward":
+                loss.register_hook(lambda gradient: _raise(ZeroDivisionError))
+            loss.backward(retain_graph=fault == "retained")
+            if fault == "retained":
+                loss.backward()
+        self.optimizer.step()
+
+
+def _raise(error):
+    raise error
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("warm", "steps"), [(100, 300), pytest.param(200, 2000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])]
+)
+def test_nothing_grows_in_a_rough_life(tmp_path, warm, steps):
+    torch.manual_seed(0)
+    model = Model()
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, read_ahead_bytes=1)
+    with offload_activations(model, config) as session:
+        life = Life(session, model)
+        for step in range(0, steps, len(CYCLE)):
+            if step == warm:
+                held(session)  # the first look makes objects of its own
+                before, resident = held(session), resident_bytes()
+            life.cycle()
+        after = held(session)
+        grown_bytes = resident_bytes() - resident
+    assert session.stats.ended_steps == steps
+    assert life.failed == steps // len(CYCLE) * 4, "forward, interrupt, backward, read"
+    assert session.stats.total.refused_bytes > 0
+    growth = {name: after[name] - before[name] for name in before if after[name] != before[name]}
+    print(f"{steps} steps, {life.failed} failed, grown since step {warm}: {growth}, resident {grown_bytes} bytes")  # noqa: T201
+    objects, heap_bytes = growth.pop("objects", 0), growth.pop("heap bytes", 0)
+    assert growth == {}
+    assert objects <= OBJECT_SLACK
+    assert heap_bytes <= HEAP_SLACK_BYTES
+    assert grown_bytes <= RESIDENT_SLACK_BYTES
+
+
+def test_a_model_that_is_dropped_takes_its_session_along(tmp_path):
+    """What becomes of a training that was interrupted: nobody detaches anything, and the trainer is dropped."""
+    gc.collect()
+    descriptors, threads = sum(1 for _ in Path("/proc/self/fd").iterdir()), set(threading.enumerate())
+    model = Model()
+    session = attach(model, OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0))
+    model(torch.randn(64, 64)).square().mean().backward()
+    gone = [weakref.ref(each) for each in (model, session, session._engine.transfer.tier)]
+    del model, session
+    gc.collect()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)
+    assert [reference() for reference in gone] == [None] * 3
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == descriptors
+    assert set(threading.enumerate()) <= threads

@@ -145,22 +145,64 @@ def test_a_drive_that_takes_no_block_is_used_through_the_cache(tmp_path, monkeyp
     assert (found.usable, found.align_bytes) == (False, 1)
 
 
-def test_files_are_private_unlinked_and_closed_on_exec(tmp_path, monkeypatch):
-    modes = []
+def no_nameless_files(monkeypatch):
+    """A file system without O_TMPFILE."""
+    real = disk_io.open_once
+
+    def open_once(path, flags):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags)
+
+    monkeypatch.setattr(disk_io, "open_once", open_once)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_files_are_private_without_a_name_and_closed_on_exec(tmp_path, monkeypatch, named):
+    if named:
+        no_nameless_files(monkeypatch)
+    found = []
     real = disk_io.open_once
 
     def open_once(path, flags):
         fd = real(path, flags)
-        modes.append((os.fstat(fd).st_mode & 0o777, bool(flags & os.O_CLOEXEC)))
+        found.append((oct(os.fstat(fd).st_mode & 0o777), os.get_inheritable(fd), path.startswith("/proc/self/fd/")))
+        if not named:
+            assert os.fstat(fd).st_nlink == 0, "the file had a name for a moment"
         return fd
 
     monkeypatch.setattr(disk_io, "open_once", open_once)
     file = DataFile(tmp_path)
-    assert set(modes) == {(0o600, True)}
+    assert {each[:2] for each in found} == {("0o600", False)}
+    if file.direct.usable:
+        assert [again for *_, again in found] == [False, True] * 2
+        assert os.path.sameopenfile(file._fd, file._buffered_fd)
     assert os.fstat(file._fd).st_nlink == 0
     assert list(tmp_path.iterdir()) == []
     file.close()
     file.close()
+
+
+def test_a_name_that_somebody_else_took_is_never_opened(tmp_path, monkeypatch):
+    """Between the two openings of a file, whoever may write into the directory puts a file of his own in its place."""
+    no_nameless_files(monkeypatch)
+    trap = tmp_path / "trap"
+    trap.write_bytes(b"")
+    real = disk_io.open_once
+
+    def open_once(path, flags):
+        fd = real(path, flags)
+        if flags & os.O_CREAT:
+            os.unlink(path)  # noqa: PTH108  a string, as the caller has it
+            os.link(trap, path)
+        return fd
+
+    monkeypatch.setattr(disk_io, "open_once", open_once)
+    file = DataFile(tmp_path)
+    file.grow(4096)
+    file.close()
+    assert trap.stat().st_size == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["trap"]
 
 
 def test_growing_reserves_blocks_and_falls_back_where_that_is_unknown(tmp_path, monkeypatch):

@@ -18,6 +18,8 @@ EVERYTHING = {
     "read_ahead_bytes": "1MiB",
     "verify": "checksum",
     "max_disk_write_bytes": "1TiB",
+    "at_disk_write_limit": "stop",
+    "disk_rated_bytes": "600TB",
     "tiled_loss": "on",
     "tiled_mlp": ["mlp", "h.0.mlp"],
     "tile_bytes": "2MiB",
@@ -34,6 +36,8 @@ def test_every_setting_goes_through_a_variable():
         others = {"tier": "ssd"} if field not in ("tier", "memory_budget") else {"tier": "auto"}
         if field == "tile_bytes":
             others["tiled_loss"] = "on"
+        if field == "at_disk_write_limit":
+            others["max_disk_write_bytes"] = "1TiB"
         found = settings_from({variable(field): variables[variable(field)]})
         assert set(found) == {field}
         assert OffloadConfig(**others | found) == OffloadConfig(**others | {field: value})

@@ -116,7 +116,7 @@ def test_nearest_name():
         choose("letter", "c", ["a", "b"])
 
 
-@pytest.mark.parametrize("name", ["directory", "disk_budget", "max_disk_write_bytes"])
+@pytest.mark.parametrize("name", ["directory", "disk_budget", "max_disk_write_bytes", "disk_rated_bytes"])
 def test_what_is_for_files_is_refused_with_the_ram_tier(name):
     with pytest.raises(OffloadConfigError, match=f"{name} given, but tier='ram'"):
         OffloadConfig(tier="ram", **{name: "1"})

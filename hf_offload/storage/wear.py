@@ -1,0 +1,196 @@
+"""How much offloading has written to each drive: by this run, and by all runs together.
+
+A drive's file holds one line of JSON of a fixed length, changed in place by one write under a lock: whatever kills the
+process leaves the old line or the new one, and nothing beside it. Counting never stops a training: what cannot be read or
+written is said once in the log, and what another process keeps locked is counted the next time.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_offload.storage.disk_io import DataFile
+from hf_offload.storage.file_systems import MEMORY_FILE_SYSTEMS, file_system_of
+
+logger = logging.getLogger(__name__)
+
+_LINE_BYTES = 512
+_KEEP_EVERY_S = 60.0
+_TRIES = 10
+
+
+def wear_folder() -> Path:
+    """Where the counts are kept: ``hf_offload/drives`` in the user's state folder (XDG)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "hf_offload" / "drives"
+
+
+@dataclasses.dataclass(frozen=True)
+class Drive:
+    """A drive, or a file system that does not say which drives it lies on.
+
+    Attributes:
+        key: What tells it from other drives, also after a restart; a file's name.
+        name: What a person calls it.
+    """
+
+    key: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Bytes written to a drive; ``total_bytes`` and ``since`` (a date) are None where they cannot be kept."""
+
+    drive: Drive
+    run_bytes: int
+    total_bytes: int | None
+    since: str | None
+
+
+def drive_of(directory: Path, devices: Path = Path("/sys/dev/block")) -> Drive | None:
+    """The drive that a directory lies on; None for one that lies in memory."""
+    kind = file_system_of(directory)
+    if kind in MEMORY_FILE_SYSTEMS:
+        return None
+    number = directory.stat().st_dev
+    device = (devices / f"{os.major(number)}:{os.minor(number)}").resolve()
+    if (device / "partition").exists():
+        device = device.parent
+    found = [_text(device / name) for name in ("wwid", "device/wwid", "device/serial", "serial", "dm/uuid", "md/uuid")]
+    identity = next(filter(None, found), None) or f"{device.name} {os.statvfs(directory).f_fsid:x}"
+    model = _text(device / "device/model") or kind
+    name = f"{model} ({device.name})" if device.exists() else f"{kind} at {directory}"
+    return Drive(re.sub(r"[^A-Za-z0-9.-]+", "_", f"{_text(device / 'device/model')} {identity}").strip("_")[:120], name)
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8").strip()
+    return ""
+
+
+class Wear:
+    """Keeps count of what the offload ``files`` write. :meth:`keep` is cheap and may be called after every step."""
+
+    def __init__(self, files: Sequence[DataFile], folder: Path | None = None):
+        self._folder = wear_folder() if folder is None else folder
+        self._files: list[tuple[Drive, DataFile]] = []
+        self._kept_bytes: dict[Drive, int] = {}
+        self._next_s = time.monotonic() + _KEEP_EVERY_S
+        self._warned = False
+        for file in files:
+            try:
+                drive = drive_of(file.directory)
+            except OSError as error:
+                self._warn(error)
+                continue
+            if drive is not None:
+                self._files.append((drive, file))
+
+    def keep(self, now: bool = True) -> None:
+        """Add to the drives' files what has been written since the last time; ``now`` or once a minute."""
+        if not now and time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + _KEEP_EVERY_S
+        for drive, run_bytes in self._run_bytes().items():
+            more = run_bytes - self._kept_bytes.get(drive, 0)
+            if more <= 0:
+                continue
+            try:
+                with _locked(self._path(drive), tries=_TRIES if now else 1) as fd:
+                    _write(fd, drive, _read(fd), more)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                self._warn(error)
+                continue
+            self._kept_bytes[drive] = run_bytes
+
+    def report(self) -> list[Written]:
+        """What was written to each drive, as far as it is known."""
+        found = []
+        for drive, run_bytes in self._run_bytes().items():
+            known = read_wear(drive, self._folder)
+            more = run_bytes - self._kept_bytes.get(drive, 0)
+            total = None if known is None else known[0] + more
+            found.append(Written(drive, run_bytes, total, None if known is None else known[1]))
+        return found
+
+    def _run_bytes(self) -> dict[Drive, int]:
+        sums: dict[Drive, int] = {}
+        for drive, file in self._files:
+            sums[drive] = sums.get(drive, 0) + file.written_bytes
+        return sums
+
+    def _path(self, drive: Drive) -> Path:
+        return self._folder / f"{drive.key}.json"
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "How much is written to the drives cannot be kept in %s (%s): training goes on without the count.",
+                self._folder,
+                error,
+            )
+
+
+def read_wear(drive: Drive, folder: Path | None = None) -> tuple[int, str] | None:
+    """Bytes that all runs have written to ``drive``, and the day of the first; None if that is not known."""
+    path = (wear_folder() if folder is None else folder) / f"{drive.key}.json"
+    try:
+        with path.open("rb") as file:
+            state = _parse(file.read(_LINE_BYTES))
+    except OSError:
+        return None
+    return None if state is None else (state["written_bytes"], state["since"])
+
+
+@contextlib.contextmanager
+def _locked(path: Path, tries: int) -> Iterator[int]:
+    """The file, open and ours alone. Raises BlockingIOError if somebody else keeps it."""
+    import fcntl  # not on every platform
+
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        for left in range(tries - 1, -1, -1):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not left:
+                    raise
+                time.sleep(0.02)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int) -> dict[str, Any] | None:
+    return _parse(os.pread(fd, _LINE_BYTES, 0))
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The state, or None of a file that is new, or that something else has written to."""
+    try:
+        state = json.loads(line)
+        return {"written_bytes": max(0, int(state["written_bytes"])), "since": str(state["since"])}
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _write(fd: int, drive: Drive, state: dict[str, Any] | None, more: int) -> None:
+    state = state or {"written_bytes": 0, "since": datetime.date.today().isoformat()}
+    state = {"drive": drive.name[:200], **state, "written_bytes": state["written_bytes"] + more}
+    line = json.dumps(state).encode()
+    if os.pwrite(fd, line.ljust(_LINE_BYTES - 1) + b"\n", 0) < _LINE_BYTES:
+        raise OSError("the file took only a part of the line")

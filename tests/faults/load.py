@@ -1,0 +1,111 @@
+"""Much at once, and much in all: ``python -m tests.faults.load --gigabytes 100``.
+
+Writes and reads back, compared byte by byte, far more than the tier may occupy, so that room is used again and again.
+"""
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+
+from hf_offload.storage.buffers import empty_at_phase
+from hf_offload.storage.disk import DiskTier
+
+MIB = 1 << 20
+
+
+class Load:
+    """Threads that store, load and free through one tier until ``total_bytes`` have been written."""
+
+    def __init__(self, tier: DiskTier, total_bytes: int, slot_bytes: int, seed: int = 0):
+        self.tier = tier
+        self.total_bytes = total_bytes
+        self.slot_bytes = slot_bytes
+        self.done_bytes = 0
+        self.errors: list[str] = []
+        self._lock = threading.Lock()
+        # What is written is cut from here: making new random bytes would take longer than writing them.
+        self._source = empty_at_phase(2 * slot_bytes, 64)
+        self._source.random_(0, 256, generator=torch.Generator().manual_seed(seed))
+
+    def run(self, threads: int, progress: Progress | None = None) -> float:
+        """Seconds it took."""
+        begin = time.perf_counter()
+        task = None if progress is None else progress.add_task("GB written", total=self.total_bytes / 1e9)
+        workers = [threading.Thread(target=self._work, args=(seed,)) for seed in range(threads)]
+        for worker in workers:
+            worker.start()
+        try:
+            for worker in workers:
+                while worker.is_alive():
+                    worker.join(1.0)
+                    if progress is not None and task is not None:
+                        progress.update(task, completed=self.done_bytes / 1e9)
+        except KeyboardInterrupt:  # tell what was done until then
+            self.total_bytes = 0
+            for worker in workers:
+                worker.join()
+        return time.perf_counter() - begin
+
+    def _work(self, seed: int) -> None:
+        chance = random.Random(seed)
+        into = empty_at_phase(self.slot_bytes, 64)
+        while True:
+            nbytes = chance.choice([self.slot_bytes, self.slot_bytes // 2 + 512, chance.randrange(1, self.slot_bytes)])
+            with self._lock:
+                if self.done_bytes >= self.total_bytes or self.errors:
+                    return
+                self.done_bytes += nbytes
+            try:
+                start = chance.randrange(self.slot_bytes)
+                data = self._source[start : start + nbytes]
+                slot = self.tier.reserve(nbytes)
+                self.tier.write(slot, data).result()
+                self.tier.read(slot, into[:nbytes], urgent=chance.random() < 0.5).result()
+                self.tier.free(slot)
+                if not torch.equal(into[:nbytes], data):
+                    raise RuntimeError(f"{nbytes} bytes came back different")
+            except BaseException as error:
+                with self._lock:
+                    self.errors.append(f"{type(error).__name__}: {error}")
+                return
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gigabytes", type=float, default=100)
+    parser.add_argument("--quota-gigabytes", type=float, default=4)
+    parser.add_argument("--slot-mebibytes", type=float, default=16)
+    parser.add_argument("--threads", type=int, default=64)
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    quota = int(args.quota_gigabytes * 1e9)
+    tier = DiskTier(args.directory, budget_bytes=quota)
+    load = Load(tier, int(args.gigabytes * 1e9), int(args.slot_mebibytes * MIB), seed=os.getpid())
+    with Progress(disable=not sys.stderr.isatty()) as progress:
+        seconds = load.run(args.threads, progress)
+    occupied, used = tier.occupied_bytes, tier.stats.used_bytes
+    written = tier.stats.written_bytes
+    tier.close()
+    problems = [*load.errors]
+    problems += [f"{occupied} bytes of disk were occupied"] * (occupied > quota) + [f"{used} bytes are left in use"] * (
+        used > 0
+    )
+    line = (
+        f"{load.done_bytes / 1e9:.1f} GB stored ({written / 1e9:.1f} GB of it on disk) and read back by {args.threads} "
+        f"threads in {seconds:.0f} s, {occupied / 1e9:.2f} GB of disk occupied, {len(problems)} errors"
+    )
+    sys.stdout.write("\n".join([*problems, line]) + "\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""A drive that hangs: system calls that have begun and do not end."""
+
+import errno
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from hf_offload import OffloadConfig, OffloadError, offload_activations
+from hf_offload.engine.movers import PinnedRing
+from hf_offload.errors import StandstillError, StorageError
+from hf_offload.storage import disk_io
+from hf_offload.storage.buffers import empty_at_phase
+from hf_offload.storage.disk import DiskTier
+from hf_offload.storage.ram import RamTier
+from hf_offload.storage.spill import SpillTier
+from hf_offload.storage.tier import Tier
+
+MIB = 1 << 20
+TIMEOUT_S = 60
+
+
+class Hang:
+    """Calls of one kind hang until :meth:`end`, and whoever waits for them is impatient as long as they do: no sooner, for
+    a busy machine may take its time over a call that does end.
+    """
+
+    def __init__(self, monkeypatch, side):
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(Tier, "stall_limit_s", 0.3)
+        self.inside = threading.Event()
+        self._go = threading.Event()
+        self._real = getattr(disk_io, side)
+        monkeypatch.setattr(disk_io, side, self._call)
+
+    def _call(self, *arguments):
+        self.inside.set()
+        assert self._go.wait(TIMEOUT_S)
+        return self._real(*arguments)
+
+    def end(self):
+        self._monkeypatch.setattr(Tier, "stall_limit_s", TIMEOUT_S)
+        self._go.set()
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())])
+
+
+BATCH = torch.linspace(-1, 1, 128 * 64).reshape(128, 64)
+
+
+def gradients_of(model):
+    model.zero_grad()
+    model(BATCH).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def settings(tmp_path, **others):
+    return OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, read_ahead_bytes=1, **others)
+
+
+def test_a_hung_read_is_an_error_and_backward_can_be_repeated(tmp_path, monkeypatch, model):
+    expected = gradients_of(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with offload_activations(model, settings(tmp_path)) as session:
+        loss = model(BATCH).square().mean()
+        session._engine.transfer._wait_for_writes(0)
+        hang = Hang(monkeypatch, "read_once")
+        model.zero_grad()
+        with pytest.raises(
+            OffloadError, match=rf"no weight was changed.*{tmp_path}.*0 s, so the drive hangs"
+        ) as raised:
+            loss.backward(retain_graph=True)
+        assert isinstance(raised.value.__cause__, StandstillError)
+        assert hang.inside.is_set()
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+        hang.end()  # the drive comes back
+        model.zero_grad()
+        loss.backward()
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        del loss, raised
+        session._engine.transfer.reap()
+        assert session._engine.transfer.live_records == 0
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_what_a_hung_read_writes_late_is_not_what_backward_uses(tmp_path, monkeypatch):
+    """The buffer of a load that was given up is not used again: the call may still write into it."""
+    tier = DiskTier(tmp_path)
+    slot = tier.reserve(MIB)
+    tier.write(slot, empty_at_phase(MIB, 0).fill_(7)).result(TIMEOUT_S)
+    hang = Hang(monkeypatch, "read_once")
+    given_up = empty_at_phase(MIB, tier.phase(slot)).zero_()
+    future = tier.read(slot, given_up)
+    address = given_up.data_ptr()
+    with pytest.raises(StandstillError):
+        tier.wait_for(lambda seconds: future.done() or threading.Event().wait(seconds))
+    del given_up
+    assert all(empty_at_phase(MIB, 0).data_ptr() != address for _ in range(20)), "the memory was given to somebody else"
+    tier.free(slot)
+    assert tier.stats.used_bytes == MIB, "the room was given to somebody else"
+    hang.end()
+    future.result(TIMEOUT_S)
+    tier.close()
+    assert tier.stats.used_bytes == 0
+
+
+def test_a_hung_write_is_an_error_of_forward(tmp_path, monkeypatch, model):
+    expected = gradients_of(model)
+    with offload_activations(model, settings(tmp_path)) as session:
+        session._engine._write_behind_bytes = BATCH.nbytes
+        hang = Hang(monkeypatch, "write_once")
+        with pytest.raises(StandstillError, match=r"not finished a single read or write.*another drive"):
+            model(BATCH)
+        assert session._engine.transfer._pending_bytes <= 3 * BATCH.nbytes, "memory was filled behind a hung drive"
+        hang.end()
+        found = gradients_of(model)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_a_run_ends_although_its_drive_hangs(tmp_path, monkeypatch, caplog):
+    tier = DiskTier(tmp_path)
+    slot = tier.reserve(MIB)
+    hang = Hang(monkeypatch, "write_once")
+    future = tier.write(slot, empty_at_phase(MIB, 0).fill_(1))
+    assert hang.inside.wait(TIMEOUT_S)
+    descriptors = {tier.files[0]._fd, tier.files[0]._buffered_fd}
+    tier.close()
+    assert "abandoned" in caplog.text
+    for descriptor in descriptors:
+        os.fstat(descriptor)  # still open: the call that hangs goes on with this number
+    closing = [thread for thread in threading.enumerate() if thread.name == "hf_offload-ssd-close"]
+    hang.end()
+    future.result(TIMEOUT_S)
+    for thread in closing:
+        thread.join(TIMEOUT_S)
+    assert closing
+    assert tier.files[0]._fd == -1
+
+
+def test_a_slow_drive_is_waited_for(tmp_path, monkeypatch, model):
+    """Every call takes long, and all together far longer than the limit."""
+    expected = gradients_of(model)
+    calls = []
+
+    def slow(side):
+        real = getattr(disk_io, side)
+
+        def call(*arguments):
+            calls.append(side)
+            threading.Event().wait(0.05)
+            return real(*arguments)
+
+        monkeypatch.setattr(disk_io, side, call)
+
+    with offload_activations(model, settings(tmp_path)) as session:
+        slow("read_once")
+        slow("write_once")
+        model.zero_grad()
+        loss = model(BATCH).square().mean()
+        session._engine.transfer._wait_for_writes(0)
+        loss.backward()
+    assert all(torch.equal(one, other.grad) for one, other in zip(expected, model.parameters(), strict=True))
+    assert set(calls) == {"read_once", "write_once"}
+    assert session.stats.total.store_stall_s > 0
+    assert session.stats.total.refused_bytes == 0
+
+
+class Looks:
+    """A wait that never ends, and a tier that does what ``during`` says each time somebody has looked."""
+
+    def __init__(self, tier, during, most=100):
+        self.count = 0
+        tier.wait_for(lambda seconds: self._look(tier, during, most))
+
+    def _look(self, tier, during, most):
+        self.count += 1
+        during(tier.stats, self.count)
+        return self.count == most
+
+
+def test_a_standstill_is_no_ended_call_while_one_runs():
+    tier = RamTier()
+    assert Looks(tier, lambda stats, look: None).count == 100, (
+        "nothing runs: whatever is waited for, it is not the tier"
+    )
+    assert Looks(tier, lambda stats, look: (stats.begin("read"), stats.end("read", 1))).count == 100
+    tier.stats.begin("write")
+    assert Looks(tier, lambda stats, look: stats.count("read", 1) or look % 9 or _one(stats)).count == 100
+    with pytest.raises(StandstillError, match=r"ram tier \(memory\).* 120 s"):
+        Looks(tier, lambda stats, look: None)
+    looks = []
+    with pytest.raises(StandstillError):
+        Looks(tier, lambda stats, look: looks.append(look))
+    assert len(looks) == 2, "what is known to stand still is waited for in full again"
+    tier.stats.end("write", 1)
+    tier.close()
+
+
+def _one(stats):
+    stats.begin("read")
+    stats.end("read", 1)
+
+
+def test_a_tier_of_two_stands_still_when_its_disk_does(tmp_path, monkeypatch):
+    tier = SpillTier(RamTier(MIB), DiskTier(tmp_path))
+    slots = [tier.reserve(MIB) for _ in range(2)]
+    hang = Hang(monkeypatch, "write_once")
+    futures = [tier.write(slot, empty_at_phase(MIB, 0).fill_(3)) for slot in slots]
+    futures[0].result(TIMEOUT_S)
+    with pytest.raises(StandstillError, match=rf"ram\+ssd tier \(memory, {tmp_path}\)"):
+        tier.wait_for(lambda seconds: futures[1].done() or threading.Event().wait(seconds))
+    hang.end()
+    futures[1].result(TIMEOUT_S)
+    tier.close()
+
+
+def test_room_in_the_pinned_ring_is_not_waited_for_behind_a_hung_drive(monkeypatch):
+    monkeypatch.setattr(Tier, "stall_limit_s", 0.3)
+    tier = RamTier()
+    ring = PinnedRing(MIB, pinned=False)
+    ring.behind = tier
+    ring.acquire(MIB // 2)
+    tier.stats.begin("write")
+    with pytest.raises(StandstillError):
+        ring.acquire(MIB // 2)
+    tier.stats.end("write", 0)
+    ring.close()
+    tier.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_fork_does_not_wait_for_a_hung_call_and_the_call_counts_as_failed(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path)
+    tier.gate.limit_s = 0.2
+    slot = tier.reserve(MIB)
+    tier.write(slot, empty_at_phase(MIB, 0).fill_(1)).result(TIMEOUT_S)
+    hang = Hang(monkeypatch, "read_once")
+    future = tier.read(slot, empty_at_phase(MIB, tier.phase(slot)))
+    assert hang.inside.wait(TIMEOUT_S)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    hang.end()
+    with pytest.raises(StorageError, match=rf"forked meanwhile.*errno {errno.EIO}"):
+        future.result(TIMEOUT_S)
+    again = empty_at_phase(MIB, tier.phase(slot)).zero_()
+    tier.read(slot, again).result(TIMEOUT_S)
+    assert bool((again == 1).all())
+    tier.close()
