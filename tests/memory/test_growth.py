@@ -193,12 +193,14 @@ def test_nothing_grows_in_a_rough_life(tmp_path, warm, steps):
     assert grown_bytes <= RESIDENT_SLACK_BYTES
 
 
-def test_a_model_that_is_dropped_takes_its_session_along(tmp_path):
+@pytest.mark.parametrize("tier", ["ssd", "auto"])
+def test_a_model_that_is_dropped_takes_its_session_along(tmp_path, tier):
     """What becomes of a training that was interrupted: nobody detaches anything, and the trainer is dropped."""
     gc.collect()
     descriptors, threads = sum(1 for _ in Path("/proc/self/fd").iterdir()), set(threading.enumerate())
     model = Model()
-    session = attach(model, OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0))
+    budget = {"memory_budget": "8MiB"} if tier == "auto" else {}
+    session = attach(model, OffloadConfig(tier=tier, directory=tmp_path, min_offload_bytes=0, **budget))
     model(torch.randn(64, 64)).square().mean().backward()
     gone = [weakref.ref(each) for each in (model, session, session._engine.transfer.tier)]
     del model, session
