@@ -2,7 +2,6 @@
 
 import logging
 import re
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -49,18 +48,11 @@ class Lean:
     """
 
     def __init__(self, model: nn.Module, config: LeanConfig | None, head: nn.Module | None = None):
-        self._reference = weakref.ref(model)
+        self._model = model
         self._config = config
         self._head = head
         self._done: list[LeanModule] = []
         self._handle: RemovableHandle | None = None
-
-    @property
-    def _model(self) -> nn.Module:
-        # Weakly: what is attached to a model must not keep it alive.
-        model = self._reference()
-        assert model is not None, "the model is gone"
-        return model
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import math
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -115,7 +114,7 @@ class Feedback:
         need_less: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
     ):
-        self._reference = weakref.ref(model)
+        self._model = model
         self._ranks = ranks or Ranks()
         self._budget = min(self._ranks.gather(budget_bytes))
         self._hardware = hardware
@@ -131,13 +130,6 @@ class Feedback:
         self._slow = 0
         self._began_s: float | None = None
         self._waited_s = 0.0
-
-    @property
-    def _model(self) -> nn.Module:
-        # Weakly: what is attached to a model must not keep it alive.
-        model = self._reference()
-        assert model is not None, "the model is gone"
-        return model
 
     @property
     def prediction(self) -> Prediction | None:

@@ -7,7 +7,6 @@ tied heads hold of it. So checkpoints know nothing of sampling, and LoRA finds a
 import dataclasses
 import logging
 import re
-import weakref
 from collections.abc import Iterator
 
 from torch import nn
@@ -38,18 +37,11 @@ class Sampling:
     """The sampled layers of one model: made by :meth:`apply`, taken off by :meth:`remove`."""
 
     def __init__(self, model: nn.Module, config: SampledLinearConfig | None):
-        self._reference = weakref.ref(model)
+        self._model = model
         self._config = config
         self._handles: list[RemovableHandle] = []
         self.names: tuple[str, ...] = ()
         self.cache: GradientCache | None = None
-
-    @property
-    def _model(self) -> nn.Module:
-        # Weakly: what is attached to a model must not keep it alive.
-        model = self._reference()
-        assert model is not None, "the model is gone"
-        return model
 
     def apply(self) -> None:
         """Convert what was asked for.
@@ -89,8 +81,7 @@ class Sampling:
         while self._handles:
             self._handles.pop().remove()
         self.cache = None
-        model = self._reference()
-        for name in self.names if model is not None else ():
+        for name in self.names:
             _restore(self._model.get_submodule(name))
         self.names = ()
 

@@ -1,7 +1,6 @@
 """What the settings ask to have cut, applied to a model and taken off again."""
 
 import logging
-import weakref
 
 from torch import nn
 
@@ -21,18 +20,11 @@ class Tiling:
     """The pieces of one model: made by :meth:`apply`, taken off by :meth:`remove`."""
 
     def __init__(self, model: nn.Module, config: OffloadConfig, cut: Cut | None = None):
-        self._reference = weakref.ref(model)
+        self._model = model
         self._config = config
         self._cut = cut or cut_for(config)
         self._done: list[TiledHead | TiledModule] = []
         self._needed_less = False
-
-    @property
-    def _model(self) -> nn.Module:
-        # Weakly: what is attached to a model must not keep it alive.
-        model = self._reference()
-        assert model is not None, "the model is gone"
-        return model
 
     def apply(self) -> None:
         """Cut what was asked for.

@@ -6,14 +6,13 @@ import errno
 import gc
 import os
 import threading
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from hf_offload import OffloadConfig, OffloadError, attach, offload_activations
+from hf_offload import OffloadConfig, OffloadError, offload_activations
 from hf_offload.reports.gauges import _allocator_counter
 from hf_offload.storage import disk_io
 
@@ -191,22 +190,3 @@ def test_nothing_grows_in_a_rough_life(tmp_path, warm, steps):
     assert objects <= OBJECT_SLACK
     assert heap_bytes <= HEAP_SLACK_BYTES
     assert grown_bytes <= RESIDENT_SLACK_BYTES
-
-
-@pytest.mark.parametrize("tier", ["ssd", "auto"])
-def test_a_model_that_is_dropped_takes_its_session_along(tmp_path, tier):
-    """What becomes of a training that was interrupted: nobody detaches anything, and the trainer is dropped."""
-    gc.collect()
-    descriptors, threads = sum(1 for _ in Path("/proc/self/fd").iterdir()), set(threading.enumerate())
-    model = Model()
-    budget = {"memory_budget": "8MiB"} if tier == "auto" else {}
-    session = attach(model, OffloadConfig(tier=tier, directory=tmp_path, min_offload_bytes=0, **budget))
-    model(torch.randn(64, 64)).square().mean().backward()
-    gone = [weakref.ref(each) for each in (model, session, session._engine.transfer.tier)]
-    del model, session
-    gc.collect()
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(60)
-    assert [reference() for reference in gone] == [None] * 3
-    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == descriptors
-    assert set(threading.enumerate()) <= threads
