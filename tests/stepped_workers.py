@@ -77,7 +77,9 @@ class Workers:
                 stack.enter_context(patch.object(module, "WorkerPool", Pool))
             stack.enter_context(patch.object(movers, "Future", Promise))
             stack.enter_context(patch.object(movers, "PinnedRing", Ring))
-            stack.enter_context(patch.object(transfer, "_finished", lambda future: self.wait_until(future.done)))
+            stack.enter_context(
+                patch.object(transfer.Transfer, "_wait_for", lambda _, future: self.wait_until(future.done))
+            )
             try:
                 yield
             finally:
@@ -218,8 +220,9 @@ class _Room:
     def __exit__(self, *exc):
         pass
 
-    def wait_for(self, condition):
+    def wait_for(self, condition, seconds):
         self._workers.wait_until(condition)
+        return True
 
     def notify_all(self):
         pass

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -137,7 +138,7 @@ def test_a_shipped_recipe_trains_two_steps(name, tmp_path, tokenizer):
     report = run_recipe(recipe, save=False)
     assert report.completed
     assert report.steps == 2
-    assert all(loss == loss and loss < 20 for loss in report.losses)
+    assert all(math.isfinite(loss) for loss in report.losses)
     if recipe.offload.tier in ("ssd", "ram"):
         assert report.offload["offloaded_bytes"] > 0
     if recipe.data.validation is not None:
