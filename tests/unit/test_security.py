@@ -167,8 +167,9 @@ def run(uid):
     os.environ["XDG_STATE_HOME"] = f"{directory}/state{uid}"
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     with offload_activations(model, OffloadConfig(directory=directory, min_offload_bytes=0)) as session:
-        model(torch.randn(64, 64)).sum().backward()
-        session._engine.transfer._wait_for_writes(0)
+        loss = model(torch.randn(64, 64)).sum()
+        session._engine.transfer._wait_for_writes(0)  # before backward, which takes from memory what is not written yet
+        loss.backward()
         print(os.geteuid(), session.stats.total.written_bytes, flush=True)
         os.read(go, 1)  # until the other has come as far
 
