@@ -244,7 +244,7 @@ class Transfer:
                     record.forget_memory()
                     self._count_not_ahead(record)
                     record.state = State.STORED
-            # Its traceback would hold this frame, which holds the future, which holds the error: bytes until the next collection.
+            # Its traceback would hold this frame, which holds the future, which holds the error.
             cause = error.with_traceback(None)
             raise OffloadError(
                 f"Activations of {record.unit} ({format_bytes(record.nbytes)}) could not be read back, so this backward "
