@@ -17,6 +17,9 @@ def card(
     dataset_url: Annotated[str | None, typer.Option(help="Where the data comes from.")] = None,
     license: Annotated[str, typer.Option(help="Of the trained weights.")] = "apache-2.0",
     language: Annotated[str | None, typer.Option(help="Codes with commas between: en,de.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="Hub name of the model that was fine-tuned, where the recipe names a folder.")
+    ] = None,
     purpose: Annotated[str | None, typer.Option(help="A sentence: what the model is for.")] = None,
     comparison: Annotated[
         Path | None, typer.Option(help="table.json of `hf-offload bench steps` with the same recipe.")
@@ -33,6 +36,7 @@ def card(
             dataset=dataset,
             dataset_license=dataset_license,
             dataset_url=dataset_url,
+            base_model=base_model,
             languages=[code.strip() for code in language.split(",")] if language else (),
             **({} if purpose is None else {"purpose": purpose}),
         )

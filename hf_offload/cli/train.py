@@ -17,6 +17,9 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as training.max_steps=3.")
     ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with the recipe's data.files. Default: the current one.")
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Measure memory and write losses, times and memory to this JSON file.")
     ] = None,
@@ -26,10 +29,12 @@ def train(
 ) -> None:
     """Train what a recipe describes, evaluate it on the recipe's validation data, and save it."""
     with clear_errors(), visible_log():
-        loaded = load_recipe(recipe, overrides or [])
+        changes = [*(overrides or []), *([] if data_dir is None else [f"data.data_dir={data_dir}"])]
+        loaded = load_recipe(recipe, changes)
         from hf_offload.training.run import run_recipe  # slow: only a good recipe is worth the wait
 
-        command = shlex.join(["hf-offload", "train", recipe, *(overrides or []), *(["--resume"] if resume else [])])
+        given = [*([] if data_dir is None else ["--data-dir", str(data_dir)]), *(["--resume"] if resume else [])]
+        command = shlex.join(["hf-offload", "train", recipe, *(overrides or []), *given])
         result = run_recipe(loaded, report=report, resume=resume, command=command)
     table = Table(title=f"{loaded.name}: {'done' if result.completed else 'stopped'}", show_header=False)
     table.add_row("steps", str(result.steps))

@@ -28,6 +28,7 @@ _WAYS = {
     "recompute": "activation checkpointing",
     "ours:ssd": "offload to SSD",
     "ours:ram": "offload to RAM",
+    "ours:auto": "within the budget (`tier: auto`)",
     "ours:lean": "make again what is cheap (`lean_activations`)",
 }
 _SMOOTHED = 50
@@ -45,6 +46,7 @@ class CardFacts:
         dataset_license: Its licence, in the same way.
         dataset_url: Where it comes from.
         languages: Codes such as ``en``.
+        base_model: Hub name of the model that was fine-tuned. Default: the recipe's, unless that is a folder.
         purpose: A sentence that says what the model is for.
     """
 
@@ -54,6 +56,7 @@ class CardFacts:
     dataset_license: str
     dataset_url: str | None = None
     languages: Sequence[str] = ()
+    base_model: str | None = None
     purpose: str = "It shows what training with activation offloading costs and is no model to build on."
 
 
@@ -138,12 +141,18 @@ def _metadata(report: TrainingReport, facts: CardFacts) -> Any:
         language=list(facts.languages) or None,
         license=facts.license,
         library_name="peft" if adapted else "transformers",
-        base_model=model["name"],
+        base_model=_base_model(report, facts),
         pipeline_tag=_PIPELINES[task],
         tags=["hf_offload", task],
         model_name=facts.name if results else None,
         eval_results=results or None,
     )
+
+
+def _base_model(report: TrainingReport, facts: CardFacts) -> str | None:
+    """What the Hub can link to: a folder is none of its names."""
+    name = report.settings["model"]["name"]
+    return facts.base_model or (None if name is None or Path(name).is_dir() else name)
 
 
 def _metrics(report: TrainingReport) -> dict[str, float]:
@@ -155,7 +164,11 @@ def _body(
     report: TrainingReport, facts: CardFacts, comparison: Comparison | None, plots: Sequence[str]
 ) -> Iterator[str]:
     model, data = report.settings["model"], report.settings["data"]
-    origin = f"fine-tuned from `{model['name']}`" if model["name"] else f"a {model['architecture']} from random weights"
+    origin = (
+        f"fine-tuned from `{_base_model(report, facts) or model['name']}`"
+        if model["name"]
+        else f"a {model['architecture']} from random weights"
+    )
     yield f"# {facts.name}"
     yield ""
     yield (
@@ -275,7 +288,7 @@ def _machine(machine: Mapping[str, Any]) -> str:
 
 
 def _versions(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "accelerate") if name in versions)
+    return ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "accelerate") if name in versions)
 
 
 def _given(value: Any) -> Any:

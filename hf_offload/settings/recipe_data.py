@@ -57,9 +57,11 @@ class DataRecipe:
             ``random-tokens``: as many rows of random token ids as the run needs, for measuring memory and time.
         max_bytes: With ``python-stdlib``: stop after the file that reaches this many bytes.
         files: Local files or patterns: text (one document a file), JSON lines, CSV or Parquet.
+        data_dir: Folder that ``files`` and the files of ``validation`` start from. Default: the current one.
         hub: A dataset's name, or a mapping with ``name``, ``config`` and ``split``.
         validation: What to evaluate on: files or patterns; ``{split: validation}`` of the dataset of the hub; or a share of
-            the training rows, such as 0.05, which are then not trained on: the same rows whatever the seed of training.
+            the training rows, such as 0.05, which are then not trained on: the same rows whatever the seed of training. Of
+            a single text, that share at its end.
         streaming: Read while training instead of preparing everything first.
         text_column: The column that holds the text. Default: ``text``. Texts are joined and cut into blocks, except for
             ``sequence-classification``.
@@ -83,6 +85,7 @@ class DataRecipe:
     source: str | None = None
     max_bytes: int | str | None = None
     files: str | Sequence[str] | None = None
+    data_dir: str | None = None
     hub: HubData | str | Mapping[str, Any] | None = None
     validation: str | Sequence[str] | Mapping[str, Any] | float | None = None
     streaming: bool = False
@@ -128,11 +131,14 @@ class DataRecipe:
                     self._set("hub", from_mapping(HubData, hub, "data.hub"))
             with check:
                 self._check_validation()
+            with check:
+                if self.data_dir is not None and self.files is None and not isinstance(self.validation, tuple):
+                    raise OffloadConfigError("data.data_dir goes with data.files, and this data is no local file: drop it.")
             for field in ("streaming", "packing"):
                 with check:
                     if not isinstance(getattr(self, field), bool):
                         raise OffloadConfigError(f"data.{field}={getattr(self, field)!r} is neither true nor false.")
-            for field in (*_COLUMN_FIELDS, "source_prefix", "cache_dir"):
+            for field in (*_COLUMN_FIELDS, "source_prefix", "data_dir", "cache_dir"):
                 with check:
                     check_text("data", field, getattr(self, field))
             with check:

@@ -71,21 +71,34 @@ def load_parts(
     value: Any = data.validation
     rows = _with_columns(rows, columns, "the data")
     if isinstance(value, float):
+        if len(rows) == len(columns) == 1 and isinstance(text := rows[0][columns[0]], str):
+            return _cut_text(text, columns[0], value)
         if round(len(rows) * value) < 1 or len(rows) < 2:
             raise OffloadConfigError(
-                f"data.validation={value}: that share of {len(rows)} rows is none (a text file is one row): give a larger "
-                "one, or files of their own."
+                f"data.validation={value}: that share of {len(rows)} rows is none: give a larger one, or files of their own."
             )
         parts = rows.train_test_split(test_size=value, seed=SPLIT_SEED)
         return parts["train"], parts["test"]
     if isinstance(value, tuple):
-        held_back = _load_files(_find("data.validation", value), "data.validation", data, cache_dir)
+        held_back = _load_files(_find("data.validation", value, data.data_dir), "data.validation", data, cache_dir)
     elif value is not None:
         assert isinstance(data.hub, HubData)  # DataRecipe sees to it
         held_back = _load_hub(data.hub, value["split"], data, cache_dir)
     if held_back is not None:
         held_back = _with_columns(held_back, columns, "data.validation")
     return rows, held_back
+
+
+def _cut_text(text: str, column: str, share: float) -> "tuple[Dataset, Dataset]":
+    """A single text, and the end of it: whole lines, at least ``share`` of its characters."""
+    from datasets import Dataset
+
+    cut = text.rfind("\n", 0, round(len(text) * (1 - share))) + 1
+    if not cut:
+        raise OffloadConfigError(
+            f"data.validation={share}: the text is a single line, of which none can be held back: give files of their own."
+        )
+    return Dataset.from_dict({column: [text[:cut]]}), Dataset.from_dict({column: [text[cut:]]})
 
 
 def _with_columns(rows: "Dataset | IterableDataset", columns: Sequence[str], what: str) -> "Dataset | IterableDataset":
@@ -110,7 +123,7 @@ def find_files(data: DataRecipe) -> list[Path]:
     """The files of the section data."""
     if data.source is not None:
         return stdlib_files(data.max_bytes)  # type: ignore[arg-type]  # DataRecipe made it an int
-    return _find("data.files", data.files or ())
+    return _find("data.files", data.files or (), data.data_dir)
 
 
 def _load_hub(hub: HubData, split: str, data: DataRecipe, cache_dir: Path) -> "Dataset | IterableDataset":
@@ -138,13 +151,15 @@ def _load_files(paths: list[Path], setting: str, data: DataRecipe, cache_dir: Pa
         raise OffloadConfigError(f"{setting} cannot be read as {reader}: {error.__cause__ or error}") from error
 
 
-def _find(setting: str, patterns: Any) -> list[Path]:
+def _find(setting: str, patterns: Any, data_dir: str | None) -> list[Path]:
+    folder = Path(data_dir or "").expanduser()
     found: list[Path] = []
     for pattern in patterns:
-        matches = [Path(path) for path in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]  # noqa: PTH207  absolute patterns
-        matches = [path for path in matches if path.is_file()]
+        path = folder / Path(pattern).expanduser()
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207  absolute patterns
+        matches = [match for match in matches if match.is_file()]
         if not matches:
-            raise OffloadConfigError(f"{setting}: there is no file {pattern!r} (seen from {Path.cwd()}).")
+            raise OffloadConfigError(f"{setting}: there is no file {pattern!r} (seen from {folder.absolute()}).")
         found += matches
     for path in found:
         if path.suffix.lower() not in _READERS:

@@ -124,6 +124,22 @@ def test_a_card_from_a_record(record, tmp_path):
     assert "![Loss by step](loss.png)" in text
 
 
+def test_a_folder_is_no_base_model(record, tmp_path):
+    """Only names that the Hub has stand in the metadata."""
+    for name, given, expected in (
+        ("google/other", (), "google/other"),
+        (str(tmp_path), (), None),
+        (str(tmp_path), ("--base-model", "google/other"), "google/other"),
+    ):
+        values = json.loads(record.read_text(encoding="utf-8"))
+        values["settings"]["model"]["name"] = name
+        record.write_text(json.dumps(values), encoding="utf-8")
+        command("card", record, "--output", tmp_path / "card", *FACTS, *given)
+        text = (tmp_path / "card" / "README.md").read_text(encoding="utf-8")
+        assert ModelCard(text).data.base_model == expected
+        assert f"fine-tuned from `{expected or name}`" in text
+
+
 def test_the_recipe_in_a_card_is_the_one_that_was_trained(record, tmp_path):
     command("card", record, "--output", tmp_path / "card", *FACTS)
     text = (tmp_path / "card" / "README.md").read_text(encoding="utf-8")

@@ -1,5 +1,6 @@
 """Every example runs as it is, does what it is there to show, and leaves nothing on the disk."""
 
+import json
 import multiprocessing
 import os
 import re
@@ -99,6 +100,29 @@ def test_unmodified_script_is_launched(launcher, tmp_path):
     assert list(here.iterdir()) == []
 
 
+def test_pairs_to_classify(tmp_path):
+    """What the recipe for MiniLM trains on."""
+    (tmp_path / "papers").mkdir()
+    papers = [{"document": f"abstract {number}", "summary": f"summary {number}"} for number in range(5)]
+    for name in ("train", "validation"):
+        (tmp_path / "papers" / f"{name}.jsonl").write_text("".join(json.dumps(paper) + "\n" for paper in papers))
+    script = [sys.executable, EXAMPLES / "abstract_pairs.py"]
+    done = subprocess.run([*script, "papers", "pairs"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "10 pairs" in done.stdout
+    for name in ("train", "validation"):
+        rows = [json.loads(line) for line in (tmp_path / "pairs" / f"{name}.jsonl").read_text().splitlines()]
+        assert [row["label"] for row in rows] == 5 * ["own", "another"]
+        for row in rows:
+            own = row["summary"].split()[1] == row["abstract"].split()[1]
+            assert own == (row["label"] == "own")
+        # Of what is another's, each summary stands there once, so that none is told by how often it does.
+        assert len({row["summary"] for row in rows if row["label"] == "another"}) == 5
+    asked = subprocess.run(script, capture_output=True, text=True)
+    assert asked.returncode == 1
+    assert "abstract_pairs.py scitldr pairs" in asked.stderr
+
+
 def test_no_example_is_left_out():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHOWN, "unmodified_script"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHOWN, "unmodified_script", "abstract_pairs"}
     assert "hf_offload" not in (EXAMPLES / "unmodified_script.py").read_text().split('"""')[2]

@@ -33,6 +33,9 @@ TINY = {
     "mistral": _LLAMA,
     "qwen3": _LLAMA,
 }
+WORDS = 2 * math.log(VOCABULARY)
+MOST = {"causal-lm": WORDS, "masked-lm": WORDS, "sequence-classification": 2 * math.log(2), "seq2seq-lm": 50}
+"""Loss of a new model: twice that of one that knows nothing; but T5's new output head has large logits."""
 SENTENCE = "the saved tensors of a block go to the drive and come back before backward needs them"
 
 
@@ -138,7 +141,7 @@ def test_a_shipped_recipe_trains_two_steps(name, tmp_path, tokenizer):
     report = run_recipe(recipe, save=False)
     assert report.completed
     assert report.steps == 2
-    assert all(math.isfinite(loss) for loss in report.losses)
+    assert all(0 < loss < MOST[recipe.model.task] for loss in report.losses)
     if recipe.offload.tier in ("ssd", "ram"):
         assert report.offload["offloaded_bytes"] > 0
     if recipe.data.validation is not None:

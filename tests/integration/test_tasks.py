@@ -268,6 +268,21 @@ def test_a_share_of_the_rows_is_held_back_whatever_the_seed():
     assert not set(train["question"]) & set(held["question"])
 
 
+def test_of_a_single_text_the_end_is_held_back(folder):
+    """The tokenizer is trained on the rest alone, too."""
+    from hf_offload.training.data import load_parts
+
+    lines = [f"line {number} of a text that has a hundred lines\n" for number in range(100)]
+    (folder / "one.txt").write_text("".join(lines), encoding="utf-8")
+    made = recipe("text", data={"files": "one.txt", "validation": 0.095, "sequence_length": 16})
+    train, held = load_parts(made.data, made.data.columns(), made.cache_dir)
+    assert train["text"][:] == ["".join(lines[:90])]  # whole lines, so a little more than the share
+    assert held["text"][:] == ["".join(lines[90:])]
+    assert run_recipe(made).metrics["eval_loss"] > 0
+    (folder / "one.txt").write_text("a single line", encoding="utf-8")
+    assert "the text is a single line" in mistake("text", data={"files": "one.txt", "validation": 0.1})
+
+
 def test_streaming_conversations():
     streamed = run_recipe(recipe("prompts", data={"streaming": True}))
     assert streamed.steps == 4
