@@ -11,10 +11,11 @@ with ``abstract``, ``summary`` and ``label``: each abstract once with its own su
 import json
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 
-def pairs(rows, seed=0):
+def pairs(rows: list[dict[str, str]], seed: int = 0) -> Iterator[dict[str, str]]:
     """The rows, each followed by one whose summary is that of the next row in a shuffled round, so never its own."""
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
@@ -24,7 +25,8 @@ def pairs(rows, seed=0):
             yield {"abstract": row["document"], "summary": origin["summary"], "label": label}
 
 
-def main(source, target):
+def main(source: Path, target: Path) -> None:
+    """Read two files in ``source`` and write two into ``target``."""
     target.mkdir(parents=True, exist_ok=True)
     for name in ("train.jsonl", "validation.jsonl"):
         rows = [json.loads(line) for line in (source / name).read_text(encoding="utf-8").splitlines()]

@@ -14,7 +14,8 @@ from hf_offload.plan.placement import uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.simulate import Windows, simulate
-from hf_offload.plan.workload import count_workload, find_workload
+from hf_offload.plan.workload import count_workload
+from hf_offload.plan.workload_sources import find_workload
 from hf_offload.settings.lean import LeanConfig
 from hf_offload.settings.load import choose
 from hf_offload.settings.sampling import SampledLinearConfig

@@ -98,7 +98,7 @@ def plan(
         from hf_offload.errors import OffloadConfigError
         from hf_offload.plan.forecast import make_forecast
         from hf_offload.plan.hardware import describe_hardware, measure_hardware
-        from hf_offload.plan.workload import find_workload
+        from hf_offload.plan.workload_sources import find_workload
         from hf_offload.settings.lean import lean_activations as parse_lean_activations
         from hf_offload.settings.sampling import sampled_linear as parse_sampled_linear
 

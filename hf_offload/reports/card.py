@@ -125,7 +125,7 @@ def write_card(report: TrainingReport, facts: CardFacts, comparison_path: Path |
 def _metadata(report: TrainingReport, facts: CardFacts) -> Any:
     from huggingface_hub import EvalResult, ModelCardData
 
-    model, task = report.settings["model"], report.settings["model"]["task"]
+    task = report.settings["model"]["task"]
     adapted = report.settings.get("memory", {}).get("mode") in ("lora", "qlora", "lora_fa", "dora")
     results = [
         EvalResult(
@@ -288,7 +288,9 @@ def _machine(machine: Mapping[str, Any]) -> str:
 
 
 def _versions(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "accelerate") if name in versions)
+    return ", ".join(
+        f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "accelerate") if name in versions
+    )
 
 
 def _given(value: Any) -> Any:

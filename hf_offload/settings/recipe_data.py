@@ -133,7 +133,9 @@ class DataRecipe:
                 self._check_validation()
             with check:
                 if self.data_dir is not None and self.files is None and not isinstance(self.validation, tuple):
-                    raise OffloadConfigError("data.data_dir goes with data.files, and this data is no local file: drop it.")
+                    raise OffloadConfigError(
+                        "data.data_dir goes with data.files, and this data is no local file: drop it."
+                    )
             for field in ("streaming", "packing"):
                 with check:
                     if not isinstance(getattr(self, field), bool):
