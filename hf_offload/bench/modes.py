@@ -31,12 +31,16 @@ RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """Settings of a memory mode. ``rank_share`` is the rank as a part of the hidden size, so that it fits any model."""
+    """Settings of a memory mode, which is called like its entry or, of a second entry, ``of``.
+
+    ``rank_share`` is the rank as a part of the hidden size, so that it fits any model.
+    """
 
     why: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rank_share: float | None = None
     seeded: bool = True
+    of: str | None = None
 
     def settings_for(self, hidden: int, seed: int) -> dict[str, Any]:
         """As the training arguments take them."""
@@ -56,6 +60,11 @@ MODES = {
     "frugal": Mode(
         "the paper's density; with a gap of 50 every matrix has its turn five times",
         {"density": 0.25, "update_proj_gap": 50},
+    ),
+    "frugal_svd": Mode(
+        "as galore, and besides a tenth of the rate for the sign of the rest: what the rest brings is the difference",
+        {"density": 0.25, "projection": "svd", "free_scale": 0.1, "update_proj_gap": 100},
+        of="frugal",
     ),
     "lisa": Mode("the paper's two blocks; 50 turns for 8 blocks", {"blocks_active": 2, "switch_every": 20}),
     "badam": Mode("8 blocks, embedding, norm and head take turns: nearly two times round", {"switch_every": 50}),
@@ -186,7 +195,7 @@ def _check(modes: Sequence[str], seeds: Sequence[int], setup: Setup, times: bool
 
 def _try(name: str, setup: Setup) -> None:
     """Build what can be built without training: a package that is missing is better missed now than in an hour."""
-    mode = memory_mode(name, MODES[name].settings_for(setup.hidden, 0))
+    mode = memory_mode(MODES[name].of or name, MODES[name].settings_for(setup.hidden, 0))
     if mode is not None:
         model = mode.prepare(build_model(setup.layers, setup.hidden))
         mode.optimizer(model, lr=WARM_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
@@ -268,7 +277,8 @@ class _Bench:
         model = build_model(self._setup.layers, self._setup.hidden)
         model.load_state_dict(load_file(self._weights))
         settings = MODES[mode].settings_for(self._setup.hidden, seed)
-        return build_trainer(model, self._text, mode, settings, rate, seed, steps, self._output / "trainer")
+        named = MODES[mode].of or mode
+        return build_trainer(model, self._text, named, settings, rate, seed, steps, self._output / "trainer")
 
     def _kept(self, file: Path, question: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The answer in ``file``, which is made if it is not there.

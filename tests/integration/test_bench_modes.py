@@ -252,7 +252,7 @@ def test_the_default_model_has_ten_million_weights():
 
 def test_the_settings_fit_the_model_and_say_why():
     for name, mode in MODES.items():
-        memory_mode(name, mode.settings_for(320, 0))
+        memory_mode(mode.of or name, mode.settings_for(320, 0))
         assert mode.why
         gap = mode.settings.get("update_proj_gap", mode.settings.get("switch_every", 1))
         assert bench.PERIOD % gap == 0, name
@@ -263,17 +263,18 @@ def test_the_settings_fit_the_model_and_say_why():
 def stepper(data, mode, folder):
     text = load_text(data)
     settings = MODES[mode].settings_for(32, 0)
-    return Stepper(build_trainer(build_model(3, 32), text, mode, settings, 1e-3, 0, 1, folder), text)
+    named = MODES[mode].of or mode
+    return Stepper(build_trainer(build_model(3, 32), text, named, settings, 1e-3, 0, 1, folder), text)
 
 
-@pytest.mark.parametrize("mode", ["none", "galore", "apollo", "frugal", "lisa", "badam"])
+@pytest.mark.parametrize("mode", ["none", "galore", "apollo", "frugal", "frugal_svd", "lisa", "badam"])
 def test_counted_state_is_the_closed_form(data, tmp_path, mode):
     one = stepper(data, mode, tmp_path)
     for _ in range(2):
         one.step()
     counted = state_bytes(one.optimizer)
     shapes = {name: tuple(weight.shape) for name, weight in one.model.named_parameters()}
-    chosen = memory_mode(mode, MODES[mode].settings_for(32, 0))
+    chosen = memory_mode(MODES[mode].of or mode, MODES[mode].settings_for(32, 0))
     if mode == "none":
         assert counted == adamw_bytes(shapes.values())
     elif mode in ("lisa", "badam"):
