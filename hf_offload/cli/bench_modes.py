@@ -21,7 +21,10 @@ def modes(
     data_dir: Annotated[Path, typer.Option(help="Folder with tinyshakespeare/input.txt.")],
     chosen: Annotated[
         str,
-        typer.Option("--modes", help="none (AdamW), galore, galore_8bit, apollo, frugal, frugal_svd, lisa, badam, lora; or all."),
+        typer.Option(
+            "--modes",
+            help="none (AdamW), galore, galore_8bit, apollo, frugal, frugal_svd, lisa, badam, lora; or all.",
+        ),
     ] = "all",
     seeds: Annotated[str, typer.Option(help="One run each, of the order of the data and of draws.")] = "0,1",
     steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 1000,
