@@ -1,5 +1,6 @@
 """The command ``hf-offload``."""
 
+import logging
 import sys
 
 import typer
@@ -35,4 +36,6 @@ def main() -> None:
     """Run the command; one that trains runs with the allocator that suits it."""
     if "train" in sys.argv[1:2] and not {"-h", "--help"} & set(sys.argv):
         restart_with_allocator()
+    # Where it is installed, it tells every command that loads it of a faster kernel, which 4-bit weights on a CPU could use.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     app()
