@@ -21,6 +21,7 @@ from hf_offload.allocator import find_tcmalloc
 from hf_offload.bench import cell, limits, steps
 from hf_offload.bench.cell import CRASHED, DONE, NOT_INSTALLED, OUT_OF_MEMORY, CellResult, CellSpec, execute, run_cell
 from hf_offload.bench.strategies import strategy_names
+from hf_offload.cli import bench_options
 from hf_offload.cli.main import app
 
 REPOSITORY = Path(hf_offload.__file__).parent.parent
@@ -496,13 +497,22 @@ def test_a_dry_run_lists_the_cells_and_runs_none(recipe, monkeypatch):
     assert not Path("o").exists()
 
 
+def test_the_help_names_what_there_is_and_loads_nothing_for_it():
+    assert ", ".join(strategy_names()) == bench_options.STRATEGIES
+    text = " ".join(CliRunner().invoke(app, ["bench", "steps", "--help"], env={"COLUMNS": "300"}).stdout.split())
+    assert ", ".join(steps.BENCH_ALLOCATORS) in text
+    code = "import sys, hf_offload.cli.main; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 # --------------------------------------------------------------------------------------------------------------- limits
 
 
 @pytest.mark.parametrize(("vary", "start", "capacity", "fits"), [("sequence", 256, 3000, 2944), ("batch", 2, 21, 20)])
 def test_limits_searches_with_probes(recipe, monkeypatch, vary, start, capacity, fits):
     monkeypatch.setattr("hf_offload.bench.limits.require_memory_limit", lambda: None)
-    monkeypatch.setattr("hf_offload.cli.bench.require_memory_limit", lambda: None)
+    monkeypatch.setattr("hf_offload.bench.cell.require_memory_limit", lambda: None)
     probes = []
 
     def fake(spec, environment):

@@ -1,0 +1,90 @@
+"""What ``hf-offload bench steps`` and ``limits`` have in common: options, and how results are shown."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from hf_offload.cli.console import output
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from hf_offload.bench.steps import Plan
+
+# Written out, since asking for them loads torch and transformers.
+STRATEGIES = (
+    "keep, recompute, recompute+offload, save_on_cpu, trl, trl+recompute, ours:ram, ours:ssd, ours:spill, ours:auto, "
+    "ours:ssd+tiled, ours:lean, ours:ssd+lean, ours:sampled, ours:ssd+sampled, ours+recompute"
+)
+Shapes = Annotated[
+    str, typer.Argument(help="Presets (gpt2-small), recipes (gpt/demo) or recipes' files, with commas between.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as model.config.vocab_size=8192.")
+]
+Strategies = Annotated[str, typer.Option(help=f"Out of {STRATEGIES}, with commas between; or all.")]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        help="CUDA: what PyTorch may take of the device's memory, such as 24GiB, to stand in for a smaller card."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print CSV and nothing else.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything and list what would run, without running it.")
+]
+
+
+def print_written(written: list[Path], json: bool, csv: bool, show: Callable[[], None]) -> None:
+    """Print the file that was asked for as it was written; otherwise show the tables and name the files."""
+    if json or csv:
+        wanted = next(path for path in written if path.suffix == (".json" if json else ".csv"))
+        typer.echo(wanted.read_text(encoding="utf-8"), nl=False)
+        return
+    show()
+    for path in written:
+        output().print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def bench_table(title: str) -> Table:
+    """A table without lines between rows, as wide as it needs to be."""
+    return Table(title=escape(title), box=SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
+
+
+def list_plan(plan: "Plan", search: str | None = None) -> None:
+    """Print what would run; ``search`` says what is searched for, if something is."""
+    lines = [
+        f"{case.label}, {strategy.name}, {'/'.join(plan.allocators(strategy))}"
+        f"{'' if strategy.is_installed else f' ({strategy.package} is not installed)'}"
+        for case in plan.cases
+        for strategy in plan.strategies
+    ]
+    limit = "" if plan.memory_limit_bytes is None else f", memory limit {format_bytes(plan.memory_limit_bytes)}"
+    count = (
+        f"{plan.cell_count} runs at most, {plan.rounds} rounds"
+        if search is None
+        else f"{len(lines)} searches, {search}"
+    )
+    typer.echo("\n".join([*lines, f"{count}{limit}, into {plan.output}"]))
+
+
+def check_format(json: bool, csv: bool) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` if both are asked for."""
+    if json and csv:
+        raise OffloadConfigError("--json and --csv both want to be all of the output: give one of them.")
+
+
+def whole_numbers(option: str, text: str | None) -> Sequence[int]:
+    """``"4,8"`` as numbers; none for ``None``. Raises :class:`~hf_offload.errors.OffloadConfigError`."""
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise OffloadConfigError(f"{option} {text!r}: give whole numbers from 1 on with commas between, such as 4,8.")
+    return [int(part) for part in parts]

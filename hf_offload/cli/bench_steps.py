@@ -1,0 +1,152 @@
+"""``hf-offload bench steps``."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import JustifyMethod
+from rich.markup import escape
+
+from hf_offload.cli.bench_options import (
+    Csv,
+    DryRun,
+    Json,
+    MemoryLimit,
+    Overrides,
+    Shapes,
+    Strategies,
+    bench_table,
+    check_format,
+    list_plan,
+    print_written,
+    whole_numbers,
+)
+from hf_offload.cli.console import (
+    EXIT_INTERRUPTED,
+    EXIT_PROBLEM,
+    clear_errors,
+    messages,
+    output,
+    progress_bar,
+    visible_log,
+)
+from hf_offload.settings.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from hf_offload.bench.results import Cell, Results
+    from hf_offload.bench.steps import Plan
+
+
+def steps(
+    shapes: Shapes,
+    overrides: Overrides = None,
+    strategies: Strategies = "keep,recompute,ours:ssd",
+    batch: Annotated[str | None, typer.Option(help="Batch sizes, such as 4,8. Default: the recipe's.")] = None,
+    sequence: Annotated[
+        str | None, typer.Option(help="Sequence lengths, such as 512,1024. Default: the recipe's.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run. Default: the recipe's.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often to run each; they take turns.")] = 1,
+    read_ahead: Annotated[
+        str | None, typer.Option(help="Add ours:ssd once for each of these read-ahead windows: 64MiB,128MiB.")
+    ] = None,
+    allocator: Annotated[
+        str,
+        typer.Option(
+            help="CPU memory allocator of all runs: fastest, auto, tcmalloc, glibc-tuned, glibc. With fastest, ours chooses "
+            "its own, and the others are tried with glibc and tcmalloc in the first round.",
+        ),
+    ] = "fastest",
+    memory_limit: MemoryLimit = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Afterwards, profile one step of each; for Perfetto or chrome://tracing.")
+    ] = False,
+    output_dir: Annotated[
+        Path, typer.Option("--output", help="Folder for the tables, the plots and every run's report.")
+    ] = Path("runs/bench"),
+    json: Json = False,
+    csv: Csv = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Train models in several ways and compare memory, time and, bit by bit, results."""
+    with clear_errors(), visible_log():
+        from hf_offload.bench.steps import plan_steps  # slow: it loads torch
+        from hf_offload.bench.strategies import parse_strategies
+        from hf_offload.bench.tables import write_results
+        from hf_offload.reports.plots import require_matplotlib
+
+        check_format(json, csv)
+        require_matplotlib()
+        plan = plan_steps(
+            shapes,
+            overrides or [],
+            parse_strategies(strategies, read_ahead),
+            batches=whole_numbers("--batch", batch),
+            sequences=whole_numbers("--sequence", sequence),
+            steps=steps,
+            rounds=rounds,
+            output=output_dir,
+            allocator=allocator,
+            memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit, "--memory-limit"),
+            trace=trace,
+        )
+        if dry_run:
+            list_plan(plan)
+            return
+        results = _run(plan)
+        if results.interrupted and not results.cells:
+            raise KeyboardInterrupt
+        written = write_results(results, plan.output)
+    print_written(written, json, csv, lambda: _show_results(results))
+    problems = results.problems()
+    for problem in problems:
+        messages().print(f"[bold red]{escape(problem)}[/]", highlight=False)
+    if problems:
+        raise typer.Exit(EXIT_PROBLEM)
+    if results.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _run(plan: "Plan") -> "Results":
+    from hf_offload.bench.cell import CRASHED, OUT_OF_MEMORY
+    from hf_offload.bench.steps import run_steps
+
+    with progress_bar() as progress:
+        task = progress.add_task("starting", total=plan.cell_count)
+
+        def on_start(name: str, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, description=f"running {escape(name)}")
+
+        def on_done(cell: "Cell") -> None:
+            if cell.result.outcome in (CRASHED, OUT_OF_MEMORY):
+                message = f"{cell.where}: {cell.result.outcome}: {cell.result.error}"
+                progress.console.print(f"[yellow]{escape(message)}[/]", highlight=False)
+
+        results = run_steps(plan, on_start, on_done)
+        count = len(results.cells)
+        total = None if results.interrupted else count
+        progress.update(task, completed=count, total=total, description="stopped" if results.interrupted else "done")
+    return results
+
+
+def _show_results(results: "Results") -> None:
+    from hf_offload.bench.tables import COLUMNS, NARROW, WIDE_CHARACTERS, describe, footnotes, texts
+
+    console = output()
+    for case in results.cases():
+        table = bench_table(describe(results, case))
+        shown = range(len(COLUMNS)) if console.width >= WIDE_CHARACTERS else NARROW
+        for number in shown:
+            first, last = number == 0, number == len(COLUMNS) - 1
+            justify: JustifyMethod = "left" if first or last else "right"
+            table.add_column(COLUMNS[number], justify=justify, no_wrap=not last, overflow="fold")
+        for row in results.rows(case):
+            loud = row.differs or not row.rounds
+            cells = [escape(text) for text in texts(row)]
+            if not row.rounds:
+                cells[-1] = row.outcome  # the error is in the notes, where there is room for it
+            cells[-1] = f"[bold red]{cells[-1]}[/]" if loud else cells[-1]
+            table.add_row(*(cells[number] for number in shown))
+        console.print(table)
+    for note in footnotes(results):
+        console.print(f"[dim]{escape(note)}[/]", highlight=False)
