@@ -241,6 +241,38 @@ def test_loops_of_ones_own(mode):
     assert same(*found)
 
 
+@pytest.mark.parametrize("offload", [True, False])
+def test_state_on_disk_goes_where_activations_do_and_resumes(offload, tmp_path):
+    """Or where the settings of the mode say."""
+    folders = [tmp_path / "tier", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    settings = {
+        "switch_every": 2,
+        "order": "ascending",
+        "inactive_state": "ssd",
+        "directory": None if offload else str(folders[1]),
+    }
+    others = {"offload": "ssd", "offload_dir": str(folders[0])} if offload else {}
+    # Five units, each two steps: after twelve the first one goes on with what it had.
+    long = {"max_steps": 14, "save_strategy": "steps", "save_steps": 7} | others
+    whole = trainer(tmp_path, "badam", settings, **long)
+    whole.train()
+    tier = whole.optimizer.optimizer._disk._tier
+    assert tier.where == str(folders[0 if offload else 1])
+    assert tier.stats.read_bytes > 0
+    again = trainer(tmp_path, "badam", settings, **long | {"save_strategy": "no"})
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    assert same(whole.model, again.model)
+    in_ram = trained(tmp_path, "badam", settings=settings | {"inactive_state": "ram", "directory": None}, max_steps=14)
+    assert same(whole.model, in_ram.model)
+    dropped = trained(
+        tmp_path, "badam", settings=settings | {"inactive_state": "drop", "directory": None}, max_steps=14
+    )
+    assert not same(whole.model, dropped.model)
+    assert not any(list(folder.iterdir()) for folder in folders)
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -256,6 +288,8 @@ def test_loops_of_ones_own(mode):
         ("galore", "[4]", "no mapping"),
         ("none", {"rank": 4}, "memory_mode is 'none'"),
         ("lisa", {"blocks_active": 0}, "blocks_active=0"),
+        ("lisa", {"inactive_state": "disk"}, "choose one of drop, ram, ssd"),
+        ("lisa", {"directory": "/nvme"}, "directory given, but inactive_state='drop' writes no files"),
         ("lora", {"dropout": 1.0}, "no probability"),
     ],
 )
@@ -287,6 +321,7 @@ def test_what_does_not_go_together(others, part, tmp_path):
         ("lora", {"rank": 1000}, "rank=1000 is above the smaller dimension of model.layers.0"),
         ("galore", {"rank": 1000}, "rank"),
         ("lisa", {"blocks_active": 7}, "blocks_active=7"),
+        ("lisa", {"inactive_state": "ssd", "directory": "/no/such/folder"}, "'/no/such/folder' does not exist"),
     ],
 )
 def test_settings_that_do_not_fit_the_model(mode, settings, part, tmp_path):

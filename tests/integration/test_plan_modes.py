@@ -139,6 +139,36 @@ def test_updated_in_backward_gradients_are_those_of_the_largest_weight(mode):
     assert counted.moments[-1].gradient_bytes < step.moments[-1].gradient_bytes == step.gradient_bytes
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_that_waits_is_counted_where_it_lies(dtype):
+    base = {"switch_every": 1, "order": "ascending"}
+    shape, computer = workload_of("llama", dtype), dataclasses.replace(CARD, device="cpu")
+    counted = {
+        (tier, machine.device): count_workload(
+            shape.in_mode("badam", base | {"inactive_state": tier}), machine
+        ).state_bytes
+        for tier in ("drop", "ram", "ssd")
+        for machine in (CARD, computer)
+    }
+    mode = memory_mode("badam", base | {"inactive_state": "ram"})
+    model = tiny_model("llama", dropout=0.0).to(dtype)
+    optimizer = mode.optimizer(model, weight_decay=0.0, lr=1e-3)
+    held, end_turn = [], optimizer._end_turn
+
+    def look_and_end_turn():
+        held.append(stored_bytes([*tensors_of(optimizer.state), *optimizer._masters.values()]))
+        end_turn()
+
+    optimizer._end_turn = look_and_end_turn
+    for _ in range(2 * optimizer.cycle):
+        model(**tiny_batch("llama")).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counted.pop(("ram", "cpu")) == max(held)
+    assert len(set(counted.values())) == 1
+    assert max(held) > counted["ssd", "cpu"]
+
+
 def quantised_bytes(model):
     """Of parameters and buffers, with the scales that bitsandbytes keeps beside its weights."""
     total = stored_bytes([*model.parameters(), *model.buffers()])
