@@ -169,16 +169,18 @@ class OffloadArguments:
             return None
         from hf_offload.memory_modes.registry import memory_mode  # only whoever asks for a mode has to load it
 
-        return memory_mode(self.memory_mode, self.memory_mode_kwargs)
+        return memory_mode(self.memory_mode, self.memory_mode_kwargs, self._directories())
+
+    def _directories(self) -> list[str]:
+        return [part.strip() for part in (self.offload_dir or "").split(",") if part.strip()]
 
     def offload_config(self) -> OffloadConfig:
         """The settings these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all mistakes at once."""
-        directories = [part.strip() for part in (self.offload_dir or "").split(",") if part.strip()]
         try:
             return OffloadConfig(
                 tier=self.offload,
                 memory_budget=self.offload_memory_budget,
-                directory=directories or None,
+                directory=self._directories() or None,
                 ram_budget=self.offload_ram_budget,
                 disk_budget=self.offload_disk_budget,
                 min_offload_bytes=self.offload_min_bytes,

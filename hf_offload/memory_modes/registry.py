@@ -18,6 +18,7 @@ from hf_offload.optimizers.projected import state_bytes as count_state
 from hf_offload.optimizers.projected.checks import check_parameters
 from hf_offload.optimizers.projected.projections import Projection, projection_of
 from hf_offload.settings.load import choose, collect_errors, from_mapping
+from hf_offload.settings.schema import Directory
 
 NONE = "none"
 
@@ -131,8 +132,9 @@ _SETTINGS: dict[str, tuple[type[Any], dict[str, Any]]] = {
 MODES = (NONE, *_SETTINGS)
 
 
-def memory_mode(name: str, settings: Any = None) -> MemoryMode | None:
-    """The mode ``name`` with ``settings``, a mapping or its JSON text; None for ``"none"``.
+def memory_mode(name: str, settings: Any = None, directories: Sequence[Directory] = ()) -> MemoryMode | None:
+    """The mode ``name`` with ``settings``, a mapping or its JSON text; None for ``"none"``. State that goes to disk goes to
+    ``directories``, if the settings name none.
 
     Example, for a loop of your own::
 
@@ -172,7 +174,11 @@ def memory_mode(name: str, settings: Any = None) -> MemoryMode | None:
             found = from_mapping(kind, defaults | known, f"memory_mode={name!r}")
     if isinstance(found, ProjectedConfig):
         return Projected(method=found, **outer)
-    return Blockwise(config=found) if isinstance(found, BlockwiseConfig) else found
+    if isinstance(found, BlockwiseConfig):
+        if found.inactive_state == "ssd" and not found.directories and directories:
+            found = dataclasses.replace(found, directory=directories)
+        return Blockwise(config=found)
+    return found
 
 
 _OF_PROJECTED = ("targets", "update_in_backward")

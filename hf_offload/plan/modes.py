@@ -65,18 +65,21 @@ def mode_needs(mode: MemoryMode, model: nn.Module, hardware: Hardware, fused: bo
     with ``fused``, one kernel makes the update wherever the mode's optimizer is torch's AdamW.
 
     What block-wise training needs is that of the turn with the largest gradients and state, which need not be the turn of
-    :func:`begin_turn`. The time is that of reading and writing weights, gradients and state: projecting gradients, and the
-    singular vectors that it takes now and then, are not in it.
+    :func:`begin_turn`. State that waits in RAM is counted where that is the device's memory, and state on disk nowhere. The
+    time is that of reading and writing weights, gradients and state: projecting gradients, and the singular vectors that it
+    takes now and then, are not in it.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` where the optimizer would.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state = mode.state_bytes(model)
+    state = used = mode.state_bytes(model)
     weights = sum(parameter.nbytes for parameter in trained)
     gradients = 0
     if isinstance(mode, Blockwise):
         most = peak_bytes(model, mode.config)
         weights = gradients = most.gradients
+        if hardware.device == "cpu" and mode.config.inactive_state == "ram":
+            state = most.all_state + most.masters  # what waits is in the same memory
         if fused:
             copies = 0
         elif hardware.device == "cpu":
@@ -92,7 +95,7 @@ def mode_needs(mode: MemoryMode, model: nn.Module, hardware: Hardware, fused: bo
         step = _largest(trained)
     else:
         step = weights
-    moved = 3 * weights + 2 * state
+    moved = 3 * weights + 2 * used
     return OptimizerNeeds(state, step, moved / hardware.memory_bytes_per_s.value, gradients)
 
 

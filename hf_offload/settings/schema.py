@@ -147,7 +147,7 @@ class OffloadConfig:
             with check:
                 self._set("lean_activations", lean_activations(self.lean_activations))
             with check:
-                self._set("directory", _directories(self.directory))
+                self._set("directory", directory_paths(self.directory))
             with check:
                 if isinstance(self.keep_last_count, bool) or not isinstance(self.keep_last_count, int):
                     raise OffloadConfigError(
@@ -211,7 +211,8 @@ def _modules(value: Any) -> str | tuple[str, ...]:
     return found
 
 
-def _directories(value: Any) -> tuple[Path, ...] | None:
+def directory_paths(value: Any) -> tuple[Path, ...] | None:
+    """One directory or several, as paths; ``None`` for none. Raises :class:`OffloadConfigError` for anything else."""
     if value is None or value == "":
         return None
     items = [value] if isinstance(value, (str, os.PathLike)) else list(value)

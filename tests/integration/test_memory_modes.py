@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 from functools import partial
 
 import peft
@@ -15,6 +16,7 @@ from hf_offload import OffloadConfigError, OffloadTrainingArguments
 from hf_offload.memory_modes.registry import MODES, memory_mode
 from hf_offload.optimizers.blockwise import BlockwiseOptimizer
 from hf_offload.optimizers.projected import ProjectedAdamW
+from tests.low_bit import optimizer_of
 from tests.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
 SETTINGS = {
@@ -93,6 +95,46 @@ def test_one_word_is_enough_and_it_resumes(mode, tmp_path):
     assert losses(again)[3:] == losses(whole)[3:]
     assert same(whole.model, again.model)
     assert all(p.requires_grad for p in whole.model.parameters()) or mode in ADAPTERS
+
+
+@pytest.mark.parametrize(
+    ("mode", "moment"),
+    [("adamw_8bit", lambda state: state["state1"].dtype == torch.uint8),
+     ("adamw_4bit", lambda state: type(state["exp_avg"]).__name__ == "OptimState4bit")],
+    ids=["adamw_8bit", "adamw_4bit"],
+)  # fmt: skip
+def test_moments_that_are_in_few_bits_resume(mode, moment, tmp_path):
+    """Both packages leave weights alone that are as small as those of the tiny model."""
+
+    def run(**others):
+        torch.manual_seed(0)
+        config = tiny_model("llama").config
+        config.intermediate_size = 256
+        return Trainer(
+            model=transformers.LlamaForCausalLM(config),
+            args=arguments(tmp_path, mode, {}, **others),
+            train_dataset=ExampleDataset("llama", 12),
+        )
+
+    with optimizer_of(mode):
+        whole = run(save_strategy="steps", save_steps=3)
+        whole.train()
+        narrow = {p.numel() for p, state in whole.optimizer.optimizer.state.items() if moment(state)}
+        assert narrow == {256 * 32}
+        again = run()
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        assert losses(again)[3:] == losses(whole)[3:]
+        assert same(whole.model, again.model)
+        other = run(learning_rate=2e-2)
+        other.train()
+        assert not same(whole.model, other.model)
+
+
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
+    for name in ("torchao", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(OffloadConfigError, match="memory_mode='adamw_4bit' needs torchao: pip install torchao"):
+        trainer(tmp_path, "adamw_4bit", {}).train()
 
 
 @pytest.mark.parametrize("mode", ["lora", "dora", "qlora", "lisa", "badam"])
@@ -241,6 +283,38 @@ def test_loops_of_ones_own(mode):
     assert same(*found)
 
 
+@pytest.mark.parametrize("offload", [True, False])
+def test_state_on_disk_goes_where_activations_do_and_resumes(offload, tmp_path):
+    """Or where the settings of the mode say."""
+    folders = [tmp_path / "tier", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    settings = {
+        "switch_every": 2,
+        "order": "ascending",
+        "inactive_state": "ssd",
+        "directory": None if offload else str(folders[1]),
+    }
+    others = {"offload": "ssd", "offload_dir": str(folders[0])} if offload else {}
+    # Five units, each two steps: after twelve the first one goes on with what it had.
+    long = {"max_steps": 14, "save_strategy": "steps", "save_steps": 7} | others
+    whole = trainer(tmp_path, "badam", settings, **long)
+    whole.train()
+    tier = whole.optimizer.optimizer._disk._tier
+    assert tier.where == str(folders[0 if offload else 1])
+    assert tier.stats.read_bytes > 0
+    again = trainer(tmp_path, "badam", settings, **long | {"save_strategy": "no"})
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    assert same(whole.model, again.model)
+    in_ram = trained(tmp_path, "badam", settings=settings | {"inactive_state": "ram", "directory": None}, max_steps=14)
+    assert same(whole.model, in_ram.model)
+    dropped = trained(
+        tmp_path, "badam", settings=settings | {"inactive_state": "drop", "directory": None}, max_steps=14
+    )
+    assert not same(whole.model, dropped.model)
+    assert not any(list(folder.iterdir()) for folder in folders)
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -256,6 +330,8 @@ def test_loops_of_ones_own(mode):
         ("galore", "[4]", "no mapping"),
         ("none", {"rank": 4}, "memory_mode is 'none'"),
         ("lisa", {"blocks_active": 0}, "blocks_active=0"),
+        ("lisa", {"inactive_state": "disk"}, "choose one of drop, ram, ssd"),
+        ("lisa", {"directory": "/nvme"}, "directory given, but inactive_state='drop' writes no files"),
         ("lora", {"dropout": 1.0}, "no probability"),
     ],
 )
@@ -287,6 +363,7 @@ def test_what_does_not_go_together(others, part, tmp_path):
         ("lora", {"rank": 1000}, "rank=1000 is above the smaller dimension of model.layers.0"),
         ("galore", {"rank": 1000}, "rank"),
         ("lisa", {"blocks_active": 7}, "blocks_active=7"),
+        ("lisa", {"inactive_state": "ssd", "directory": "/no/such/folder"}, "'/no/such/folder' does not exist"),
     ],
 )
 def test_settings_that_do_not_fit_the_model(mode, settings, part, tmp_path):
@@ -324,5 +401,5 @@ def test_a_checkpoint_of_another_mode(tmp_path):
 
 
 def test_every_mode_has_a_test():
-    assert set(MODES) == {"none", "adamw_4bit", *SETTINGS}  # torchao is not among the test's packages
+    assert set(MODES) == {"none", "adamw_4bit", *SETTINGS}  # and that one, where torchao is installed
     assert memory_mode("none") is None

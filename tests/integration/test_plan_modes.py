@@ -15,6 +15,7 @@ from hf_offload.memory_modes.registry import MODES, Blockwise, memory_mode
 from hf_offload.optimizers.blockwise import BlockwiseConfig, deepest_turn
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.workload import Workload, count_workload
+from tests.low_bit import optimizer_of
 
 RANK = {"rank": 4}
 SETTINGS = {
@@ -94,9 +95,8 @@ class Trained:
 
 @pytest.mark.parametrize(("architecture", "mode", "settings", "dtype"), CASES)
 def test_state_and_gradients_are_those_of_real_optimizers(architecture, mode, settings, dtype):
-    if mode == "adamw_4bit":
-        pytest.importorskip("torchao")
-    real = Trained(architecture, dtype, mode, settings)
+    with optimizer_of(mode):
+        real = Trained(architecture, dtype, mode, settings)
     counted = count_workload(workload_of(architecture, dtype).in_mode(mode, settings), CARD)
     assert counted.state_bytes == real.state_bytes
     assert counted.gradient_bytes == real.gradient_bytes
@@ -104,15 +104,14 @@ def test_state_and_gradients_are_those_of_real_optimizers(architecture, mode, se
 
 @pytest.mark.parametrize("mode", ["adamw_8bit", "adamw_4bit", "badam", "lisa"])
 def test_large_weights_and_embeddings_that_are_larger_than_a_block(mode):
-    if mode == "adamw_4bit":
-        pytest.importorskip("torchao")
     shape = workload_of("llama").in_mode(mode)
     # Both low-bit packages leave tensors below 4096 numbers alone; 80 x 130 is no multiple of their blocks.
     changes = {"hidden_size": 80, "intermediate_size": 130, "vocab_size": 1024, "head_dim": 10}
     for name, value in changes.items():
         setattr(shape.config, name, value)
     model = transformers.LlamaForCausalLM(shape.config).train()
-    real = Trained("llama", torch.float32, mode, {}, model)
+    with optimizer_of(mode):
+        real = Trained("llama", torch.float32, mode, {}, model)
     counted = count_workload(shape, CARD)
     assert counted.state_bytes == real.state_bytes
     assert counted.gradient_bytes == real.gradient_bytes
@@ -137,6 +136,36 @@ def test_updated_in_backward_gradients_are_those_of_the_largest_weight(mode):
     step = count_workload(workload_of("llama").in_mode(mode, settings | {"update_in_backward": False}), CARD)
     assert counted.state_bytes == step.state_bytes
     assert counted.moments[-1].gradient_bytes < step.moments[-1].gradient_bytes == step.gradient_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_that_waits_is_counted_where_it_lies(dtype):
+    base = {"switch_every": 1, "order": "ascending"}
+    shape, computer = workload_of("llama", dtype), dataclasses.replace(CARD, device="cpu")
+    counted = {
+        (tier, machine.device): count_workload(
+            shape.in_mode("badam", base | {"inactive_state": tier}), machine
+        ).state_bytes
+        for tier in ("drop", "ram", "ssd")
+        for machine in (CARD, computer)
+    }
+    mode = memory_mode("badam", base | {"inactive_state": "ram"})
+    model = tiny_model("llama", dropout=0.0).to(dtype)
+    optimizer = mode.optimizer(model, weight_decay=0.0, lr=1e-3)
+    held, end_turn = [], optimizer._end_turn
+
+    def look_and_end_turn():
+        held.append(stored_bytes([*tensors_of(optimizer.state), *optimizer._masters.values()]))
+        end_turn()
+
+    optimizer._end_turn = look_and_end_turn
+    for _ in range(2 * optimizer.cycle):
+        model(**tiny_batch("llama")).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counted.pop(("ram", "cpu")) == max(held)
+    assert len(set(counted.values())) == 1
+    assert max(held) > counted["ssd", "cpu"]
 
 
 def quantised_bytes(model):

@@ -1,7 +1,7 @@
 """How many bytes block-wise training needs beside weights and activations, in closed form."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
@@ -19,18 +19,20 @@ class BlockwiseBytes:
     Attributes:
         gradients: Of the parameters that train, in their own dtype.
         state: The inner optimizer's.
+        all_state: That of all blocks together: what there is where no state is dropped, of which all but ``state`` waits.
         masters: float32 copies of 16-bit parameters.
         step_gradients: float32 copies of their gradients, while a step runs.
     """
 
     gradients: int
     state: int
+    all_state: int
     masters: int
     step_gradients: int
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All of them in one turn."""
         return self.gradients + self.state + self.masters + self.step_gradients
 
 
@@ -51,14 +53,16 @@ def peak_bytes(model: nn.Module, config: BlockwiseConfig, moments: int = 2, scal
         size = _SINGLE_BYTES if has_master(parameter) else parameter.element_size()
         return moments * parameter.numel() * size + scalars * _SINGLE_BYTES
 
+    def by_unit(of: Callable[[Tensor], int]) -> dict[str, int]:
+        return {unit: sum(of(trainable[name]) for name in names) for unit, names in units.parameters.items()}
+
     def largest(of: Callable[[Tensor], int]) -> int:
-        sizes: Mapping[str, int] = {
-            unit: sum(of(trainable[name]) for name in names) for unit, names in units.parameters.items()
-        }
-        return schedule.largest(sizes)
+        return schedule.largest(by_unit(of))
 
     masters = largest(lambda p: _SINGLE_BYTES * p.numel() if has_master(p) else 0)
-    return BlockwiseBytes(largest(lambda p: p.nbytes), largest(state), masters, masters)
+    states = by_unit(state)
+    all_state = sum(states[name] for name in schedule.names)
+    return BlockwiseBytes(largest(lambda p: p.nbytes), schedule.largest(states), all_state, masters, masters)
 
 
 def deepest_turn(model: nn.Module, config: BlockwiseConfig) -> set[str]:

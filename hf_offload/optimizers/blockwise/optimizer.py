@@ -4,12 +4,12 @@ Note: turns
     All parameters are in ``param_groups`` from the beginning, so learning-rate schedules and clipping see one optimizer. The
     update itself is made by an inner optimizer, which has the parameters of the running turn only: it is built at the first
     step of a turn and goes with it. What lasts is ``state``: that of parameters that train in the next turn, too, is given to
-    the next inner optimizer, that of all others is dropped (or parked in RAM).
+    the next inner optimizer, that of all others is dropped (or parked in RAM or on disk).
 """
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from hf_offload.optimizers.blockwise.freezing import (
     running_data_parallel,
     unfreeze,
 )
+from hf_offload.optimizers.blockwise.parked import ParkedOnDisk
 from hf_offload.optimizers.blockwise.schedule import BlockwiseConfig, Schedule, find_trainable_units
 from hf_offload.settings.load import collect_errors
 
@@ -64,7 +65,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         optimizer: Class of the inner optimizer.
         **options: What the inner optimizer's constructor takes: ``lr``, ``weight_decay`` ...
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all mistakes, before anything is changed.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all mistakes, before anything is changed; :meth:`step`
+    raises :class:`~hf_offload.errors.StorageError` if state on disk cannot be written, after the step, or read, before it.
     """
 
     def __init__(
@@ -92,6 +94,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             with check:
                 self._units = find_trainable_units(module, trainable)
                 self._schedule = Schedule(self._units, config)
+            self._disk: ParkedOnDisk | None = None
+            with check:
+                if config.inactive_state == "ssd":
+                    budget = None if config.disk_budget is None else int(config.disk_budget)
+                    self._disk = ParkedOnDisk(config.directories, budget)
         self._names = [names[id(p)] for p in mine]
         # Names of parameters that the user froze, before or since.
         self._frozen = set(self._names) - set(trainable.values())
@@ -123,9 +130,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         return self._schedule.cycle
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state and master weights of what trains; what is parked in RAM is not counted."""
+        """Bytes of optimizer state and master weights of what trains; what is parked of others is not counted."""
         tensors = [t for name, p in self._named() if name in self._trains for t in self.state.get(p, {}).values()]
-        return sum(t.nbytes for t in [*tensors, *self._masters.values()] if isinstance(t, Tensor))
+        in_memory = sum(t.nbytes for t in [*tensors, *self._masters.values()] if isinstance(t, Tensor))
+        # What the first step of the turn will read from disk is counted, too.
+        return in_memory + sum(disk.nbytes(name) for name, disk in self._on_disk() if name in self._trains)
 
     def open(self) -> None:
         """Freeze what waits at the next forward again, after a :meth:`close`. Idempotent."""
@@ -147,11 +156,20 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         members = (p for group in self.param_groups for p in group["params"])
         return zip(self._names, members, strict=True)
 
+    def _on_disk(self) -> Iterator[tuple[str, ParkedOnDisk]]:
+        """Names of the parameters whose state is on disk alone, and where."""
+        for name, parameter in self._named():
+            if self._disk is not None and name in self._disk and not self.state.get(parameter):
+                yield name, self._disk
+
     def _begin_turn(self, active: tuple[str, ...]) -> None:
         self._active = active
-        self._trains = {name for unit in active for name in self._units.parameters[unit]} - self._frozen
+        self._trains = self._trained_in(active)
         self._inner: torch.optim.Optimizer | None = None
         self._inner_of: dict[str, Tensor] = {}
+
+    def _trained_in(self, active: Iterable[str]) -> set[str]:
+        return {name for unit in active for name in self._units.parameters[unit]} - self._frozen
 
     def _before_forward(self) -> None:
         wrapper = running_data_parallel()
@@ -159,6 +177,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             trained = set(self._names) == self._trains | self._frozen and self._schedule.cycle == 1
             check_data_parallel(wrapper, trained, any(is_waiting(p) for _, p in self._named()))
             self._seen = wrapper
+        if self._steps >= self.config.switch_every:  # the turn could not be ended: its state did not fit the disk
+            self._end_turn()
         if not self._applied:
             self._apply()
 
@@ -177,17 +197,19 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def _end_turn(self) -> None:
         self._notice_frozen()
-        before = self._trains
+        active = self._schedule.turn(self._turn + 1)
+        leaving = [(name, p) for name, p in self._named() if name in self._trains - self._trained_in(active)]
+        if self._disk is not None:  # before anything else, since it may fail
+            self._disk.add({name: self.state[p] for name, p in leaving if self.state.get(p)})
         self._turn += 1
         self._steps = 0
-        self._begin_turn(self._schedule.turn(self._turn))
-        for name, parameter in self._named():
-            if name in before - self._trains:
-                self._masters.pop(name, None)
-                state = self.state.pop(parameter, None)
-                if state is not None and self.config.inactive_state == "ram":
-                    self.state[parameter] = _parked(state)
-                    self._foreign.add(name)
+        self._begin_turn(active)
+        for name, parameter in leaving:
+            self._masters.pop(name, None)
+            state = self.state.pop(parameter, None)
+            if state is not None and self.config.inactive_state == "ram":
+                self.state[parameter] = _parked(state)
+                self._foreign.add(name)
         self._apply()
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -257,21 +279,27 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         ]
         inner = self._class(groups, **self._options)
         made = dict(inner.state)  # some optimizers begin with a state
-        self._load_foreign(inner, trained)
+        foreign = {name: self.state[trained[name]] for name in self._foreign & trained.keys()}
+        foreign |= {name: disk.read(name) for name, disk in self._on_disk() if name in trained}
+        self._load_foreign(inner, foreign)
         for name, parameter in trained.items():
-            if name not in self._foreign and self.state.get(parameter):
+            if name in foreign:
+                self.state[parameter] = inner.state[self._inner_of[name]]
+            elif self.state.get(parameter):
                 inner.state[self._inner_of[name]] = self.state[parameter]
-            elif name not in self._foreign and self._inner_of[name] in made:
+            elif self._inner_of[name] in made:
                 inner.state[self._inner_of[name]] = made[self._inner_of[name]]
         self._foreign -= trained.keys()
+        if self._disk is not None:
+            self._disk.remove(trained)
         return inner
 
-    def _load_foreign(self, inner: torch.optim.Optimizer, trained: dict[str, nn.Parameter]) -> None:
+    def _load_foreign(self, inner: torch.optim.Optimizer, foreign: dict[str, dict[str, Any]]) -> None:
         """Have the inner optimizer's own rules say where, and in which dtype, each part of a state belongs."""
-        if not self._foreign & trained.keys():
+        if not foreign:
             return
         place = {id(p): i for i, p in enumerate(p for group in inner.param_groups for p in group["params"])}
-        states = {place[id(self._inner_of[name])]: self.state[trained[name]] for name in self._foreign & trained.keys()}
+        states = {place[id(self._inner_of[name])]: state for name, state in foreign.items()}
         inner.load_state_dict({"state": states, "param_groups": inner.state_dict()["param_groups"]})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -284,9 +312,14 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain numbers only: ``torch.load(..., weights_only=True)`` reads it."""
+        """Tensors and plain numbers only: ``torch.load(..., weights_only=True)`` reads it. State on disk is read into RAM.
+
+        Raises :class:`~hf_offload.errors.StorageError` if that cannot be read.
+        """
         places = {name: place for place, name in enumerate(self._names)}
-        return super().state_dict() | {
+        found = super().state_dict()
+        found["state"].update((places[name], disk.read(name)) for name, disk in self._on_disk())
+        return found | {
             _KEY: {
                 "settings": self._settings(),
                 "blocks": self._schedule.names,
@@ -300,21 +333,28 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken. Parameters are frozen and unfrozen accordingly at the next forward.
 
+        State that was kept in RAM may be kept on disk now, and the other way round.
+
         Raises :class:`~hf_offload.errors.OffloadConfigError` that lists every difference, if it was taken with other settings
-        or of other blocks.
+        or of other blocks, and :class:`~hf_offload.errors.StorageError` if state cannot be written to disk: nothing has
+        changed then.
         """
         own = state_dict.get(_KEY)
         self._check_state(own)
         assert own is not None
         self._notice_frozen()
+        saved = {name: state_dict["state"].get(place) for place, name in enumerate(self._names)}
+        if self._disk is not None:  # before anything else, since it may fail
+            waiting = saved.keys() - self._trained_in(own["active"])
+            self._disk.replace({name: state for name, state in saved.items() if name in waiting and state is not None})
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._turn, self._steps = own["turn"], own["steps"]
         self._begin_turn(tuple(own["active"]))
         self._masters = {self._names[place]: master for place, master in own["masters"].items()}
         self._foreign = set()
-        for place, (name, parameter) in enumerate(self._named()):
-            if place in state_dict["state"]:
-                state = state_dict["state"][place]
+        for name, parameter in self._named():
+            state = saved[name]
+            if state is not None and not (self._disk is not None and name in self._disk):
                 self.state[parameter] = state if name in self._trains else _parked(state)
                 self._foreign.add(name)
         self._applied = False
@@ -332,9 +372,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             for name, value in self._settings().items():
                 with check:
                     if own["settings"].get(name) != value:
+                        mine = getattr(self.config, name, value)
                         raise OffloadConfigError(
                             f"The state was saved with {name}={own['settings'].get(name)!r}, and the optimizer has "
-                            f"{name}={value!r}: use the same settings, or start without the state."
+                            f"{name}={mine!r}: use the same settings, or start without the state."
                         )
             with check:
                 blocks = self._schedule.names

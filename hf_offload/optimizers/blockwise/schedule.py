@@ -3,16 +3,20 @@
 import dataclasses
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.plan.units import find_blocks
 from hf_offload.settings.load import choose, collect_errors, nearest
+from hf_offload.settings.schema import Directory, directory_paths
+from hf_offload.settings.sizes import parse_bytes
 
 ORDERS = ("draw", "random", "ascending", "descending")
 OUTSIDE = ("always", "turns", "never")
-INACTIVE_STATE = ("drop", "ram")
+INACTIVE_STATE = ("drop", "ram", "ssd")
+_OF_FILES = ("directory", "disk_budget")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +36,11 @@ class BlockwiseConfig:
             ``"turns"`` like blocks, each of these modules as one, or ``"never"`` trains.
         seed: Draws depend on it and on the number of the turn alone, so all processes draw the same.
         master_weights: Parameters in 16 bits have a copy in float32 while they train, which the updates go to.
-        inactive_state: State of blocks whose turn is over: ``"drop"``, or keep in ``"ram"`` until they train again.
+        inactive_state: State of blocks whose turn is over: ``"drop"``, or keep until they train again, in ``"ram"`` or, in
+            files, on ``"ssd"``. A checkpoint has all that is kept, so saving one reads the files into RAM.
+        directory: For ``"ssd"``: one local directory, or several to stripe over. Default: that of the training arguments, if
+            they offload to one, or else the system's temporary folder, named in the log.
+        disk_budget: For ``"ssd"``: most bytes of disk that each process takes for it, beside that of activations.
     """
 
     blocks_active: int = 1
@@ -42,6 +50,8 @@ class BlockwiseConfig:
     seed: int = 0
     master_weights: bool = True
     inactive_state: str = "drop"
+    directory: Directory | Sequence[Directory] | None = None
+    disk_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         with collect_errors("settings of block-wise training") as check:
@@ -60,6 +70,18 @@ class BlockwiseConfig:
                 choose("outside", self.outside, OUTSIDE)
             with check:
                 choose("inactive_state", self.inactive_state, INACTIVE_STATE)
+            with check:
+                object.__setattr__(self, "directory", directory_paths(self.directory))
+            with check:
+                if self.disk_budget is not None:
+                    object.__setattr__(self, "disk_budget", parse_bytes(self.disk_budget, "disk_budget"))
+            with check:
+                given = [name for name in _OF_FILES if getattr(self, name) is not None]
+                if given and self.inactive_state in INACTIVE_STATE and self.inactive_state != "ssd":
+                    raise OffloadConfigError(
+                        f"{', '.join(given)} given, but inactive_state={self.inactive_state!r} writes no files: set "
+                        "inactive_state='ssd', or leave it out."
+                    )
             with check:
                 if not _is_count(self.seed):
                     raise OffloadConfigError(f"seed={self.seed!r} is not a whole number.")
@@ -85,9 +107,15 @@ class BlockwiseConfig:
         return cls(switch_every=switch_every, order=order, outside=outside, seed=seed)
 
     def plain(self) -> dict[str, bool | int | str | list[str]]:
-        """Every setting as a plain value, for a state dict."""
-        values = dataclasses.asdict(self)
-        return values | {"order": self.order if isinstance(self.order, str) else list(self.order)}
+        """Every setting that a state depends on as a plain value, for a state dict. On disk is as good as in RAM."""
+        values = {name: value for name, value in vars(self).items() if name not in _OF_FILES}
+        order = self.order if isinstance(self.order, str) else list(self.order)
+        return values | {"order": order, "inactive_state": "drop" if self.inactive_state == "drop" else "ram"}
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Where files go; empty when none was named."""
+        return self.directory or ()  # type: ignore[return-value]  # __post_init__ made it a tuple of paths
 
 
 @dataclasses.dataclass(frozen=True)
