@@ -32,7 +32,7 @@ from hf_offload.settings.environment import DISABLE_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.disk import DiskTier
-from hf_offload.storage.file_systems import check_directory, free_disk_bytes
+from hf_offload.storage.file_systems import free_disk_bytes
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
@@ -466,29 +466,31 @@ def _open_tier(config: OffloadConfig, on_host: bool) -> tuple[Tier, DiskTier | N
         if on_host:
             logger.warning("The model is on the CPU: moving activations from RAM to RAM saves no memory.")
         return RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), None
-    directories = _directories(config)
-    free = free_disk_bytes(directories)
-    if config.disk_budget is not None and int(config.disk_budget) > free:
-        raise OffloadConfigError(
-            f"disk_budget={format_bytes(int(config.disk_budget))}, but only {format_bytes(free)} are free in "
-            f"{', '.join(map(str, directories))}: free some space, name another directory, or lower disk_budget."
-        )
+    # Files have no names and no other user can open them: they need no directory of their own, not even in /tmp.
+    directories = config.directories or (Path(tempfile.gettempdir()),)
     disk = DiskTier(
         directories,
         budget_bytes=None if config.disk_budget is None else int(config.disk_budget),
         max_write_bytes=None if config.max_disk_write_bytes is None else int(config.max_disk_write_bytes),
         checksum=checksum,
     )
+    if config.disk_budget is not None:
+        try:
+            _check_room(int(config.disk_budget), disk)
+        except BaseException:
+            disk.close()
+            raise
+    if not config.directories:
+        logger.warning("No directory was named for activations: they go to %s.", directories[0])
     if ram_budget or (config.tier == "auto" and not on_host):
         return SpillTier(RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), disk), disk
     return disk, disk
 
 
-def _directories(config: OffloadConfig) -> tuple[Path, ...]:
-    # Files have no names and no other user can open them: they need no directory of their own, not even in /tmp.
-    directories = config.directories or (Path(tempfile.gettempdir()),)
-    for directory in directories:
-        check_directory(directory)
-    if not config.directories:
-        logger.warning("No directory was named for activations: they go to %s.", directories[0])
-    return directories
+def _check_room(budget_bytes: int, disk: DiskTier) -> None:
+    free = disk.patiently(lambda: free_disk_bytes(file.directory for file in disk.files))
+    if budget_bytes > free:
+        raise OffloadConfigError(
+            f"disk_budget={format_bytes(budget_bytes)}, but only {format_bytes(free)} are free in {disk.where}: free some "
+            "space, name another directory, or lower disk_budget."
+        )
