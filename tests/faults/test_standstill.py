@@ -256,7 +256,7 @@ from hf_offload.storage.tier import Tier
 
 Tier.stall_limit_s = 1e6
 directory, *sides = sys.argv[1:]
-training = threading.get_ident()
+training, ended = threading.get_ident(), []
 
 def frames(frame):
     while frame is not None:
@@ -269,10 +269,13 @@ def hang(*arguments):
     threading.Event().wait()
 
 def interrupt():
-    # Not before the training waits, however long that takes.
-    while "wait_for" not in frames(sys._current_frames()[training]):
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGINT)
+    # Not before the training waits, however long that takes; and again if it has found the training in a finalizer.
+    mine = list(ended)
+    while ended == mine:
+        waits = "wait_for" in frames(sys._current_frames()[training])
+        if waits:
+            signal.pthread_kill(training, signal.SIGINT)
+        time.sleep(5 if waits else 0.01)
 
 def train(side):
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
@@ -295,8 +298,9 @@ for side in sides:
     try:
         train(side)
     except KeyboardInterrupt:
-        print(side, flush=True)
+        ended.append(side)
     setattr(disk_io, side, real)
+print(*ended, flush=True)
 os._exit(0)  # threads that hang for ever would be waited for
 """
 
