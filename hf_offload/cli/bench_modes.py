@@ -23,7 +23,7 @@ def modes(
         str,
         typer.Option(
             "--modes",
-            help="none (AdamW), galore, galore_8bit, apollo, frugal, frugal_svd, lisa, badam, lora; or all.",
+            help="none (AdamW), galore, galore_8bit, apollo, frugal, frugal_svd, frugal_turned, lisa, badam, lora; or all.",
         ),
     ] = "all",
     seeds: Annotated[str, typer.Option(help="One run each, of the order of the data and of draws.")] = "0,1",
