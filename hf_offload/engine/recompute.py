@@ -1,7 +1,6 @@
 """Switching activation checkpointing on for some of a model's blocks, and putting everything back."""
 
 import functools
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,12 +16,12 @@ class Recompute:
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]):
-        self._blocks = weakref.WeakValueDictionary(blocks)  # the model's to keep
+        self._blocks = blocks
         self._before: dict[str, dict[str, Any]] = {}
 
     def apply(self, names: Iterable[str]) -> None:
         """Compute these blocks again, and no others but those whose user asked for it. Names of other units say nothing."""
-        wanted = set(self._blocks) & set(names)
+        wanted = self._blocks.keys() & set(names)
         for name in list(self._before):
             if name not in wanted:
                 self._restore(name)
@@ -41,9 +40,8 @@ class Recompute:
     _ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
     def _restore(self, name: str) -> None:
-        block, before = self._blocks.get(name), self._before.pop(name)
-        if block is None:
-            return
+        block = self._blocks[name]
+        before = self._before.pop(name)
         for attribute in self._ATTRIBUTES:
             if attribute in before:
                 block.__dict__[attribute] = before[attribute]

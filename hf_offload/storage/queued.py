@@ -176,10 +176,8 @@ class QueuedTier(Tier):
         self._is_quiet()
         for pool in self._pools.values():
             pool.close()
-        try:
+        with self._lock:
             self._shut()
-        except StandstillError as error:
-            logger.error("Closing without waiting for the files, which a thread goes on to close: %s", error)
 
     def _submit(self, kind: str, slot: Slot, buffer: torch.Tensor, urgent: bool) -> "Future[None]":
         assert isinstance(slot, QueuedSlot)
@@ -258,7 +256,7 @@ class QueuedTier(Tier):
 
     @abc.abstractmethod
     def _shut(self) -> None:
-        """Release everything. Called once, with no transfer left. May raise StandstillError if that goes on in a thread."""
+        """Release everything. Called once, under the lock, with no transfer left."""
 
 
 def _reap_pools(pools: list[WorkerPool], owner_pid: int) -> None:

@@ -213,5 +213,4 @@ class RamTier(QueuedTier):
             transfer.slot.checksums = transfer.payload
 
     def _shut(self) -> None:
-        with self._lock:
-            self._arenas = []
+        self._arenas = []

@@ -7,10 +7,7 @@ from torch import nn
 
 
 class ReplacedForward(ABC):
-    """Puts :meth:`forward` in the place of a module's own; ``name`` is the module's.
-
-    It lives as long as the module does, which holds it for its forward. Who takes it off again keeps a weak reference.
-    """
+    """Puts :meth:`forward` in the place of a module's own; ``name`` is the module's."""
 
     def __init__(self, name: str, module: nn.Module):
         self.name = name

@@ -68,8 +68,7 @@ def recompute(module, hidden):
 
 
 def replaced(module, hidden):
-    model = nn.Sequential(module)
-    lean = Lean(model, LeanConfig(("exact",)))
+    lean = Lean(nn.Sequential(module), LeanConfig(("exact",)))
     lean.apply()
     result = module(hidden)
     lean.remove()
