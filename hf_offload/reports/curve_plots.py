@@ -10,9 +10,15 @@ from hf_offload.reports.plots import require_matplotlib
 # Okabe and Ito's palette, told apart by colour-blind readers too. Every other line is dashed: where one
 # lies on a whole one, both are seen.
 COLOURS = ("#000000", "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#999999")
-_STYLES = ("-", "--")
+_STYLES = (("-", "--"), (":", "-."))
 
 Curve = Sequence[Sequence[float]]
+
+
+def line_look(number: int) -> tuple[str, str]:
+    """Colour and style of a line; those of the first 16 differ from each other."""
+    styles = _STYLES[number // len(COLOURS) % len(_STYLES)]
+    return COLOURS[number % len(COLOURS)], styles[number % len(styles)]
 
 
 def plot_curves(curves: Mapping[str, Sequence[Curve]], title: str, what: str, path: Path) -> None:
@@ -28,7 +34,7 @@ def plot_curves(curves: Mapping[str, Sequence[Curve]], title: str, what: str, pa
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for number, (name, several) in enumerate(curves.items()):
-        colour, style = COLOURS[number % len(COLOURS)], _STYLES[number % len(_STYLES)]
+        colour, style = line_look(number)
         steps = [step for step, _ in several[0]]
         values = np.array([[value for _, value in curve] for curve in several])
         label = f"{name}: {values[:, -1].mean():.3f}"

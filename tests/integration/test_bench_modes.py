@@ -33,7 +33,7 @@ from hf_offload.optimizers.blockwise.footprint import peak_bytes as blockwise_by
 from hf_offload.optimizers.param_groups import param_groups
 from hf_offload.optimizers.projected.sizes import adamw_bytes
 from hf_offload.optimizers.projected.sizes import state_bytes as projected_bytes
-from hf_offload.reports.curve_plots import COLOURS, plot_curves
+from hf_offload.reports.curve_plots import COLOURS, line_look, plot_curves
 
 TINY = Setup(layers=2, hidden=32, warm_start_steps=6, search_steps=3, steps=5, rates=(1e-9, 1e-2))
 OPTIONS = {
@@ -130,6 +130,10 @@ def test_every_line_is_in_the_picture_and_none_under_the_legend(tmp_path):
     assert (
         pixels[height // 2 : -height // 8, int(0.85 * width) :] == 1
     ).all()  # the plot ends before the legend's column
+
+
+def test_every_mode_has_a_line_of_its_own_look():
+    assert len({line_look(number) for number in range(16)}) == 16 >= len(MODES)
 
 
 def test_what_was_interrupted_is_shown_and_goes_on(data, tmp_path):
