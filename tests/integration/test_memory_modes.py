@@ -315,6 +315,13 @@ def test_state_on_disk_goes_where_activations_do_and_resumes(offload, tmp_path):
     assert not any(list(folder.iterdir()) for folder in folders)
 
 
+def test_a_directory_of_its_own_goes_before_that_of_activations(tmp_path):
+    own = {"inactive_state": "ssd", "directory": str(tmp_path / "own")}
+    general = [tmp_path / "general"]
+    assert memory_mode("badam", own, general).config.directories == (tmp_path / "own",)
+    assert memory_mode("badam", own | {"directory": None}, general).config.directories == tuple(general)
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
