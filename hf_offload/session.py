@@ -17,6 +17,7 @@ from hf_offload.engine.hooks import Engine
 from hf_offload.engine.phases import Phases
 from hf_offload.engine.recompute import Recompute
 from hf_offload.engine.stats import OffloadStats
+from hf_offload.engine.watch import ModelWatch
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.lean.apply import Lean
 from hf_offload.plan.feedback import Feedback, Prediction
@@ -31,7 +32,7 @@ from hf_offload.settings.environment import DISABLE_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.disk import DiskTier
-from hf_offload.storage.file_systems import check_directory, free_disk_bytes
+from hf_offload.storage.file_systems import free_disk_bytes
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
@@ -110,6 +111,7 @@ def _attach(
         phases.install(model, units, session.begin_forward)
     else:
         phases.install(model, blocks, session.begin_forward)
+    session.watch_model()
     return session
 
 
@@ -139,6 +141,9 @@ def offload_activations(model: nn.Module, config: OffloadConfig | None = None) -
 
 class OffloadSession:
     """A model with offloading attached. Made by :func:`attach` and :func:`offload_activations`.
+
+    It does not keep the model. Once nobody else does, all that it holds is given back but the counters, and ``orphaned``
+    says so.
 
     Attributes:
         config: What was asked for.
@@ -178,6 +183,7 @@ class OffloadSession:
         self.by = ""
         self._loader: Any = None
         self._stepped = False
+        self._watch: ModelWatch | None = None
         self._disk: DiskTier | None = None
         self._wear: Wear | None = None
         self.must_stop = False
@@ -202,6 +208,29 @@ class OffloadSession:
             ranks=self.ranks,
         )
 
+    def watch_model(self) -> None:
+        """Give back what the session holds when the model goes, as if it had been detached."""
+        model = self._model()
+        assert model is not None
+        self._watch = ModelWatch(model, self._leave_thread, self._close)
+
+    def _leave_thread(self) -> None:
+        if self._phases is not None:
+            self._phases.leave_thread()
+        if self._feedback is not None:
+            self._feedback.leave_thread()
+
+    def _close(self) -> None:
+        assert self._engine is not None
+        self._engine.close()
+        if self._wear is not None:
+            self._wear.keep()
+
+    def _wait_if_gone(self) -> None:
+        """What is left to do for a model that has gone is done when this returns."""
+        if self._watch is not None and self._model() is None:
+            self._watch.join()
+
     def watch_writes(self, disk: DiskTier | None) -> None:
         """Count from now on what is written to the drives of ``disk``."""
         self._disk = disk
@@ -211,6 +240,7 @@ class OffloadSession:
         """What was written to each drive, by this process and by all runs together. Keeps the count first."""
         if self._wear is None:
             return []
+        self._wait_if_gone()
         self._wear.keep()
         return self._wear.report()
 
@@ -271,8 +301,20 @@ class OffloadSession:
 
     @property
     def active(self) -> bool:
-        """Whether anything is offloaded: not with tier ``none``, a frozen model, or after :meth:`detach`."""
-        return self._engine is not None
+        """Whether anything is offloaded: not with tier ``none``, a frozen model, one that has gone, or after
+        :meth:`detach`.
+        """
+        return self._engine is not None and not self._engine.closed
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, if there still is one."""
+        return self._model()
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the session was ``active`` when its model went."""
+        return self._engine is not None and self._engine.closed
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -285,15 +327,18 @@ class OffloadSession:
 
     def end_step(self) -> None:
         """Mark the end of a training step: ``stats.step`` moves to ``stats.steps``."""
-        if self._engine is not None:
-            self._engine.end_step()
+        self._end_counters()
         if self._feedback is not None:
             self._feedback.end_step()
-        self._stepped = False
         if self._wear is not None:
             self._wear.keep(now=False)
         if self._disk is not None and self.config.at_disk_write_limit == "stop":
             self.must_stop = any(self.ranks.gather(self._disk.write_limit_reached))
+
+    def _end_counters(self) -> None:
+        if self._engine is not None:
+            self._engine.end_step()
+        self._stepped = False
 
     def optimizer_stepped(self) -> None:
         """An optimizer has stepped: the next forward belongs to another step. For loops that do not call :meth:`end_step`."""
@@ -304,8 +349,21 @@ class OffloadSession:
         if self._stepped:
             self.end_step()
 
+    def finish(self, together: bool = True) -> None:
+        """The run is over: end the step that is pending. ``together``, all processes call this, or none."""
+        self._wait_if_gone()
+        model = self._model()  # it stays until the step has ended
+        # The garbage collector may have come to one process and not to the others, and they would wait for its part.
+        if together and all(self.ranks.gather(model is not None)):
+            self.end_pending_step()
+        elif self._stepped:
+            self._end_counters()
+
     def detach(self) -> None:
         """Take everything off the model. Graphs that are still alive keep their bytes until they go. Idempotent."""
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
         engine, phases, model = self._engine, self._phases, self._model()
         self._engine = self._phases = None
         if self._feedback is not None:
@@ -320,13 +378,15 @@ class OffloadSession:
             self._loader = None
         if phases is not None:
             phases.remove()
-        if engine is not None:
-            engine.close()
-        if self._wear is not None:
-            self._wear.keep()
-        self.ranks.close()
         if model is not None:
             _attached.pop(model, None)
+        try:
+            if engine is not None:
+                engine.close()
+        finally:  # Ctrl-C, while it waits for a drive
+            if self._wear is not None:
+                self._wear.keep()
+            self.ranks.close()
 
 
 def _with_environment(config: OffloadConfig) -> OffloadConfig:
@@ -406,29 +466,31 @@ def _open_tier(config: OffloadConfig, on_host: bool) -> tuple[Tier, DiskTier | N
         if on_host:
             logger.warning("The model is on the CPU: moving activations from RAM to RAM saves no memory.")
         return RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), None
-    directories = _directories(config)
-    free = free_disk_bytes(directories)
-    if config.disk_budget is not None and int(config.disk_budget) > free:
-        raise OffloadConfigError(
-            f"disk_budget={format_bytes(int(config.disk_budget))}, but only {format_bytes(free)} are free in "
-            f"{', '.join(map(str, directories))}: free some space, name another directory, or lower disk_budget."
-        )
+    # Files have no names and no other user can open them: they need no directory of their own, not even in /tmp.
+    directories = config.directories or (Path(tempfile.gettempdir()),)
     disk = DiskTier(
         directories,
         budget_bytes=None if config.disk_budget is None else int(config.disk_budget),
         max_write_bytes=None if config.max_disk_write_bytes is None else int(config.max_disk_write_bytes),
         checksum=checksum,
     )
+    if config.disk_budget is not None:
+        try:
+            _check_room(int(config.disk_budget), disk)
+        except BaseException:
+            disk.close()
+            raise
+    if not config.directories:
+        logger.warning("No directory was named for activations: they go to %s.", directories[0])
     if ram_budget or (config.tier == "auto" and not on_host):
         return SpillTier(RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), disk), disk
     return disk, disk
 
 
-def _directories(config: OffloadConfig) -> tuple[Path, ...]:
-    # Files have no names and no other user can open them: they need no directory of their own, not even in /tmp.
-    directories = config.directories or (Path(tempfile.gettempdir()),)
-    for directory in directories:
-        check_directory(directory)
-    if not config.directories:
-        logger.warning("No directory was named for activations: they go to %s.", directories[0])
-    return directories
+def _check_room(budget_bytes: int, disk: DiskTier) -> None:
+    free = disk.patiently(lambda: free_disk_bytes(file.directory for file in disk.files))
+    if budget_bytes > free:
+        raise OffloadConfigError(
+            f"disk_budget={format_bytes(budget_bytes)}, but only {format_bytes(free)} are free in {disk.where}: free some "
+            "space, name another directory, or lower disk_budget."
+        )

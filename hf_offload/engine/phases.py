@@ -66,6 +66,10 @@ class Phases:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.leave_thread()
+
+    def leave_thread(self) -> None:
+        """Leave whatever was entered in this thread: the model has gone, and no other forward will do it. Takes no lock."""
         self._unwind(0)
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Switching activation checkpointing on for some of a model's blocks, and putting everything back."""
 
 import functools
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,12 +17,12 @@ class Recompute:
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]):
-        self._blocks = blocks
+        self._blocks = weakref.WeakValueDictionary(blocks)  # the model's to keep
         self._before: dict[str, dict[str, Any]] = {}
 
     def apply(self, names: Iterable[str]) -> None:
         """Compute these blocks again, and no others but those whose user asked for it. Names of other units say nothing."""
-        wanted = self._blocks.keys() & set(names)
+        wanted = set(self._blocks) & set(names)
         for name in list(self._before):
             if name not in wanted:
                 self._restore(name)
@@ -40,8 +41,9 @@ class Recompute:
     _ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
     def _restore(self, name: str) -> None:
-        block = self._blocks[name]
-        before = self._before.pop(name)
+        block, before = self._blocks.get(name), self._before.pop(name)
+        if block is None:
+            return
         for attribute in self._ATTRIBUTES:
             if attribute in before:
                 block.__dict__[attribute] = before[attribute]

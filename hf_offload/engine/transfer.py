@@ -45,7 +45,7 @@ class Transfer:
         self._mover = mover
         self._stats = stats
         self._pending_bytes = 0
-        self._writes_in_flight: collections.deque[Future[None]] = collections.deque()
+        self._writes_in_flight: collections.deque[Future[None]] = collections.deque()  # done once the bytes are settled
         # Consumed copies that live on (retain_graph, several handles), oldest first.
         self._consumed: collections.OrderedDict[int, weakref.ref[Record]] = collections.OrderedDict()
         self._warned = False
@@ -91,6 +91,7 @@ class Transfer:
             self.refused(record.nbytes, record.unit, error)
             return
         del buffer
+        settled: Future[None] = Future()
         with self.lock:
             record.slot = slot
             record.future = future
@@ -98,9 +99,9 @@ class Transfer:
             record.estate.leaving = True
             self.leaving_bytes += record.nbytes
             self._pending_bytes += record.nbytes
-            self._writes_in_flight.append(future)
+            self._writes_in_flight.append(settled)
         self._stats.step.offloaded_bytes += record.nbytes
-        future.add_done_callback(partial(self._stored, reference, record.nbytes))
+        future.add_done_callback(partial(self._settle, settled, reference, record.nbytes))
 
     def _wait_for_writes(self, limit_bytes: int) -> None:
         """Hold forward back while too much is on its way out: a slow disk must not raise the peak."""
@@ -125,6 +126,15 @@ class Transfer:
         """Wait until ``future`` is done, whatever became of it. Raises StandstillError if that will not be."""
         if not future.done():
             self.tier.wait_for(lambda seconds: bool(concurrent.futures.wait((future,), seconds).done))
+
+    def _settle(
+        self, settled: "Future[None]", reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]"
+    ) -> None:
+        # Whoever waits for a future is woken before its callbacks run, and the buffer goes in one of them.
+        try:
+            self._stored(reference, nbytes, future)
+        finally:
+            settled.set_result(None)
 
     def _stored(self, reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]") -> None:
         with self.lock:

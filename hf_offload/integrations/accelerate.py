@@ -89,7 +89,7 @@ class OffloadedAccelerator:
         self._accelerator = weakref.ref(accelerator)
         self._config = config
         self._by = by
-        self._sessions: weakref.WeakKeyDictionary[nn.Module, OffloadSession] = weakref.WeakKeyDictionary()
+        self._sessions: list[OffloadSession] = []  # of models that have gone, too: a script may end before it is asked
         self._optimizers: dict[int, Any] = {}  # id of an optimizer -> the handle of its hook
         self._not_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.offloaded_models = 0
@@ -105,8 +105,8 @@ class OffloadedAccelerator:
 
     @property
     def sessions(self) -> list[OffloadSession]:
-        """One for each model that is offloaded now."""
-        return list(self._sessions.values())
+        """One for each model that is offloaded now, or that went without having been forgotten."""
+        return list(self._sessions)
 
     def detach(self) -> None:
         """Give the accelerator, its models and optimizers back as they were. Idempotent."""
@@ -151,8 +151,8 @@ class OffloadedAccelerator:
     def report(self, together: bool = True) -> None:
         """Log what was offloaded, ``together`` by all processes: then all of them call this, or none."""
         for session in self.sessions:
-            session.end_pending_step()
-            lines = summary_lines(session, together) if session.active else []
+            session.finish(together)
+            lines = summary_lines(session, together) if session.active or session.orphaned else []
             if session.ranks.is_first:
                 for line in lines:
                     logger.info("%s", line)
@@ -164,10 +164,13 @@ class OffloadedAccelerator:
         accelerator = self._accelerator()
         assert accelerator is not None
         prepared = {accelerator.unwrap_model(model, keep_torch_compile=False): model for model in accelerator._models}
-        for model in [model for model in self._sessions if model not in prepared]:
-            self._sessions.pop(model).detach()
+        for session in self.sessions:
+            if session.model not in prepared:
+                self._sessions.remove(session)
+                session.detach()
+        offloaded = {session.model for session in self._sessions}
         for model, wrapped in prepared.items():
-            if model not in self._sessions and wrapped not in self._not_trained:
+            if model not in offloaded and wrapped not in self._not_trained:
                 self._attach_model(model)
         for key in self._optimizers.keys() - {id(optimizer) for optimizer in accelerator._optimizers}:
             self._optimizers.pop(key).remove()
@@ -185,7 +188,7 @@ class OffloadedAccelerator:
         if present is not None and self._by == ENVIRONMENT:
             return  # the script offloads this model itself, and knows better
         session = attach(model, self._config, training=self, by=self._by)
-        self._sessions[model] = session
+        self._sessions.append(session)
         self.offloaded_models += session.active or bool(session.tiled or session.sampled or session.lean)
         if session.active and session.ranks.is_first:
             logger.info("Offloading activations of %s: %s.", type(model).__name__, session.plan.reason)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -42,22 +43,28 @@ _LOOKS_FOR = {
 
 
 class Lean:
-    """The modules of one model that save less: made by :meth:`apply`, taken off by :meth:`remove`.
+    """The modules of one model that save less: made by :meth:`apply`, taken off by :meth:`remove`. It keeps none of them.
 
     ``head`` is an output head that is left as it is: its input is saved by whatever computes the loss in pieces.
     """
 
     def __init__(self, model: nn.Module, config: LeanConfig | None, head: nn.Module | None = None):
-        self._model = model
+        self._model_ref = weakref.ref(model)
         self._config = config
-        self._head = head
-        self._done: list[LeanModule] = []
+        self._head = (lambda: None) if head is None else weakref.ref(head)
+        self._done: list[tuple[str, weakref.ref[LeanModule]]] = []
         self._handle: RemovableHandle | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The modules that save less."""
-        return tuple(one.name for one in self._done)
+        return tuple(name for name, _ in self._done)
+
+    @property
+    def _model(self) -> nn.Module:
+        model = self._model_ref()
+        assert model is not None, "whoever asks for lean modules has the model"
+        return model
 
     def apply(self) -> None:
         """Do what was asked for.
@@ -79,7 +86,7 @@ class Lean:
                 self._install(kind(name, module, recipes))
         if rebuilds:
             for name, module in _own_forwards(self._model):
-                if type(module) in (nn.Linear, Conv1D) and module is not self._head:
+                if type(module) in (nn.Linear, Conv1D) and module is not self._head():
                     self._install(LeanLinear(name, module, recipes))
         if found.get("activations"):
             for name, module in _parents(self._model, [module for _, module, _ in found["activations"]]):
@@ -105,14 +112,16 @@ class Lean:
     def remove(self) -> None:
         """Give every module its forward back. Idempotent."""
         while self._done:
-            self._done.pop().remove()
+            one = self._done.pop()[1]()
+            if one is not None:
+                one.remove()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def _install(self, one: LeanModule) -> None:
         one.install()
-        self._done.append(one)
+        self._done.append((one.name, weakref.ref(one)))
 
     def _found(self, switch: str) -> Iterator[tuple[str, nn.Module, type[LeanModule]]]:
         assert self._config is not None

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -114,7 +115,7 @@ class Feedback:
         need_less: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
     ):
-        self._model = model
+        self._model = weakref.ref(model)
         self._ranks = ranks or Ranks()
         self._budget = min(self._ranks.gather(budget_bytes))
         self._hardware = hardware
@@ -159,7 +160,9 @@ class Feedback:
             self._slow = 0
             self._apply(self._safest if current is None else plan_of(current.solution, self._safest, _reason(current)))
         if current is None or (current is self._known.get(shapes) and current.steps == _SETTLED_STEPS):
-            self._meter = StepMeter(self._model, self._engine.resident_bytes, self._engine.waited_s)
+            model = self._model()
+            assert model is not None, "a forward has a model"
+            self._meter = StepMeter(model, self._engine.resident_bytes, self._engine.waited_s)
             self._engine.observer = self._meter
             self._meter.begin()
             self._meter.begin_forward()
@@ -199,6 +202,12 @@ class Feedback:
     def close(self) -> None:
         """Stop observing, whatever happened."""
         self._stop_measuring()
+
+    def leave_thread(self) -> None:
+        """The model has gone in the middle of whatever this thread does: stop looking at it. Takes no lock."""
+        meter = self._meter
+        if meter is not None:
+            meter.leave()
 
     def _stop_measuring(self) -> StepMeter | None:
         meter, self._meter = self._meter, None

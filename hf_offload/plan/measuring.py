@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.plan.footprint import Footprint, Moment, Saved
@@ -60,6 +61,7 @@ class StepMeter(StepRecorder):
         self._state_bytes: dict[int, int] = {}
         self.micro_batches = 0
         self.running = False
+        self._on_stack = False
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -72,6 +74,7 @@ class StepMeter(StepRecorder):
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
         self.__enter__()
+        self._on_stack = True
         self._clock = self._now()
 
     def end(self) -> None:
@@ -79,12 +82,25 @@ class StepMeter(StepRecorder):
         if not self.running:
             return
         self.running = False
-        self.__exit__(None, None, None)
+        gone = self._model_ref() is None
+        if gone:
+            self.leave()
+        else:
+            self._on_stack = False
+            self.__exit__(None, None, None)
         self.unwatch()
         for handle in self._optimizer_hooks:
             handle.remove()
-        if not self._optimizing:
+        if not self._optimizing and not gone:
             self.end_moment()
+
+    def leave(self) -> None:
+        """Take the mode off this thread's stack if it is on top of it. For a model that has gone: takes no lock, and may be
+        called wherever the garbage collector may run.
+        """
+        if self._on_stack and _get_current_dispatch_mode() is self:
+            self._on_stack = False
+            self.__exit__(None, None, None)
 
     def begin_forward(self) -> None:
         """The model's forward begins: the first, or that of another micro-batch."""
@@ -158,6 +174,9 @@ class StepMeter(StepRecorder):
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._model_ref() is None:
+            self.leave()  # where the model went, something else may have been on top
+            return
         self.end_moment()
         self._optimizing = True
         for state in _state_of(optimizer):
@@ -165,6 +184,8 @@ class StepMeter(StepRecorder):
         self._before_live = self._live
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._model_ref() is None:
+            return
         # By storage, whose object lives as long as it does: an optimizer inside of another one has the same state.
         state = {id(tensor.untyped_storage()): nbytes_of(tensor) for tensor in _state_of(optimizer) if tensor.dim() > 0}
         self._bury()
@@ -181,22 +202,22 @@ class StepMeter(StepRecorder):
     @property
     def peak_bytes(self) -> int:
         """Most bytes of tensors alive at once, weights and optimizer state included."""
-        weights = sum(nbytes_of(tensor) for tensor in {*self._model.parameters(), *self._model.buffers()})
+        weights = sum(nbytes_of(tensor) for tensor in {*self.model.parameters(), *self.model.buffers()})
         return weights + sum(self._state_bytes.values()) + self.peak_live_bytes
 
     # -- what was found -----------------------------------------------------------------------------------------------
 
     def footprint(self) -> Footprint:
         """The step that was observed."""
-        weights = sum(nbytes_of(tensor) for tensor in {*self._model.parameters(), *self._model.buffers()})
-        gradients = sum(nbytes_of(tensor) for tensor in self._model.parameters() if tensor.requires_grad)
+        weights = sum(nbytes_of(tensor) for tensor in {*self.model.parameters(), *self.model.buffers()})
+        gradients = sum(nbytes_of(tensor) for tensor in self.model.parameters() if tensor.requires_grad)
         return Footprint(
             moments=tuple(self._moments()),
             saved=tuple(self._saved()),
             blocks=tuple(self.block_spans()),
-            units={name: unit.block for name, unit in self.units.items()},
-            kinds={name: unit.kind for name, unit in self.units.items()},
-            parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+            units=self.units,
+            kinds=self.kinds,
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             base_bytes=weights + sum(self._state_bytes.values()),
             gradient_bytes=gradients,
             optimizer_step_bytes=max(0, self._optimizer_bytes),

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.plan.footprint import BlockSpan, Moment
-from hf_offload.plan.units import Unit, find_blocks, find_units
+from hf_offload.plan.units import find_blocks, find_units
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
@@ -28,17 +28,26 @@ class StepRecorder(TorchDispatchMode):
 
     Subclasses say how long a moment took (:meth:`elapsed`) and which of the live bytes are not the model's
     (:meth:`elsewhere`).
+
+    A recorder does not keep the model: a training that is given up in the middle of a step leaves it on its thread's stack
+    of modes.
+
+    Attributes:
+        units: Unit -> the repeated block it lies in, if it lies in one.
+        kinds: Unit -> the class of its module.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.units: dict[str, Unit] = find_units(model)
+        units = find_units(model)
+        self.units = {name: unit.block for name, unit in units.items()}
+        self.kinds = {name: unit.kind for name, unit in units.items()}
         self.moments: list[Moment] = []
         self.backward = False
         self.unit = next(iter(self.units))
-        self._model = model
+        self._model_ref = weakref.ref(model)
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        self._blocks = find_blocks(model)
+        self._blocks = frozenset(find_blocks(model))
         self._stack: list[str] = []
         self._handles: list[RemovableHandle] = []
         self._live = self._most = self._gradients = 0
@@ -49,6 +58,13 @@ class StepRecorder(TorchDispatchMode):
         self._entered: dict[str, int] = {}
         self._left: dict[str, int] = {}
         self._boundary: dict[str, int] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, as long as somebody trains it."""
+        model = self._model_ref()
+        assert model is not None, "nothing is asked of a recorder whose model has gone"
+        return model
 
     # -- what subclasses add ------------------------------------------------------------------------------------------
 
@@ -70,12 +86,12 @@ class StepRecorder(TorchDispatchMode):
 
     def watch(self) -> None:
         """Follow the model's forwards and gradients from now on."""
-        for tensor in (*self._model.parameters(), *self._model.buffers()):
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
             self._known.add(id(tensor.untyped_storage()))
-        for name, unit in self.units.items():
+        for name, unit in find_units(self.model).items():
             self._handles.append(unit.module.register_forward_pre_hook(self._enter(name)))
             self._handles.append(unit.module.register_forward_hook(self._leave(name), always_call=True))
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._count_gradient))
 
@@ -131,6 +147,8 @@ class StepRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self._model_ref() is None:
+            return result
         begin = time.perf_counter()
         self._after(func, args, kwargs, result)
         self.bookkeeping_s += time.perf_counter() - begin
@@ -182,7 +200,7 @@ class StepRecorder(TorchDispatchMode):
         """The blocks that ran, once each."""
         begun: dict[str, int] = {}
         for index, moment in enumerate(self.moments):
-            block = self.units[moment.unit].block
+            block = self.units[moment.unit]
             if moment.backward and block is not None:
                 begun.setdefault(block, index)
         for name, entered in self._entered.items():

@@ -7,6 +7,7 @@ tied heads hold of it. So checkpoints know nothing of sampling, and LoRA finds a
 import dataclasses
 import logging
 import re
+import weakref
 from collections.abc import Iterator
 
 from torch import nn
@@ -34,10 +35,10 @@ _ATTENTION_OUTPUT = re.compile(
 
 
 class Sampling:
-    """The sampled layers of one model: made by :meth:`apply`, taken off by :meth:`remove`."""
+    """The sampled layers of one model, which it does not keep: made by :meth:`apply`, taken off by :meth:`remove`."""
 
     def __init__(self, model: nn.Module, config: SampledLinearConfig | None):
-        self._model = model
+        self._model = weakref.ref(model)
         self._config = config
         self._handles: list[RemovableHandle] = []
         self.names: tuple[str, ...] = ()
@@ -48,13 +49,14 @@ class Sampling:
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` if there is nothing to convert.
         """
-        if self._config is None or not self._config.samples:
+        model = self._model()
+        if self._config is None or not self._config.samples or model is None:
             return
-        self.names = convert_linears(self._model, self._config).converted
-        draws = self._model.get_submodule(self.names[0]).draws
+        self.names = convert_linears(model, self._config).converted
+        draws = model.get_submodule(self.names[0]).draws
         assert isinstance(draws, Draws)
-        self._handles.append(self._model.register_forward_pre_hook(NoteMask(draws), prepend=True, with_kwargs=True))
-        if any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules()):
+        self._handles.append(model.register_forward_pre_hook(NoteMask(draws), prepend=True, with_kwargs=True))
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             logger.warning(
                 "Activation checkpointing keeps nothing of a block but its input, so sampling its linear layers saves no "
                 "memory: drop one of them."
@@ -67,13 +69,15 @@ class Sampling:
 
     def start_cache(self, samples: int) -> GradientCache:
         """Remember from now on how large the gradients of each of ``samples`` are. Idempotent."""
+        model = self._model()
         if self.cache is None:
-            layers = [self._model.get_submodule(name) for name in self.names]
+            assert model is not None, "a model is being trained"
+            layers = [model.get_submodule(name) for name in self.names]
             self.cache = GradientCache(samples, self.names, layers[0].weight.device)  # type: ignore[arg-type]
             for layer in layers:
                 layer.draws.cache = self.cache  # type: ignore[union-attr]
             hook = TakeSampleIds(self.cache)
-            self._handles.append(self._model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+            self._handles.append(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
         return self.cache
 
     def remove(self) -> None:
@@ -81,8 +85,10 @@ class Sampling:
         while self._handles:
             self._handles.pop().remove()
         self.cache = None
-        for name in self.names:
-            _restore(self._model.get_submodule(name))
+        model = self._model()
+        if model is not None:
+            for name in self.names:
+                _restore(model.get_submodule(name))
         self.names = ()
 
 

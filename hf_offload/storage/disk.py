@@ -78,7 +78,8 @@ class DiskTier(QueuedTier):
         align_bytes: A block larger than the probed one.
         checksum: Compare a CRC-32 of every buffer before the write with one after the read.
 
-    Raises :class:`OffloadConfigError` for a directory that cannot be used.
+    Raises :class:`OffloadConfigError` for a directory that cannot be used, and
+    :class:`~hf_offload.errors.StandstillError` for one whose drive does not answer.
     """
 
     def __init__(
@@ -97,23 +98,25 @@ class DiskTier(QueuedTier):
         paths = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
         if not paths:
             raise OffloadConfigError("The disk tier was given no directory: name at least one.")
+        super().__init__("ssd", write_threads=write_threads * len(paths), read_threads=read_threads * len(paths))
+        self._directories = ", ".join(map(str, paths))
         self._files: list[DataFile] = []
         try:
             for path in paths:
-                self._files.append(DataFile(path, allow_direct=direct))
+                opening = functools.partial(DataFile, path, allow_direct=direct)
+                self._files.append(self.patiently(opening, DataFile.close))
             self.block_bytes = max(align_bytes or 1, *(file.direct.align_bytes for file in self._files))
             if any(self.block_bytes % file.direct.align_bytes for file in self._files):
                 raise OffloadConfigError(f"align_bytes={align_bytes} is not a multiple of what the drives need.")
         except BaseException:
             _close_files(self._files, os.getpid())
             raise
-        super().__init__("ssd", write_threads=write_threads * len(paths), read_threads=read_threads * len(paths))
         weakref.finalize(self, _close_files, self._files, os.getpid()).atexit = False
         self.max_write_bytes = max_write_bytes
         self.checksum = checksum
         granule = max(self.block_bytes, 4096)
         self.chunk_bytes = max(chunk_bytes // granule, 1) * granule
-        self._room = DiskRoom(self._files, granule, self.chunk_bytes, budget_bytes)
+        self._room = DiskRoom(self._files, granule, self.chunk_bytes, budget_bytes, self.patiently)
         self._paid_bytes = 0
         self.write_limit_reached = False  # something was refused because of max_write_bytes
         self.gate = Gate()
@@ -126,7 +129,7 @@ class DiskTier(QueuedTier):
 
     @property
     def where(self) -> str:
-        return ", ".join(str(file.directory) for file in self._files)
+        return self._directories
 
     @property
     def occupied_bytes(self) -> int:
@@ -295,7 +298,7 @@ class DiskTier(QueuedTier):
     # -- end -----------------------------------------------------------------------------------------------------------
 
     def _shut(self) -> None:
-        _close_files(self._files, self._owner_pid)
+        self.patiently(functools.partial(_close_files, self._files, self._owner_pid))
 
     def abandon_in_child(self) -> None:
         """After a fork, in the child: close its copies of the files, so that they do not keep the disk space."""

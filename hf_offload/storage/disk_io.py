@@ -28,8 +28,7 @@ _SYNC_FILE_RANGE_WRITE_AND_WAIT = 1 | 2 | 4
 _UNSETTLED_RANGES = 8
 
 
-# The three calls that move bytes or take room. Callers look them up in this module, so a test can put a failing disk
-# here.
+# The calls that a drive answers. Callers look them up in this module, so a test can put a failing disk here.
 def write_once(fd: int, data: memoryview, offset: int) -> int:
     """One write; returns how many bytes it took, which may be fewer."""
     return os.pwritev(fd, [data], offset)
@@ -52,6 +51,11 @@ def allocate_once(fd: int, offset: int, nbytes: int) -> None:
 def open_once(path: str, flags: int) -> int:
     """Open a file, private to this user and closed on exec."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def close_once(fd: int) -> None:
+    """Close a file; its blocks go back to the file system if it has no name."""
+    os.close(fd)
 
 
 @functools.cache
@@ -87,7 +91,7 @@ def probe_direct_io(directory: Path, file_system: str) -> DirectIo:
         try:
             fd = _open_again(buffered_fd, os.O_DIRECT)
         finally:
-            os.close(buffered_fd)
+            close_once(buffered_fd)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOENT):
             raise
@@ -100,7 +104,7 @@ def probe_direct_io(directory: Path, file_system: str) -> DirectIo:
                 source = "as the kernel says" if align == claimed else "found by trying"
                 return DirectIo(True, align, f"O_DIRECT with blocks of {align} bytes, {source}")
     finally:
-        os.close(fd)
+        close_once(fd)
     return DirectIo(False, 1, f"no block size works with O_DIRECT on {file_system} ({failure})")
 
 
@@ -275,4 +279,4 @@ class DataFile:
         fds = {self._fd, self._buffered_fd} - {-1}
         self._fd = self._buffered_fd = -1
         for fd in fds:
-            os.close(fd)
+            close_once(fd)

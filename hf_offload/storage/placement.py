@@ -4,7 +4,8 @@ import dataclasses
 import errno
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from hf_offload.errors import StorageError, TierFullError
 from hf_offload.settings.sizes import format_bytes
@@ -28,16 +29,23 @@ class DiskRoom:
 
     A large slot is spread evenly over the files, so that all drives work on it; smaller ones go to the files in turn.
     Freed ranges are taken before a file is made larger, and files only grow: what was once preallocated stays for the
-    next step.
+    next step. Files are enlarged through ``patiently``, which may give up waiting for a call that goes on.
     """
 
     def __init__(
-        self, files: Sequence[DataFile], granule_bytes: int, chunk_bytes: int, budget_bytes: int | None
+        self,
+        files: Sequence[DataFile],
+        granule_bytes: int,
+        chunk_bytes: int,
+        budget_bytes: int | None,
+        patiently: Callable[[Callable[[], None]], None] = lambda growth: growth(),
     ) -> None:
         self._files = files
         self._granule_bytes = granule_bytes
         self._chunk_bytes = chunk_bytes
         self._budget_bytes = budget_bytes
+        self._patiently = patiently
+        self._growing = threading.Lock()  # also by a growth that was given up
         self._extents = [Extents(granule_bytes=granule_bytes) for _ in files]
         self._next_file = itertools.cycle(range(len(files)))
         self._placing = threading.Lock()  # enlarging a file may take a while, and give() must not wait for that
@@ -91,7 +99,11 @@ class DiskRoom:
         cuts = [min(room, chunks * file // count * self._chunk_bytes) for file in range(count)] + [room]
         pieces: list[Piece] = []
         for file, (start, end) in enumerate(itertools.pairwise(cuts)):
-            piece = self._take(file, end - start) or self._grow_and_take(file, end - start)[0]
+            try:
+                piece = self._take(file, end - start) or self._grow_and_take(file, end - start)[0]
+            except BaseException:
+                self.give(pieces)
+                raise
             if piece is None:
                 self.give(pieces)
                 return None
@@ -107,6 +119,7 @@ class DiskRoom:
         """Enlarge the file by a generous step, or else by just enough; else None and the limit that was met."""
         with self._lock:
             needed = max(nbytes - self._extents[file].free_at_end_bytes, 0)
+            capacity = self._extents[file].capacity_bytes
         step = max(needed, _GROW_BYTES // self._granule_bytes * self._granule_bytes)
         if self._budget_bytes is not None:
             allowed = (self._budget_bytes - self.occupied_bytes) // self._granule_bytes * self._granule_bytes
@@ -117,7 +130,7 @@ class DiskRoom:
         for size in dict.fromkeys((step, needed)):
             try:
                 if size:
-                    self._files[file].grow(size)
+                    self._patiently(partial(self._grow, file, size, capacity))
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise StorageError(
@@ -126,12 +139,17 @@ class DiskRoom:
                     ) from error
                 refusal = f"the disk under {self._files[file].directory} ({error.strerror})"
                 continue
-            with self._lock:
-                if size:
-                    self._extents[file].grow(size)
-                offset = self._extents[file].take(nbytes)
-            return (None if offset is None else Piece(file, offset, nbytes)), ""
+            return self._take(file, nbytes), ""
         return None, refusal
+
+    def _grow(self, file: int, nbytes: int, capacity: int) -> None:
+        """Enlarge a file of ``capacity`` bytes, unless a growth that was given up has done so meanwhile."""
+        with self._growing:
+            if self._extents[file].capacity_bytes != capacity:
+                return
+            self._files[file].grow(nbytes)
+            with self._lock:
+                self._extents[file].grow(nbytes)
 
     def _scatter(self, order: list[int], room: int, refusals: list[str]) -> list[Piece]:
         """Fill the gaps between other slots, and what is left of the budget, so that it can be used to the last
@@ -147,7 +165,11 @@ class DiskRoom:
         for file in order:
             size = left if self._budget_bytes is None else min(left, self._budget_bytes - self.occupied_bytes)
             size = size // self._granule_bytes * self._granule_bytes
-            piece = self._grow_and_take(file, size)[0] if size > 0 else None
+            try:
+                piece = self._grow_and_take(file, size)[0] if size > 0 else None
+            except BaseException:
+                self.give(pieces)
+                raise
             if piece is not None:
                 pieces.append(piece)
                 left -= piece.nbytes

@@ -176,8 +176,10 @@ class QueuedTier(Tier):
         self._is_quiet()
         for pool in self._pools.values():
             pool.close()
-        with self._lock:
+        try:
             self._shut()
+        except StandstillError as error:
+            logger.error("Closing without waiting for the files, which a thread goes on to close: %s", error)
 
     def _submit(self, kind: str, slot: Slot, buffer: torch.Tensor, urgent: bool) -> "Future[None]":
         assert isinstance(slot, QueuedSlot)
@@ -256,7 +258,7 @@ class QueuedTier(Tier):
 
     @abc.abstractmethod
     def _shut(self) -> None:
-        """Release everything. Called once, under the lock, with no transfer left."""
+        """Release everything. Called once, with no transfer left. May raise StandstillError if that goes on in a thread."""
 
 
 def _reap_pools(pools: list[WorkerPool], owner_pid: int) -> None:

@@ -213,4 +213,5 @@ class RamTier(QueuedTier):
             transfer.slot.checksums = transfer.payload
 
     def _shut(self) -> None:
-        self._arenas = []
+        with self._lock:
+            self._arenas = []

@@ -41,7 +41,7 @@ class SpillTier(Tier):
         for name in _SUMMED:
             setattr(both, name, getattr(self.first.stats, name) + getattr(self.then.stats, name))
         both.peak_used_bytes = self._peak_bytes
-        for kind in ("write", "read"):
+        for kind in both._active:
             both._active[kind] = self.first.stats._active[kind] + self.then.stats._active[kind]
         return both
 

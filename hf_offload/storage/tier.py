@@ -13,15 +13,20 @@ Life of a slot::
 """
 
 import abc
+import concurrent.futures
 import dataclasses
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from hf_offload.errors import StandstillError
+
+T = TypeVar("T")
 
 _LOOKS = 10
 
@@ -50,8 +55,8 @@ class TierStats:
         self.write_busy_s = 0.0
         self.read_busy_s = 0.0
         self.ended_calls = 0
-        self._active = {"write": 0, "read": 0}
-        self._since = {"write": 0.0, "read": 0.0}
+        self._active = {"write": 0, "read": 0, "other": 0}
+        self._since = {"write": 0.0, "read": 0.0, "other": 0.0}
 
     def reserve(self, nbytes: int) -> None:
         with self._lock:
@@ -76,7 +81,7 @@ class TierStats:
                 self.read_bytes += nbytes
 
     def begin(self, kind: str) -> None:
-        """Count the start of one system call; ``kind`` is ``"write"`` or ``"read"``."""
+        """Count the start of one system call; ``kind`` is ``"write"``, ``"read"`` or ``"other"``."""
         with self._lock:
             if self._active[kind] == 0:
                 self._since[kind] = time.perf_counter()
@@ -90,7 +95,7 @@ class TierStats:
             if kind == "write":
                 self.written_bytes += nbytes
                 self.write_busy_s += busy_s
-            else:
+            elif kind == "read":
                 self.read_bytes += nbytes
                 self.read_busy_s += busy_s
 
@@ -111,7 +116,7 @@ class Tier(abc.ABC):
     def wait_for(self, wait: Callable[[float], bool]) -> None:
         """Call ``wait(seconds)`` until it says True.
 
-        Raises :class:`~hf_offload.errors.StandstillError` if transfers run and none of their system calls ends for
+        Raises :class:`~hf_offload.errors.StandstillError` if system calls run and none of them ends for
         ``stall_limit_s``. Whatever they still read into or write from must not be used again.
         """
         seen, idle = -1, 0
@@ -123,10 +128,36 @@ class Tier(abc.ABC):
             if idle >= _LOOKS - 1 or (idle and seen == self._stood_still_after):
                 self._stood_still_after = seen
                 raise StandstillError(
-                    f"The {self.name} tier ({self.where}) has not finished a single read or write for "
+                    f"The {self.name} tier ({self.where}) has not finished a single call for "
                     f"{self.stall_limit_s:.0f} s, so the drive hangs. Look at the kernel's log (dmesg), and name a "
                     "directory on another drive."
                 )
+
+    def patiently(self, call: Callable[[], T], undo: Callable[[T], None] = lambda result: None) -> T:
+        """What ``call`` returns, which opens, enlarges or closes files: on a drive that hangs it would never end.
+
+        It runs in a thread of its own. Raises :class:`~hf_offload.errors.StandstillError` if it comes to a standstill; should
+        it end after all, ``undo`` is called with what it returned.
+        """
+        done: Future[T] = Future()
+        work = threading.Thread(
+            target=_call, args=(self.stats, call, undo, done), name=f"hf_offload-{self.name}-files", daemon=True
+        )
+        work.start()
+        try:
+            self.wait_for(partial(_is_done, done))
+        except BaseException:  # Ctrl-C, too
+            if not done.cancel() and done.exception() is None:  # it has ended just now
+                undo(done.result())
+            raise
+        work.join()
+        error = done.exception()
+        if error is None:
+            return done.result()
+        try:
+            raise error
+        finally:
+            del done, error  # its traceback holds this frame
 
     @property
     def where(self) -> str:
@@ -173,3 +204,26 @@ class Tier(abc.ABC):
 
         What comes to a standstill is left to a thread, which gives everything back should it ever end.
         """
+
+
+def _is_done(future: "Future[Any]", seconds: float) -> bool:
+    return bool(concurrent.futures.wait((future,), seconds).done)
+
+
+def _call(stats: TierStats, call: Callable[[], T], undo: Callable[[T], None], done: "Future[T]") -> None:
+    result: Any = None
+    error = None
+    stats.begin("other")
+    try:
+        result = call()
+    except BaseException as raised:  # whoever waits has to hear of it
+        error = raised
+    finally:
+        stats.end("other", 0)
+    if not done.set_running_or_notify_cancel():
+        if error is None:
+            undo(result)
+    elif error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(error)

@@ -1,6 +1,7 @@
 """What the settings ask to have cut, applied to a model and taken off again."""
 
 import logging
+import weakref
 
 from torch import nn
 
@@ -17,14 +18,20 @@ _BUDGET_SHARE = 64
 
 
 class Tiling:
-    """The pieces of one model: made by :meth:`apply`, taken off by :meth:`remove`."""
+    """The pieces of one model, which it does not keep: made by :meth:`apply`, taken off by :meth:`remove`."""
 
     def __init__(self, model: nn.Module, config: OffloadConfig, cut: Cut | None = None):
-        self._model = model
+        self._model_ref = weakref.ref(model)
         self._config = config
         self._cut = cut or cut_for(config)
-        self._done: list[TiledHead | TiledModule] = []
+        self._done: list[tuple[str, weakref.ref[TiledHead | TiledModule]]] = []
         self._needed_less = False
+
+    @property
+    def _model(self) -> nn.Module:
+        model = self._model_ref()
+        assert model is not None, "whoever asks for pieces has the model"
+        return model
 
     def apply(self) -> None:
         """Cut what was asked for.
@@ -65,12 +72,14 @@ class Tiling:
     @property
     def names(self) -> list[str]:
         """The modules that are cut."""
-        return [one.name for one in self._done]
+        return [name for name, _ in self._done]
 
     def remove(self) -> None:
         """Give every module its forward back. Idempotent."""
         while self._done:
-            self._done.pop().remove()
+            one = self._done.pop()[1]()
+            if one is not None:
+                one.remove()
 
     def _cut_head(self) -> None:
         try:
@@ -85,7 +94,7 @@ class Tiling:
 
     def _install(self, one: TiledHead | TiledModule) -> None:
         one.install()
-        self._done.append(one)
+        self._done.append((one.name, weakref.ref(one)))
 
 
 def cut_for(config: OffloadConfig) -> Cut:

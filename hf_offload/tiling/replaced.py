@@ -7,7 +7,10 @@ from torch import nn
 
 
 class ReplacedForward(ABC):
-    """Puts :meth:`forward` in the place of a module's own; ``name`` is the module's."""
+    """Puts :meth:`forward` in the place of a module's own; ``name`` is the module's.
+
+    It lives as long as the module does, which holds it for its forward. Who takes it off again keeps a weak reference.
+    """
 
     def __init__(self, name: str, module: nn.Module):
         self.name = name

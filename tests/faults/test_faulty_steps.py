@@ -127,6 +127,36 @@ def test_whichever_write_fails_the_step_is_right(tmp_path, monkeypatch, expected
     assert caplog.text.count("The ssd tier refused") == 7, "once a run"
 
 
+def test_whoever_waits_for_writes_waits_until_it_is_settled_what_becomes_of_their_bytes(tmp_path, monkeypatch):
+    """A future wakes who waits for it before it calls back, and only then are bytes let go of, or counted as refused."""
+    begin, go = threading.Event(), threading.Event()
+    Faults(monkeypatch, "write_once", errno.EIO, ALL)
+    failing = disk_io.write_once
+    monkeypatch.setattr(disk_io, "write_once", lambda *arguments: begin.wait(60) and failing(*arguments))
+    with offload_activations(torch.nn.Linear(8, 8), settings(tmp_path)) as session:
+        transfer = session._engine.transfer
+        real = transfer._mover.store
+
+        def store(*arguments):
+            future = real(*arguments)
+            future.add_done_callback(lambda _: go.wait(60))
+            return future
+
+        monkeypatch.setattr(transfer._mover, "store", store)
+        leaf = torch.linspace(0, 1, 4096, requires_grad=True)
+        loss = (leaf * 2).sin().sum()
+        begin.set()
+        waiting = threading.Thread(target=transfer._wait_for_writes, args=(0,), daemon=True)
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+        go.set()
+        waiting.join(60)
+        assert session.stats.total.refused_bytes == leaf.nbytes
+        loss.backward()
+    assert torch.equal(leaf.grad, 2 * (leaf * 2).cos())
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 def test_a_file_that_cannot_grow_leaves_the_step_right(tmp_path, monkeypatch, expected, caplog, number):
     model = tiny_model("gpt2")

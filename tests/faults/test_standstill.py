@@ -1,16 +1,21 @@
 """A drive that hangs: system calls that have begun and do not end."""
 
+import contextlib
 import errno
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from hf_offload import OffloadConfig, OffloadError, offload_activations
+from hf_offload import OffloadConfig, OffloadError, attach, offload_activations
 from hf_offload.engine.movers import PinnedRing
 from hf_offload.errors import StandstillError, StorageError
+from hf_offload.session import attached_session
 from hf_offload.storage import disk_io
 from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
@@ -115,7 +120,7 @@ def test_a_hung_write_is_an_error_of_forward(tmp_path, monkeypatch, model):
     with offload_activations(model, settings(tmp_path)) as session:
         session._engine._write_behind_bytes = BATCH.nbytes
         hang = Hang(monkeypatch, "write_once")
-        with pytest.raises(StandstillError, match=r"not finished a single read or write.*another drive"):
+        with pytest.raises(StandstillError, match=r"not finished a single call.*another drive"):
             model(BATCH)
         assert session._engine.transfer._pending_bytes <= 3 * BATCH.nbytes, "memory was filled behind a hung drive"
         hang.end()
@@ -141,6 +146,163 @@ def test_a_run_ends_although_its_drive_hangs(tmp_path, monkeypatch, caplog):
         thread.join(TIMEOUT_S)
     assert closing
     assert tier.files[0]._fd == -1
+
+
+# -- calls that open, enlarge and close files ------------------------------------------------------------------------------
+
+
+def open_files(directory):
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            found.append(str(link.readlink()))
+    return [name for name in found if name.startswith(str(directory))]
+
+
+def join_our_threads():
+    for thread in threading.enumerate():
+        if thread.name.startswith("hf_offload"):
+            thread.join(TIMEOUT_S)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("hf_offload")] == []
+
+
+def test_a_file_that_does_not_open_is_an_error_at_the_start_and_closed_should_it_open_after_all(
+    tmp_path, monkeypatch, model
+):
+    expected = gradients_of(model)
+    hang = Hang(monkeypatch, "open_once")
+    with pytest.raises(
+        StandstillError, match=rf"{tmp_path}\) has not finished a single call.*name a directory on another"
+    ):
+        attach(model, settings(tmp_path))
+    assert attached_session(model) is None
+    assert all(torch.equal(one, other) for one, other in zip(expected, gradients_of(model), strict=True))
+    hang.end()
+    join_our_threads()
+    assert open_files(tmp_path) == []
+    with offload_activations(model, settings(tmp_path)) as session:
+        gradients_of(model)
+    assert session.stats.total.refused_bytes == 0
+
+
+def test_a_file_that_does_not_grow_is_an_error_of_forward_and_its_room_is_used_should_it_come(
+    tmp_path, monkeypatch, model
+):
+    expected = gradients_of(model)
+    with offload_activations(model, settings(tmp_path, disk_budget="1MiB")) as session:
+        tier = session._engine.transfer.tier
+        hang = Hang(monkeypatch, "allocate_once")
+        for _ in range(2):
+            with pytest.raises(StandstillError, match="not finished a single call"):
+                model(BATCH)
+        assert tier.stats.used_bytes == tier.occupied_bytes == 0
+        hang.end()
+        found = gradients_of(model)
+        assert session.stats.total.refused_bytes == 0
+        assert tier.occupied_bytes == MIB, "one of the growths that were given up"
+        session._engine.transfer.reap()
+        assert tier._is_quiet(TIMEOUT_S)
+        assert (tier.stats.used_bytes, session._engine.transfer.live_records) == (0, 0)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    join_our_threads()
+
+
+def test_room_that_a_hung_drive_left_half_taken_is_given_back(tmp_path, monkeypatch):
+    """Striped over two drives, of which the second hangs, and scattered over the gaps of a file that cannot grow more."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    tier = DiskTier([tmp_path / "a", tmp_path / "b"], chunk_bytes=MIB)
+    first = tier.reserve(MIB)
+    hang = Hang(monkeypatch, "allocate_once")
+    with pytest.raises(StandstillError):
+        tier.reserve(4 * MIB)
+    tier.free(first)
+    assert tier._room.used_bytes == 0
+    hang.end()
+    join_our_threads()
+    assert tier.reserve(4 * MIB).nbytes == 4 * MIB
+    tier.close()
+
+
+def test_files_that_do_not_close_hold_up_no_detach(tmp_path, monkeypatch, model, caplog):
+    session = attach(model, settings(tmp_path))
+    gradients_of(model)
+    hang = Hang(monkeypatch, "close_once")
+    session.detach()
+    assert "which a thread goes on to close" in caplog.text
+    assert attached_session(model) is None
+    assert open_files(tmp_path)
+    hang.end()
+    join_our_threads()
+    assert open_files(tmp_path) == []
+
+
+def test_ctrl_c_ends_the_wait_for_a_drive_that_hangs(tmp_path):
+    """In a process of its own: a signal, and a limit that would not be reached."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    sides = ["open_once", "allocate_once", "write_once", "read_once", "close_once"]
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), *sides]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout.split()) == (0, sides), done.stderr
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import torch
+from torch import nn
+from hf_offload import OffloadConfig, attach
+from hf_offload.storage import disk_io
+from hf_offload.storage.tier import Tier
+
+Tier.stall_limit_s = 1e6
+directory, *sides = sys.argv[1:]
+training, ended = threading.get_ident(), []
+
+def frames(frame):
+    while frame is not None:
+        yield frame.f_code.co_name
+        frame = frame.f_back
+
+def hang(*arguments):
+    if once:
+        threading.Thread(target=once.pop(), daemon=True).start()
+    threading.Event().wait()
+
+def interrupt():
+    # Not before the training waits, however long that takes; and again if it has found the training in a finalizer.
+    mine = list(ended)
+    while ended == mine:
+        waits = "wait_for" in frames(sys._current_frames()[training])
+        if waits:
+            signal.pthread_kill(training, signal.SIGINT)
+        time.sleep(5 if waits else 0.01)
+
+def train(side):
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    if side == "open_once":
+        disk_io.open_once = hang
+    session = attach(model, OffloadConfig(tier="ssd", directory=directory, min_offload_bytes=0, read_ahead_bytes=1))
+    if side in ("allocate_once", "write_once"):
+        setattr(disk_io, side, hang)
+    loss = model(torch.ones(64, 64)).sum()
+    session._engine.transfer._wait_for_writes(0)
+    if side == "read_once":
+        disk_io.read_once = hang
+    loss.backward()
+    if side == "close_once":
+        disk_io.close_once = hang
+    session.detach()
+
+for side in sides:
+    real, once = getattr(disk_io, side), [interrupt]
+    try:
+        train(side)
+    except KeyboardInterrupt:
+        ended.append(side)
+    setattr(disk_io, side, real)
+print(*ended, flush=True)
+os._exit(0)  # threads that hang for ever would be waited for
+"""
 
 
 def test_a_slow_drive_is_waited_for(tmp_path, monkeypatch, model):

@@ -1,5 +1,6 @@
 """Several processes: the same bits as without offloading, shared budgets, one plan, one summary."""
 
+import gc
 import time
 
 import pytest
@@ -280,6 +281,27 @@ def follows_one_plan(rank, folder, wrap):
     assert found[2][-1]
 
 
+def gone_in_one_of_them(rank, folder):
+    """The garbage collector comes to the first process and not to the second, which waits for the first one's part."""
+    (folder / f"gone{rank}").mkdir()
+    hf_offload.session.measure_hardware = lambda directories: a_machine()
+    model = tiny_model("gpt2")
+    config = OffloadConfig(tier="auto", memory_budget="1GiB", directory=folder / f"gone{rank}", min_offload_bytes=0)
+    session = attach(model, config)
+    for _ in range(2):
+        model(**tiny_batch("gpt2")).loss.backward()
+        session.optimizer_stepped()
+    if rank == 0:
+        del model
+        gc.collect()
+        assert session.model is None
+    session.finish()
+    assert session.active or session.orphaned
+    assert session.stats.ended_steps == 2
+    assert "by 2 processes" in summary_lines(session)[0]
+    session.detach()
+
+
 IN_TWO = (
     replicated,
     sharded,
@@ -293,6 +315,7 @@ IN_TWO = (
     an_interrupted_training_waits_for_nobody,
     one_plan_for_all,
     one_plan_for_shards,
+    gone_in_one_of_them,
     one_alone_is_refused,
 )
 

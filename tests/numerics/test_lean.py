@@ -68,7 +68,8 @@ def recompute(module, hidden):
 
 
 def replaced(module, hidden):
-    lean = Lean(nn.Sequential(module), LeanConfig(("exact",)))
+    model = nn.Sequential(module)
+    lean = Lean(model, LeanConfig(("exact",)))
     lean.apply()
     result = module(hidden)
     lean.remove()

@@ -1,0 +1,54 @@
+"""What becomes of a session whose model goes while it is attached: by an interrupted training, or at the end of a function.
+
+Note: who holds the model
+    Nothing of a session does: it would never go. Its hooks hold the session, not the other way round; whatever has to find
+    the model or a part of it again keeps a weak reference. So a model goes when its user drops it, with hooks and all, and
+    threads, files and pinned memory are given back. Graphs that are still alive keep what their backward needs
+    (:meth:`~hf_offload.engine.transfer.Transfer.close_when_unused`), and the session its counters, for whoever holds it.
+"""
+
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+
+class ModelWatch:
+    """Calls ``close`` in a thread of its own once ``model`` has gone, unless :meth:`end` comes first.
+
+    ``leave_thread`` is called before, in the thread in which the model goes. That may be inside any allocation and under any
+    lock, so it must take none; ``close`` may wait for what it likes.
+    """
+
+    def __init__(self, model: nn.Module, leave_thread: Callable[[], None], close: Callable[[], None]):
+        self._words: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        # Held by the thread alone: among the garbage that goes with the model, it would not be called.
+        death = weakref.ref(model, partial(_tell, self._words, leave_thread))
+        self._thread = threading.Thread(
+            target=_wait, args=(self._words, death, close), name="hf_offload-watch", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Watch no longer. Waits for ``close`` if it has begun. Idempotent."""
+        self._words.put(False)
+        self.join()
+
+    def join(self) -> None:
+        """Wait until ``close`` has been called, or :meth:`end`."""
+        self._thread.join()
+
+
+def _tell(words: "queue.SimpleQueue[bool]", leave_thread: Callable[[], None], _: object) -> None:
+    words.put(True)
+    if not sys.is_finalizing():
+        leave_thread()
+
+
+def _wait(words: "queue.SimpleQueue[bool]", death: object, close: Callable[[], None]) -> None:
+    if words.get():
+        close()
