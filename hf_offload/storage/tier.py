@@ -151,13 +151,10 @@ class Tier(abc.ABC):
                 undo(done.result())
             raise
         work.join()
-        error = done.exception()
-        if error is None:
-            return done.result()
         try:
-            raise error
+            return done.result()
         finally:
-            del done, error  # its traceback holds this frame
+            del done  # the traceback of an error holds this frame, and the error would hold itself
 
     @property
     def where(self) -> str:
@@ -211,19 +208,18 @@ def _is_done(future: "Future[Any]", seconds: float) -> bool:
 
 
 def _call(stats: TierStats, call: Callable[[], T], undo: Callable[[T], None], done: "Future[T]") -> None:
-    result: Any = None
-    error = None
     stats.begin("other")
     try:
         result = call()
-    except BaseException as raised:  # whoever waits has to hear of it
-        error = raised
-    finally:
+    except BaseException as error:  # whoever waits has to hear of it
         stats.end("other", 0)
-    if not done.set_running_or_notify_cancel():
-        if error is None:
-            undo(result)
-    elif error is None:
-        done.set_result(result)
+        if done.set_running_or_notify_cancel():
+            done.set_exception(error)
     else:
-        done.set_exception(error)
+        stats.end("other", 0)
+        if done.set_running_or_notify_cancel():
+            done.set_result(result)
+        else:
+            undo(result)
+    finally:
+        del done  # as above

@@ -130,10 +130,10 @@ def test_whichever_write_fails_the_step_is_right(tmp_path, monkeypatch, expected
 def test_whoever_waits_for_writes_waits_until_it_is_settled_what_becomes_of_their_bytes(tmp_path, monkeypatch):
     """A future wakes who waits for it before it calls back, and only then are bytes let go of, or counted as refused."""
     begin, go = threading.Event(), threading.Event()
-    Faults(monkeypatch, "write_once", errno.EIO, ALL)
-    failing = disk_io.write_once
-    monkeypatch.setattr(disk_io, "write_once", lambda *arguments: begin.wait(60) and failing(*arguments))
     with offload_activations(torch.nn.Linear(8, 8), settings(tmp_path)) as session:
+        Faults(monkeypatch, "write_once", errno.EIO, ALL)
+        failing = disk_io.write_once
+        monkeypatch.setattr(disk_io, "write_once", lambda *arguments: begin.wait(60) and failing(*arguments))
         transfer = session._engine.transfer
         real = transfer._mover.store
 
