@@ -1,12 +1,9 @@
 """From settings to a running engine and back: the order of everything that is applied can be read in :func:`attach`."""
 
-import dataclasses
 import logging
-import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,9 +18,9 @@ from hf_offload.engine.watch import ModelWatch
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.lean.apply import Lean
 from hf_offload.plan.feedback import Feedback, Prediction
-from hf_offload.plan.hardware import BUDGET_SHARE, Figure, Hardware, measure_hardware
+from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
-from hf_offload.plan.ranks import Ranks, agreed
+from hf_offload.plan.ranks import Ranks, agreed, hardware_of_all
 from hf_offload.plan.units import find_blocks, find_units
 from hf_offload.sampling.convert import Sampling
 from hf_offload.sampling.gradient_cache import GradientCache
@@ -32,10 +29,7 @@ from hf_offload.settings.environment import DISABLE_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.disk import DiskTier
-from hf_offload.storage.file_systems import free_disk_bytes
-from hf_offload.storage.ram import RamTier
-from hf_offload.storage.spill import SpillTier
-from hf_offload.storage.tier import Tier
+from hf_offload.storage.opening import open_tier
 from hf_offload.storage.wear import Wear, Written
 from hf_offload.tiling.apply import Tiling
 
@@ -98,7 +92,7 @@ def _attach(
         return OffloadSession(model, config, plan, sampling, lean, tiling, ranks)
     if automatic:
         _check_eager(model)
-    tier, disk = _open_tier(config, on_host=device.is_host)
+    tier, disk = open_tier(config, on_host=device.is_host)
     if device.is_host:
         logger.info("CPU allocator: %s.", tune_running_allocator())
     engine = Engine(model, plan, device, tier)
@@ -106,7 +100,7 @@ def _attach(
     session = OffloadSession(model, config, plan, sampling, lean, tiling, ranks, engine, phases)
     session.watch_writes(disk)
     if automatic:
-        session.plan_while_training(_hardware(config, ranks), Recompute(blocks))
+        session.plan_while_training(hardware_of_all(config, ranks), Recompute(blocks))
         units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
         phases.install(model, units, session.begin_forward)
     else:
@@ -435,19 +429,6 @@ def compiled_error() -> OffloadConfigError:
     )
 
 
-def _hardware(config: OffloadConfig, ranks: Ranks) -> Hardware:
-    directories = config.directories or [tempfile.gettempdir()]
-    # The first one alone: side by side, each would see what the others leave. The others find what it has written down.
-    ranks.first(lambda: measure_hardware(directories))
-    hardware = measure_hardware(directories).shared_by(ranks.local_count)
-    hardware = ranks.largest(hardware, lambda one: -one.memory_bytes.value)
-    room = dict(hardware.room_bytes)
-    for tier, budget in (("ram", config.ram_budget), ("ssd", config.disk_budget)):
-        if budget is not None and tier in room:
-            room[tier] = Figure(int(budget), "given")
-    return dataclasses.replace(hardware, room_bytes=room)
-
-
 def _has_work(model: nn.Module) -> bool:
     if any(parameter.requires_grad for parameter in model.parameters()):
         return True
@@ -456,41 +437,3 @@ def _has_work(model: nn.Module) -> bool:
         type(model).__name__,
     )
     return False
-
-
-def _open_tier(config: OffloadConfig, on_host: bool) -> tuple[Tier, DiskTier | None]:
-    """The tier, and the part of it that writes to drives."""
-    checksum = config.verify == "checksum"
-    ram_budget = None if config.ram_budget is None else int(config.ram_budget)
-    if config.tier == "ram":
-        if on_host:
-            logger.warning("The model is on the CPU: moving activations from RAM to RAM saves no memory.")
-        return RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), None
-    # Files have no names and no other user can open them: they need no directory of their own, not even in /tmp.
-    directories = config.directories or (Path(tempfile.gettempdir()),)
-    disk = DiskTier(
-        directories,
-        budget_bytes=None if config.disk_budget is None else int(config.disk_budget),
-        max_write_bytes=None if config.max_disk_write_bytes is None else int(config.max_disk_write_bytes),
-        checksum=checksum,
-    )
-    if config.disk_budget is not None:
-        try:
-            _check_room(int(config.disk_budget), disk)
-        except BaseException:
-            disk.close()
-            raise
-    if not config.directories:
-        logger.warning("No directory was named for activations: they go to %s.", directories[0])
-    if ram_budget or (config.tier == "auto" and not on_host):
-        return SpillTier(RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), disk), disk
-    return disk, disk
-
-
-def _check_room(budget_bytes: int, disk: DiskTier) -> None:
-    free = disk.patiently(lambda: free_disk_bytes(file.directory for file in disk.files))
-    if budget_bytes > free:
-        raise OffloadConfigError(
-            f"disk_budget={format_bytes(budget_bytes)}, but only {format_bytes(free)} are free in {disk.where}: free some "
-            "space, name another directory, or lower disk_budget."
-        )

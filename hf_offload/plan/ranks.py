@@ -7,12 +7,14 @@ that gathers alone waits for ever. Nor may each take the whole of a budget that 
 import dataclasses
 import datetime
 import socket
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.plan.hardware import Figure, Hardware, measure_hardware
 from hf_offload.settings.schema import OffloadConfig
 
 T = TypeVar("T")
@@ -141,3 +143,17 @@ def _refuse_differences(everyone: Sequence[dict[str, Any]]) -> None:
             f"The processes of this run have different settings: {'; '.join(problems)}. Give all of them the same; "
             "variables that are set on one machine only are a usual cause."
         )
+
+
+def hardware_of_all(config: OffloadConfig, ranks: Ranks) -> Hardware:
+    """The machine that the plan of every process is made for: its part of the smallest one, within the settings' budgets."""
+    directories = config.directories or [tempfile.gettempdir()]
+    # The first one alone: side by side, each would see what the others leave. The others find what it has written down.
+    ranks.first(lambda: measure_hardware(directories))
+    hardware = measure_hardware(directories).shared_by(ranks.local_count)
+    hardware = ranks.largest(hardware, lambda one: -one.memory_bytes.value)
+    room = dict(hardware.room_bytes)
+    for tier, budget in (("ram", config.ram_budget), ("ssd", config.disk_budget)):
+        if budget is not None and tier in room:
+            room[tier] = Figure(int(budget), "given")
+    return dataclasses.replace(hardware, room_bytes=room)

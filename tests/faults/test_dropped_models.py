@@ -14,7 +14,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from hf_offload import OffloadConfig, attach
-from hf_offload import session as session_module
 from hf_offload.plan.hardware import Figure, Hardware
 from hf_offload.reports.summary import summary_lines
 from hf_offload.session import attached_session
@@ -37,7 +36,7 @@ def measured_nowhere():
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch):
     hardware = measured_nowhere()
-    monkeypatch.setattr(session_module, "measure_hardware", lambda directories: hardware)
+    monkeypatch.setattr("hf_offload.plan.ranks.measure_hardware", lambda directories: hardware)
 
 
 def settings(tier, directory, **others):

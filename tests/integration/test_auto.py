@@ -24,7 +24,7 @@ def known_machine(monkeypatch):
     hardware = Hardware(
         "a test", "cpu", Figure(4e9, "given"), given, Figure(1e10, "given"), rate, rate, {"ssd": Figure(1e10, "given")}
     )
-    monkeypatch.setattr("hf_offload.session.measure_hardware", lambda directories: hardware)
+    monkeypatch.setattr("hf_offload.plan.ranks.measure_hardware", lambda directories: hardware)
     monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: (0.0, 0.0))
 
 

@@ -11,7 +11,6 @@ from small_models import batch, build
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-import hf_offload.session
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadPlugin, attach, offload_activations
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan import ranks
@@ -162,8 +161,8 @@ def budgets_are_shared(rank, folder):
 
 def the_machine_is_shared(rank, folder):
     whole = a_machine()
-    hf_offload.session.measure_hardware = lambda directories: whole
-    part = hf_offload.session._hardware(settings(folder), ranks.Ranks())
+    ranks.measure_hardware = lambda directories: whole
+    part = ranks.hardware_of_all(settings(folder), ranks.Ranks())
     assert part.store_bytes_per_s["ssd"].value == whole.store_bytes_per_s["ssd"].value / TWO
     assert part.memory_bytes.value == whole.memory_bytes.value / TWO
     assert part.room_bytes["ssd"].value == whole.room_bytes["ssd"].value / TWO
@@ -242,7 +241,7 @@ def one_plan_for_shards(rank, folder):
 
 
 def follows_one_plan(rank, folder, wrap):
-    hf_offload.session.measure_hardware = lambda directories: a_machine()
+    ranks.measure_hardware = lambda directories: a_machine()
 
     def run(config):
         torch.manual_seed(0)
@@ -284,7 +283,7 @@ def follows_one_plan(rank, folder, wrap):
 def gone_in_one_of_them(rank, folder):
     """The garbage collector comes to the first process and not to the second, which waits for the first one's part."""
     (folder / f"gone{rank}").mkdir()
-    hf_offload.session.measure_hardware = lambda directories: a_machine()
+    ranks.measure_hardware = lambda directories: a_machine()
     model = tiny_model("gpt2")
     config = OffloadConfig(tier="auto", memory_budget="1GiB", directory=folder / f"gone{rank}", min_offload_bytes=0)
     session = attach(model, config)

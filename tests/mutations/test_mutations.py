@@ -7,6 +7,7 @@ import pytest
 from tests.mutations.patches import ROOT, all_mutations
 
 MUTATIONS = all_mutations()
+FOLDERS = ("hf_offload/engine", "hf_offload/storage")  # what they change
 
 
 def test_there_are_many():
@@ -16,12 +17,14 @@ def test_there_are_many():
 @pytest.mark.skipif(shutil.which("git") is None, reason="patches are applied by git, which is not installed")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_every_mutation_still_applies(mutation, tmp_path):
-    shutil.copytree(ROOT / "hf_offload" / "engine", tmp_path / "hf_offload" / "engine")
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     assert mutation.apply(tmp_path) == "", f"renew tests/mutations/{mutation.name}.patch"
     changed = [
         path
-        for path in (tmp_path / "hf_offload" / "engine").glob("*.py")
-        if path.read_text() != (ROOT / "hf_offload" / "engine" / path.name).read_text()
+        for folder in FOLDERS
+        for path in (tmp_path / folder).glob("*.py")
+        if path.read_text() != (ROOT / folder / path.name).read_text()
     ]
     assert changed
     for path in changed:

@@ -1,0 +1,58 @@
+"""From settings to an open tier."""
+
+import logging
+import tempfile
+from pathlib import Path
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.disk import DiskTier
+from hf_offload.storage.file_systems import free_disk_bytes
+from hf_offload.storage.ram import RamTier
+from hf_offload.storage.spill import SpillTier
+from hf_offload.storage.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+
+def open_tier(config: OffloadConfig, on_host: bool) -> tuple[Tier, DiskTier | None]:
+    """The tier that the settings ask for, and the part of it that writes to drives. ``on_host``, the model is in RAM itself.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used, or one without the room that
+    ``disk_budget`` asks for.
+    """
+    checksum = config.verify == "checksum"
+    ram_budget = None if config.ram_budget is None else int(config.ram_budget)
+    if config.tier == "ram":
+        if on_host:
+            logger.warning("The model is on the CPU: moving activations from RAM to RAM saves no memory.")
+        return RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), None
+    # Files have no names and no other user can open them: they need no directory of their own, not even in /tmp.
+    directories = config.directories or (Path(tempfile.gettempdir()),)
+    disk = DiskTier(
+        directories,
+        budget_bytes=None if config.disk_budget is None else int(config.disk_budget),
+        max_write_bytes=None if config.max_disk_write_bytes is None else int(config.max_disk_write_bytes),
+        checksum=checksum,
+    )
+    if config.disk_budget is not None:
+        try:
+            _check_room(int(config.disk_budget), disk)
+        except BaseException:
+            disk.close()
+            raise
+    if not config.directories:
+        logger.warning("No directory was named for activations: they go to %s.", directories[0])
+    if ram_budget or (config.tier == "auto" and not on_host):
+        return SpillTier(RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), disk), disk
+    return disk, disk
+
+
+def _check_room(budget_bytes: int, disk: DiskTier) -> None:
+    free = disk.patiently(lambda: free_disk_bytes(file.directory for file in disk.files))
+    if budget_bytes > free:
+        raise OffloadConfigError(
+            f"disk_budget={format_bytes(budget_bytes)}, but only {format_bytes(free)} are free in {disk.where}: free some "
+            "space, name another directory, or lower disk_budget."
+        )
