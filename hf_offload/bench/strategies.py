@@ -129,13 +129,15 @@ def _others() -> list[Strategy]:
 
 # ------------------------------------------------------------------------------------------------------------ our ways
 
+_NO_BUDGET = "offload.memory_budget=null"  # tiers that move everything have none
 # A recipe's directory and its limits are for files, which the RAM tier has none of.
 _NO_FILES = (
+    _NO_BUDGET,
     *(f"offload.{name}=null" for name in ("directory", "disk_budget", "max_disk_write_bytes", "disk_rated_bytes")),
     "offload.at_disk_write_limit=keep",
 )
 _AUTO = ("offload.tier=auto", "offload.keep_last_count=0", "offload.read_ahead_bytes=null")
-_ONLY_DISK = ("offload.tier=ssd", "offload.ram_budget=null")
+_ONLY_DISK = ("offload.tier=ssd", "offload.ram_budget=null", _NO_BUDGET)
 
 
 def _ours() -> list[Strategy]:
@@ -145,7 +147,7 @@ def _ours() -> list[Strategy]:
         Strategy("ours:ssd", (*_ONLY_DISK, *plain), "OffloadConfig(tier='ssd')", REFERENCE),
         Strategy(
             "ours:spill",
-            ("offload.tier=ssd", *plain),
+            ("offload.tier=ssd", _NO_BUDGET, *plain),
             f"OffloadConfig(tier='ssd', ram_budget=that of the recipe, otherwise {SPILL_RAM_BUDGET})",
             REFERENCE,
             open_settings=(f"offload.ram_budget={SPILL_RAM_BUDGET}",),
@@ -153,7 +155,7 @@ def _ours() -> list[Strategy]:
         Strategy(
             "ours:auto",
             (*_AUTO, *plain),
-            "OffloadConfig(tier='auto'): within 90 % of the device's free memory",
+            "OffloadConfig(tier='auto'): within the recipe's memory_budget, otherwise 90 % of the device's free memory",
             REFERENCE,
         ),
         Strategy(

@@ -20,7 +20,7 @@ import hf_offload
 from hf_offload.allocator import find_tcmalloc
 from hf_offload.bench import cell, limits, steps
 from hf_offload.bench.cell import CRASHED, DONE, NOT_INSTALLED, OUT_OF_MEMORY, CellResult, CellSpec, execute, run_cell
-from hf_offload.bench.strategies import strategy_names
+from hf_offload.bench.strategies import find_strategy, strategy_names
 from hf_offload.cli import bench_options
 from hf_offload.cli.main import app
 
@@ -160,6 +160,12 @@ def test_every_strategy_runs_with_the_bits_of_keep_or_says_why_not(recipe, name)
     # Results survive the way through a file.
     result.write(recipe.parent / "r.json")
     assert CellResult.read(recipe.parent / "r.json") == result
+
+
+@pytest.mark.parametrize("name", strategy_names())
+def test_every_strategy_takes_a_recipe_with_a_memory_budget(name):
+    loaded = find_strategy(name).load("gpt/small_full_auto", ())
+    assert (loaded.offload.memory_budget is not None) == (name == "ours:auto")
 
 
 def test_a_trace_shows_one_step(recipe):
