@@ -1,6 +1,7 @@
 """A model card from the record of a run: what was trained, how well, and what memory and time it took beside other ways."""
 
 import dataclasses
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -130,7 +131,7 @@ def _metadata(report: TrainingReport, facts: CardFacts) -> Any:
     results = [
         EvalResult(
             task_type=_PIPELINES[task],
-            dataset_type=facts.dataset.lower().replace(" ", "-"),
+            dataset_type=re.sub(r"[^a-z0-9]+", "-", facts.dataset.lower()).strip("-"),
             dataset_name=facts.dataset,
             metric_type=name,
             metric_value=value,
@@ -222,6 +223,7 @@ def _memory(report: TrainingReport, comparison: Comparison | None, plots: Sequen
     assert peak is not None
     yield (
         f"This run: {format_bytes(peak)} above weights, gradients and optimizer state at its peak"
+        + (" (with what evaluation left in the allocator)" if _leaves_evaluation(report) else "")
         + ("" if step is None else f", {step:.2f} s a step (median)")
         + (
             ""
@@ -273,6 +275,12 @@ def _memory(report: TrainingReport, comparison: Comparison | None, plots: Sequen
         if MEMORY_PLOT in plots:
             yield f"![Memory over time]({MEMORY_PLOT})"
             yield ""
+
+
+def _leaves_evaluation(report: TrainingReport) -> bool:
+    # On a CPU it is the process that is measured, and nothing says what in it belongs to a step.
+    assert report.memory is not None
+    return report.memory["device"] == "cpu" and str(report.settings["training"].get("eval_strategy", "no")) != "no"
 
 
 def _identity(row: Mapping[str, Any]) -> str:

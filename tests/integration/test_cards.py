@@ -170,6 +170,25 @@ def test_a_plan_stands_beside_what_was_measured(record, tmp_path):
     assert "| step | 2.00 s | 2.00 s |" in text
 
 
+@pytest.mark.parametrize(
+    ("device", "strategy", "said"), [("cpu", "steps", True), ("cpu", "no", False), ("cuda", "steps", False)]
+)
+def test_a_process_that_evaluated_meanwhile_is_said_to_be_larger(record, tmp_path, device, strategy, said):
+    values = json.loads(record.read_text(encoding="utf-8"))
+    values["settings"]["training"]["eval_strategy"] = strategy
+    values["memory"]["device"] = device
+    record.write_text(json.dumps(values), encoding="utf-8")
+    command("card", record, "--output", tmp_path / "card", *FACTS)
+    assert ("left in the allocator" in (tmp_path / "card" / "README.md").read_text(encoding="utf-8")) == said
+
+
+def test_the_data_sets_type_is_made_of_letters_and_digits(record, tmp_path):
+    facts = [*FACTS, "--dataset", "Python's (old) words, 2 parts!"]
+    command("card", record, "--output", tmp_path / "card", *facts)
+    data = ModelCard.load(tmp_path / "card" / "README.md").data
+    assert {found.dataset_type for found in data.eval_results} == {"python-s-old-words-2-parts"}
+
+
 def test_what_is_no_record_is_explained(record, tmp_path):
     def refused(*arguments):
         result = command("card", *arguments, "--output", tmp_path / "card", *FACTS)
@@ -241,4 +260,5 @@ def test_the_script_that_makes_the_cards_makes_each(tmp_path, model, smaller):
     assert made.returncode == 0, made.stderr[-3000:]
     (card,) = (tmp_path / "model_cards").glob("*/*/README.md")
     assert_whole(card)
-    assert "ours:auto" in card.read_text()
+    assert "`tier: auto`" in card.read_text()
+    assert (card.parent / "comparison.json").is_file()
