@@ -29,7 +29,7 @@ make_card() {
     hf-offload train "$recipe" $files $settings --report "$out.json"
     # shellcheck disable=SC2086
     hf-offload bench steps "$recipe" $files $settings training.eval_strategy=no \
-        --strategies keep,recompute,ours:ssd,ours:auto --steps 4 --rounds 2 --output "$out"
+        --strategies keep,recompute,ours:ssd,ours:auto --steps 6 --rounds 2 --output "$out"
     hf-offload card "$out.json" --output "$folder" --comparison "$out/table.json" "$@"
     cp "$out/table.json" "$folder/comparison.json"
 }
