@@ -258,13 +258,15 @@ def _memory(report: TrainingReport, comparison: Comparison | None, plots: Sequen
             f"{comparison.rounds} round{'s' if comparison.rounds > 1 else ''}; ratios are taken within a round):"
         )
         yield ""
+        counted = all(row.get("in_use_bytes") is not None for row in comparison.rows)
         yield from markdown_table(
-            ("way", "peak", "of keep", "step", "of keep", "losses and weights"),
+            ("way", "peak", "of keep", *(["in use"] if counted else []), "step", "of keep", "losses and weights"),
             [
                 (
                     _WAYS.get(row["strategy"], row["strategy"]),
                     f"+{row['peak_bytes'] / 1e6:.0f} MB",
                     f"{row['peak_ratio']:.3f}",
+                    *([f"+{row['in_use_bytes'] / 1e6:.0f} MB"] if counted else []),
                     f"{row['step_s']:.2f} s",
                     f"{row['step_ratio']:.3f}",
                     _identity(row),
@@ -272,6 +274,12 @@ def _memory(report: TrainingReport, comparison: Comparison | None, plots: Sequen
                 for row in comparison.rows
             ],
         )
+        if counted:
+            yield (
+                "Peak: of the process, above weights, gradients and optimizer state. In use: what its allocator had given "
+                "out at most; the rest it kept at hand."
+            )
+            yield ""
         if MEMORY_PLOT in plots:
             yield f"![Memory over time]({MEMORY_PLOT})"
             yield ""

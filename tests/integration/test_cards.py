@@ -124,11 +124,23 @@ def test_a_card_from_a_record(record, tmp_path):
     row = next(
         row for row in json.loads(COMPARISON.read_text(encoding="utf-8"))["rows"] if row["strategy"] == "recompute"
     )
-    assert f"| activation checkpointing | +{row['peak_bytes'] / 1e6:.0f} MB | {row['peak_ratio']:.3f} |" in text
+    counted = f"| {row['peak_ratio']:.3f} | +{row['in_use_bytes'] / 1e6:.0f} MB | {row['step_s']:.2f} s |"
+    assert f"| activation checkpointing | +{row['peak_bytes'] / 1e6:.0f} MB {counted}" in text
     assert "those of keep, bit by bit" in text
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
         assert (tmp_path / "card" / picture).read_bytes().startswith(b"\x89PNG")
     assert "![Loss by step](loss.png)" in text
+
+
+def test_where_nobody_counted_what_is_in_use_there_is_no_column_for_it(record, tmp_path):
+    values = json.loads(COMPARISON.read_text(encoding="utf-8"))
+    for row in values["rows"]:
+        row["in_use_bytes"] = None  # on CUDA the peak is what is in use
+    (tmp_path / "table.json").write_text(json.dumps(values), encoding="utf-8")
+    command("card", record, "--output", tmp_path / "card", *FACTS, "--comparison", tmp_path / "table.json")
+    text = (tmp_path / "card" / "README.md").read_text(encoding="utf-8")
+    assert "| way | peak | of keep | step | of keep | losses and weights |" in text
+    assert "In use" not in text
 
 
 def test_a_folder_is_no_base_model(record, tmp_path):
