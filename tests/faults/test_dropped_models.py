@@ -18,6 +18,7 @@ from hf_offload.plan.hardware import Figure, Hardware
 from hf_offload.reports.summary import summary_lines
 from hf_offload.session import attached_session
 from hf_offload.settings.sampling import SampledLinearConfig
+from tests.threads import OurThreads
 from tests.tiny_models import gradients, tiny_batch, tiny_model
 
 TIMEOUT_S = 60
@@ -51,13 +52,11 @@ class Before:
     def __init__(self):
         gc.collect()
         self._descriptors = set(Path("/proc/self/fd").iterdir())
+        self.threads = OurThreads()
 
     def assert_all_is_as_it_was(self):
         gc.collect()
-        for thread in threading.enumerate():
-            if thread.name.startswith("hf_offload"):
-                thread.join(TIMEOUT_S)
-        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("hf_offload")] == []
+        self.threads.join(TIMEOUT_S)
         assert set(Path("/proc/self/fd").iterdir()) <= self._descriptors
         assert _get_current_dispatch_mode() is None
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
@@ -261,7 +260,7 @@ def test_detach_and_the_models_end_do_not_meet(tmp_path):
         del model
         dropping.start()
         session.detach()
-        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("hf_offload")] == []
+        assert before.threads.running() == []
         dropping.join()
     before.assert_all_is_as_it_was()
 

@@ -22,6 +22,7 @@ from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
+from tests.threads import OurThreads
 
 MIB = 1 << 20
 TIMEOUT_S = 60
@@ -159,15 +160,13 @@ def open_files(directory):
     return [name for name in found if name.startswith(str(directory))]
 
 
-def join_our_threads():
-    for thread in threading.enumerate():
-        if thread.name.startswith("hf_offload"):
-            thread.join(TIMEOUT_S)
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("hf_offload")] == []
+@pytest.fixture
+def our_threads():
+    return OurThreads()
 
 
 def test_a_file_that_does_not_open_is_an_error_at_the_start_and_closed_should_it_open_after_all(
-    tmp_path, monkeypatch, model
+    tmp_path, monkeypatch, model, our_threads
 ):
     expected = gradients_of(model)
     hang = Hang(monkeypatch, "open_once")
@@ -178,7 +177,7 @@ def test_a_file_that_does_not_open_is_an_error_at_the_start_and_closed_should_it
     assert attached_session(model) is None
     assert all(torch.equal(one, other) for one, other in zip(expected, gradients_of(model), strict=True))
     hang.end()
-    join_our_threads()
+    our_threads.join(TIMEOUT_S)
     assert open_files(tmp_path) == []
     with offload_activations(model, settings(tmp_path)) as session:
         gradients_of(model)
@@ -186,7 +185,7 @@ def test_a_file_that_does_not_open_is_an_error_at_the_start_and_closed_should_it
 
 
 def test_a_file_that_does_not_grow_is_an_error_of_forward_and_its_room_is_used_should_it_come(
-    tmp_path, monkeypatch, model
+    tmp_path, monkeypatch, model, our_threads
 ):
     expected = gradients_of(model)
     with offload_activations(model, settings(tmp_path, disk_budget="1MiB")) as session:
@@ -204,10 +203,10 @@ def test_a_file_that_does_not_grow_is_an_error_of_forward_and_its_room_is_used_s
         assert tier._is_quiet(TIMEOUT_S)
         assert (tier.stats.used_bytes, session._engine.transfer.live_records) == (0, 0)
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
-    join_our_threads()
+    our_threads.join(TIMEOUT_S)
 
 
-def test_room_that_a_hung_drive_left_half_taken_is_given_back(tmp_path, monkeypatch):
+def test_room_that_a_hung_drive_left_half_taken_is_given_back(tmp_path, monkeypatch, our_threads):
     """Striped over two drives, of which the second hangs, and scattered over the gaps of a file that cannot grow more."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -219,12 +218,12 @@ def test_room_that_a_hung_drive_left_half_taken_is_given_back(tmp_path, monkeypa
     tier.free(first)
     assert tier._room.used_bytes == 0
     hang.end()
-    join_our_threads()
+    our_threads.join(TIMEOUT_S)
     assert tier.reserve(4 * MIB).nbytes == 4 * MIB
     tier.close()
 
 
-def test_files_that_do_not_close_hold_up_no_detach(tmp_path, monkeypatch, model, caplog):
+def test_files_that_do_not_close_hold_up_no_detach(tmp_path, monkeypatch, model, caplog, our_threads):
     session = attach(model, settings(tmp_path))
     gradients_of(model)
     hang = Hang(monkeypatch, "close_once")
@@ -233,7 +232,7 @@ def test_files_that_do_not_close_hold_up_no_detach(tmp_path, monkeypatch, model,
     assert attached_session(model) is None
     assert open_files(tmp_path)
     hang.end()
-    join_our_threads()
+    our_threads.join(TIMEOUT_S)
     assert open_files(tmp_path) == []
 
 
