@@ -20,19 +20,21 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Keep, recompute and offload the same small model; table and plot in runs/demo (a few minutes)
 	$(BIN)/hf-offload bench steps gpt/demo --strategies keep,recompute,ours:ssd --allocator auto --output runs/demo
 
-# Test files run side by side, each in one process.
+# Test files run side by side, each in one process, in the order of the tree: those of single units end it, so that no
+# process waits long for another's last file.
 JOBS   ?= 2
-PYTEST  = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+PYTEST  = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 test: $(STAMP)  ## All tests but the slow ones; prints what was skipped and why
 	$(PYTEST) -m "not full"
 
 test-full: $(STAMP)  ## All tests
 	$(PYTEST)
 
-faults: $(STAMP)  ## Nothing lost, nothing left behind: 200 runs killed, 2,000 rough steps, 100 GB through 4 GB (half an hour)
+faults: $(STAMP)  ## Nothing lost, nothing left behind: 200 runs killed, 2,000 rough steps, 100 GB through 4 GB, four processes (ten minutes)
 	$(BIN)/python -m tests.faults.killed 200
 	$(BIN)/python -m pytest -m full --capture=no tests/memory/test_growth.py
 	$(BIN)/python -m tests.faults.load --gigabytes 100 --quota-gigabytes 4
+	$(BIN)/python -m tests.faults.load --gigabytes 5 --quota-gigabytes 1 --threads 16 --processes 4
 
 acceptance: $(STAMP)  ## accelerate's and PEFT's own tests, without and with offloading (some twelve minutes; needs a package index)
 	$(BIN)/python -m tests.acceptance

@@ -2,9 +2,11 @@
 
 import logging
 import sys
+from typing import Annotated
 
 import typer
 
+import hf_offload
 from hf_offload.allocator import restart_with_allocator
 from hf_offload.cli.bench import bench
 from hf_offload.cli.card import card
@@ -22,6 +24,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hf-offload {hf_offload.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Say the version and end.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None: ...
+
+
 app.command()(train)
 app.command()(plan)
 app.command()(doctor)

@@ -1,11 +1,13 @@
 """Much at once, and much in all: ``python -m tests.faults.load --gigabytes 100``.
 
-Writes and reads back, compared byte by byte, far more than the tier may occupy, so that room is used again and again.
+Writes and reads back, compared byte by byte, far more than the tier may occupy, so that room is used again and again;
+``--processes 4`` does so in that many processes that share a directory, each with threads and a quota of its own.
 """
 
 import argparse
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import threading
@@ -84,8 +86,26 @@ def main() -> int:
     parser.add_argument("--quota-gigabytes", type=float, default=4)
     parser.add_argument("--slot-mebibytes", type=float, default=16)
     parser.add_argument("--threads", type=int, default=64)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     args = parser.parse_args()
+    return run_alone(args) if args.processes == 1 else run_side_by_side(args)
+
+
+def run_side_by_side(args: argparse.Namespace) -> int:
+    """Every process tells its own figures; a file that any of them leaves is an error."""
+    command = [sys.executable, "-m", "tests.faults.load"]
+    for name in ("gigabytes", "quota_gigabytes", "slot_mebibytes", "threads"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        processes = [subprocess.Popen([*command, "--directory", folder]) for _ in range(args.processes)]
+        codes = [process.wait() for process in processes]
+        left = os.listdir(folder)
+    sys.stdout.write(f"{args.processes} processes, {sum(map(bool, codes))} of them failed, {len(left)} files left\n")
+    return 1 if left or any(codes) else 0
+
+
+def run_alone(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     quota = int(args.quota_gigabytes * 1e9)
     tier = DiskTier(args.directory, budget_bytes=quota)

@@ -10,7 +10,6 @@ from hf_offload.storage.disk import DiskTier
 from tests.faults.load import Load
 
 MIB = 1 << 20
-COUNT = 4
 
 
 def test_sixty_four_threads_write_sixty_four_times_the_quota(tmp_path):
@@ -26,26 +25,21 @@ def test_sixty_four_threads_write_sixty_four_times_the_quota(tmp_path):
     tier.close()
 
 
-def load_of(directory, *arguments):
+def run_load(directory, *arguments, timeout):
     command = [sys.executable, "-m", "tests.faults.load", "--directory", str(directory), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def assert_right(process, timeout):
-    said, _ = process.communicate(timeout=timeout)
-    assert process.returncode == 0, said
-    assert re.search(r"GB stored .* 0 errors$", said.strip()), said
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_four_processes_share_a_directory(tmp_path):
-    arguments = ["--gigabytes", "0.1", "--quota-gigabytes", "0.02", "--slot-mebibytes", "0.5", "--threads", "4"]
-    processes = [load_of(tmp_path, *arguments) for _ in range(COUNT)]
-    for process in processes:
-        assert_right(process, 250)
-    assert list(tmp_path.iterdir()) == []
+    sizes = ["--gigabytes", "0.1", "--quota-gigabytes", "0.02", "--slot-mebibytes", "0.5", "--threads", "4"]
+    said = run_load(tmp_path, *sizes, "--processes", "4", timeout=250)
+    assert len(re.findall(r"GB stored .* 0 errors$", said, re.MULTILINE)) == 4
+    assert said.endswith("4 processes, 0 of them failed, 0 files left\n")
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3 * 3600)
 def test_a_hundred_gigabytes_go_through_a_quota_of_four(tmp_path):
-    assert_right(load_of(tmp_path), 3 * 3600 - 60)
+    assert run_load(tmp_path, timeout=3 * 3600 - 60).endswith(" 0 errors\n")
