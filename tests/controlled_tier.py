@@ -75,6 +75,8 @@ class ControlledTier(Tier):
     def read(self, slot: MemorySlot, into: torch.Tensor, urgent: bool = False) -> "Future[None]":
         if slot.freed:
             raise StorageError("read on a slot of the test's tier that was freed")
+        if self.fail_writes and slot.bytes is None:
+            raise StorageError("Nothing is stored in the test's slot: its write failed, or there was none.")
         self.started.append("urgent" if urgent else "ahead")
         future: Future[None] = Future()
         box = [into]

@@ -18,6 +18,7 @@ Note: several compute streams
 
 import abc
 import collections
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -31,6 +32,8 @@ from hf_offload.errors import TierFullError
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.tier import Slot, Tier
 from hf_offload.storage.workers import WorkerPool
+
+logger = logging.getLogger(__name__)
 
 
 class Arrival(NamedTuple):
@@ -156,14 +159,20 @@ class StagedMover(Mover):
             return
 
         def written(error: BaseException | None) -> None:
-            if error is not None and slot in self._in_use:
-                # The device buffer has left in stream order: these are the last bytes there are.
-                self._rescued[slot] = staging.clone()
-                if slot not in self._in_use:  # freed meanwhile: nobody will ask for them
-                    self._rescued.pop(slot, None)
-                self._report(error, staging.numel())
-            self._ring.release(staging)
-            done.set_result(None)
+            try:
+                if error is not None and slot in self._in_use:
+                    # The device buffer has left in stream order: these are the last bytes there are.
+                    self._rescued[slot] = staging.clone()
+                    if slot not in self._in_use:  # freed meanwhile: nobody will ask for them
+                        self._rescued.pop(slot, None)
+                    self._report(error, staging.numel())
+            except Exception as failure:  # no memory for them: whoever loads them is told that nothing is stored
+                logger.error(
+                    "Nothing is left of %d bytes that could not be stored (%s): %s", staging.numel(), error, failure
+                )
+            finally:
+                self._ring.release(staging)
+                done.set_result(None)
 
         _then(lambda: self._tier.write(slot, staging), written)
 

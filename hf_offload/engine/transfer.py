@@ -7,7 +7,6 @@ Note: threads and the lock
 """
 
 import collections
-import concurrent.futures
 import logging
 import queue
 import threading
@@ -83,10 +82,10 @@ class Transfer:
         try:
             slot = self.tier.reserve(record.nbytes, place)
             future = self._mover.store(buffer, slot, partial(self._drop_source, reference))
-        except (TierFullError, StorageError) as error:
+        except BaseException as error:  # Ctrl-C, too, which may come while a place in the queue is waited for
             if slot is not None:
                 self._free(slot)
-            if isinstance(error, StandstillError):
+            if isinstance(error, StandstillError) or not isinstance(error, (TierFullError, StorageError)):
                 raise
             self.refused(record.nbytes, record.unit, error)
             return
@@ -125,7 +124,7 @@ class Transfer:
     def _wait_for(self, future: "Future[Any]") -> None:
         """Wait until ``future`` is done, whatever became of it. Raises StandstillError if that will not be."""
         if not future.done():
-            self.tier.wait_for(lambda seconds: bool(concurrent.futures.wait((future,), seconds).done))
+            self.tier.wait_until_done(future)
 
     def _settle(
         self, settled: "Future[None]", reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]"
@@ -213,7 +212,7 @@ class Transfer:
         Waits for a load if it must. Raises :class:`~hf_offload.errors.OffloadError` if the bytes cannot be read back.
         """
         self._mover.advance()
-        begin = 0.0
+        begin, tried = 0.0, False
         while True:
             with self.lock:
                 memory = record.memory()
@@ -221,9 +220,10 @@ class Transfer:
                     break
                 if record.state is State.STORED:
                     self.start_load(record, urgent=True)
+                    tried = True
                 state, future = record.state, record.future
             begin = begin or time.perf_counter()
-            self._await(record, state, future)
+            self._await(record, state, future, tried)
         with self.lock:
             if record.buffer is None:
                 self._stats.step.aliased_bytes += record.nbytes
@@ -238,7 +238,7 @@ class Transfer:
             self._stats.step.load_stall_s += time.perf_counter() - begin
         return memory
 
-    def _await(self, record: Record, state: State, future: "Future[Arrival | None] | None") -> None:
+    def _await(self, record: Record, state: State, future: "Future[Arrival | None] | None", is_last_try: bool) -> None:
         assert future is not None, "a record whose bytes are not in memory has a transfer on its way"
         try:
             self._wait_for(future)
@@ -246,7 +246,7 @@ class Transfer:
                 return
             future.result()
         except BaseException as error:
-            if not future.done() and not isinstance(error, StandstillError):
+            if not isinstance(error, Exception):
                 raise  # Ctrl-C while waiting: the load goes on
             with self.lock:  # what a load that stands still would fill is never looked at again
                 if record.future is future and record.state is State.LOADING:
@@ -256,9 +256,12 @@ class Transfer:
                     record.state = State.STORED
             # Its traceback would hold this frame, which holds the future, which holds the error.
             cause = error.with_traceback(None)
+            if not is_last_try and isinstance(error, StorageError) and not isinstance(error, StandstillError):
+                return  # it was read ahead, perhaps long ago: whether it can be read is seen when it is needed
             raise OffloadError(
                 f"Activations of {record.unit} ({format_bytes(record.nbytes)}) could not be read back, so this backward "
-                f"cannot go on; no weight was changed by this step. {error}"
+                "cannot go on; no weight was changed by this step, unless backward itself updates weights: then load the "
+                f"last checkpoint. {error}"
             ) from cause
         with self.lock:
             if record.future is future and record.state is State.LOADING:
@@ -363,5 +366,7 @@ class Transfer:
         self._close()
 
     def _close(self) -> None:
-        self._mover.close()
-        self.tier.close()
+        try:
+            self._mover.close()
+        finally:
+            self.tier.close()

@@ -158,7 +158,7 @@ def _ram() -> tuple[int | None, int | None]:
 def _drive(directory: Path, sample_bytes: int) -> DriveFacts:
     with contextlib.closing(DiskTier(directory)) as tier:
         file = tier.files[0]
-        free = free_disk_bytes([directory])
+        free = tier.patiently(lambda: free_disk_bytes([directory]))
         write, read, both = _measure(tier, sample_bytes, free)
         return DriveFacts(directory, file.file_system, free, file.direct, write, read, both)
 
@@ -187,6 +187,7 @@ def _measure(tier: DiskTier, sample_bytes: int, free_bytes: int) -> tuple[Rate, 
         for write, read in itertools.zip_longest(writes, reads):
             futures += [tier.write(*write)] if write is not None else []
             futures += [tier.read(*read)] if read is not None else []
+        tier.wait_until_done(*futures)
         for future in futures:
             future.result()
         rates.append(Rate((len(writes) + len(reads)) * size / (time.perf_counter() - start), "measured"))

@@ -14,13 +14,16 @@ import mmap
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.storage.file_systems import MEMORY_FILE_SYSTEMS, check_directory
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -46,6 +49,17 @@ def allocate_once(fd: int, offset: int, nbytes: int) -> None:
     if _libc().fallocate(fd, 0, offset, nbytes) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def settle_once(fd: int, offset: int, nbytes: int) -> None:
+    """Wait until what was written there through the page cache is on the drive. Raises OSError if write-back has failed
+    anywhere in the file since the last call; the kernel tells it once.
+    """
+    if _libc().sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE_AND_WAIT) != 0:
+        number = ctypes.get_errno()
+        if number != errno.ENOSYS:
+            raise OSError(number, os.strerror(number))
+        os.fdatasync(fd)
 
 
 def open_once(path: str, flags: int) -> int:
@@ -174,6 +188,8 @@ class DataFile:
         self._counting = threading.Lock()
         self._in_memory = self.file_system in MEMORY_FILE_SYSTEMS
         self._unsettled: collections.deque[tuple[int, int]] = collections.deque()
+        self._settling = threading.Lock()
+        self._lost: str | None = None
         self._fd = self._buffered_fd = -1
         try:
             self.direct = (
@@ -209,7 +225,7 @@ class DataFile:
         room.
         """
         try:
-            allocate_once(self._buffered_fd, self.size_bytes, nbytes)
+            _uninterrupted(allocate_once, self._buffered_fd, self.size_bytes, nbytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 with contextlib.suppress(OSError):
@@ -220,12 +236,10 @@ class DataFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``. Raises OSError."""
+        self._check_nothing_lost()
         fd, done = self._fd, 0
         while done < len(data):
-            try:
-                count = write_once(fd, data[done:], offset + done)
-            except InterruptedError:
-                continue
+            count = _uninterrupted(write_once, fd, data[done:], offset + done)
             if count <= 0:
                 raise OSError(errno.EIO, f"the drive took {done} of {len(data)} bytes and no more")
             done += count
@@ -237,16 +251,17 @@ class DataFile:
     def read(self, into: memoryview, offset: int) -> None:
         """Fill ``into`` from ``offset``. Raises OSError."""
         fd, done = self._fd, 0
+        cached = not self.direct.usable and not self._in_memory
+        if cached:
+            # A page whose write-back has failed may be dropped, and what lay on the drive before is read in its place.
+            self._wait_until_settled(offset, len(into))
         while done < len(into):
-            try:
-                count = read_once(fd, into[done:], offset + done)
-            except InterruptedError:
-                continue
+            count = _uninterrupted(read_once, fd, into[done:], offset + done)
             if count <= 0:
                 raise OSError(errno.EIO, f"the file ended after {done} of {len(into)} bytes")
             done += count
             fd = self._next_fd(fd, offset + done)
-        if not self.direct.usable and not self._in_memory:
+        if cached:
             # Read once, as a rule: the cached copy would only push other pages out of memory.
             os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
 
@@ -270,13 +285,36 @@ class DataFile:
                 offset, nbytes = self._unsettled.popleft()
             except IndexError:  # another worker was faster
                 return
-            if hasattr(_libc(), "sync_file_range"):
-                _libc().sync_file_range(self._fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE_AND_WAIT)
+            self._wait_until_settled(offset, nbytes)
             os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
+    def _wait_until_settled(self, offset: int, nbytes: int) -> None:
+        with self._settling:  # the kernel tells one caller only
+            if self._lost is None:
+                try:
+                    _uninterrupted(settle_once, self._fd, offset, nbytes)
+                except OSError as error:
+                    self._lost = error.strerror or str(error)
+        self._check_nothing_lost()
+
+    def _check_nothing_lost(self) -> None:
+        """Raises OSError for a file from which something has not come to the drive: nobody knows what it was."""
+        if self._lost is not None:
+            raise OSError(errno.EIO, f"the drive lost something that had been written to this file ({self._lost})")
+
     def close(self) -> None:
-        """Close the descriptors, which frees the disk space. Idempotent."""
+        """Close the descriptors, which frees the disk space. Idempotent; a drive's error is logged: nothing is lost by it."""
         fds = {self._fd, self._buffered_fd} - {-1}
         self._fd = self._buffered_fd = -1
         for fd in fds:
-            close_once(fd)
+            try:
+                close_once(fd)
+            except OSError as error:
+                logger.warning("Closing the offload file in %s: %s.", self.directory, error.strerror)
+
+
+def _uninterrupted(call: Callable[..., T], *arguments: Any) -> T:
+    """The call's result; it is made again when a signal cuts it short."""
+    while True:
+        with contextlib.suppress(InterruptedError):
+            return call(*arguments)

@@ -161,10 +161,12 @@ class QueuedTier(Tier):
         del live
         try:
             self.wait_for(self._is_quiet)
-        except StandstillError as error:
-            # Its thread sits in a system call on a file that is open: closed now, the number could soon be another file's.
-            logger.error("Closing without what is still on its way, which is abandoned: %s", error)
+        except BaseException as error:  # Ctrl-C, too
+            # A thread sits in a system call on a file that is open: closed now, the number could soon be another file's.
             threading.Thread(target=self._finish_closing, name=f"hf_offload-{self.name}-close", daemon=True).start()
+            if not isinstance(error, StandstillError):
+                raise
+            logger.error("Closing without what is still on its way, which is abandoned: %s", error)
         else:
             self._finish_closing()
 

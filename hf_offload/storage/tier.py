@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -133,6 +132,10 @@ class Tier(abc.ABC):
                     "directory on another drive."
                 )
 
+    def wait_until_done(self, *futures: "Future[Any]") -> None:
+        """Wait for transfers, whatever becomes of them. Raises as :meth:`wait_for` does."""
+        self.wait_for(lambda seconds: not concurrent.futures.wait(futures, seconds).not_done)
+
     def patiently(self, call: Callable[[], T], undo: Callable[[T], None] = lambda result: None) -> T:
         """What ``call`` returns, which opens, enlarges or closes files: on a drive that hangs it would never end.
 
@@ -145,7 +148,7 @@ class Tier(abc.ABC):
         )
         work.start()
         try:
-            self.wait_for(partial(_is_done, done))
+            self.wait_until_done(done)
         except BaseException:  # Ctrl-C, too
             if not done.cancel() and done.exception() is None:  # it has ended just now
                 undo(done.result())
@@ -201,10 +204,6 @@ class Tier(abc.ABC):
 
         What comes to a standstill is left to a thread, which gives everything back should it ever end.
         """
-
-
-def _is_done(future: "Future[Any]", seconds: float) -> bool:
-    return bool(concurrent.futures.wait((future,), seconds).done)
 
 
 def _call(stats: TierStats, call: Callable[[], T], undo: Callable[[T], None], done: "Future[T]") -> None:

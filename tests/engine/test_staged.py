@@ -128,6 +128,28 @@ def test_a_failed_write_is_served_from_the_staging_copy(caplog):
     rig.engine.close()
 
 
+def test_a_failed_write_without_memory_for_its_bytes_is_an_error_of_backward(monkeypatch, caplog):
+    tier = ControlledTier()
+    tier.fail_writes = True
+    rig = Rig(tier, device=SimulatedDevice(0))
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def no_memory(tensor):
+        raise RuntimeError("cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", no_memory)
+        with rig:
+            y = x.sin().cos().exp().tanh().sigmoid().sum()
+        rig.settle()
+    assert "cannot allocate memory" in caplog.text
+    with pytest.raises(OffloadError, match=r"could not be read back.*[Nn]othing is stored"):
+        torch.autograd.grad(y, x)
+    assert rig.transfer._mover._ring._used == 0
+    del y
+    rig.engine.close()
+
+
 def test_a_ring_smaller_than_a_tensor_still_works(monkeypatch):
     monkeypatch.setattr("hf_offload.engine.hooks._RING_BYTES", 1000)
     rig = Rig(ControlledTier(), device=SimulatedDevice(1))

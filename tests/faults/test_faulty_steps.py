@@ -17,6 +17,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_offload import OffloadConfig, OffloadError, OffloadTrainingArguments, offload_activations
 from hf_offload.errors import StorageError
 from hf_offload.storage import disk_io
+from hf_offload.storage.file_systems import MEMORY_FILE_SYSTEMS
+from tests.faults.failing_calls import ALL, Faults, Hang
 from tests.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
 
 SEED = 5
@@ -63,12 +65,21 @@ def assert_nothing_left(session):
 
 
 def failed_step(model, session, before_backward=lambda: None):
-    """What the step's error says. Nothing of it is kept: what it held is gone now, without the garbage collector."""
+    """What the step's error says."""
+    message = step_or_error(model, session, {}, before_backward)
+    assert message.startswith(StorageError.__name__)
+    return message
+
+
+def step_or_error(model, session, expected, before_backward=lambda: None):
+    """What the step's error says; nothing if its gradients are those ``expected``. Nothing of it is kept: what it held is
+    gone now, without the garbage collector.
+    """
     message = ""
     gc.disable()
     try:
         try:
-            step(model, session, before_backward)
+            assert_same(expected, step(model, session, before_backward))
         except OffloadError as error:
             message = f"{type(error.__cause__).__name__}: {error}"
         # Autograd itself keeps the nodes that were next in line until this thread goes backward again.
@@ -76,30 +87,7 @@ def failed_step(model, session, before_backward=lambda: None):
         assert_nothing_left(session)
     finally:
         gc.enable()
-    assert message.startswith(StorageError.__name__)
     return message
-
-
-class Faults:
-    """Makes the calls of one side fail whose numbers, from 0, are in ``which``."""
-
-    def __init__(self, monkeypatch, side, number, which):
-        self.calls = 0
-        self.failed = 0
-        self._real = getattr(disk_io, side)
-        self._number = number
-        self._which = which
-        self._lock = threading.Lock()
-        monkeypatch.setattr(disk_io, side, self._call)
-
-    def _call(self, *arguments):
-        with self._lock:
-            fails = self.calls in self._which
-            self.calls += 1
-            self.failed += fails
-        if fails:
-            raise OSError(self._number, os.strerror(self._number))
-        return self._real(*arguments)
 
 
 def calls_of_a_step(tmp_path, side):
@@ -107,9 +95,6 @@ def calls_of_a_step(tmp_path, side):
         counting = Faults(patch, side, 0, ())
         step(session._model(), session)
     return counting.calls
-
-
-ALL = range(1 << 30)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
@@ -168,21 +153,74 @@ def test_a_file_that_cannot_grow_leaves_the_step_right(tmp_path, monkeypatch, ex
     assert os.strerror(number) in caplog.text
 
 
-def test_whichever_read_fails_the_step_ends_and_can_be_repeated(tmp_path, monkeypatch, expected):
+def test_an_interrupted_growth_is_tried_again(tmp_path, monkeypatch, expected):
+    model = tiny_model("gpt2")
+    with offload_activations(model, settings(tmp_path)) as session:
+        faults = Faults(monkeypatch, "allocate_once", errno.EINTR, {0, 1})
+        assert_same(expected, step(model, session))
+        assert faults.failed == 2
+        assert session.stats.total.refused_bytes == 0
+
+
+def test_what_write_back_has_lost_reaches_no_gradient(tmp_path, monkeypatch, expected):
+    """Where files cannot be written directly, the page cache takes everything, and what comes of it is told later."""
+    monkeypatch.setattr(disk_io, "probe_direct_io", lambda *_: disk_io.DirectIo(False, 1, "not here"))
+    model = tiny_model("gpt2")
+    with offload_activations(model, settings(tmp_path)) as session:
+        if session._engine.transfer.tier.files[0].file_system in MEMORY_FILE_SYSTEMS:
+            pytest.skip("the temporary directory is a tmpfs, which writes nothing back")
+        assert_same(expected, step(model, session))
+        faults = Faults(monkeypatch, "settle_once", errno.EIO, {5})
+        assert "lost something" in failed_step(model, session)
+        assert faults.failed == 1
+        session.end_step()
+        assert_same(expected, step(model, session))
+        assert session.stats.step.refused_bytes > 0
+        assert_nothing_left(session)
+
+
+def test_ctrl_c_in_a_store_leaves_nothing(tmp_path, monkeypatch, expected):
+    model = tiny_model("gpt2")
+    with offload_activations(model, settings(tmp_path)) as session:
+        mover = session._engine.transfer._mover
+        real, stores = mover.store, iter(range(5))
+
+        def store(*arguments):
+            if next(stores, None) is None:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mover, "store", store)
+            stopped = False
+            try:
+                step(model, session)
+            except KeyboardInterrupt:
+                stopped = True
+        assert stopped
+        assert_nothing_left(session)
+        assert_same(expected, step(model, session))
+
+
+def test_whichever_read_fails_the_step_is_right_or_ends_and_can_be_repeated(tmp_path, monkeypatch, expected):
+    """What could not be read ahead is read again when it is needed."""
     count = calls_of_a_step(tmp_path, "read_once")
     assert count > 30
     model = tiny_model("gpt2")
-    before = weights(model)
+    before, ended = weights(model), set()
+    message = rf"Activations of .* no weight was changed.*Reading from {tmp_path}.*kernel's log"
     with offload_activations(model, settings(tmp_path)) as session:
         for which in ({0}, {1}, {count // 2}, {count - 1}, ALL):
             with monkeypatch.context() as patch:
                 faults = Faults(patch, "read_once", errno.EIO, which)
-                message = rf"Activations of .* no weight was changed.*Reading from {tmp_path}.*kernel's log"
-                assert re.search(message, failed_step(model, session))
+                said = step_or_error(model, session, expected)
+                ended.add(bool(said))
+                assert re.search(message if said or which is ALL else "^$", said)
                 assert faults.failed > 0
             assert_same(before, weights(model))
             assert_same(expected, step(model, session))
             assert_nothing_left(session)
+    assert ended == {True, False}
 
 
 @pytest.mark.parametrize("side", ["write_once", "read_once"])
@@ -338,55 +376,93 @@ def test_a_file_system_that_turns_read_only_leaves_steps_right_or_says_so(ext4, 
 # -- a real run ------------------------------------------------------------------------------------------------------------
 
 
-class _FailAfter(TrainerCallback):
-    def __init__(self, monkeypatch, steps):
-        self._monkeypatch = monkeypatch
-        self._steps = steps
+class _AfterStep(TrainerCallback):
+    def __init__(self, number, do):
+        self._number = number
+        self._do = do
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self._steps:
-            Faults(self._monkeypatch, "read_once", errno.EIO, ALL)
+        if state.global_step == self._number:
+            self._do(control)
 
 
-def test_a_run_on_a_broken_drive_ends_and_resumes_from_its_last_checkpoint(tmp_path, monkeypatch):
-    def trainer(args, callbacks=()):
-        model = tiny_model("gpt2")
-        return Trainer(model=model, args=args, train_dataset=ExampleDataset("gpt2", 24, seed=1), callbacks=[*callbacks])
+def flip_bits(monkeypatch):
+    real = disk_io.read_once
 
-    plain = {
-        "max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2,
-        "logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "seed": 3,
-        "dataloader_pin_memory": False,
-    }  # fmt: skip
-    expected = trainer(TrainingArguments(output_dir=str(tmp_path / "plain"), **plain))
-    expected.train()
+    def read(descriptor, into, offset):
+        count = real(descriptor, into, offset)
+        into[0] ^= 1
+        return count
+
+    monkeypatch.setattr(disk_io, "read_once", read)
+
+
+PLAIN = {
+    "max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2,
+    "logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "seed": 3,
+    "dataloader_pin_memory": False,
+}  # fmt: skip
+
+
+def trainer(args, *callbacks):
+    model = tiny_model("gpt2")
+    return Trainer(model=model, args=args, train_dataset=ExampleDataset("gpt2", 24, seed=1), callbacks=[*callbacks])
+
+
+def our_arguments(tmp_path, **others):
     directory = tmp_path / "tier"
     directory.mkdir()
-    arguments = OffloadTrainingArguments(
-        **plain, output_dir=str(tmp_path / "ours"), offload="ssd", offload_dir=str(directory), offload_min_bytes="0",
-        offload_read_ahead="1",
+    return OffloadTrainingArguments(
+        **PLAIN, output_dir=str(tmp_path / "ours"), offload="ssd", offload_dir=str(directory), offload_min_bytes="0",
+        offload_read_ahead="1", **others,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Weights after three steps of six, and after all."""
+    found = {}
+    run = trainer(
+        TrainingArguments(output_dir=str(tmp_path_factory.mktemp("plain")), **PLAIN),
+        _AfterStep(3, lambda _: found.update({3: weights(run.model)})),
+    )
+    run.train()
+    return found | {6: weights(run.model)}
+
+
+@pytest.mark.parametrize("fault", ["error", "hang", "flipped bits"])
+def test_a_run_on_a_broken_drive_ends_and_resumes_from_its_last_checkpoint(tmp_path, monkeypatch, undisturbed, fault):
+    arguments = our_arguments(tmp_path, offload_verify="checksum" if fault == "flipped bits" else "off")
     with monkeypatch.context() as patch:
-        broken = trainer(arguments, [_FailAfter(patch, 3)])
-        with pytest.raises(OffloadError, match=r"could not be read back.*no weight was changed"):
+        hangs = []
+
+        def break_drive(_):
+            if fault == "error":
+                Faults(patch, "read_once", errno.EIO, ALL)
+            elif fault == "hang":
+                hangs.append(Hang(patch, "read_once"))
+            else:
+                flip_bits(patch)
+
+        broken = trainer(arguments, _AfterStep(3, break_drive))
+        said = {"error": "Input/output error", "hang": "so the drive hangs", "flipped bits": "checksums differ"}[fault]
+        with pytest.raises(OffloadError, match=rf"could not be read back.*no weight was changed.*{said}"):
             broken.train()
+        for hang in hangs:
+            hang.end()
     assert broken.state.global_step == 3
-    half_way = trainer(TrainingArguments(**{**plain, "max_steps": 3}, output_dir=str(tmp_path / "half")))
-    # The learning rate falls to zero at the end of the plan: the same plan, ended early.
-    half_way.args.max_steps = 6
-    half_way.add_callback(_StopAfter(3))
-    half_way.train()
-    assert_same(weights(half_way.model), weights(broken.model))
+    assert_same(undisturbed[3], weights(broken.model))
     found = trainer(arguments)
     found.train(resume_from_checkpoint=True)
     assert found.state.global_step == 6
-    assert_same(weights(expected.model), weights(found.model))
-    assert list(directory.iterdir()) == []
+    assert_same(undisturbed[6], weights(found.model))
+    assert list((tmp_path / "tier").iterdir()) == []
 
 
-class _StopAfter(TrainerCallback):
-    def __init__(self, steps):
-        self._steps = steps
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self._steps
+def test_a_run_whose_drive_fills_up_goes_on_to_the_same_weights(tmp_path, monkeypatch, undisturbed, caplog):
+    found = trainer(
+        our_arguments(tmp_path), _AfterStep(3, lambda _: Faults(monkeypatch, "write_once", errno.ENOSPC, ALL))
+    )
+    found.train()
+    assert "No space left on device" in caplog.text
+    assert_same(undisturbed[6], weights(found.model))

@@ -15,13 +15,13 @@ MIB = 1 << 20
 def test_sixty_four_threads_write_sixty_four_times_the_quota(tmp_path):
     quota = 8 * MIB
     tier = DiskTier(tmp_path, budget_bytes=quota, chunk_bytes=64 << 10)
-    load = Load(tier, 64 * quota, 128 << 10)
+    load = Load(tier, quota, 64 * quota, 128 << 10)
     load.run(64)
     assert load.errors == []
     assert load.done_bytes >= 64 * quota
     assert tier.stats.used_bytes == 0
     assert tier.occupied_bytes <= quota
-    assert tier.stats.peak_used_bytes <= quota
+    assert 0.9 * quota < tier.stats.peak_used_bytes <= quota
     tier.close()
 
 

@@ -15,6 +15,8 @@ from torch import nn
 from hf_offload import OffloadConfig, OffloadError, attach, offload_activations
 from hf_offload.engine.movers import PinnedRing
 from hf_offload.errors import StandstillError, StorageError
+from hf_offload.plan import machine
+from hf_offload.plan.machine import probe_machine
 from hf_offload.session import attached_session
 from hf_offload.storage import disk_io
 from hf_offload.storage.buffers import empty_at_phase
@@ -22,33 +24,10 @@ from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
+from tests.faults.failing_calls import TIMEOUT_S, Hang
 from tests.threads import OurThreads
 
 MIB = 1 << 20
-TIMEOUT_S = 60
-
-
-class Hang:
-    """Calls of one kind hang until :meth:`end`, and whoever waits for them is impatient as long as they do: no sooner, for
-    a busy machine may take its time over a call that does end.
-    """
-
-    def __init__(self, monkeypatch, side):
-        self._monkeypatch = monkeypatch
-        monkeypatch.setattr(Tier, "stall_limit_s", 0.3)
-        self.inside = threading.Event()
-        self._go = threading.Event()
-        self._real = getattr(disk_io, side)
-        monkeypatch.setattr(disk_io, side, self._call)
-
-    def _call(self, *arguments):
-        self.inside.set()
-        assert self._go.wait(TIMEOUT_S)
-        return self._real(*arguments)
-
-    def end(self):
-        self._monkeypatch.setattr(Tier, "stall_limit_s", TIMEOUT_S)
-        self._go.set()
 
 
 @pytest.fixture
@@ -149,6 +128,40 @@ def test_a_run_ends_although_its_drive_hangs(tmp_path, monkeypatch, caplog):
     assert tier.files[0]._fd == -1
 
 
+def test_ctrl_c_while_a_tier_closes_leaves_the_rest_to_a_thread(tmp_path, monkeypatch, our_threads):
+    tier = DiskTier(tmp_path)
+    hang = Hang(monkeypatch, "write_once")
+    tier.write(tier.reserve(MIB), empty_at_phase(MIB, 0).fill_(1))
+    assert hang.inside.wait(TIMEOUT_S)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tier, "wait_for", interrupted)
+        tier.close()
+    assert open_files(tmp_path)
+    hang.end()
+    our_threads.join(TIMEOUT_S)
+    assert open_files(tmp_path) == []
+
+
+def interrupted(*arguments):
+    raise KeyboardInterrupt
+
+
+def test_a_drive_that_hangs_ends_its_measurement(tmp_path, monkeypatch, our_threads):
+    hangs = []
+
+    def opened(directory):
+        tier = DiskTier(directory)
+        hangs.append(Hang(monkeypatch, "write_once"))  # not before: opening writes, too
+        return tier
+
+    monkeypatch.setattr(machine, "DiskTier", opened)
+    with pytest.raises(StandstillError, match=rf"{tmp_path}\) has not finished a single call"):
+        probe_machine([tmp_path], sample_bytes=8 * MIB)
+    hangs[0].end()
+    our_threads.join(TIMEOUT_S)
+    assert open_files(tmp_path) == []
+
+
 # -- calls that open, enlarge and close files ------------------------------------------------------------------------------
 
 
@@ -233,6 +246,22 @@ def test_files_that_do_not_close_hold_up_no_detach(tmp_path, monkeypatch, model,
     assert open_files(tmp_path)
     hang.end()
     our_threads.join(TIMEOUT_S)
+    assert open_files(tmp_path) == []
+
+
+def test_an_error_of_closing_is_told_and_ends_no_run(tmp_path, monkeypatch, model, caplog):
+    session = attach(model, settings(tmp_path))
+    gradients_of(model)
+    real = disk_io.close_once
+
+    def close(descriptor):
+        real(descriptor)  # as the kernel does, whatever it says
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(disk_io, "close_once", close)
+    session.detach()
+    assert f"Closing the offload file in {tmp_path}: Input/output error" in caplog.text
+    assert attached_session(model) is None
     assert open_files(tmp_path) == []
 
 

@@ -1,3 +1,4 @@
+import ctypes
 import errno
 import logging
 import os
@@ -243,6 +244,46 @@ def test_buffered_writes_are_dropped_from_the_page_cache(tmp_path, monkeypatch):
     file.read(memoryview(bytearray(4096)), 0)
     assert advised == [first]
     file.close()
+
+
+def test_what_write_back_has_lost_is_an_error_for_good(tmp_path, monkeypatch):
+    """The kernel tells it once, and not of which bytes."""
+    file = DataFile(tmp_path, allow_direct=False)
+    if file.file_system in file_systems.MEMORY_FILE_SYSTEMS:
+        pytest.skip("the temporary directory is a tmpfs, which writes nothing back")
+    file.grow(1 << 20)
+    for index in range(2):
+        file.write(memoryview(bytes(4096)), index * 4096)
+    real, told = disk_io.settle_once, [errno.EIO]
+
+    def settle(*call):
+        if told:
+            raise OSError(told.pop(), "Input/output error")
+        real(*call)
+
+    monkeypatch.setattr(disk_io, "settle_once", settle)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"lost something.*Input/output error"):
+            file.read(memoryview(bytearray(4096)), 4096)
+    with pytest.raises(OSError, match="lost something"):
+        file.write(memoryview(bytes(4096)), 0)
+    file.close()
+
+
+def test_waiting_for_write_back_tells_of_errors_and_needs_no_kernel_of_its_own(tmp_path, monkeypatch):
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        disk_io.settle_once(-1, 0, 4096)
+
+    class WithoutTheCall:
+        def sync_file_range(self, *call):
+            ctypes.set_errno(errno.ENOSYS)
+            return -1
+
+    synced = []
+    monkeypatch.setattr(disk_io, "_libc", WithoutTheCall)
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    disk_io.settle_once(7, 0, 4096)
+    assert synced == [7]
 
 
 def test_free_bytes_count_a_file_system_once(tmp_path):

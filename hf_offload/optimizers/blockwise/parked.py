@@ -1,6 +1,5 @@
 """State of blocks that wait, in files: written when a turn ends, read when the block trains again, or is saved."""
 
-import concurrent.futures
 import dataclasses
 import logging
 import tempfile
@@ -147,7 +146,7 @@ class ParkedOnDisk:
         return _Entry(slot, planned, sum(tensor.nbytes for _, tensor in tensors))
 
     def _wait(self, future: "Future[None]") -> None:
-        self._tier.wait_for(lambda seconds: bool(concurrent.futures.wait((future,), seconds).done))
+        self._tier.wait_until_done(future)
         future.result()
 
     def _free(self, entries: Iterable[_Entry]) -> None:
