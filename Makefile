@@ -39,8 +39,8 @@ faults: $(STAMP)  ## Nothing lost, nothing left behind: 200 runs killed, 2,000 r
 acceptance: $(STAMP)  ## accelerate's and PEFT's own tests, without and with offloading (some twelve minutes; needs a package index)
 	$(BIN)/python -m tests.acceptance
 
-mutations: $(STAMP)  ## Breaks the engine on purpose, rule by rule; a test has to notice each (half an hour)
-	$(BIN)/python -m tests.mutations --output runs/mutations.md
+mutations: $(STAMP)  ## Breaks the engine on purpose, rule by rule; a test has to notice each; docs/mutations.md (an hour)
+	$(BIN)/python -m tests.mutations --output docs/mutations.md
 
 lint: $(STAMP)  ## Style and types
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hf_offload.errors import StorageError, TierFullError
+from hf_offload.storage import placement
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.ram import RamTier
@@ -125,7 +126,8 @@ def test_many_threads_store_load_and_free(tier: Tier) -> None:
     assert tier.stats.used_bytes == 0
 
 
-def test_room_is_used_again_and_nothing_grows(tier: Tier) -> None:
+def test_room_is_used_again_and_nothing_grows(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_GROW_BYTES", 4096)  # files grow by what is needed, so that growth shows
     sizes = [300_000, 5 * MIB + 13, 4096, 300_000, 2 * MIB]
 
     def occupied() -> int:
@@ -138,11 +140,12 @@ def test_room_is_used_again_and_nothing_grows(tier: Tier) -> None:
             tier.free(slot)
         assert tier.stats.used_bytes == 0
 
-    step(1)
-    after_one = occupied()
+    for _ in range(3):
+        step(1)  # of several files, each in turn is where the small slots begin
+    after_all_turns = occupied()
     for round_ in range(20):
         step(1 if round_ % 2 else -1)
-    assert occupied() == after_one
+    assert occupied() == after_all_turns
     assert tier.stats.peak_used_bytes < 2 * sum(sizes)
 
 
@@ -237,6 +240,25 @@ def test_urgent_reads_overtake(tier: Tier, stopped: Stopped) -> None:
     last = getattr(slots[-1], "inner", slots[-1])
     threads = sum(part._pools["read"].threads for part in parts(tier))
     assert stopped.order.index(last) <= threads + 1
+
+
+def test_loads_wait_for_no_store(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = store(tier, filled(4096))
+    go = threading.Event()
+
+    def slow(work):
+        return lambda transfer, part: (transfer.kind == "read" or go.wait(TIMEOUT_S)) and work(transfer, part)
+
+    for part in parts(tier):
+        monkeypatch.setattr(part, "_work", slow(part._work))
+    futures = [tier.write(tier.reserve(4096), filled(4096)) for _ in range(24)]
+    into = empty_at_phase(4096, 0)
+    try:
+        tier.read(slot, into).result(10)
+    finally:
+        go.set()
+    assert torch.equal(into, filled(4096))
+    wait(futures, TIMEOUT_S)
 
 
 def test_a_full_tier_says_so_and_works_again_after_a_free(make, kind: str) -> None:

@@ -1,5 +1,6 @@
 """What other offloaders got wrong, one test each. Gradients are compared bit by bit with plain autograd."""
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -8,6 +9,8 @@ import pytest
 import torch
 from controlled_tier import ControlledTier, Rig
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from hf_offload.errors import OffloadError, SavedTensorModifiedError
@@ -576,6 +579,50 @@ def test_a_failed_store_keeps_the_tensor(caplog):
     assert len([record for record in caplog.records if "No space left" in record.message]) == 1
 
 
+def test_a_failed_store_gives_its_room_back():
+    tier = ControlledTier()
+    tier.fail_writes = True
+    rig = Rig(tier)
+    with rig:
+        y = (leaf(64, 64) * 2).sin().sum()
+    rig.settle()
+    assert not tier.live
+    assert rig.transfer.own_bytes == 0
+    assert rig.transfer.resident_bytes == 64 * 64 * 4
+    y.backward()
+
+
+@pytest.mark.parametrize("side", ["store", "load"])
+def test_nobody_waits_under_the_lock(side):
+    tier = ControlledTier()
+    rig = Rig(tier, write_behind_bytes=0)
+    if side == "store":
+        tier.write_gate.clear()
+
+    def step():
+        with rig:
+            y = (leaf(64, 64) * 2).sin().cos().sum()
+        rig.settle()
+        tier.read_gate.clear()
+        y.backward()
+
+    thread = threading.Thread(target=step, daemon=True)
+    thread.start()
+    if side == "store":
+        assert tier.writes_begun.acquire(timeout=20)
+    else:
+        while not tier.started:
+            thread.join(0.01)
+    thread.join(0.1)  # until it waits
+    free = rig.transfer.lock.acquire(timeout=2)
+    assert free, "a thread that waits for a transfer holds the lock"
+    rig.transfer.lock.release()
+    tier.write_gate.set()
+    while thread.is_alive():
+        tier.read_gate.set()
+        thread.join(0.01)
+
+
 def test_a_failed_load_names_file_offset_and_module_and_can_be_repeated():
     tier = ControlledTier()
     rig = Rig(tier)
@@ -603,9 +650,7 @@ def test_backward_reads_ahead_and_learns_the_order_it_really_has():
     def odd_order(x):
         # The branch that is packed last is needed last: reverse packing order is wrong here.
         early, late = x * 2, x * 3
-        a = early.sin().cos().exp()
-        b = late.cos().sin().tanh()
-        return a.sum(), b.sum()
+        return sines(early, 6), sines(late, 6)
 
     rig = Rig(read_ahead_bytes=3 * 64 * 64 * 4)
     urgent = []
@@ -619,31 +664,8 @@ def test_backward_reads_ahead_and_learns_the_order_it_really_has():
         urgent.append(rig.tier.started.count("urgent"))
         del a, b
     assert "ahead" in rig.tier.started
-    assert urgent[1] <= 1 < urgent[0]  # learned: only the very first read is not foreseen
+    assert urgent == [2, 0]  # the first of each branch; once the order is known, what comes first does not even leave
     rig.assert_nothing_left()
-
-
-def test_the_window_bounds_what_is_read_ahead():
-    one = 64 * 64 * 4
-    rig = Rig(read_ahead_bytes=2 * one)
-    rig.tier.read_gate.clear()
-    x = leaf(64, 64)
-    with rig:
-        h = x
-        for _ in range(20):
-            h = h.sin()
-        y = h.sum()
-        del h
-    rig.settle()
-    thread = threading.Thread(target=y.backward, daemon=True)
-    thread.start()
-    while not rig.tier.started:
-        thread.join(0.01)
-    thread.join(0.3)
-    assert rig.transfer.ahead_bytes <= 3 * one  # two ahead of the one that is waited for
-    rig.tier.read_gate.set()
-    thread.join(20)
-    assert not thread.is_alive()
 
 
 # -- what is not moved -------------------------------------------------------------------------------------------------
@@ -684,6 +706,71 @@ def test_weights_are_never_moved(autocast, frozen):
     assert not {(16, 16), (16,)} & set(moved)
 
 
+class Moved:
+    """The tensors whose storages ``rig`` makes records of from now on."""
+
+    def __init__(self, rig: Rig):
+        self._storages: list[int] = []
+        original = rig.engine._new_record
+
+        def spy(tensor, storage, begin, end):
+            self._storages.append(storage.data_ptr())
+            return original(tensor, storage, begin, end)
+
+        rig.engine._new_record = spy
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        assert self._storages, "nothing was moved at all"
+        return tensor.untyped_storage().data_ptr() in self._storages
+
+
+def test_weights_that_were_replaced_are_known_from_the_next_step_on():
+    model = Weights(frozen=False)
+    rig = Rig(model=model)
+    moved = Moved(rig)
+    with rig:
+        model(leaf(5, 16)).sum().backward()
+    model.table = torch.randn(16)
+    with rig:
+        model(leaf(5, 16)).sum().backward()
+    assert model.table not in moved
+
+
+@pytest.fixture
+def distributed():
+    """Makes a DTensor of a tensor, in a group of one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    yield lambda tensor: DTensor.from_local(tensor, mesh, [Replicate()])
+    torch.distributed.destroy_process_group()
+
+
+def test_shards_of_weights_are_never_moved(distributed):
+    """What is multiplied is a tensor over the shard's memory, and no Parameter."""
+    model = nn.Module()
+    model.weight = nn.Parameter(distributed(torch.randn(16, 16)))
+    rig = Rig(model=model)
+    moved = Moved(rig)
+    with rig:
+        (leaf(16, 16).sin() @ model.weight.to_local()).sum().backward()
+    assert model.weight.to_local() not in moved
+
+
+def test_tensors_of_a_subclass_pass_through(distributed):
+    x = leaf(16, 16)
+
+    def function(x):
+        return (distributed(x) * 2).sin().to_local().sum()
+
+    expected = torch.autograd.grad(function(x), x)[0]
+    rig = Rig()
+    with rig:
+        y = function(x)
+    rig.settle()
+    assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+    assert rig.stats.offloaded_bytes == 0
+
+
 def test_what_is_not_plain_passes_through():
     x = leaf(8, 8)
     sparse = torch.eye(8).to_sparse()
@@ -720,6 +807,16 @@ def test_small_tensors_and_kept_units_stay():
         rig.engine.unit = "last"
         (x * 2).sin().sum().backward()
     assert rig.stats.offloaded_bytes == 0
+
+
+@pytest.mark.parametrize("view", [lambda h: h[:, ::32], lambda h: h[:1, :8].expand(64, 8)], ids=["apart", "repeated"])
+def test_few_bytes_stay(view):
+    few = view(torch.randn(64, 64))
+    rig = Rig(min_bytes=1024)
+    with rig:
+        (few * leaf(*few.shape)).sum().backward()  # saves nothing else
+    assert rig.stats.offloaded_bytes == 0
+    assert rig.stats.kept_bytes > 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -766,6 +863,31 @@ def test_several_threads_unpack_at_once():
         thread.join(20)
     for one in x:
         assert torch.equal(one.grad, torch.autograd.grad((one * 2).sin().cos().sum(), one)[0])
+
+
+def test_several_threads_ask_for_one_record():
+    rig = Rig()
+    with rig:
+        handle = rig.engine.pack(leaf(64, 64).detach() * 2)
+    rig.settle()
+    # Whoever begins a load waits a little for the other, so that both would begin one if nothing kept them apart.
+    both = threading.Barrier(2)
+    allocate = rig.engine._device.allocate
+
+    def slow(nbytes, phase):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        return allocate(nbytes, phase)
+
+    rig.engine._device.allocate = slow
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(rig.engine.unpack(handle))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert all(torch.equal(one, leaf(64, 64) * 2) for one in found)
+    assert rig.stats.loaded_bytes == 64 * 64 * 4
 
 
 def sines(x, count, during_backward=None):

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_offload import OffloadConfig, OffloadConfigError, attach, offload_activations
 from hf_offload.plan.units import find_blocks
@@ -133,6 +134,19 @@ def test_a_forward_that_raises_leaves_no_hooks_on_the_thread(config):
     session.detach()
 
 
+def test_a_recompute_enters_no_hooks(config):
+    model = tiny_gpt2()
+    session = attach(model, config)
+    hidden = torch.randn(2, 16, 32, requires_grad=True)
+    loss = checkpoint(model.transformer.h[0], hidden, use_reentrant=True).sum()
+    found = []
+    model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: found.append(no_hooks_on_autograd()))
+    loss.backward()
+    assert found == [True]
+    assert no_hooks_on_autograd()
+    session.detach()
+
+
 def test_an_interrupted_forward_is_unwound_by_detach(config):
     model = tiny_gpt2()
     session = attach(model, config)
@@ -229,7 +243,7 @@ def test_refusals(tmp_path, monkeypatch, caplog):
     assert hooks_on(model) == hooks_on(frozen) == 0
 
 
-def test_without_a_directory_a_private_one_is_used_named_and_gone(tmp_path, monkeypatch, caplog):
+def test_without_a_directory_the_temporary_one_is_used_named_and_left_empty(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model = tiny_gpt2()
     with offload_activations(model, OffloadConfig(min_offload_bytes=0)) as session:

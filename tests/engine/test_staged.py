@@ -30,7 +30,7 @@ def network() -> nn.Module:
     return nn.Sequential(*blocks)
 
 
-def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
@@ -43,7 +43,7 @@ def test_gradients_are_exact_in_every_order_of_copies(kind, seed):
     model = network()
     x = torch.randn(16, 32)
     model(x).square().sum().backward()
-    expected = gradients(model, x)
+    expected = gradients(model)
     device = SimulatedDevice(seed)
     rig = Rig(TIERS[kind](), model, device=device)
     for _ in range(3):
@@ -51,7 +51,7 @@ def test_gradients_are_exact_in_every_order_of_copies(kind, seed):
         with rig:
             y = model(x).square().sum()
         y.backward()
-        assert all(torch.equal(one, other) for one, other in zip(gradients(model, x), expected, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(gradients(model), expected, strict=True))
         del y
     assert not device.faults
     assert device.copies > 0
@@ -81,7 +81,7 @@ def test_copies_that_backward_never_used_disturb_nothing(kind, seed):
     model = network()
     x = torch.randn(16, 32)
     model(x).square().sum().backward()
-    expected = gradients(model, x)
+    expected = gradients(model)
     device = SimulatedDevice(seed)
     rig = Rig(TIERS[kind](), model, device=device, read_ahead_bytes=1 << 20)
     for _ in range(3):
@@ -95,7 +95,7 @@ def test_copies_that_backward_never_used_disturb_nothing(kind, seed):
         with rig:
             y = model(x).square().sum()
         y.backward()
-        assert all(torch.equal(one, other) for one, other in zip(gradients(model, x), expected, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(gradients(model), expected, strict=True))
         del y
     assert not device.faults
 
@@ -208,3 +208,55 @@ def test_a_demand_load_has_room_that_prefetches_leave_alone():
     thread.join()
     ring.release(prefetched.pop())
     ring.close()
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """An engine whose ring has room for one tensor of :func:`ones`, and for another only if it is urgent."""
+    monkeypatch.setattr("hf_offload.engine.hooks._RING_BYTES", 2 * ones(1).nbytes)
+    return Rig(ControlledTier(), device=SimulatedDevice(0))
+
+
+def ones(times: float) -> torch.Tensor:
+    return torch.full((64, 64), float(times))
+
+
+def unpacked_in_time(rig, handle):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(rig.engine.unpack(handle)), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert found, "it waits for somebody who waits for it"
+    return found[0]
+
+
+def test_a_demand_load_is_not_behind_a_prefetch_that_waits_for_room(narrow):
+    early, late = [narrow.engine.pack(ones(times)) for times in (1, 2)]
+    narrow.transfer._mover.advance(everything=True)
+    narrow.settle()
+    ring = narrow.transfer._mover._ring
+    stored = ring.acquire(ones(1).nbytes)
+    with narrow.transfer.lock:
+        narrow.transfer.start_load(early.record)
+    while not ring._room._waiters:
+        time.sleep(0.001)
+    unpacked_in_time(narrow, late)
+    ring.release(stored)
+    assert torch.equal(narrow.engine.unpack(early), ones(1))
+    narrow.engine.close()
+
+
+def test_a_load_that_waits_for_room_does_not_hold_up_the_store_that_makes_it(narrow):
+    early = narrow.engine.pack(ones(1))
+    mover = narrow.transfer._mover
+    mover.advance(everything=True)
+    narrow.settle()
+    go = threading.Event()
+    for pool in (mover._store_workers, mover._load_workers):
+        pool.submit(go.wait)
+    with narrow.transfer.lock:
+        narrow.transfer.start_load(early.record)
+    narrow.engine.pack(ones(2))  # takes the room, after the load was queued and before it is served
+    go.set()
+    assert torch.equal(unpacked_in_time(narrow, early), ones(1))
+    narrow.engine.close()

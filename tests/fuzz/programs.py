@@ -68,7 +68,7 @@ class SavesViews(torch.autograd.Function):
 
 
 class AsksTwice(torch.autograd.Function):
-    """Asks for its saved tensors twice, and keeps one for the next backward."""
+    """Asks for its saved tensors twice."""
 
     @staticmethod
     def forward(ctx, value):
@@ -225,10 +225,11 @@ _IN_PLACE = {
     "rows_": lambda value: value[:1].mul_(2),
     "no grad add_": _no_grad_add,
 }
-_RARE = {"scribbles", "stumbles in backward", "stumbles in a checkpoint", "raise", *_IN_PLACE}
+STUMBLING = {"stumbles in backward", "stumbles in a checkpoint", "raise"}
+_RARE = {"scribbles", *STUMBLING}
 OPERATIONS = (*_UNARY, *_BINARY, *_CUTS, *_IN_PLACE, "raise", "copy")
 # Most programs should reach the end of their backward.
-WEIGHTS = tuple(1 if name in _RARE - set(_IN_PLACE) else 2 if name in _IN_PLACE else 6 for name in OPERATIONS)
+WEIGHTS = tuple(1 if name in _RARE else 2 if name in _IN_PLACE else 6 for name in OPERATIONS)
 
 
 def play(instructions: tuple[Instruction, ...], leaves: list[torch.Tensor]) -> torch.Tensor:

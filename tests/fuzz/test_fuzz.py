@@ -1,12 +1,14 @@
 """Random autograd programs, drawn and shrunk by hypothesis; ``python -m tests.fuzz`` runs as many others as asked."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.programs import DTYPES, OPERATIONS, Instruction
-from tests.fuzz.runs import ENDINGS, Program, check, run
+from tests.fuzz.programs import DTYPES, OPERATIONS, STUMBLING, Instruction
+from tests.fuzz.runs import ENDINGS, Program, check, outcomes, rig_for, run, some_parameters
 from tests.seeds import attempt
 
 _NUMBER = st.integers(0, 63)
@@ -45,6 +47,25 @@ def one_thread():
 @given(programs())
 def test_gradients_or_the_error_are_those_of_plain_autograd(program):
     assert check(program) == []
+
+
+@pytest.mark.filterwarnings("ignore")  # as in check()
+def test_programs_are_worth_their_name():
+    """A fair share ends with gradients, most of those have loaded something, and every operation is in one of them."""
+    ended, loaded, operations = 0, 0, set()
+    for seed in range(200):
+        program, model = Program.random(random.Random(seed)), some_parameters()
+        rig = rig_for(program, model)
+        found = outcomes(program, rig, model)
+        if {kind for kind, _ in found} == {"done"} and any(any(gradients or ()) for _, gradients in found):
+            ended += 1
+            loaded += rig.stats.loaded_bytes > 0
+            played = [one for one, ending in zip(program.forwards, program.endings, strict=True) if ending != "never"]
+            operations |= {each.name for forward in played for each in forward}
+        rig.engine.close()
+    assert ended > 80
+    assert loaded > ended / 2
+    assert set(OPERATIONS) - operations <= STUMBLING
 
 
 @pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.full) for first in range(0, 20_000, 2000)])

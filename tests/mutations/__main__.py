@@ -28,7 +28,7 @@ _TIMEOUT_S = 240
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Only these mutations.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the table here, as Markdown.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write a page with the table here, as Markdown.")] = None,
     baseline: Annotated[bool, typer.Option(help="Try the tests on the unbroken tree first.")] = True,
 ) -> None:
     """Check that every deliberate breakage is noticed."""
@@ -52,9 +52,9 @@ def main(
         except KeyboardInterrupt:
             console.print(f"Stopped after {len(rows)} of {len(mutations)} mutations.")
     _show(console, rows)
-    if output is not None:
+    if output is not None and len(rows) == len(mutations):
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(_markdown(rows))
+        output.write_text(_page(rows))
     survivors = [mutation.name for mutation, caught, _ in rows if not caught]
     if survivors:
         console.print(f"Nobody noticed: {', '.join(survivors)}", markup=False)
@@ -148,8 +148,16 @@ def _show(console: Console, rows: list[tuple[Mutation, str, str]]) -> None:
     console.print(table)
 
 
-def _markdown(rows: list[tuple[Mutation, str, str]]) -> str:
-    lines = ["| mutation | rule that it breaks | caught by | seeds |", "|---|---|---|---|"]
+def _page(rows: list[tuple[Mutation, str, str]]) -> str:
+    lines = [
+        "# Deliberate breakages",
+        "",
+        f"The engine was broken in {len(rows)} ways, each a patch in `tests/mutations`. `make mutations` writes this page.",
+        "`tests.races` and `tests.fuzz` try seeds until one fails: the last column says how many they took.",
+        "",
+        "| mutation | rule that it breaks | caught by | seeds |",
+        "|---|---|---|---|",
+    ]
     for mutation, caught, seeds in rows:
         lines.append(f"| `{mutation.name}` | {mutation.rule} | {f'`{caught}`' if caught else '**nobody**'} | {seeds} |")
     return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -34,6 +35,11 @@ class Mutation:
         """The module that tries seeds and how many of them, if that is the test."""
         kind, _, count = self.tests.partition(" ")
         return (f"tests.{kind}", int(count)) if kind in ("races", "fuzz") else None
+
+    @property
+    def files(self) -> list[str]:
+        """What the diff changes, from the root of the tree."""
+        return re.findall(r"^\+\+\+ b/(\S+)", self.path.read_text(), re.MULTILINE)
 
     def apply(self, tree: Path) -> str:
         """Change the files of ``tree``; returns git's complaint, which is empty if there is none."""
