@@ -28,8 +28,8 @@ make_card() {
     # shellcheck disable=SC2086  # several words, or none
     hf-offload train "$recipe" $files $settings --report "$out.json"
     # shellcheck disable=SC2086
-    hf-offload bench steps "$recipe" $files $settings training.eval_strategy=no evaluation=null data.validation=null \
-        --strategies keep,recompute,ours:ssd,ours:auto --steps 6 --rounds 2 --output "$out"
+    hf-offload bench steps "$recipe" $files $settings --strategies keep,recompute,ours:ssd,ours:auto --steps 6 --rounds 2 \
+        --output "$out"
     hf-offload card "$out.json" --output "$folder" --comparison "$out/table.json" "$@"
     cp "$out/table.json" "$folder/comparison.json"
 }
