@@ -24,6 +24,7 @@ from hf_offload.bench.cell import CRASHED, DONE, NOT_INSTALLED, OUT_OF_MEMORY, C
 from hf_offload.bench.strategies import find_strategy, strategy_names
 from hf_offload.cli import bench_options
 from hf_offload.cli.main import app
+from hf_offload.reports.plots import plot_memory
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.run import run_recipe
 
@@ -121,6 +122,20 @@ def test_tables_and_pictures_are_written(real):
     assert rows[2]["losses_identical"] == "True"
     for name in ("memory.png", "pareto.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("ways", "rounds"), [(2, 1), (4, 1), (4, 2)])
+def test_a_picture_says_what_its_lines_are_and_that_it_is_of_one_round(tmp_path, monkeypatch, ways, rounds):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn, save = [], figure.savefig
+    monkeypatch.setattr(
+        figure, "savefig", lambda self, *given, **named: [drawn.append(self), save(self, *given, **named)]
+    )
+    plot_memory({f"way {number}": fake_report() for number in range(ways)}, tmp_path / "memory.png", rounds)
+    (axes,) = drawn[0].axes
+    assert axes.get_title(loc="left").endswith("steps of one of 2 rounds" if rounds > 1 else "steps")
+    dotted = [text.get_text() for text in axes.get_legend().get_texts() if "peak residency" in text.get_text()]
+    assert len(dotted) == (1 if ways > 3 else ways), "once where there are many, otherwise each with its figure"
 
 
 # -------------------------------------------------------------------------------------------------- cells, one by one
