@@ -175,12 +175,18 @@ def _train(spec: CellSpec, result: CellResult) -> TrainingReport:
         result.model = describe_model(model)
         return _context(strategy, model)
 
-    if spec.trace is None:
-        return run_recipe(recipe, measure=spec.measure, save=False, around_step=around_step)
-    from hf_offload.bench.trace import StepTrace
+    callbacks = []
+    if spec.trace is not None:
+        from hf_offload.bench.trace import StepTrace
 
+        callbacks = [StepTrace(Path(spec.trace), after=WARMUP_STEPS)]
     return run_recipe(
-        recipe, save=False, around_step=around_step, callbacks=[StepTrace(Path(spec.trace), after=WARMUP_STEPS)]
+        recipe,
+        measure=spec.measure and spec.trace is None,
+        save=False,
+        evaluate=False,
+        around_step=around_step,
+        callbacks=callbacks,
     )
 
 

@@ -139,7 +139,7 @@ def write_results(results: Results, output: Path) -> list[Path]:
         first = {row.strategy: next(iter(results.reports(case, row.strategy).values())) for row in rows if row.rounds}
         if first:
             written.append(output / f"memory{ending}")
-            plot_memory(first, written[-1])
+            plot_memory(first, written[-1], results.rounds)
         points = [Point(row.strategy, row.peak_bytes, row.step_s) for row in rows if row.peak_bytes and row.step_s]
         if points:
             written.append(output / f"pareto{ending}")

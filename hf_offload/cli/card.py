@@ -15,6 +15,12 @@ def card(
     dataset: Annotated[str, typer.Option(help="Name of the data it was trained on.")],
     dataset_license: Annotated[str, typer.Option(help="Its licence, as the Hub writes it: cc-by-2.0.")],
     dataset_url: Annotated[str | None, typer.Option(help="Where the data comes from.")] = None,
+    dataset_note: Annotated[
+        str | None, typer.Option(help="Sentences: whose data, which part of it, where its files have to lie.")
+    ] = None,
+    how: Annotated[
+        str | None, typer.Option(help="Sentences: how to make it again. The single commands are added.")
+    ] = None,
     license: Annotated[str, typer.Option(help="Of the trained weights.")] = "apache-2.0",
     language: Annotated[str | None, typer.Option(help="Codes with commas between: en,de.")] = None,
     base_model: Annotated[
@@ -36,6 +42,8 @@ def card(
             dataset=dataset,
             dataset_license=dataset_license,
             dataset_url=dataset_url,
+            dataset_note=dataset_note,
+            how=how,
             base_model=base_model,
             languages=[code.strip() for code in language.split(",")] if language else (),
             **({} if purpose is None else {"purpose": purpose}),

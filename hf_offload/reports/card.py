@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,12 +12,11 @@ import yaml
 
 from hf_offload.bench.formats import markdown_table
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.sizes import format_bytes
+from hf_offload.reports.card_memory import MEMORY_PLOT, Comparison, describe_machine, memory_section
 from hf_offload.training.report import TrainingReport
 
 CARD_FILE = "README.md"
 LOSS_PLOT = "loss.png"
-MEMORY_PLOT = "memory.png"
 # What the Hub calls the tasks of recipes.
 _PIPELINES = {
     "causal-lm": "text-generation",
@@ -24,14 +24,7 @@ _PIPELINES = {
     "seq2seq-lm": "text-generation",
     "sequence-classification": "text-classification",
 }
-_WAYS = {
-    "keep": "keep everything",
-    "recompute": "activation checkpointing",
-    "ours:ssd": "offload to SSD",
-    "ours:ram": "offload to RAM",
-    "ours:auto": "within the budget (`tier: auto`)",
-    "ours:lean": "make again what is cheap (`lean_activations`)",
-}
+_SCALES = {"bleu": "0 to 100", "chrf": "0 to 100"}
 _SMOOTHED = 50
 """A curve of losses has about as many points."""
 
@@ -46,6 +39,8 @@ class CardFacts:
         dataset: Name of the data.
         dataset_license: Its licence, in the same way.
         dataset_url: Where it comes from.
+        dataset_note: Sentences about it: whose it is, which part was taken, where its files have to lie.
+        how: Sentences on how to make all of it again; the single commands stand below them.
         languages: Codes such as ``en``.
         base_model: Hub name of the model that was fine-tuned. Default: the recipe's, unless that is a folder.
         purpose: A sentence that says what the model is for.
@@ -56,32 +51,11 @@ class CardFacts:
     dataset: str
     dataset_license: str
     dataset_url: str | None = None
+    dataset_note: str | None = None
+    how: str | None = None
     languages: Sequence[str] = ()
     base_model: str | None = None
     purpose: str = "It shows what training with activation offloading costs and is no model to build on."
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """The same recipe, trained in several ways: ``table.json`` of ``hf-offload bench steps``, read."""
-
-    rows: Sequence[Mapping[str, Any]]
-    machine: Mapping[str, Any]
-    rounds: int
-
-    @classmethod
-    def read(cls, path: Path) -> "Comparison":
-        """Raises :class:`~hf_offload.errors.OffloadConfigError` if ``path`` is something else."""
-        import json
-
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            rows = [row for row in values["rows"] if row["rounds"]]
-            return cls(rows, values["machine"], values["rounds"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise OffloadConfigError(
-                f"{path} is no comparison: {error}. Give the table.json that `hf-offload bench steps RECIPE` wrote."
-            ) from error
 
 
 def card_text(
@@ -168,18 +142,22 @@ def _body(
     origin = (
         f"fine-tuned from `{_base_model(report, facts) or model['name']}`"
         if model["name"]
-        else f"a {model['architecture']} from random weights"
+        else "trained from random weights"
     )
     yield f"# {facts.name}"
     yield ""
+    kind = f" of the architecture `{model['architecture']}`" if model.get("architecture") else ""
     yield (
-        f"{report.parameter_count / 1e6:.1f}M parameters, {origin}, trained on {facts.dataset} with "
-        f"[hf_offload](https://pypi.org/project/hf-offload). {facts.purpose}"
+        f"A model{kind} with {report.parameter_count / 1e6:.1f}M parameters, {origin} on {facts.dataset} with hf_offload. "
+        f"{facts.purpose}"
     )
     yield ""
     yield "## Results"
     yield ""
-    rows = [(name, f"{value:.4g}") for name, value in _metrics(report).items()]
+    rows = [
+        (f"{name} ({_SCALES[name]})" if name in _SCALES else name, f"{value:.4g}")
+        for name, value in _metrics(report).items()
+    ]
     if rows:
         yield from markdown_table(("metric, on the validation data", "value"), rows)
     yield (
@@ -190,20 +168,36 @@ def _body(
     if LOSS_PLOT in plots:
         yield f"![Loss by step]({LOSS_PLOT})"
         yield ""
-    yield from _memory(report, comparison, plots)
+    yield from memory_section(report, comparison, plots)
     yield "## Data"
     yield ""
     where = f" ([source]({facts.dataset_url}))" if facts.dataset_url else ""
-    yield f"{facts.dataset}{where}, licence `{facts.dataset_license}`. Rows of up to {data['sequence_length']} tokens."
+    yield (
+        f"Trained on {facts.dataset}{where}, licence `{facts.dataset_license}`, in rows of up to {data['sequence_length']} "
+        "tokens."
+    )
     yield ""
+    if facts.dataset_note:
+        yield facts.dataset_note
+        yield ""
     yield "## How to make it again"
     yield ""
+    if facts.how:
+        yield facts.how
+        yield ""
+    notes = {"--dataset-note": facts.dataset_note, "--how": facts.how}
+    given = " and ".join(f"`{option}`" for option, note in notes.items() if note)
+    yield (
+        f"The single commands, with hf_offload {report.versions['hf-offload']}"
+        f"{f'; the notes above are given with {given}' * bool(given)}:"
+    )
+    yield ""
     yield "```"
-    yield f"pip install hf-offload=={report.versions['hf-offload']}"
-    yield report.command or f"hf-offload train {report.recipe}"
+    yield from _commands(report, facts, comparison)
     yield "```"
     yield ""
-    yield f"Machine: {_machine(report.machine)}; allocator {report.allocator}. Versions: {_versions(report.versions)}."
+    where = f"{describe_machine(report.machine)}; allocator {report.allocator}"
+    yield f"Machine: {where}. Versions: {_versions(report.versions)}."
     yield f"The weights after the last step have the SHA-256 `{report.parameters_sha256[:16]}` (first 16 digits)."
     yield ""
     yield "<details><summary>The whole recipe</summary>"
@@ -216,91 +210,24 @@ def _body(
     yield "</details>"
 
 
-def _memory(report: TrainingReport, comparison: Comparison | None, plots: Sequence[str]) -> Iterator[str]:
-    yield "## Memory and time"
-    yield ""
-    peak, step = report.peak_over_baseline_bytes, report.median_step_s
-    assert peak is not None
-    yield (
-        f"This run: {format_bytes(peak)} above weights, gradients and optimizer state at its peak"
-        + (" (with what evaluation left in the allocator)" if _leaves_evaluation(report) else "")
-        + ("" if step is None else f", {step:.2f} s a step (median)")
-        + (
-            ""
-            if report.offload is None
-            else f"; {format_bytes(report.offload['written_bytes'])} written to disk in all, "
-            f"{report.offload['stall_s']:.1f} s waited for it"
-        )
-        + "."
-    )
-    yield ""
-    forecast = report.forecast
-    if forecast is not None:
-        measured_step = forecast["measured_step_s"]
-        yield from markdown_table(
-            ("plan for the budget", "predicted", "measured"),
-            [
-                (
-                    "peak, everything included",
-                    format_bytes(forecast["peak_bytes"]),
-                    "-" if forecast["measured_peak_bytes"] is None else format_bytes(forecast["measured_peak_bytes"]),
-                ),
-                (
-                    "step",
-                    f"{forecast['step_s']:.2f} s",
-                    f"{statistics.median(measured_step):.2f} s" if measured_step else "-",
-                ),
-            ],
-        )
+def _commands(report: TrainingReport, facts: CardFacts, comparison: Comparison | None) -> Iterator[str]:
+    train = shlex.split(report.command) if report.command else ["hf-offload", "train", report.recipe]
+    yield shlex.join([*train, "--report", "run.json"])
+    card = ["hf-offload", "card", "run.json", "--output", "card"]
     if comparison is not None:
-        yield (
-            f"The same recipe in other ways, side by side on {_machine(comparison.machine)} (`hf-offload bench steps`, "
-            f"{comparison.rounds} round{'s' if comparison.rounds > 1 else ''}; ratios are taken within a round):"
-        )
-        yield ""
-        counted = all(row.get("in_use_bytes") is not None for row in comparison.rows)
-        yield from markdown_table(
-            ("way", "peak", "of keep", *(["in use"] if counted else []), "step", "of keep", "losses and weights"),
-            [
-                (
-                    _WAYS.get(row["strategy"], row["strategy"]),
-                    f"+{row['peak_bytes'] / 1e6:.0f} MB",
-                    f"{row['peak_ratio']:.3f}",
-                    *([f"+{row['in_use_bytes'] / 1e6:.0f} MB"] if counted else []),
-                    f"{row['step_s']:.2f} s",
-                    f"{row['step_ratio']:.3f}",
-                    _identity(row),
-                )
-                for row in comparison.rows
-            ],
-        )
-        if counted:
-            yield (
-                "Peak: of the process, above weights, gradients and optimizer state. In use: what its allocator had given "
-                "out at most; the rest it kept at hand."
-            )
-            yield ""
-        if MEMORY_PLOT in plots:
-            yield f"![Memory over time]({MEMORY_PLOT})"
-            yield ""
-
-
-def _leaves_evaluation(report: TrainingReport) -> bool:
-    # On a CPU it is the process that is measured, and nothing says what in it belongs to a step.
-    assert report.memory is not None
-    return report.memory["device"] == "cpu" and str(report.settings["training"].get("eval_strategy", "no")) != "no"
-
-
-def _identity(row: Mapping[str, Any]) -> str:
-    if row["strategy"] == "keep":
-        return "-"
-    return "those of keep, bit by bit" if row["losses_identical"] and row["parameters_identical"] else "others"
-
-
-def _machine(machine: Mapping[str, Any]) -> str:
-    device = machine["device"]
-    cores = f"{machine['cores']} CPU cores"
-    return cores if device == "cpu" else f"{device}, {cores}"
+        yield comparison.command(train[2], report.settings)
+        card += ["--comparison", "comparison/table.json"]
+    options = {
+        "--name": facts.name,
+        "--dataset": facts.dataset,
+        "--dataset-license": facts.dataset_license,
+        "--dataset-url": facts.dataset_url,
+        "--license": facts.license,
+        "--language": ",".join(facts.languages),
+        "--base-model": facts.base_model,
+        "--purpose": None if facts.purpose == CardFacts.purpose else facts.purpose,
+    }
+    yield shlex.join([*card, *(text for option, value in options.items() if value for text in (option, value))])
 
 
 def _versions(versions: Mapping[str, str]) -> str:

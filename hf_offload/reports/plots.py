@@ -41,10 +41,11 @@ def require_matplotlib() -> None:
         raise OffloadError("Plots need matplotlib: pip install 'hf-offload[bench]'.") from error
 
 
-def plot_memory(reports: Mapping[str, TrainingReport], path: Path) -> None:
+def plot_memory(reports: Mapping[str, TrainingReport], path: Path, rounds: int = 1) -> None:
     """Memory above the baseline over a few steps in the steady state, one line a strategy, as a PNG at ``path``.
 
-    The lines start together at the beginning of the first step after the warm-up; a line ends when its steps are done.
+    ``reports`` are those of one of ``rounds`` rounds. The lines start together at the beginning of the first step after the
+    warm-up; a line ends when its steps are done.
     """
     require_matplotlib()
     # Not pyplot: it keeps figures in process-wide state and picks a backend for a screen.
@@ -67,6 +68,10 @@ def plot_memory(reports: Mapping[str, TrainingReport], path: Path) -> None:
         # Two lines of the legend for each of many strategies would cover the plot.
         axes.plot(times, values, color=colour, linewidth=1.6, label=f"{speed}, +{peak:,.0f} MB" if many else speed)
         axes.axhline(peak, color=colour, linewidth=1, linestyle=(0, (2, 3)), label=None if many else height)
+    if many:
+        axes.plot(
+            [], [], color="#7f7f7f", linewidth=1, linestyle=(0, (2, 3)), label="peak residency, the MB named here"
+        )
     axes.axhline(0, color="black", linewidth=1.2, linestyle="--")
     axes.annotate(  # below the line, in the room that the margin leaves
         "baseline: weights, gradients and optimizer state",
@@ -74,11 +79,12 @@ def plot_memory(reports: Mapping[str, TrainingReport], path: Path) -> None:
         ha="right", fontsize=8,
     )  # fmt: skip
     first = next(iter(reports.values()))
-    axes.set_title(f"{first.recipe}: {what} over {steps} training steps", fontsize=13, loc="left")
+    which = f" of one of {rounds} rounds" if rounds > 1 else ""
+    axes.set_title(f"{first.recipe}: {what} over {steps} training steps{which}", fontsize=13, loc="left")
     axes.set_xlabel(f"seconds from the beginning of step {_first_step(len(first.step_times_s)) + 1}")
     axes.set_ylabel("above the baseline (MB)")
     axes.margins(x=0)
-    lines = -(-len(reports) // _LEGEND_COLUMNS) if many else 2
+    lines = -(-(len(reports) + 1) // _LEGEND_COLUMNS) if many else 2
     axes.set_ylim(bottom=min(axes.get_ylim()[0], -0.07 * top), top=(1.15 + 0.1 * lines) * top)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

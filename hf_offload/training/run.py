@@ -41,6 +41,7 @@ def run_recipe(
     measure: bool = False,
     resume: bool = False,
     save: bool = True,
+    evaluate: bool = True,
     around_step: AroundStep | None = None,
     callbacks: "Sequence[TrainerCallback]" = (),
     command: str | None = None,
@@ -55,7 +56,9 @@ def run_recipe(
         report: Measure, and write everything to this JSON file.
         measure: Measure memory and step times.
         resume: Go on from the last checkpoint in ``recipe.output_dir``.
-        save: Whether the model is saved in ``recipe.output_dir``. One that was trained on random tokens never is.
+        save: Whether checkpoints and the model are saved in ``recipe.output_dir``. A model that was trained on random tokens
+            never is.
+        evaluate: Whether there are evaluations, on the way and at the end. The rows that are trained on are the same without.
         around_step: Entered around each step.
         callbacks: For the Trainer.
         command: What makes the same run again, for the report.
@@ -68,13 +71,20 @@ def run_recipe(
     from hf_offload.training.recording import Recording  # loads the Trainer
 
     arguments = build_arguments(recipe)
-    check_installed(recipe.evaluation.metrics_for(recipe.model.task) if recipe.data.validation is not None else ())
+    if not save:
+        arguments.save_strategy = "no"
+    if not evaluate:
+        arguments.eval_strategy, arguments.eval_on_start = "no", False
+    has_metrics = evaluate and recipe.data.validation is not None
+    check_installed(recipe.evaluation.metrics_for(recipe.model.task) if has_metrics else ())
     checkpoint = _last_checkpoint(recipe) if resume else None
     set_seed(arguments.seed)
     tokenizer, prepared = None, None
     if recipe.data.source != RANDOM_TOKENS:
         tokenizer = build_tokenizer(recipe.data, recipe.model.name, recipe.cache_dir)
         prepared = prepare_data(recipe, tokenizer, recipe.cache_dir)
+        if not evaluate:  # only now: a share that is held back is neither trained on nor seen by a trained tokenizer
+            prepared = dataclasses.replace(prepared, validation=None)
     # Again, so that weights and dropout do not depend on whether the tokenizer had to be trained first.
     set_seed(arguments.seed)
     model = build_model(recipe, tokenizer, arguments.device, None if prepared is None else prepared.setup.labels)
@@ -122,7 +132,8 @@ def _build_trainer(
 
     seq2seq = prepared is not None and prepared.task.seq2seq
     own: list[TrainerCallback] = [recording]
-    if recipe.evaluation.early_stopping_patience is not None:
+    evaluates = prepared is not None and prepared.validation is not None
+    if evaluates and recipe.evaluation.early_stopping_patience is not None:
         own.append(EarlyStoppingCallback(recipe.evaluation.early_stopping_patience))
     options: dict[str, Any] = {}
     if prepared is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench_recipes import RANDOM_RECIPE, TINY_MODEL, fake_report
+from transformers import Trainer
 from typer.testing import CliRunner
 
 import hf_offload
@@ -23,6 +24,9 @@ from hf_offload.bench.cell import CRASHED, DONE, NOT_INSTALLED, OUT_OF_MEMORY, C
 from hf_offload.bench.strategies import find_strategy, strategy_names
 from hf_offload.cli import bench_options
 from hf_offload.cli.main import app
+from hf_offload.reports.plots import plot_memory
+from hf_offload.settings.recipes import load_recipe
+from hf_offload.training.run import run_recipe
 
 REPOSITORY = Path(hf_offload.__file__).parent.parent
 ON_CPU = not torch.accelerator.is_available()
@@ -120,12 +124,56 @@ def test_tables_and_pictures_are_written(real):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("ways", "rounds"), [(2, 1), (4, 1), (4, 2)])
+def test_a_picture_says_what_its_lines_are_and_that_it_is_of_one_round(tmp_path, monkeypatch, ways, rounds):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn, save = [], figure.savefig
+    monkeypatch.setattr(
+        figure, "savefig", lambda self, *given, **named: [drawn.append(self), save(self, *given, **named)]
+    )
+    plot_memory({f"way {number}": fake_report() for number in range(ways)}, tmp_path / "memory.png", rounds)
+    (axes,) = drawn[0].axes
+    assert axes.get_title(loc="left").endswith("steps of one of 2 rounds" if rounds > 1 else "steps")
+    dotted = [text.get_text() for text in axes.get_legend().get_texts() if "peak residency" in text.get_text()]
+    assert len(dotted) == (1 if ways > 3 else ways), "once where there are many, otherwise each with its figure"
+
+
 # -------------------------------------------------------------------------------------------------- cells, one by one
 
 
 def spec_for(recipe, strategy, **changes):
     values = {"recipe": str(recipe), "overrides": (), "strategy": strategy, "base": str(recipe.parent / "cell")}
     return CellSpec(**(values | changes))
+
+
+def test_a_cell_trains_the_recipes_rows_and_neither_evaluates_nor_saves(tmp_path, monkeypatch):
+    """Rows that are held back stay so, for they change the rows that are trained on and a tokenizer trained on these."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text, {n * n} in all\n" for n in range(400)))
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RANDOM_RECIPE)
+    changes = (
+        "data={files: text.txt, sequence_length: 32, validation: 0.3, tokenizer: {train_bpe: 300}}",
+        "model.config={n_layer: 1, n_embd: 64, n_head: 2, n_positions: 64, vocab_size: 300, attn_pdrop: 0.0, "
+        "resid_pdrop: 0.0, embd_pdrop: 0.0}",  # without dropout, which draws other numbers after an evaluation
+        "training.eval_strategy=steps", "training.eval_steps=1", "training.eval_on_start=true",
+        "training.save_strategy=steps", "training.save_steps=1", "training.load_best_model_at_end=true",
+        "training.greater_is_better=false", "training.metric_for_best_model=loss",
+        "evaluation={metrics: [token_accuracy], early_stopping_patience: 3}",
+    )  # fmt: skip
+    trained = run_recipe(load_recipe(path, [*changes, "training.output_dir=trained"]))
+    assert trained.metrics is not None
+    assert list((tmp_path / "trained").glob("checkpoint-*"))
+
+    def evaluated(*_arguments, **_settings):
+        raise AssertionError("a benchmark evaluated")
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluated)
+    result = execute(spec_for(path, "keep", overrides=changes))
+    assert result.outcome == DONE, result.error
+    assert result.report.losses_hex == trained.losses_hex
+    assert result.report.metrics is None
+    assert not [found for found in (tmp_path / "out").iterdir() if found.name != "data"]
 
 
 # On a CPU: what asks for pinned memory or a stream fails, and save_on_cpu has nothing to do.

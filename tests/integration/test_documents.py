@@ -1,5 +1,6 @@
 """What the README, docs/ and the examples name is there, and the command lines they show are understood."""
 
+import json
 import re
 import runpy
 import shlex
@@ -144,3 +145,31 @@ def test_commands_are_found():
         understand(["plan", "llama-1b", "--levrs"])
     with pytest.raises(AssertionError, match="no command"):
         understand(["bench", "stesp"])
+
+
+def test_the_choice_between_checkpointing_and_a_drive_leaves_no_measurement_out():
+    """The table holds every comparison there is with the figures of its file, and the ranges above it are the table's."""
+    ways = ("recompute", "ours:ssd")
+    expected, found = {}, {}
+    for path in sorted((ROOT / "model_cards").glob("*/*.json")) + sorted((ROOT / "model_cards").glob("*/*/*.json")):
+        content = json.loads(path.read_text())
+        rows = content.get("rows", []) if isinstance(content, dict) else []
+        if any(row.get("strategy") == "ours:ssd" for row in rows):
+            ratios = [
+                [row[f"{what}_ratio"] for row in rows if row["strategy"] == way]
+                for way in ways
+                for what in ("peak", "step")
+            ]
+            expected[f"../{path.relative_to(ROOT)}"] = [
+                [f"{ratio:.3f}" for ratio in column] or ["-"] for column in ratios
+            ]
+    text = (ROOT / "docs" / "choosing.md").read_text()
+    for link, cells in re.findall(r"^\| \[.*?\]\((\.\./model_cards/.*?\.json)\) \| (.*) \|$", text, re.MULTILINE):
+        found[link] = [cell.split(", ") for cell in cells.split(" | ")]
+    assert found == expected
+    memory_and_time = [
+        sorted(float(x) for row in found.values() for x in row[column] if x != "-") for column in range(4)
+    ]
+    said = [f"{values[0]:.3f} to {values[-1]:.3f}" for values in memory_and_time]
+    assert f"| activation checkpointing | {said[0]} of keep's [2] | {said[1]} |" in text
+    assert f'| `offload="ssd"` | {said[2]} [2] | {said[3]} |' in text
