@@ -67,6 +67,7 @@ class Record:
         "phase",
         "probe",
         "root",
+        "settled",
         "start",
         "state",
         "storage_offset",
@@ -93,6 +94,7 @@ class Record:
         self.probe = probe  # no storage of its own, but the version counter of the saved tensor
         self.version: int = probe._version
         self.root = root  # whose counter that is
+        self.settled: Future[None] | None = None  # done once a store's end is seen in the state
         self.state = State.RESIDENT
         self.unit = unit
         self.wanted = False  # backward will need it soon: a store that ends must not drop the buffer

@@ -93,7 +93,7 @@ class Transfer:
         settled: Future[None] = Future()
         with self.lock:
             record.slot = slot
-            record.future = future
+            record.future, record.settled = future, settled
             record.state = State.STORING
             record.estate.leaving = True
             self.leaving_bytes += record.nbytes
@@ -221,7 +221,8 @@ class Transfer:
                 if record.state is State.STORED:
                     self.start_load(record, urgent=True)
                     tried = True
-                state, future = record.state, record.future
+                # A store is over for us when its callback has changed the state: after its future, which wakes us before.
+                state, future = record.state, record.settled if record.state is State.STORING else record.future
             begin = begin or time.perf_counter()
             self._await(record, state, future, tried)
         with self.lock:
@@ -238,7 +239,7 @@ class Transfer:
             self._stats.step.load_stall_s += time.perf_counter() - begin
         return memory
 
-    def _await(self, record: Record, state: State, future: "Future[Arrival | None] | None", is_last_try: bool) -> None:
+    def _await(self, record: Record, state: State, future: "Future[Any] | None", is_last_try: bool) -> None:
         assert future is not None, "a record whose bytes are not in memory has a transfer on its way"
         try:
             self._wait_for(future)

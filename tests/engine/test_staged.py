@@ -150,6 +150,38 @@ def test_a_failed_write_without_memory_for_its_bytes_is_an_error_of_backward(mon
     rig.engine.close()
 
 
+def test_unpack_waits_for_the_end_of_a_store_and_does_not_ask_again_and_again(monkeypatch):
+    """A future wakes who waits for it before the callback that changes the state has run."""
+    rig = Rig(ControlledTier(), device=SimulatedDevice(0))
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = torch.autograd.grad(x.sin().cos().sum(), x)[0]
+    go, ended, asked, found = threading.Event(), [], [], []
+    stored, wait = rig.transfer._stored, rig.transfer._await
+
+    def end(*arguments):
+        ended.append(arguments)
+        assert len(ended) == 1 or go.wait(20)  # the second is that of sin(x), which nobody else holds
+        stored(*arguments)
+
+    monkeypatch.setattr(rig.transfer, "_stored", end)
+    monkeypatch.setattr(rig.transfer, "_await", lambda *arguments: asked.append(arguments) or wait(*arguments))
+    with rig:
+        y = x.sin().cos().sum()
+    rig.transfer._mover.advance(everything=True)
+    while len(ended) < 2:
+        time.sleep(0.001)
+    backward = threading.Thread(target=lambda: found.append(torch.autograd.grad(y, x)[0]), daemon=True)
+    backward.start()
+    while not asked:
+        time.sleep(0.001)
+    backward.join(0.3)
+    asked_in_vain = len(asked)
+    go.set()
+    backward.join(20)
+    assert asked_in_vain == 1
+    assert torch.equal(found[0], expected)
+
+
 def test_a_ring_smaller_than_a_tensor_still_works(monkeypatch):
     monkeypatch.setattr("hf_offload.engine.hooks._RING_BYTES", 1000)
     rig = Rig(ControlledTier(), device=SimulatedDevice(1))
