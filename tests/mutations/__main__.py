@@ -93,7 +93,8 @@ def _try(mutation: Mutation) -> tuple[str, str]:
     if code == 0:
         return "", ""
     if seeds is None:
-        if code == 1 or code is None:
+        # A thread that is stuck in what was broken may abort the process at its end, after the test has failed.
+        if code in (1, None) or (code < 0 and " failed" in text):
             return mutation.tests.rsplit("/", 1)[-1], ""
         raise SystemExit(f"{mutation.name}: pytest could not run {mutation.tests}:\n{text[-3000:]}")
     found = re.search(r"again with: python -m tests\.\w+ --seed (\d+)", " ".join(text.split()))
