@@ -34,6 +34,7 @@ class Prediction:
 
     Attributes:
         machine: In words.
+        micro_batches: Of a step, ``gradient_accumulation_steps``.
         budget_bytes: Most memory that counts as fitting.
         peak_bytes, step_s: Of the recipe as it is.
         kept_peak_bytes, kept_step_s: If every activation were kept.
@@ -41,6 +42,7 @@ class Prediction:
     """
 
     machine: str
+    micro_batches: int
     budget_bytes: int
     peak_bytes: int
     step_s: float
@@ -55,9 +57,12 @@ class Prediction:
         if self.kept_peak_bytes > self.budget_bytes:
             kept = f"{_gib(self.kept_peak_bytes)}, too much"
         planned = "" if self.planned_step_s is None else f"; tier auto: {format_seconds(self.planned_step_s)}"
+        step = f"step {format_seconds(self.step_s)}"
+        if self.micro_batches > 1:
+            step = f"{format_seconds(self.step_s)} a micro-batch, {self.micro_batches} a step"
         return (
             f"{PREDICTED}{self.machine}: peak {_gib(self.peak_bytes)} of {_gib(self.budget_bytes)}, "
-            f"step {format_seconds(self.step_s)}; all kept: {kept}{planned}."
+            f"{step}; all kept: {kept}{planned}."
         )
 
 
@@ -76,7 +81,8 @@ def predict_recipe(name: str) -> Prediction:
     if "tflops" in options:
         options["tflops"] = float(options["tflops"])
     hardware = describe_hardware(options.pop("gpu"), **options)
-    placement = _PLACEMENTS[_way(load_recipe(name))]
+    recipe = load_recipe(name)
+    placement = _PLACEMENTS[_way(recipe)]
     workload = find_workload(name)
     budget = workload.budget_bytes or int(hardware.memory_bytes.value * BUDGET_SHARE)
     problem = make_problem(count_workload(workload, hardware), hardware, budget)
@@ -92,6 +98,7 @@ def predict_recipe(name: str) -> Prediction:
         )
     return Prediction(
         machine=_words(hardware),
+        micro_batches=int(recipe.training.get("gradient_accumulation_steps") or 1),
         budget_bytes=budget,
         peak_bytes=chosen.timeline.peak_bytes,
         step_s=chosen.timeline.step_s,

@@ -103,9 +103,9 @@ class EvaluationRecipe:
                 with check:
                     if task not in METRICS[name].tasks:
                         fitting = [other for other, kind in METRICS.items() if task in kind.tasks]
-                        why = f"{task} writes no text" if METRICS[name].generates else f"it is not for {task}"
                         raise OffloadConfigError(
-                            f"evaluation.metrics: {name} does not fit: {why}. Metrics of {task}: {', '.join(fitting)}."
+                            f"evaluation.metrics: {name} is computed for {' and '.join(METRICS[name].tasks)} only. Metrics "
+                            f"of {task}: {', '.join(fitting)}."
                         )
             with check:
                 if self.generation is not None and not any(METRICS[name].generates for name in metrics):

@@ -1,7 +1,8 @@
 """Recipes: what one YAML file says about a training run, and how that is checked.
 
-Sections: ``model``, ``data``, ``training`` (the fields of ``transformers.TrainingArguments``), ``evaluation``, ``offload``
-(those of :class:`~hf_offload.settings.schema.OffloadConfig`), ``sampling`` (those of
+Sections: ``model``, ``data``, ``training`` (the fields of ``transformers.TrainingArguments``; the precision is what they say,
+whatever a launcher's config file says), ``evaluation``, ``offload`` (those of
+:class:`~hf_offload.settings.schema.OffloadConfig`), ``sampling`` (those of
 :class:`~hf_offload.settings.sampling.SampledLinearConfig`) and ``memory`` (``mode`` and its settings). A key that nothing
 reads is an error, and all mistakes of a recipe are reported at once.
 """

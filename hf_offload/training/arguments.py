@@ -1,7 +1,10 @@
 """The training arguments that a recipe stands for."""
 
+import contextlib
 import dataclasses
 import json
+import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +18,8 @@ from hf_offload.training.tasks.pairs import target_length
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+_PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
 def build_arguments(recipe: Recipe) -> "TrainingArguments":
@@ -30,6 +35,9 @@ def build_arguments(recipe: Recipe) -> "TrainingArguments":
         "dataloader_pin_memory": torch.accelerator.is_available(),
         # Of models in wrappers, such as adapters, the Trainer would not find out.
         "label_names": ["labels"],
+        # Looking for some makes DDP hand the logits a gradient, which those of a tiled loss cannot take. There are none: what
+        # a recipe does not train is frozen.
+        "ddp_find_unused_parameters": False,
         **recipe.training,
         **_evaluation_arguments(recipe),
         **_offload_arguments(recipe.offload),
@@ -39,7 +47,8 @@ def build_arguments(recipe: Recipe) -> "TrainingArguments":
         values |= {"memory_mode": recipe.memory.get("mode", "none"), "memory_mode_kwargs": settings or None}
     try:
         make = OffloadSeq2SeqTrainingArguments if recipe.model.task == "seq2seq-lm" else OffloadTrainingArguments
-        arguments = make(**values)
+        with _own_precision():
+            arguments = make(**values)
     except (TypeError, ValueError, ImportError) as error:
         if isinstance(error, OffloadConfigError):
             raise
@@ -50,6 +59,19 @@ def build_arguments(recipe: Recipe) -> "TrainingArguments":
             f"{arguments.offload_config()}. A directory's name must not hold a comma or begin or end with a space."
         )
     return arguments
+
+
+@contextlib.contextmanager
+def _own_precision() -> Iterator[None]:
+    """A recipe that says neither ``fp16`` nor ``bf16`` is trained in the dtype of its weights, as it was planned. Arguments
+    that say neither take what the config file of the launcher says.
+    """
+    launched = os.environ.pop(_PRECISION_VARIABLE, None)
+    try:
+        yield
+    finally:
+        if launched is not None:
+            os.environ[_PRECISION_VARIABLE] = launched
 
 
 def _evaluation_arguments(recipe: Recipe) -> dict[str, Any]:

@@ -130,7 +130,8 @@ def _load_hub(hub: HubData, split: str, data: DataRecipe, cache_dir: Path) -> "D
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    with loading(f"data.hub (split {split})", str(hub.name), DatasetsError):
+    # RuntimeError: what `datasets` raises for data sets that are programs.
+    with loading(f"data.hub (split {split})", str(hub.name), DatasetsError, RuntimeError):
         return load_dataset(hub.name, hub.config, split=split, streaming=data.streaming, cache_dir=str(cache_dir))
 
 

@@ -10,6 +10,19 @@ _OUT_OF_REACH = (
     "connect", "connection", "couldn't reach", "gated", "not a local folder", "not found", "offline", "resolve", "restricted",
     "unauthorized", "doesn't exist on the hub",
 )  # fmt: skip
+_HINTS = (
+    (
+        ("dataset scripts are no longer supported",),
+        " `datasets` runs no programs that come with a data set: take one whose rows are Parquet files, or convert it "
+        "elsewhere and give the files as data.files.",
+    ),
+    (
+        _OUT_OF_REACH,
+        " Is the name right? Something gated needs `hf auth login` after its terms were accepted on its page. "
+        "Without a network, download it elsewhere with `hf download`, and give the folder here instead of the name.",
+    ),
+)
+"""Words in what was raised -> what to do about it."""
 
 
 @contextlib.contextmanager
@@ -22,12 +35,7 @@ def loading(setting: str, name: str, *also: type[Exception]) -> Iterator[None]:
         raise
     except kinds as error:
         reason = " ".join(str(error).split()) or type(error).__name__
+        hint = next((hint for words, hint in _HINTS if any(word in reason.lower() for word in words)), "")
         if len(reason) > _LONGEST_REASON:
             reason = reason[:_LONGEST_REASON].rpartition(" ")[0] + " ..."
-        hint = ""
-        if any(word in reason.lower() for word in _OUT_OF_REACH):
-            hint = (
-                " Is the name right? Something gated needs `hf auth login` after its terms were accepted on its page. "
-                "Without a network, download it elsewhere with `hf download`, and give the folder here instead of the name."
-            )
         raise OffloadConfigError(f"{setting}: {name!r} cannot be loaded: {reason.rstrip('.')}.{hint}") from error

@@ -14,7 +14,17 @@ from hf_offload.settings.recipes import load_recipe
 # The name that every supported version of transformers has; newer ones have another beside it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
-CARDED = [name for name in recipe_names() if read_header(find_recipe(name).read_text()).plan]
+UNCARDED = {
+    *(name for name in recipe_names() if name.startswith("bench/")),
+    "gpt/demo",
+    "gpt/small_full_auto",
+    "bert/minilm_full_auto",
+    "llama/small_full_auto",
+    "t5/small_full_auto",
+    "llama/8b_context_parallel",
+}
+"""For measuring, for CPUs, or for several cards at once: no prediction for one card."""
+CARDED = [name for name in recipe_names() if name not in UNCARDED]
 QUICK = ("gpt/gpt2_full_ssd", "bert/base_wtacrs_ram")
 TINY = """# hf-offload train tiny.yaml
 # hf-offload plan tiny.yaml --gpu 1GiB --tflops 1
@@ -53,13 +63,35 @@ def test_a_recipe_says_how_it_is_launched_planned_and_what_is_predicted(name):
     text = find_recipe(name).read_text()
     train, launch, plan = text.splitlines()[:3]
     assert train == f"# hf-offload train {name}"
-    assert re.fullmatch(rf"# hf-offload launch --config_file (fsdp2|ddp) -m hf_offload train {name}", launch)
+    assert re.fullmatch(
+        rf"# hf-offload launch --config_file (fsdp2|ddp) -m hf_offload train {name}( \w[\w.]*=\S+)*", launch
+    )
     header = read_header(text)
     assert plan == f"# {header.plan}"
     assert shlex.split(header.plan)[:3] == ["hf-offload", "plan", name]
     assert header.machine.keys() <= {"gpu", "ssd", "pcie", "ram"}
     assert header.predicted.startswith(f"# Predicted on {header.card} (ssd ")
     assert header.peak
+    micro_batches = load_recipe(name).training.get("gradient_accumulation_steps", 1)
+    time = r"step [\d.]+ m?s" if micro_batches == 1 else rf"[\d.]+ m?s a micro-batch, {micro_batches} a step"
+    assert re.search(rf" GiB, {time}; all kept: ", header.predicted)
+
+
+@pytest.mark.parametrize("name", CARDED)
+def test_the_line_for_several_cards_asks_for_nothing_that_is_refused_there(name):
+    line = shlex.split(find_recipe(name).read_text().splitlines()[1])
+    file, overrides = line[line.index("--config_file") + 1], line[line.index(name) + 1 :]
+    assert load_recipe(name, overrides) != load_recipe(name) or not overrides
+    memory = load_recipe(name, overrides).memory
+    assert not memory.get("update_in_backward")
+    if file == "fsdp2":  # optimizers of memory modes do not know shards
+        assert not memory
+
+
+def test_other_recipes_are_for_no_card():
+    for name in UNCARDED:
+        header = read_header(find_recipe(name).read_text())
+        assert (header.plan, header.predicted) == (None, None)
 
 
 @pytest.mark.parametrize("name", CARDED)
@@ -248,6 +280,16 @@ def test_a_prediction_is_written_once_and_found_again(tiny):
     assert changed.exit_code == 1
     assert run("predict", tiny, "--write").exit_code == 0
     assert tiny.read_text().count("# Predicted on") == 1
+
+
+def test_a_prediction_says_that_a_step_is_several_micro_batches(tiny):
+    assert run("predict", tiny, "--write").exit_code == 0
+    alone = read_header(tiny.read_text()).predicted
+    time = re.search(r", step (.*?);", alone)[1]
+    tiny.write_text(TINY.replace("max_steps: 1", "max_steps: 1, gradient_accumulation_steps: 3"))
+    assert run("predict", tiny, "--write").exit_code == 0
+    three = read_header(tiny.read_text()).predicted
+    assert three == alone.replace(f"step {time}", f"{time} a micro-batch, 3 a step")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 import csv
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 
-from hf_offload import OffloadConfigError
-from hf_offload.settings.recipes import DataRecipe
-from hf_offload.training.data import load_parts, stdlib_files
+from hf_offload import OffloadConfig, OffloadConfigError
+from hf_offload.settings.recipes import DataRecipe, ModelRecipe, Recipe
+from hf_offload.training.data import load_parts, load_rows, stdlib_files
+from hf_offload.training.model import build_model
 from hf_offload.training.random_tokens import RandomTokens
 from hf_offload.training.tasks.task import Setup
 from hf_offload.training.tasks.text import collate, make_blocks
@@ -147,6 +150,50 @@ def test_an_unknown_tokenizer_is_refused(tmp_path):
     data = DataRecipe(files="a.txt", tokenizer=str(tmp_path / "nothing"))
     with pytest.raises(OffloadConfigError, match="cannot be loaded"):
         build_tokenizer(data, None, tmp_path)
+
+
+def refuse(*_, **__):
+    """What the hub answers about something gated."""
+    response = SimpleNamespace(status_code=403, headers={}, request=None)  # of whichever client the hub's library has
+    raise GatedRepoError(
+        "403 Client Error.\n\nAccess to owner/closed is restricted. Visit it to ask.", response=response
+    )
+
+
+MODEL = Recipe(
+    name="r",
+    model=ModelRecipe(name="owner/closed"),
+    data=DataRecipe(files="a.txt"),
+    training={},
+    offload=OffloadConfig(tier="none"),
+)
+LOADERS = {
+    "model": lambda cache: build_model(MODEL, None),
+    "tokenizer": lambda cache: build_tokenizer(MODEL.data, "owner/closed", cache),
+    "data": lambda cache: load_rows(DataRecipe(hub="owner/closed"), cache),
+}
+
+
+@pytest.mark.parametrize("access", ["gated", "out of reach"])
+@pytest.mark.parametrize("what", LOADERS)
+def test_what_the_hub_does_not_give_is_told_with_how_to_do_without_it(what, access, tmp_path, monkeypatch):
+    if access == "gated":
+        monkeypatch.setattr("transformers.utils.hub.hf_hub_download", refuse)
+        monkeypatch.setattr("datasets.load._raise_if_offline_mode_is_enabled", refuse)
+    with pytest.raises(OffloadConfigError) as caught:
+        LOADERS[what](tmp_path)
+    message = str(caught.value)
+    assert "'owner/closed' cannot be loaded: " in message
+    assert ("gated" in message.partition(" Is the name right?")[0]) == (access == "gated")
+    for part in ("`hf auth login`", "download it elsewhere with `hf download`, and give the folder here"):
+        assert part in message
+
+
+def test_a_data_set_that_is_a_program_is_told_with_what_to_take_instead(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "set.py").write_text("")
+    with pytest.raises(OffloadConfigError, match=r"no longer supported.*take one whose rows are Parquet.*data\.files"):
+        load_rows(DataRecipe(hub=str(tmp_path / "set")), tmp_path / "cache")
 
 
 def test_a_batch_has_labels_of_its_own():

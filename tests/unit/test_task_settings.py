@@ -1,5 +1,7 @@
 """What recipes say of tasks and evaluation, and how mistakes in it are told."""
 
+import os
+
 import numpy as np
 import pytest
 from transformers import EvalPrediction
@@ -46,9 +48,9 @@ PAIRS = ["model={architecture: t5, task: seq2seq-lm}", "data.source_column=en", 
         ([*EVALUATED, "evaluation.metrics=[acuracy]"], "Did you mean 'accuracy'"),
         (
             [*EVALUATED, "evaluation.metrics=[bleu]"],
-            "causal-lm writes no text. Metrics of causal-lm: perplexity, token_accuracy",
+            "bleu is computed for seq2seq-lm only. Metrics of causal-lm: perplexity, token_accuracy",
         ),
-        ([*EVALUATED, "evaluation.metrics=accuracy"], "accuracy does not fit: it is not for causal-lm"),
+        ([*EVALUATED, "evaluation.metrics=accuracy"], "accuracy is computed for sequence-classification only"),
         ([*EVALUATED, "evaluation.metric=[f1]"], "unknown key 'metric'. Did you mean 'metrics'"),
         ([*EVALUATED, "evaluation.generation={max_new_tokens: 4}"], "none of the metrics needs text"),
         ([*EVALUATED, "evaluation.generation={num_beam: 4}"], "unknown key 'num_beam'. Did you mean 'num_beams'"),
@@ -92,6 +94,27 @@ def test_generation_reaches_the_arguments(tiny_recipe):
     assert (arguments.generation_max_length, arguments.generation_num_beams) == (6, 3)
     without = build_arguments(load_recipe(tiny_recipe, [*PAIRS, "data.validation=0.1"]))
     assert not without.predict_with_generate
+
+
+def test_the_hub_reaches_the_arguments(tiny_recipe):
+    asked = ["training.push_to_hub=true", "training.hub_model_id=owner/mine"]
+    arguments = build_arguments(load_recipe(tiny_recipe, asked))
+    assert (arguments.push_to_hub, arguments.hub_model_id) == (True, "owner/mine")
+
+
+@pytest.mark.parametrize("asked", [[], ["training.bf16=false"]])
+def test_the_precision_is_the_recipes_whatever_the_launcher_says(tiny_recipe, monkeypatch, asked):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert build_arguments(load_recipe(tiny_recipe, asked)).mixed_precision == "no"
+    wide = [*asked, "training.bf16=true", "training.use_cpu=true"]
+    assert build_arguments(load_recipe(tiny_recipe, wide)).mixed_precision == "bf16"
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_unused_parameters_are_looked_for_where_a_recipe_asks(tiny_recipe):
+    assert build_arguments(load_recipe(tiny_recipe)).ddp_find_unused_parameters is False
+    asked = ["training.ddp_find_unused_parameters=true"]
+    assert build_arguments(load_recipe(tiny_recipe, asked)).ddp_find_unused_parameters is True
 
 
 def test_every_metric_has_a_task_and_every_task_a_metric():
