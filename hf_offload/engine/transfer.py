@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hf_offload.engine.device import Device
-from hf_offload.engine.movers import Arrival, Mover
+from hf_offload.engine.movers import Mover
 from hf_offload.engine.record import Estate, Record, State
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadError, StandstillError, StorageError, TierFullError

@@ -79,10 +79,11 @@ class TiledLogits(Tensor):
 
 
 def _lost(gradient: Tensor) -> None:
-    # A function of its own (torch.autograd.Function) has read the logits inside, where there is no graph.
+    # A function of its own (torch.autograd.Function) has read the logits inside, where there is no graph; DDP has one such.
     raise RuntimeError(
         "A gradient of the logits has come to where they would be, and with a tiled loss they do not exist: it would never "
-        "reach the model. Give true logits (logits.clone()) to whatever computes the loss, or train with tiled_loss='off'."
+        "reach the model. Give true logits (logits.clone()) to whatever computes the loss, or train with tiled_loss='off'. "
+        "If it is DDP that looks for unused parameters: set ddp_find_unused_parameters=False."
     )
 
 

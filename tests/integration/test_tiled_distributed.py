@@ -43,6 +43,14 @@ def replicated(rank, folder):
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+def unused(rank, folder):
+    """Looking for parameters without a gradient, DDP passes every output through a function of its own."""
+    model, batch = tiny_model("llama", dropout=0.0), tiny_batch("llama", size=4)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    with offload_activations(model, TILED), pytest.raises(RuntimeError, match="ddp_find_unused_parameters=False"):
+        wrapped(**_part(batch, rank)).loss.backward()
+
+
 def sharded(rank, folder):
     from torch.distributed.fsdp import fully_shard
 
@@ -94,7 +102,7 @@ def tokens(rank, folder):
     torch.testing.assert_close(hidden.grad, rows.grad.chunk(PROCESSES, dim=1)[rank], rtol=1e-4, atol=1e-6)
 
 
-WORKS = (replicated, sharded, sharded_head, tokens)
+WORKS = (replicated, unused, sharded, sharded_head, tokens)
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
