@@ -286,10 +286,18 @@ Tier.stall_limit_s = 1e6
 directory, *sides = sys.argv[1:]
 training, ended = threading.get_ident(), []
 
-def frames(frame):
-    while frame is not None:
-        yield frame.f_code.co_name
-        frame = frame.f_back
+waiting, wait_for = threading.Event(), Tier.wait_for
+
+def tell(tier, wait):
+    if threading.get_ident() != training:
+        return wait_for(tier, wait)
+    waiting.set()
+    try:
+        return wait_for(tier, wait)
+    finally:
+        waiting.clear()
+
+Tier.wait_for = tell  # sys._current_frames() would tell, too, and now and then stops all threads for ever
 
 def hang(*arguments):
     if once:
@@ -300,10 +308,9 @@ def interrupt():
     # Not before the training waits, however long that takes; and again if it has found the training in a finalizer.
     mine = list(ended)
     while ended == mine:
-        waits = "wait_for" in frames(sys._current_frames()[training])
-        if waits:
+        if waiting.wait(0.01):
             signal.pthread_kill(training, signal.SIGINT)
-        time.sleep(5 if waits else 0.01)
+            time.sleep(5)
 
 def train(side):
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
