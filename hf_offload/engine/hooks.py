@@ -76,9 +76,10 @@ class Engine:
         self._min_bytes = plan.min_offload_bytes
         self._tier_of = {unit: placement.tier for unit, placement in plan.placements.items()}
         self._default_tier = plan.default.tier
+        self._keeping = plan.keeping
         # On an accelerator, what waits to be written has left the device: the ring is what bounds it.
         self._write_behind_bytes = plan.write_behind_bytes if self._device.is_host else _RING_BYTES
-        self.prefetch.follow(plan.read_ahead_bytes)
+        self.prefetch.follow(plan.read_ahead_bytes, plan.keeping.resident_bytes if plan.keeping else None)
 
     # -- what an observer asks ----------------------------------------------------------------------------------------
 
@@ -90,6 +91,12 @@ class Engine:
     def waited_s(self) -> float:
         """Seconds that the training has waited for the engine since it began."""
         return self.stats.waited_s
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether graphs of forwards are alive whose backward has not begun: another forward now joins them."""
+        self.transfer.reap()
+        return self.transfer.live_records > 0 and not self.prefetch.tape.in_backward
 
     def bandwidth(self) -> tuple[float, float]:
         """Bytes a second that the tier has stored and loaded so far; zero where it has not."""
@@ -123,19 +130,19 @@ class Engine:
             return _keep_plain(tensor)
         if self.prefetch.tape.in_backward:
             self._begin_tape()
-        if self._tier_of.get(self.unit, self._default_tier) is None:
-            return self._keep(tensor)
         begin, end = byte_span(tensor)
         if end - begin < self._min_bytes:
             return self._keep(tensor)  # an expanded tensor is smaller than it looks
         storage = tensor.untyped_storage()
         record = self._find(storage, _root(tensor), tensor._version, begin, end)
         if record is not None:
+            # Also where this unit is to keep what it saves: a second hold would pin what the first unit moves.
             self.stats.step.deduplicated_bytes += nbytes
         else:
-            if storage.data_ptr() % _STORAGE_ALIGNMENT:
+            keep = self._tier_of.get(self.unit, self._default_tier) is None
+            if (keep and self._keeping is None) or storage.data_ptr() % _STORAGE_ALIGNMENT:
                 return self._keep(tensor)
-            record = self._new_record(tensor, storage, begin, end)
+            record = self._new_record(tensor, storage, begin, end, keep)
             if self.observer is not None:
                 self.observer.packed(record)
         return PackedView(record, tensor, begin - record.start)
@@ -190,7 +197,9 @@ class Engine:
                 return record
         return None
 
-    def _new_record(self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int) -> Record:
+    def _new_record(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int, keep: bool
+    ) -> Record:
         whole = storage.nbytes()
         begin, end = record_span(begin, end, whole)
         probe = tensor.detach()
@@ -200,9 +209,17 @@ class Engine:
         if end - begin < whole:
             buffer = buffer[begin:end]
         record = Record(buffer, probe, weakref.ref(_root(tensor)), begin, self.unit, self.transfer.graveyard)
+        del buffer
+        if self._keeping is not None:
+            keep = keep and self.prefetch.tape.may_keep(self.unit, record.nbytes, self._keeping)
+            self.transfer.make_room(self._keeping.resident_bytes - record.nbytes, self._write_behind_bytes)
         self.transfer.adopt(record)
         self._remember(storage, record)
-        if self.prefetch.packed(record):
+        stays = self.prefetch.packed(record, keep)
+        if keep:
+            self.stats.step.kept_bytes += record.nbytes
+            self.transfer.keep(record)
+        elif stays:
             self.stats.step.offloaded_bytes += record.nbytes
             self.transfer.keep_for_backward(record)
         else:

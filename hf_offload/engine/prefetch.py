@@ -27,19 +27,29 @@ class Prefetcher:
     def __init__(self, transfer: Transfer):
         self._transfer = transfer
         self._fixed: int | None = None
+        self._limit: int | None = None
         self.tape = Tape()
         # Number of records -> order of backward. Batches of other lengths save as many tensors, only of other sizes.
         self._learned: collections.OrderedDict[int, list[int]] = collections.OrderedDict()
         self._staying: frozenset[int] = frozenset()  # ordinals, if the next tape is like the last
 
-    def follow(self, window_bytes: int | None) -> None:
-        """A new plan: its window, or None. Which records stay has to be learned anew, for others are saved now."""
+    def follow(self, window_bytes: int | None, limit_bytes: int | None = None) -> None:
+        """A new plan: its window, or None, and the most bytes of saved tensors that may be in memory, or None.
+
+        Which records stay has to be learned anew, for others are saved now.
+        """
         self._fixed = window_bytes
+        self._limit = limit_bytes
         self._staying = frozenset()
 
-    def packed(self, record: Record) -> bool:
-        """A record was packed in forward. Returns whether backward will ask for it so soon that it is to stay in memory."""
+    def packed(self, record: Record, kept: bool = False) -> bool:
+        """A record was packed in forward. Returns whether backward will ask for it so soon that it is to stay in memory.
+
+        What is ``kept`` by the plan takes none of the window.
+        """
         self.tape.add(record)
+        if kept:
+            self.tape.kept.add(record.ordinal)
         return record.ordinal in self._staying
 
     def begin_tape(self) -> None:
@@ -55,8 +65,9 @@ class Prefetcher:
         self.tape = Tape()
 
     def _first_in_window(self, tape: Tape, order: list[int]) -> frozenset[int]:
-        ends = itertools.accumulate(tape.sizes[ordinal] for ordinal in order)
-        return frozenset(ordinal for ordinal, end in zip(order, ends, strict=True) if end <= self.window(tape))
+        moved = [ordinal for ordinal in order if ordinal not in tape.kept]
+        ends = itertools.accumulate(tape.sizes[ordinal] for ordinal in moved)
+        return frozenset(ordinal for ordinal, end in zip(moved, ends, strict=True) if end <= self.window(tape))
 
     def window(self, tape: Tape) -> int:
         """Bytes that may be in memory ahead of the backward of ``tape``."""
@@ -76,6 +87,10 @@ class Prefetcher:
                 tape.next = place  # a second pass over the graph: read ahead from here again
             tape.next = max(tape.next, place + 1)
 
+    def _fits(self, nbytes: int) -> bool:
+        limit, transfer = self._limit, self._transfer
+        return limit is None or transfer.resident_bytes + nbytes <= limit or transfer.own_bytes == 0
+
     def fill(self, tape: Tape) -> None:
         """Start loads, in order, as far as the window allows."""
         transfer = self._transfer
@@ -89,12 +104,14 @@ class Prefetcher:
                     # What still leaves is in memory, too, until it has left; keeping it then adds nothing.
                     more = 0 if record.estate.leaving else record.nbytes
                     has_room = transfer.own_bytes + more <= window or transfer.own_bytes == 0
-                    if record.state in (State.STORING, State.RESIDENT):
+                    if record.estate.kept:
+                        pass  # it never leaves, unless room has to be made for others
+                    elif record.state in (State.STORING, State.RESIDENT):
                         if not has_room:
                             return
                         transfer.keep_for_backward(record)
                     elif record.state is State.STORED and record.memory() is None:
-                        if not has_room:
+                        if not has_room or not self._fits(record.nbytes):
                             return
                         try:
                             transfer.start_load(record)

@@ -37,7 +37,7 @@ class State(enum.Enum):
 class Estate:
     """What a record has in the tier and in the counts: what is left to do once it is gone. Held by who does it."""
 
-    __slots__ = ("ahead", "death", "future", "held", "key", "leaving", "nbytes", "slot")
+    __slots__ = ("ahead", "death", "future", "held", "kept", "key", "leaving", "nbytes", "slot")
 
     def __init__(self, record: "Record", graveyard: "queue.SimpleQueue[Estate]"):
         self.key = id(record)
@@ -47,6 +47,7 @@ class Estate:
         self.held = True  # the record has a buffer
         self.ahead = False  # in memory early, for backward
         self.leaving = False  # in memory until it is written
+        self.kept = False  # in memory because the plan says so, until there is no room for it
         # May be called inside any allocation, under any lock that this thread holds: it must take none.
         self.death = weakref.ref(record, partial(_bequeath, graveyard, self))
 

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Sequence
 
 from hf_offload.engine.record import Record
+from hf_offload.plan.plan import Keeping
 
 
 class Tape:
@@ -15,6 +16,9 @@ class Tape:
     def __init__(self) -> None:
         self.records: list[weakref.ref[Record]] = []
         self.sizes: list[int] = []
+        self.kept: set[int] = set()  # ordinals of what stays in memory because the plan says so
+        self._kept_bytes: dict[str, int] = {}  # by unit
+        self._excess_bytes = 0  # beyond what the plan counts with
         self.nbytes = 0
         self.largest = 0
         self.asked: list[int] = []
@@ -30,6 +34,17 @@ class Tape:
         self.sizes.append(record.nbytes)
         self.nbytes += record.nbytes
         self.largest = max(self.largest, record.nbytes)
+
+    def may_keep(self, unit: str, nbytes: int, keeping: Keeping) -> bool:
+        """Whether ``unit`` may keep so many more bytes in memory. Counts them if it may."""
+        planned = keeping.unit_bytes.get(unit, 0)
+        before = self._kept_bytes.get(unit, 0)
+        excess = max(0, before + nbytes - max(planned, before))
+        if self._excess_bytes + excess > keeping.spare_bytes:
+            return False
+        self._excess_bytes += excess
+        self._kept_bytes[unit] = before + nbytes
+        return True
 
     def usual_records(self, count: int) -> int:
         """Bytes of ``count`` records of average size."""

@@ -39,6 +39,7 @@ class Transfer:
         self._estates: set[Estate] = set()  # of all records that are alive, or not buried yet
         self.ahead_bytes = 0
         self.leaving_bytes = 0
+        self.kept_bytes = 0
         self.resident_bytes = 0
         self._device = device
         self._mover = mover
@@ -47,6 +48,8 @@ class Transfer:
         self._writes_in_flight: collections.deque[Future[None]] = collections.deque()  # done once the bytes are settled
         # Consumed copies that live on (retain_graph, several handles), oldest first.
         self._consumed: collections.OrderedDict[int, weakref.ref[Record]] = collections.OrderedDict()
+        # What the plan keeps in memory, oldest first: what backward needs last.
+        self._kept: collections.deque[weakref.ref[Record]] = collections.deque()
         self._warned = False
         self._outlived = False  # the session is over, and a thread works off the graveyard
 
@@ -180,6 +183,47 @@ class Transfer:
         self._mover.forget(slot)
         self.tier.free(slot)
 
+    # -- keeping ------------------------------------------------------------------------------------------------------
+
+    def keep(self, record: Record) -> None:
+        """``record`` stays in memory, as long as :meth:`make_room` finds room for it."""
+        with self.lock:
+            while self._kept and self._kept[0]() is None:
+                self._kept.popleft()
+            record.estate.kept = True
+            self.kept_bytes += record.nbytes
+            self._kept.append(weakref.ref(record))
+
+    def make_room(self, limit_bytes: int, write_behind_bytes: int) -> None:
+        """Move what was to be kept, oldest first, until at most ``limit_bytes`` of saved tensors are in memory.
+
+        Waits for what is on its way out, too. What then is left has no other place: the tier refused it, or backward needs it
+        first. Raises :class:`~hf_offload.errors.StandstillError` if nothing that is on its way arrives any more.
+        """
+        while self.resident_bytes > limit_bytes:
+            record = self._oldest_kept() if self.resident_bytes - self.leaving_bytes > limit_bytes else None
+            if record is not None:
+                self.store(record, write_behind_bytes)
+                continue
+            oldest = self._oldest_write()
+            if oldest is None:
+                return
+            begin = time.perf_counter()
+            self._mover.advance(everything=True)
+            self._wait_for(oldest)
+            self._stats.step.store_stall_s += time.perf_counter() - begin
+            self.reap()
+
+    def _oldest_kept(self) -> Record | None:
+        with self.lock:
+            while self._kept:
+                record = self._kept.popleft()()
+                if record is not None and record.estate.kept:
+                    self._count_not_kept(record)
+                    if record.state is State.RESIDENT and not record.wanted:
+                        return record
+        return None
+
     # -- needing again ------------------------------------------------------------------------------------------------
 
     def keep_for_backward(self, record: Record) -> None:
@@ -282,7 +326,7 @@ class Transfer:
 
         Under retain_graph and double backward every access unpacks again, so copies would pile up.
         """
-        if self.resident_bytes - self.ahead_bytes <= limit_bytes or not self._consumed:
+        if self.resident_bytes - self.ahead_bytes - self.kept_bytes <= limit_bytes or not self._consumed:
             return
         with self.lock:
             held = []
@@ -318,6 +362,7 @@ class Transfer:
             self.resident_bytes -= estate.nbytes * estate.held
             self.ahead_bytes -= estate.nbytes * estate.ahead
             self.leaving_bytes -= estate.nbytes * estate.leaving
+            self.kept_bytes -= estate.nbytes * estate.kept
             consumed = self._consumed.get(estate.key)
             if consumed is not None and consumed() is None:  # else the id is used again already
                 del self._consumed[estate.key]
@@ -346,6 +391,11 @@ class Transfer:
         if record.estate.leaving:
             record.estate.leaving = False
             self.leaving_bytes -= record.nbytes
+
+    def _count_not_kept(self, record: Record) -> None:
+        if record.estate.kept:
+            record.estate.kept = False
+            self.kept_bytes -= record.nbytes
 
     def _count_not_ahead(self, record: Record) -> None:
         if record.estate.ahead:

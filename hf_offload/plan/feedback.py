@@ -2,13 +2,11 @@
 
 import dataclasses
 import logging
-import math
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from hf_offload.errors import OffloadPlanError
@@ -17,9 +15,10 @@ from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.measuring import StepMeter
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import find_plan, make_problem, plan_of
-from hf_offload.plan.problem import Solution
+from hf_offload.plan.problem import Problem, Solution
 from hf_offload.plan.ranks import Ranks
 from hf_offload.plan.simulate import simulate
+from hf_offload.plan.situation import Situation, situation_of, tensors_in
 from hf_offload.settings.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -30,14 +29,10 @@ _SLOW_STEPS = 3
 # The first step under a new plan still learns which records need not leave: the second is looked at.
 _SETTLED_STEPS = 1
 # A smaller batch than one that was measured is measured itself when it has come so often in a row.
-_LASTING_STEPS = 3
-# Counting live tensors misses nothing but what was alive before; more than this over the budget is planned again.
-_TOLERANCE = 0.01
+_LASTING = 3
 _MOST_CORRECTIONS = 3
 # What is no faster than this is not worth another plan, and another look at it.
 _GAIN = 1.05
-
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class ObservedEngine(Protocol):
@@ -55,6 +50,11 @@ class ObservedEngine(Protocol):
 
     def bandwidth(self) -> tuple[float, float]:
         """Bytes a second that the tier stored and loaded so far; zero where unknown."""
+        ...
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether another forward now joins those whose backward has not begun."""
         ...
 
 
@@ -79,28 +79,54 @@ class Prediction:
 
 @dataclasses.dataclass
 class _Known:
-    """What is known of one batch shape."""
+    """What is known of one situation."""
 
+    situation: Situation
     footprint: Footprint
-    micro_batches: int
+    problem: Problem
     solution: Solution
     prediction: Prediction
     correction_bytes: int = 0
     corrections: int = 0
     steps: int = 0
-    compute_s: float | None = None  # of a step under the plan that nobody looked at, waiting left out
+    pace: float = 1.0  # time of compute beside what was measured at first
+
+    def is_for(self, situation: Situation) -> bool:
+        """Whether it was made for ``situation``, and not for a larger one."""
+        return situation.begins(self.situation)
+
+    @property
+    def compute_s(self) -> float:
+        """Predicted time of a micro-batch without the optimizer's, and without waiting."""
+        return self.footprint.step_s - self.footprint.optimizer_step_s + self.solution.timeline.recompute_s
+
+    @property
+    def micro_batch_s(self) -> float:
+        """Predicted time of a micro-batch without the optimizer's."""
+        return self.solution.timeline.step_s - self.footprint.optimizer_step_s
+
+
+@dataclasses.dataclass
+class _Played:
+    """A micro-batch of the running step: the plan it runs under (None: the safest one), and which of the meter's it is."""
+
+    situation: Situation
+    known: _Known | None
+    is_measured: bool = False
+    metered: int | None = None
 
 
 class Feedback:
     """Decides about the plan of a running training.
 
-    The first step of a batch shape runs with everything moved, and is measured; a plan is made of what was measured. A
-    smaller batch runs under the plan of a larger one, which it fits into, until it has come several times in a row and earns
-    its own. The second step under each plan is measured, too: a peak over the budget is planned again with as much less, and
-    a plan whose steps take longer than predicted is made from a new measurement. Where no plan fits, ``need_less`` is asked
-    to change the model so that it needs less; if it has, the next step is measured as the first one was.
+    The first time that a situation comes, it runs with everything moved, and is measured; a plan is made of what was
+    measured. A smaller batch runs under the plan of a larger one, which it fits into, until it has come several times in a
+    row and earns its own. The second step under each plan is measured, too: a peak over the budget is planned again with as
+    much less, and a plan whose steps take longer than predicted is made from a new measurement. Where no plan fits,
+    ``need_less`` is asked to change the model so that it needs less; if it has, the next step is measured as the first was.
 
-    Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan.
+    Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan:
+    each of them runs as many forwards as the others.
     """
 
     def __init__(
@@ -124,9 +150,12 @@ class Feedback:
         self._engine = engine
         self._need_less = need_less
         self._meter: StepMeter | None = None
-        self._known: dict[Shapes, _Known] = {}
-        self._shapes: Shapes = ()  # of the running step
-        self._current: _Known | None = None  # whose plan is in force
+        self._known: dict[Situation, _Known] = {}
+        self._wanted: set[Situation] = set()  # to be measured when they come again
+        self._played: list[_Played] = []  # of the running step
+        self._in_force: _Known | None = None
+        self._main: _Known | None = None  # of the last step, where its peak was predicted
+        self._last: Situation | None = None
         self._repeated = 0
         self._slow = 0
         self._began_s: float | None = None
@@ -134,8 +163,8 @@ class Feedback:
 
     @property
     def prediction(self) -> Prediction | None:
-        """Of the plan in force, or None before there is one."""
-        return None if self._current is None else self._current.prediction
+        """Of the last step's plan, or None before there is one."""
+        return None if self._main is None else self._main.prediction
 
     # -- the run's events ---------------------------------------------------------------------------------------------
 
@@ -143,29 +172,28 @@ class Feedback:
         """A forward of the whole model begins, with these inputs."""
         if self._meter is not None and self._meter.is_over:
             self.end_step()  # nobody said that the last step had ended
-        if self._meter is not None:
-            self._meter.begin_forward()
-            return
-        if self._began_s is not None:
-            return  # another micro-batch of a step that is under way
-        self._began_s, self._waited_s = time.perf_counter(), self._engine.waited_s()
-        named = {str(index): value for index, value in enumerate(args)} | dict(kwargs)
-        shapes = tuple((name, tuple(value.shape)) for name, value in named.items() if isinstance(value, torch.Tensor))
-        shapes = self._ranks.largest(shapes, _elements)
-        self._repeated = self._repeated + 1 if shapes == self._shapes else 1
-        self._shapes = shapes
-        current = self._plan_for(shapes)
-        if current is not self._current:
-            self._current = current
-            self._slow = 0
-            self._apply(self._safest if current is None else plan_of(current.solution, self._safest, _reason(current)))
-        if current is None or (current is self._known.get(shapes) and current.steps == _SETTLED_STEPS):
-            model = self._model()
-            assert model is not None, "a forward has a model"
+        if self._began_s is None:
+            self._began_s, self._waited_s = time.perf_counter(), self._engine.waited_s()
+            self._played = []
+        model = self._model()
+        assert model is not None, "a forward has a model"
+        situation = situation_of(model, args, kwargs)
+        if self._played and self._engine.awaits_backward:
+            situation = self._played[-1].situation.joined(situation)
+        situation = self._ranks.largest(situation, lambda one: one.elements)
+        is_next = len(situation.forwards) == 1 or not self._played
+        if is_next:
+            self._played.append(self._begin_micro_batch(situation))
+        else:
+            self._go_on(self._played[-1], situation)
+        played = self._played[-1]
+        if self._meter is None and played.is_measured:
             self._meter = StepMeter(model, self._engine.resident_bytes, self._engine.waited_s)
             self._engine.observer = self._meter
             self._meter.begin()
-            self._meter.begin_forward()
+        if self._meter is not None:
+            self._meter.begin_forward(tensors_in((args, dict(kwargs))), is_next)
+            played.metered = self._meter.micro_batches - 1
 
     def end_step(self) -> None:
         """A training step has ended.
@@ -176,28 +204,28 @@ class Feedback:
         meter = self._stop_measuring()
         if began is None:
             return
-        if self._current is None:
-            assert meter is not None, "a step without a plan is measured"
-            footprint = self._ranks.largest(meter.footprint(), lambda one: sum(one.saved_bytes.values()))
-            micro_batches = max(1, meter.micro_batches)
-            try:
-                known = self._find(footprint, micro_batches, 0, 0)
-            except OffloadPlanError as error:
-                if not self._need_less():
-                    raise
-                self._log(logging.INFO, "Measuring again, with modules cut by tokens. %s", error)
-                return
-            self._adopt(known)
-        elif self._current is self._known.get(self._shapes):
-            self._current.steps += 1
-            if meter is not None:
-                self._check_step(self._current, meter)
-                return
-            seconds = time.perf_counter() - began
-            if self._current.steps > 1:
-                self._check_time(self._current, max(self._ranks.gather(seconds)))
-            else:
-                self._current.compute_s = max(self._ranks.gather(seconds - (self._engine.waited_s() - self._waited_s)))
+        seconds = time.perf_counter() - began
+        computed_s = seconds - (self._engine.waited_s() - self._waited_s)
+        if meter is not None:
+            self._plan_measured(meter)
+        known = [one.known for one in self._played if one.known is not None]
+        if not known or len(known) < len(self._played):
+            return
+        self._main = max(known, key=lambda one: one.prediction.peak_bytes)
+        once = self._main.footprint.optimizer_step_s
+        self._main.prediction.step_s = sum(one.micro_batch_s for one in known) + once
+        if not all(one.known is not None and one.known.is_for(one.situation) for one in self._played):
+            return  # smaller batches than the plans are for
+        for one in {id(one): one for one in known}.values():
+            one.steps += 1
+        if meter is not None:
+            self._check_peaks(meter)
+        elif all(one.steps > 1 for one in known):
+            self._check_time(self._main, max(self._ranks.gather(seconds)))
+        else:
+            pace = max(self._ranks.gather(computed_s)) / max(sum(one.compute_s for one in known) + once, 1e-9)
+            for one in known:
+                one.pace = pace
 
     def close(self) -> None:
         """Stop observing, whatever happened."""
@@ -218,83 +246,165 @@ class Feedback:
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
-    def _plan_for(self, shapes: Shapes) -> _Known | None:
-        """What to run these shapes under; None: measure them."""
-        known = self._known.get(shapes)
-        if known is not None:
-            return known
-        larger = [other for other in self._known if _fits_into(shapes, other)]
-        if not larger or self._repeated >= _LASTING_STEPS:
-            return None
-        return self._known[min(larger, key=_elements)]
+    def _begin_micro_batch(self, situation: Situation) -> _Played:
+        """Decide under which plan it runs, and let it be followed."""
+        self._repeated = self._repeated + 1 if situation == self._last else 1
+        self._last = situation
+        known = self._find_known(situation)
+        lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
+        if known is None or lasting or any(situation.begins(wanted) for wanted in self._wanted):
+            self._follow(None)
+            return _Played(situation, None, is_measured=True)
+        self._follow(known)
+        looked_at = known.is_for(situation) and known.steps == _SETTLED_STEPS
+        return _Played(situation, known, is_measured=looked_at)
 
-    def _check_step(self, known: _Known, meter: StepMeter) -> None:
-        """Look at a step under the plan: was it within the budget, and was compute as fast as in the first step?"""
-        peak = max(self._ranks.gather(meter.peak_bytes))
+    def _go_on(self, played: _Played, situation: Situation) -> None:
+        """The micro-batch has another forward, which the plan it runs under may not be made for."""
+        played.situation = situation
+        if played.known is None:
+            return
+        known = self._find_known(situation)
+        if known is None:
+            # Too late to measure all of it: what can be moved is moved from here on.
+            self._wanted.add(situation)
+            played.is_measured = False
+        if known is not played.known:
+            played.known = known
+            self._follow(known)
+
+    def _find_known(self, situation: Situation) -> _Known | None:
+        """A plan that ``situation`` can run under: that of the same micro-batch, or of a larger one."""
+        larger = [other for other in self._known if situation.fits_into(other)]
+        if not larger:
+            return None
+        same = [other for other in larger if situation.begins(other)]
+        # How many forwards follow is not known: the plan for most of them suits fewer.
+        chosen = max(same, key=_longest) if same else min(larger, key=lambda other: other.elements)
+        return self._known[chosen]
+
+    def _follow(self, known: _Known | None) -> None:
+        if known is not self._in_force:
+            self._in_force = known
+            self._apply(self._safest if known is None else self._plan_of(known))
+
+    def _plan_of(self, known: _Known) -> Plan:
+        return plan_of(known.problem, known.solution, self._safest, _reason(known))
+
+    def _plan_measured(self, meter: StepMeter) -> None:
+        """Make plans of the micro-batches that ran under the safest one."""
+        found = {
+            one.situation: one.metered
+            for one in self._played
+            if one.known is None and one.is_measured and one.metered is not None
+        }
+        if not found:
+            return
+        needed = [
+            situation
+            for situation in found
+            if not any(other != situation and situation.begins(other) for other in found)  # one plan is enough for both
+        ]
+        plans: dict[Situation, _Known] = {}
+        for situation in needed:
+            metered = found[situation]
+            footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
+            try:
+                plans[situation] = self._find(situation, footprint, 0, 0)
+            except OffloadPlanError as error:
+                if not self._need_less():
+                    raise
+                self._log(logging.INFO, "Measuring again, with modules cut by tokens. %s", error)
+                return
+        for situation, known in plans.items():
+            still = [one for one in self._wanted if not (one.begins(situation) or situation.begins(one))]
+            self._wanted = set(still)
+            self._adopt(known)
+        for one in self._played:
+            if one.known is None:
+                one.known = self._find_known(one.situation)
+        self._main = max(plans.values(), key=lambda one: one.prediction.peak_bytes)
+        self._main.prediction.step_s = sum(one.known.micro_batch_s for one in self._played if one.known is not None)
+        self._main.prediction.step_s += self._main.footprint.optimizer_step_s
+        self._played = []
+
+    def _check_peaks(self, meter: StepMeter) -> None:
+        """Look at a step under its plans."""
+        peaks: dict[Situation, int] = {}
+        for one in self._played:
+            if one.known is not None and one.is_measured and one.metered is not None:
+                key = one.known.situation
+                peaks[key] = max(peaks.get(key, 0), meter.peak_bytes(one.metered))
+        for situation, peak in peaks.items():
+            self._check_peak(self._known[situation], max(self._ranks.gather(peak)))
+
+    def _check_peak(self, known: _Known, peak: int) -> None:
+        """Was it within the budget, and was compute as fast as in the first step?"""
         known.prediction.measured_peak_bytes = peak
         excess = peak - self._budget
-        too_much = excess > _TOLERANCE * self._budget
         # The first step was a cold one: caches, the allocator's heap and page tables have been filled since.
         # And what is looked at is slowed down by looking, so the pace is that of the step before.
-        once, timeline = known.footprint.optimizer_step_s, known.solution.timeline
-        predicted = (known.footprint.step_s - once + timeline.recompute_s) * known.micro_batches + once
-        pace = 1.0 if known.compute_s is None else known.compute_s / max(predicted, 1e-9)
-        footprint = known.footprint.at_pace(pace)
+        footprint = known.footprint.at_pace(known.pace)
+        known.pace = 1.0
         needed = format_bytes(peak)
         may_correct = known.corrections < _MOST_CORRECTIONS
-        if too_much and not may_correct:
+        if excess > 0 and not may_correct:
             self._log(
                 logging.WARNING, "A step still needs %s after %d corrections of its plan.", needed, known.corrections
             )
-        elif too_much:
+        elif excess > 0:
             self._log(logging.INFO, "The step needed %s, more than the budget: planning again.", needed)
-        less = known.correction_bytes + (excess if too_much and may_correct else 0)
+        less = known.correction_bytes + (excess if excess > 0 and may_correct else 0)
         try:
-            other = self._find(footprint, known.micro_batches, less, known.corrections + 1)
+            other = self._find(known.situation, footprint, less, known.corrections + 1)
         except OffloadPlanError as error:
             self._log(logging.WARNING, "The step needed %s, and no other plan needs less. %s", needed, error)
             known.corrections = _MOST_CORRECTIONS
             return
-        channels = self._ranks.first(self._with_measured_bandwidth).channels
-        timeline = simulate(footprint, known.solution.placements, channels, known.solution.windows)
+        timeline = simulate(footprint, known.solution.placements, other.problem.channels, known.solution.windows)
         gain = timeline.step_s / other.solution.timeline.step_s
-        if may_correct and (too_much or gain > _GAIN):
+        if may_correct and (excess > 0 or gain > _GAIN):
             self._adopt(other)
         else:
+            once, before = footprint.optimizer_step_s, known.micro_batch_s
             known.footprint = footprint
             known.solution = dataclasses.replace(known.solution, timeline=timeline)
-            known.prediction.step_s = _step_s(known)
+            if known is self._main:
+                known.prediction.step_s += known.micro_batch_s - before
+                known.prediction.step_s = max(known.prediction.step_s, once)
 
-    def _check_time(self, known: _Known, seconds: float) -> None:
-        predicted = known.prediction.step_s
-        known.prediction.measured_step_s.append(seconds)
+    def _check_time(self, main: _Known, seconds: float) -> None:
+        predicted = main.prediction.step_s
+        main.prediction.measured_step_s.append(seconds)
         self._slow = self._slow + 1 if seconds > _SLOWER * predicted else 0
         if self._slow >= _SLOW_STEPS:
+            self._slow = 0
             self._log(
                 logging.INFO, "Steps take %.2f s instead of the predicted %.2f s: measuring again.", seconds, predicted
             )
-            del self._known[self._shapes]
-            self._repeated = _LASTING_STEPS
+            self._wanted |= {one.situation for one in self._played}
 
-    def _find(self, footprint: Footprint, micro_batches: int, correction_bytes: int, corrections: int) -> _Known:
+    def _find(self, situation: Situation, footprint: Footprint, correction_bytes: int, corrections: int) -> _Known:
         """The plan for a footprint, with ``correction_bytes`` less than the budget."""
 
-        def solve() -> Solution:
-            return find_plan(make_problem(footprint, self._with_measured_bandwidth(), self._budget - correction_bytes))
+        def solve() -> tuple[Problem, Solution]:
+            problem = make_problem(footprint, self._with_measured_bandwidth(), self._budget - correction_bytes)
+            return problem, find_plan(problem)
 
-        solution = self._ranks.first(solve)
+        problem, solution = self._ranks.first(solve)
         prediction = Prediction(solution.timeline.peak_bytes + correction_bytes, 0.0, footprint.base_bytes)
-        known = _Known(footprint, micro_batches, solution, prediction, correction_bytes, corrections)
-        prediction.step_s = _step_s(known)
+        known = _Known(situation, footprint, problem, solution, prediction, correction_bytes, corrections)
+        prediction.step_s = known.micro_batch_s + footprint.optimizer_step_s
         return known
 
     def _adopt(self, known: _Known) -> None:
-        """Let the plan be that of the running shapes, from the next forward on."""
-        self._known[self._shapes] = self._current = known
+        """Let the plan be that of its situation, from the next forward on."""
+        self._known[known.situation] = known
         self._slow = 0
         kind = "Corrected plan" if known.corrections else "Plan"
         self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self._budget), _reason(known))
-        self._apply(plan_of(known.solution, self._safest, _reason(known)))
+        self._main = known
+        self._follow(known)
 
     def _log(self, level: int, message: str, *values: object) -> None:
         """What all processes have decided, said by one of them."""
@@ -312,12 +422,6 @@ class Feedback:
         return dataclasses.replace(hardware, store_bytes_per_s=store, load_bytes_per_s=load)
 
 
-def _step_s(known: _Known) -> float:
-    """A step of as many micro-batches as were measured, and the optimizer's once."""
-    once = known.footprint.optimizer_step_s
-    return (known.solution.timeline.step_s - once) * known.micro_batches + once
-
-
 def _reason(known: _Known) -> str:
     counts: dict[Placement, int] = {}
     for unit, placement in known.solution.placements.items():
@@ -328,14 +432,5 @@ def _reason(known: _Known) -> str:
     return f"{placed}; predicted {format_bytes(prediction.peak_bytes)} and {prediction.step_s:.2f} s a step"
 
 
-def _fits_into(shapes: Shapes, other: Shapes) -> bool:
-    """Whether every tensor is there in ``other``, and no smaller in any dimension."""
-    sizes = dict(other)
-    return [name for name, _ in shapes] == [name for name, _ in other] and all(
-        len(shape) == len(sizes[name]) and all(one <= two for one, two in zip(shape, sizes[name], strict=True))
-        for name, shape in shapes
-    )
-
-
-def _elements(shapes: Shapes) -> int:
-    return sum(math.prod(shape) for _, shape in shapes)
+def _longest(situation: Situation) -> tuple[int, int]:
+    return len(situation.forwards), situation.gradient_bytes

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
-from hf_offload.plan.footprint import Footprint, Moment, Saved
+from hf_offload.plan.footprint import BlockSpan, Footprint, Moment, Saved
 from hf_offload.plan.recorder import StepRecorder, nbytes_of
 
 
@@ -37,8 +37,18 @@ class _Times:
     died: int | None = None  # when everybody had
 
 
+@dataclasses.dataclass(frozen=True)
+class _MicroBatch:
+    """What was found of one micro-batch."""
+
+    moments: tuple[Moment, ...]
+    saved: tuple[Saved, ...]
+    blocks: tuple[BlockSpan, ...]
+    peak_live_bytes: int
+
+
 class StepMeter(StepRecorder):
-    """Observes one step of a training that offloads, the last micro-batch of it if there are several.
+    """Observes one step of a training that offloads, each of its micro-batches for itself.
 
     ``resident_bytes`` says how many bytes of saved tensors the engine holds in memory, ``waited_s`` how long it has kept the
     training waiting in all: neither is the model's doing.
@@ -59,8 +69,10 @@ class StepMeter(StepRecorder):
         self._optimizer_s = 0.0
         self._optimizer_bytes = 0
         self._state_bytes: dict[int, int] = {}
-        self.micro_batches = 0
+        self._missing_state_bytes = 0
+        self._micro_batches: list[_MicroBatch] = []
         self.running = False
+        self._begun = False
         self._on_stack = False
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -91,8 +103,10 @@ class StepMeter(StepRecorder):
         self.unwatch()
         for handle in self._optimizer_hooks:
             handle.remove()
-        if not self._optimizing and not gone:
-            self.end_moment()
+        if not gone:
+            if not self._optimizing:
+                self.end_moment()
+            self._close_micro_batch()
 
     def leave(self) -> None:
         """Take the mode off this thread's stack if it is on top of it. For a model that has gone: takes no lock, and may be
@@ -102,10 +116,16 @@ class StepMeter(StepRecorder):
             self._on_stack = False
             self.__exit__(None, None, None)
 
-    def begin_forward(self) -> None:
-        """The model's forward begins: the first, or that of another micro-batch."""
-        if self.backward or not self.micro_batches:
+    def begin_forward(self, inputs: Iterable[torch.Tensor], is_next: bool) -> None:
+        """A forward of the whole model begins with ``inputs``; ``is_next``: that of the next micro-batch."""
+        for tensor in inputs:
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device == self._device:
+                self.see(tensor.untyped_storage())
+        if is_next:
             self.end_moment()
+            if self._begun:
+                self._close_micro_batch()
+            self._begun = True
             self.moments.clear()
             self._times.clear()
             self._held.clear()
@@ -113,7 +133,27 @@ class StepMeter(StepRecorder):
             self._entered.clear()
             self._left.clear()
             self.backward = False
-            self.micro_batches += 1
+            self.peak_live_bytes = self._live
+
+    def _close_micro_batch(self) -> None:
+        # Weights that had no part in this micro-batch may have one in the next: a layer that was skipped, an expert.
+        missing = sum(
+            nbytes_of(parameter)
+            for parameter in self.model.parameters()
+            if parameter.requires_grad and parameter.grad is None and id(parameter) not in self._reached
+        )
+        self._reached.clear()
+        moments = tuple(
+            dataclasses.replace(moment, live_bytes=moment.live_bytes + missing) if moment.backward else moment
+            for moment in self._moments()
+        )
+        saved, blocks = tuple(self._saved()), tuple(self.block_spans())
+        self._micro_batches.append(_MicroBatch(moments, saved, blocks, self.peak_live_bytes))
+
+    @property
+    def micro_batches(self) -> int:
+        """How many have begun."""
+        return len(self._micro_batches) + (self.running and self._begun)
 
     # -- the engine's events ------------------------------------------------------------------------------------------
 
@@ -193,32 +233,35 @@ class StepMeter(StepRecorder):
         self._optimizer_s += self.elapsed()
         self._optimizer_bytes = max(self._optimizer_bytes, self._most - self._before_live - max(0, grown))
         self._state_bytes |= state
+        self._missing_state_bytes = _missing_state(optimizer)
 
     @property
     def is_over(self) -> bool:
         """Whether the optimizer has stepped, so that the next forward belongs to another step."""
         return self._optimizing
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes of tensors alive at once, weights and optimizer state included."""
-        weights = sum(nbytes_of(tensor) for tensor in {*self.model.parameters(), *self.model.buffers()})
-        return weights + sum(self._state_bytes.values()) + self.peak_live_bytes
+    def peak_bytes(self, micro_batch: int) -> int:
+        """Most bytes of tensors alive at once in a micro-batch, weights and optimizer state included."""
+        return self._base_bytes() + self._micro_batches[micro_batch].peak_live_bytes
 
     # -- what was found -----------------------------------------------------------------------------------------------
 
-    def footprint(self) -> Footprint:
-        """The step that was observed."""
+    def _base_bytes(self) -> int:
         weights = sum(nbytes_of(tensor) for tensor in {*self.model.parameters(), *self.model.buffers()})
+        return weights + sum(self._state_bytes.values())
+
+    def footprint(self, micro_batch: int) -> Footprint:
+        """One micro-batch of the step that was observed."""
+        found = self._micro_batches[micro_batch]
         gradients = sum(nbytes_of(tensor) for tensor in self.model.parameters() if tensor.requires_grad)
         return Footprint(
-            moments=tuple(self._moments()),
-            saved=tuple(self._saved()),
-            blocks=tuple(self.block_spans()),
+            moments=found.moments,
+            saved=found.saved,
+            blocks=found.blocks,
             units=self.units,
             kinds=self.kinds,
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
-            base_bytes=weights + sum(self._state_bytes.values()),
+            base_bytes=self._base_bytes() + self._missing_state_bytes,
             gradient_bytes=gradients,
             optimizer_step_bytes=max(0, self._optimizer_bytes),
             optimizer_step_s=self._optimizer_s,
@@ -234,7 +277,7 @@ class StepMeter(StepRecorder):
             # Autograd lets go when the operation that asked has run: at the latest when the next one asks.
             released = end if times.last is None else following[times.last]
             gone = self._gone(times)
-            yield Saved(times.unit, times.nbytes, times.packed, gone, needed, max(released, needed + 1))
+            yield Saved(times.unit, times.nbytes, times.packed, gone, needed, min(max(released, needed + 1), end))
 
     def _gone(self, times: _Times) -> int:
         """The first moment in which nothing but autograd would have held it, had it stayed in memory."""
@@ -257,3 +300,16 @@ class StepMeter(StepRecorder):
 def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for values in optimizer.state.values():
         yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def _missing_state(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of state that weights which have had no gradient yet will have, by what the others have of it."""
+    with_state = without = state = 0
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        found = optimizer.state.get(parameter) or {}
+        if not found and parameter.requires_grad:
+            without += nbytes_of(parameter)
+        elif found:
+            with_state += nbytes_of(parameter)
+            state += sum(nbytes_of(value) for value in found.values() if isinstance(value, torch.Tensor))
+    return without * state // max(1, with_state)

@@ -40,14 +40,34 @@ def solve(problem: Problem) -> Solution | None:
 
 
 def smallest(problem: Problem) -> Solution:
-    """Whatever needs the least memory, however slow."""
+    """What needs the least memory, however slow: the best of the simple ways, with single units placed otherwise."""
     choices = Choices(problem)
-    ways = [
-        problem.play(choices.uniform(placement), windows, placement.value)
-        for placement in choices.options
-        for windows in _windows_for(problem, placement)
-    ]
-    return min(ways, key=lambda one: (one.timeline.stalled_peak_bytes, one.timeline.step_s))
+    best = min(
+        (
+            problem.play(choices.uniform(placement), windows, placement.value)
+            for placement in choices.options
+            for windows in _windows_for(problem, placement)
+        ),
+        key=_size,
+    )
+    work = _POLISH_WORK // (len(problem.footprint.moments) + len(problem.footprint.saved) + 1)
+    improved = True
+    while improved and work > 0:
+        improved = False
+        for unit, placement in choices.moves():
+            if best.placements[unit] is placement:
+                continue
+            work -= 1
+            other = problem.play(choices.changed(best.placements, unit, placement), best.windows, best.method)
+            if _size(other) < _size(best):
+                best, improved = other, True
+            if work <= 0:
+                break
+    return best
+
+
+def _size(solution: Solution) -> tuple[int, float]:
+    return solution.timeline.stalled_peak_bytes, solution.timeline.step_s
 
 
 def uniform(problem: Problem, placement: Placement) -> Solution | None:

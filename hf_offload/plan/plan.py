@@ -35,6 +35,22 @@ class Placement(enum.StrEnum):
         return self.value.rpartition("+")[2] if self.value not in ("keep", "recompute") else None
 
 
+@dataclasses.dataclass(frozen=True)
+class Keeping:
+    """What keeps a step within its budget that saves more than the one that the plan was made of.
+
+    Attributes:
+        unit_bytes: How much each unit was planned to keep.
+        spare_bytes: How much all units together may keep beyond that; what is more is moved after all.
+        resident_bytes: Most bytes of saved tensors that may be in memory at once, kept or on their way. Forward waits, and
+            what was kept leaves, rather than pass it.
+    """
+
+    unit_bytes: Mapping[str, int]
+    spare_bytes: int
+    resident_bytes: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """What to do with saved tensors.
@@ -45,6 +61,7 @@ class Plan:
         min_offload_bytes: Smaller tensors stay in memory.
         read_ahead_bytes: Window of the prefetcher; None: six records of usual size.
         write_behind_bytes: Most bytes that wait to be written from memory that is short.
+        keeping: How much may be kept and be in memory; None: no limit, and what is kept is not tracked.
         reason: Why, in words a user can read.
     """
 
@@ -53,6 +70,7 @@ class Plan:
     min_offload_bytes: int
     read_ahead_bytes: int | None
     write_behind_bytes: int
+    keeping: Keeping | None = None
     reason: str
 
     def placement(self, unit: str) -> Placement:

@@ -7,8 +7,8 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.placement import smallest, solve, uniform
-from hf_offload.plan.plan import WRITE_BEHIND_BYTES, Placement, Plan
-from hf_offload.plan.problem import Problem, Solution
+from hf_offload.plan.plan import WRITE_BEHIND_BYTES, Keeping, Placement, Plan
+from hf_offload.plan.problem import Problem, Solution, smallest_budget
 from hf_offload.plan.simulate import Windows
 from hf_offload.settings.sizes import format_bytes
 
@@ -57,20 +57,41 @@ def find_plan(problem: Problem) -> Solution:
     solution = solve(problem)
     if solution is None:
         least = smallest(problem)
-        raise OffloadPlanError(too_small(problem, least), least.timeline.stalled_peak_bytes)
+        raise OffloadPlanError(too_small(problem, least), smallest_budget(least.timeline.stalled_peak_bytes))
     return solution
 
 
-def plan_of(solution: Solution, like: Plan, reason: str) -> Plan:
-    """The engine's plan for a solution; what a solution does not say is as in ``like``."""
+def plan_of(problem: Problem, solution: Solution, like: Plan, reason: str) -> Plan:
+    """The engine's plan for a solution. What it does not say is as in ``like``, and so is the placement of units that saved
+    nothing when the footprint was taken: a layer may be skipped in one step and run in the next.
+    """
+    saved = problem.footprint.saved_bytes
     return dataclasses.replace(
         like,
-        default=Placement.KEEP,
-        placements=solution.placements,
+        placements={unit: one for unit, one in solution.placements.items() if saved[unit] or one.recomputes},
         read_ahead_bytes=solution.windows.read_ahead_bytes,
         write_behind_bytes=solution.windows.write_behind_bytes,
+        keeping=_keeping(problem, solution),
         reason=reason,
     )
+
+
+def _keeping(problem: Problem, solution: Solution) -> Keeping | None:
+    footprint, timeline = problem.footprint, solution.timeline
+    spare = max(0, problem.limit_bytes - timeline.peak_bytes)
+    kept = {
+        unit: 0 if one.recomputes else footprint.saved_bytes[unit]
+        for unit, one in solution.placements.items()
+        if one.tier is None
+    }
+    if spare > sum(footprint.saved_bytes.values()) and all(
+        one is Placement.KEEP for one in solution.placements.values()
+    ):
+        return None  # a run that would fit with twice as much is left alone
+    for span in footprint.blocks:
+        if span.name in kept and solution.placements[span.name].recomputes:
+            kept[span.name] += span.boundary_bytes
+    return Keeping(kept, spare, timeline.resident_bytes + spare)
 
 
 def too_small(problem: Problem, least: Solution) -> str:
@@ -92,11 +113,11 @@ def too_small(problem: Problem, least: Solution) -> str:
         for tier, nbytes in timeline.tier_bytes.items()
         if nbytes > problem.room_bytes.get(tier, 0)
     ]
-    if full and timeline.stalled_peak_bytes <= problem.budget_bytes:
+    if full and timeline.stalled_peak_bytes <= problem.limit_bytes:
         return f"Nothing fits: {'; '.join(full)}. Give the tier more room, or a larger memory budget."
     return (
         f"A memory budget of {format_bytes(problem.budget_bytes)} is too small: the least this run can do with is "
-        f"{format_bytes(timeline.stalled_peak_bytes)} (the peak is in {where}). What would lower it: {'; '.join(advice)}."
+        f"{smallest_budget(timeline.stalled_peak_bytes) >> 20} MiB (the peak is in {where}). What would lower it: {'; '.join(advice)}."
     )
 
 
@@ -126,9 +147,9 @@ def largest(fits: Callable[[int], bool], start: int, limit: int) -> int:
 
 def frontier(problem: Problem, points: int) -> list[tuple[int, Solution]]:
     """Budgets from the smallest that does to the one that keeps everything, and the plan for each."""
-    least = smallest(problem).timeline.stalled_peak_bytes
+    least = smallest_budget(smallest(problem).timeline.stalled_peak_bytes)
     simple = [uniform(problem, placement) for placement in Placement]
-    peaks = {one.timeline.stalled_peak_bytes for one in simple if one is not None}
+    peaks = {smallest_budget(one.timeline.stalled_peak_bytes) for one in simple if one is not None}
     most = max(*peaks, least)
     evenly = {least + (most - least) * index // max(1, points - 1) for index in range(points)}
     found = []

@@ -9,6 +9,10 @@ from hf_offload.plan.simulate import Channel, Timeline, Windows, simulate
 
 Placements = Mapping[str, Placement]
 
+# What a plan cannot count on: memory that kernels take for a while, and what differs between two steps.
+_RESERVE_PERCENT = 3
+_MIB = 1 << 20
+
 _RECOMPUTES = {"ram": Placement.RECOMPUTE_RAM, "ssd": Placement.RECOMPUTE_SSD}
 
 
@@ -35,7 +39,7 @@ class Problem:
         footprint: The step.
         channels: Tiers that may be used, with their bandwidths.
         room_bytes: Most bytes that may lie in each of those tiers.
-        budget_bytes: Most memory at any time, weights and optimizer state included.
+        budget_bytes: Most memory at any time, weights and optimizer state included. A small share of it is left free.
         windows: How far to read ahead and write behind, best first.
         may_recompute: Whether blocks may be computed again in backward.
     """
@@ -47,6 +51,11 @@ class Problem:
     windows: Sequence[Windows]
     may_recompute: bool = True
 
+    @property
+    def limit_bytes(self) -> int:
+        """Most memory that a plan may be predicted to need."""
+        return self.budget_bytes - -(-self.budget_bytes * _RESERVE_PERCENT // 100)
+
     def play(self, placements: Placements, windows: Windows, method: str) -> Solution:
         """What the simulation says about a placement of every unit."""
         return Solution(placements, windows, simulate(self.footprint, placements, self.channels, windows), method)
@@ -54,9 +63,14 @@ class Problem:
     def fits(self, solution: Solution) -> bool:
         """Whether memory, even where the tier stops writing for a while, and every tier stay within their limits."""
         timeline = solution.timeline
-        return timeline.stalled_peak_bytes <= self.budget_bytes and all(
+        return timeline.stalled_peak_bytes <= self.limit_bytes and all(
             nbytes <= self.room_bytes.get(tier, 0) for tier, nbytes in timeline.tier_bytes.items()
         )
+
+
+def smallest_budget(peak_bytes: int) -> int:
+    """The smallest whole number of MiB, in bytes, that a plan with this peak fits into."""
+    return -(-peak_bytes * 100 // ((100 - _RESERVE_PERCENT) * _MIB)) * _MIB
 
 
 class Choices:

@@ -30,7 +30,7 @@ def by_program(problem: Problem, choices: Choices, windows: Windows) -> Iterator
             return
         solution = problem.play(placements, windows, "milp")
         yield solution
-        excess = solution.timeline.stalled_peak_bytes - problem.budget_bytes
+        excess = solution.timeline.stalled_peak_bytes - problem.limit_bytes
         if excess <= 0:
             return
         slack_bytes += excess
@@ -166,11 +166,11 @@ class _Program:
             if self._problem.channels:
                 windows = self._windows
                 transit = windows.read_ahead_bytes if moments[moment].backward else windows.write_behind_bytes
-            rest = self._problem.budget_bytes - self._footprint.base_bytes - moments[moment].live_bytes - slack_bytes
+            rest = self._problem.limit_bytes - self._footprint.base_bytes - moments[moment].live_bytes - slack_bytes
             yield self._row(*parts), rest - min(transit, nbytes.sum() - self._nbytes[used].sum())
 
     def _points(self, slack_bytes: int) -> Sequence[int]:
-        over = numpy.flatnonzero(self._curve + (self._footprint.base_bytes + slack_bytes) > self._problem.budget_bytes)
+        over = numpy.flatnonzero(self._curve + (self._footprint.base_bytes + slack_bytes) > self._problem.limit_bytes)
         # The highest moment of each of at most _POINTS stretches.
         stretches = numpy.array_split(over, min(_POINTS, max(len(over), 1)))
         return [int(stretch[numpy.argmax(self._curve[stretch])]) for stretch in stretches if len(stretch)]

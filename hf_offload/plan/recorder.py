@@ -51,6 +51,7 @@ class StepRecorder(TorchDispatchMode):
         self._stack: list[str] = []
         self._handles: list[RemovableHandle] = []
         self._live = self._most = self._gradients = 0
+        self._reached: set[int] = set()  # ids of the weights that got a gradient
         self.bookkeeping_s = 0.0  # the recorder's own time, which is no compute
         self.peak_live_bytes = 0  # saved tensors included, weights not
         self._known: set[int] = set()
@@ -88,6 +89,8 @@ class StepRecorder(TorchDispatchMode):
         """Follow the model's forwards and gradients from now on."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self._known.add(id(tensor.untyped_storage()))
+            if tensor.grad is not None and tensor.grad.layout is torch.strided:
+                self.see(tensor.grad.untyped_storage())  # kept from the step before, or from another micro-batch
         for name, unit in find_units(self.model).items():
             self._handles.append(unit.module.register_forward_pre_hook(self._enter(name)))
             self._handles.append(unit.module.register_forward_hook(self._leave(name), always_call=True))
@@ -139,6 +142,7 @@ class StepRecorder(TorchDispatchMode):
         return hook
 
     def _count_gradient(self, parameter: torch.Tensor) -> None:
+        self._reached.add(id(parameter))
         if parameter.grad is not None:  # not used up at once
             self._gradients += nbytes_of(parameter)
 
@@ -163,8 +167,9 @@ class StepRecorder(TorchDispatchMode):
         for tensor in results:
             if tensor.layout is torch.strided:
                 fresh |= self.see(tensor.untyped_storage(), counts and tensor.device == self._device)
-        self._most = max(self._most, self._live - self.elsewhere())
-        self.peak_live_bytes = max(self.peak_live_bytes, self._live)
+        needed = self._live + (_workspace_bytes(func, args, results) if fresh and self._device.type == "cpu" else 0)
+        self._most = max(self._most, needed - self.elsewhere())
+        self.peak_live_bytes = max(self.peak_live_bytes, needed)
         self.ran(func, args, kwargs, result, results, fresh)
 
     def see(self, storage: torch.UntypedStorage, counts: bool = True) -> bool:
@@ -206,3 +211,26 @@ class StepRecorder(TorchDispatchMode):
         for name, entered in self._entered.items():
             if name in self._left and name in begun:
                 yield BlockSpan(name, self._boundary[name], (entered, self._left[name]), begun[name])
+
+
+# Where their number of groups is among the arguments.
+_CONVOLUTIONS = {torch.ops.aten.convolution.default: 8, torch.ops.aten.convolution_backward.default: 9}
+# They take their operands as they lie.
+_STRIDED = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "clone", "copy", "_to_copy", "cat", "stack")
+)
+
+
+def _workspace_bytes(func: Any, args: Any, results: Sequence[torch.Tensor]) -> int:
+    """Bytes that a CPU kernel takes for itself while it runs, which no dispatch mode sees: an estimate, rather too large.
+
+    oneDNN's convolutions copy operands and results into a layout of their own. Most kernels that are neither element by
+    element nor matrix products copy operands that are not contiguous.
+    """
+    if func in _CONVOLUTIONS and args[_CONVOLUTIONS[func]] == 1:
+        return sum(nbytes_of(leaf) for leaf in (*args, *results) if isinstance(leaf, torch.Tensor) and leaf.dim() > 2)
+    name = func._schema.name.removeprefix("aten::")
+    if name in _STRIDED or (torch.Tag.pointwise in func.tags and "gelu" not in name):
+        return 0
+    operands = (leaf for leaf in args if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
+    return sum(nbytes_of(tensor) for tensor in operands if tensor.dim() > 1 and not tensor.is_contiguous())

@@ -50,7 +50,8 @@ class Stretch:
 class Timeline:
     """What a plan is predicted to do.
 
-    ``memory`` holds (seconds, bytes) at every moment, base included; ``tier_bytes`` the most that lies in each tier at once.
+    ``memory`` holds (seconds, bytes) at every moment, base included; ``tier_bytes`` the most that lies in each tier at once;
+    ``resident_bytes`` the most that the engine holds of saved tensors at once, whatever else holds them, too.
     ``stalled_peak_bytes`` is the peak if the tier stopped writing at the worst moment of forward, until forward has to wait.
     """
 
@@ -63,6 +64,7 @@ class Timeline:
     recompute_s: float
     tier_bytes: Mapping[str, int]
     moved_bytes: int
+    resident_bytes: int
     memory: tuple[tuple[float, int], ...]
     stretches: tuple[Stretch, ...]
 
@@ -94,12 +96,15 @@ class _Item:
         "ahead",
         "arrives_s",
         "gone",
+        "held",
         "leaves_s",
+        "leaving",
         "nbytes",
         "needed",
         "packed",
         "released",
         "resident",
+        "stays",
         "tier",
         "unit",
         "wanted",
@@ -114,6 +119,9 @@ class _Item:
         self.released = released
         self.tier = tier
         self.resident = False  # counted as memory that nothing but this holds
+        self.held = False  # the engine holds it, whatever else does
+        self.stays = False  # it could leave, but backward needs it first
+        self.leaving = False  # on its way out, and not wanted
         self.leaves_s: float | None = None  # when its store ends
         self.arrives_s: float | None = None  # when its load ends
         self.ahead = False
@@ -147,6 +155,7 @@ class _Player:
         self._leaving_bytes = 0
         self._ahead_bytes = 0
         self._resident = 0
+        self._held = self._most_held = 0
         self._tier_now: collections.Counter[str] = collections.Counter()
         self._tier_most: collections.Counter[str] = collections.Counter()
         self._moved = 0
@@ -187,31 +196,32 @@ class _Player:
             room -= item.nbytes
             if room < 0:
                 break
-            item.tier = None
-        self._order = [item for item in self._order if item.tier is not None]
+            item.stays = True
+        self._order = [item for item in self._order if not item.stays]
 
     def play(self) -> Timeline:
         footprint = self._footprint
         alone = [item for item in self._items if item.released > item.gone]
-        packed = _by_moment((item for item in self._items if item.tier is not None), lambda item: item.packed)
+        packed = _by_moment(self._items, lambda item: item.packed)
         gone = _by_moment(alone, lambda item: item.gone)
         needed = _by_moment((item for item in alone if item.tier is not None), lambda item: item.needed)
-        released = _by_moment(alone, lambda item: item.released)
+        released = _by_moment(self._items, lambda item: item.released)
         base_bytes, behind_bytes = footprint.base_bytes, self._windows.write_behind_bytes
         details = self._details
         for index, moment in enumerate(footprint.moments):
             for item in released.get(index, ()):
                 self._drop(item)
-                if item.tier is not None:
+                self._stop_leaving(item)
+                if item.tier is not None and not item.stays:
                     self._tier_now[item.tier] -= item.nbytes
             if index in self._recompute_at:
                 self._recompute_block(self._recompute_at[index], moment.live_bytes)
             for item in packed.get(index, ()):
-                self._store(item)
+                self._pack(item)
             for item in gone.get(index, ()):
                 if self._leaving:
                     self._settle()
-                if item.tier is None or item.leaves_s is None or item.leaves_s > self._now:
+                if item.held:
                     self._hold(item)
                 else:
                     self._left_bytes += item.nbytes
@@ -241,11 +251,21 @@ class _Player:
             recompute_s=self._recompute,
             tier_bytes=dict(self._tier_most),
             moved_bytes=self._moved,
+            resident_bytes=self._most_held,
             memory=tuple(self._memory),
             stretches=tuple(self._stretches),
         )
 
     # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _pack(self, item: _Item) -> None:
+        item.held = True
+        self._held += item.nbytes
+        if item.stays:
+            self._be_ahead(item)
+        elif item.tier is not None:
+            self._store(item, item.tier)
+        self._most_held = max(self._most_held, self._held)
 
     def _hold(self, item: _Item) -> None:
         if not item.resident:
@@ -253,12 +273,35 @@ class _Player:
             self._resident += item.nbytes
 
     def _drop(self, item: _Item) -> None:
+        if item.held:
+            item.held = False
+            self._held -= item.nbytes
         if item.resident:
             item.resident = False
             self._resident -= item.nbytes
+        self._be_asked_for(item)
+
+    def _be_ahead(self, item: _Item) -> None:
+        if not item.ahead:
+            item.ahead = True
+            self._ahead_bytes += item.nbytes
+
+    def _be_asked_for(self, item: _Item) -> None:
         if item.ahead:
             item.ahead = False
             self._ahead_bytes -= item.nbytes
+
+    def _stop_leaving(self, item: _Item) -> None:
+        if item.leaving:
+            item.leaving = False
+            self._leaving_bytes -= item.nbytes
+
+    def _want(self, item: _Item) -> None:
+        """Backward comes to ``item`` soon, or now: it does not leave any more."""
+        item.wanted = True
+        if item.leaving:
+            self._stop_leaving(item)
+            self._be_ahead(item)
 
     def _note(self, unit: str, live_bytes: int) -> None:
         memory = self._footprint.base_bytes + live_bytes + self._resident
@@ -284,32 +327,31 @@ class _Player:
         """Let what has been written by now leave memory."""
         while self._leaving and self._leaving[0][0] <= self._now:
             item = heapq.heappop(self._leaving)[2]
-            self._leaving_bytes -= item.nbytes
-            if not item.wanted:
+            if item.leaving:
+                self._stop_leaving(item)
                 self._left_bytes += item.nbytes if item.resident else 0
                 self._drop(item)
 
-    def _store(self, item: _Item) -> None:
-        if item.tier is None:
-            return
-        channel = self._channels[item.tier]
-        begin = max(self._now, self._store_free[item.tier])
-        share = channel.shared if self._load_free[item.tier] > begin else 1.0
-        item.leaves_s = begin + item.nbytes / (channel.store_bytes_per_s * share)
-        self._store_free[item.tier] = item.leaves_s
-        heapq.heappush(self._leaving, (item.leaves_s, id(item), item))
-        self._leaving_bytes += item.nbytes
-        self._moved += item.nbytes
-        self._tier_now[item.tier] += item.nbytes
-        self._tier_most[item.tier] = max(self._tier_most[item.tier], self._tier_now[item.tier])
-        if self._details:
-            self._stretches.append(Stretch("store", item.unit, begin, item.leaves_s))
+    def _store(self, item: _Item, tier: str) -> None:
         self._settle()
         before = self._now
         while self._leaving and self._leaving_bytes > self._windows.write_behind_bytes:
             self._advance("wait", item.unit, max(0.0, self._leaving[0][0] - self._now))
             self._settle()
         self._store_stall += self._now - before
+        channel = self._channels[tier]
+        begin = max(self._now, self._store_free[tier])
+        share = channel.shared if self._load_free[tier] > begin else 1.0
+        item.leaves_s = begin + item.nbytes / (channel.store_bytes_per_s * share)
+        self._store_free[tier] = item.leaves_s
+        heapq.heappush(self._leaving, (item.leaves_s, id(item), item))
+        item.leaving = True
+        self._leaving_bytes += item.nbytes
+        self._moved += item.nbytes
+        self._tier_now[tier] += item.nbytes
+        self._tier_most[tier] = max(self._tier_most[tier], self._tier_now[tier])
+        if self._details:
+            self._stretches.append(Stretch("store", item.unit, begin, item.leaves_s))
 
     def _load(self, item: _Item) -> None:
         assert item.tier is not None
@@ -319,37 +361,39 @@ class _Player:
         share = channel.shared if self._store_free[item.tier] > begin else 1.0
         item.arrives_s = begin + item.nbytes / (channel.load_bytes_per_s * share)
         self._load_free[item.tier] = item.arrives_s
-        item.ahead = True
-        self._ahead_bytes += item.nbytes
+        item.held = True
+        self._held += item.nbytes
+        self._most_held = max(self._most_held, self._held)
+        self._be_ahead(item)
         self._hold(item)
         if self._details:
             self._stretches.append(Stretch("load", item.unit, begin, item.arrives_s))
 
     def _need(self, item: _Item, index: int) -> None:
-        if item.tier is None or item.released <= item.gone or item.gone > index:
-            return  # it never left, or something else holds it until now
         self._settle()
-        item.wanted = True
-        if not item.resident:
+        self._want(item)
+        if (
+            not item.stays and not item.resident and item.gone <= index
+        ):  # else it never left, or something else holds it
             self._load(item)
         if item.arrives_s is not None and item.arrives_s > self._now:
             before = self._now
             self._advance("wait", item.unit, item.arrives_s - self._now)
             self._load_stall += self._now - before
-        if item.ahead:
-            item.ahead = False
-            self._ahead_bytes -= item.nbytes
+        self._be_asked_for(item)
 
     def _read_ahead(self, index: int) -> None:
         window = self._windows.read_ahead_bytes
         while self._next < len(self._order):
             item = self._order[self._next]
-            if item.needed > index and not item.ahead and item.gone <= index:
+            elsewhere = item.gone > index and not item.leaving  # in the tier, and in memory for somebody else
+            if item.needed > index and not item.ahead and not elsewhere:
                 own = self._leaving_bytes + self._ahead_bytes
-                if own + item.nbytes > window and own > 0:
+                # What still leaves is in memory, too, until it has left; keeping it then adds nothing.
+                if own + (0 if item.leaving else item.nbytes) > window and own > 0:
                     return
-                item.wanted = True
-                if not item.resident:
+                self._want(item)
+                if not item.resident and item.gone <= index:
                     self._load(item)
             self._next += 1
 

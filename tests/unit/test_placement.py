@@ -94,7 +94,7 @@ def test_below_the_smallest_there_is_no_plan():
 
 def test_a_tier_is_not_filled_beyond_its_room():
     footprint = footprint_of([50 * MB] * 6, [0.05] * 6, [1 * MB] * 6)
-    channels = {"ram": Channel(1e12, 1e12), "ssd": Channel(1e9, 1e9)}
+    channels = {"ram": Channel(1e12, 1e12), "ssd": Channel(2e8, 2e8)}
     windows = (Windows(20 * MB, 20 * MB),)
     budget = 100 * MB + 160 * MB
     found = solve(Problem(footprint, channels, {"ram": 60 * MB, "ssd": 10**12}, budget, windows, may_recompute=False))

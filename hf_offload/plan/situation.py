@@ -1,0 +1,109 @@
+"""What the memory of a micro-batch depends on, so far as it can be seen when it begins: what a plan is known for.
+
+A micro-batch is what one backward is for: usually one forward of the model, or several whose losses are added up.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Shapes = tuple[tuple[str, tuple[Any, ...]], ...]
+
+# Inputs inside of inputs are looked for so deep.
+_MAX_DEPTH = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """The inputs' shapes of every forward of a micro-batch, what is trained, and the gradients that are there already.
+
+    Attributes:
+        forwards: For each forward, the name and the shape of every tensor in its inputs, wherever in them it is. Switches
+            and words are there as if they were shapes. Numbers are not: they differ from step to step.
+        trainable: One bit for each parameter that is trained.
+        gradient_bytes: Gradients that are there when the micro-batch begins.
+    """
+
+    forwards: tuple[Shapes, ...]
+    trainable: int
+    gradient_bytes: int
+
+    @property
+    def elements(self) -> int:
+        """How many numbers the inputs hold."""
+        return sum(math.prod(shape) for shapes in self.forwards for _, shape in shapes if _is_shape(shape))
+
+    def joined(self, other: "Situation") -> "Situation":
+        """The micro-batch goes on with the forward of ``other``."""
+        return dataclasses.replace(self, forwards=self.forwards + other.forwards)
+
+    def begins(self, other: "Situation") -> bool:
+        """Whether ``other`` is this micro-batch, or goes on as it began, and has no less else."""
+        return self._no_less_else(other) and self.forwards == other.forwards[: len(self.forwards)]
+
+    def fits_into(self, other: "Situation") -> bool:
+        """Whether everything is there in ``other``, and no smaller in any dimension."""
+        return (
+            self._no_less_else(other)
+            and len(self.forwards) <= len(other.forwards)
+            and all(map(_fits_into, self.forwards, other.forwards))
+        )
+
+    def _no_less_else(self, other: "Situation") -> bool:
+        return self.trainable & ~other.trainable == 0 and self.gradient_bytes <= other.gradient_bytes
+
+
+def situation_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Situation:
+    """The situation in which a forward of ``model`` begins with these inputs."""
+    shapes = tuple(_shapes(({str(index): value for index, value in enumerate(args)} | dict(kwargs)), ""))
+    trainable, gradients = 0, 0
+    for index, parameter in enumerate(model.parameters()):
+        trainable |= parameter.requires_grad << index
+        if parameter.grad is not None:
+            gradients += parameter.grad.nbytes
+    return Situation((shapes,), trainable, gradients)
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Every tensor in ``value``, however it is nested."""
+    return (leaf for _, leaf in _leaves(value, "", depth) if isinstance(leaf, torch.Tensor))
+
+
+def _shapes(value: Any, name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for path, leaf in _leaves(value, name, 0):
+        if not isinstance(leaf, torch.Tensor):
+            yield path, (repr(leaf),)
+        elif leaf.layout is torch.strided and not leaf.is_nested:
+            yield path, tuple(leaf.shape)
+        else:  # its shape does not say how large it is
+            yield path, (leaf.values().numel(),)
+
+
+def _leaves(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (torch.Tensor, bool, str)) or value is None:
+        yield name, value
+    elif depth < _MAX_DEPTH:
+        parts: Iterator[tuple[Any, Any]]
+        if isinstance(value, Mapping):
+            parts = iter(value.items())
+        elif isinstance(value, (list, tuple)):
+            parts = enumerate(value)
+        else:
+            parts = iter(getattr(value, "__dict__", {}).items())
+        for key, part in parts:
+            yield from _leaves(part, f"{name}.{key}", depth + 1)
+
+
+def _is_shape(shape: tuple[Any, ...]) -> bool:
+    return not any(isinstance(size, str) for size in shape)
+
+
+def _fits_into(shapes: Shapes, other: Shapes) -> bool:
+    return [name for name, _ in shapes] == [name for name, _ in other] and all(
+        one == two or (len(one) == len(two) and _is_shape(one) and _is_shape(two) and all(map(int.__le__, one, two)))
+        for (_, one), (_, two) in zip(shapes, other, strict=True)
+    )

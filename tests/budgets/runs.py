@@ -1,0 +1,152 @@
+"""A training under a budget, with what an independent meter of live bytes says about each of its steps."""
+
+import ctypes
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from budgets.models import batch, build, loss
+from hf_offload import OffloadConfig, offload_activations
+from hf_offload.errors import OffloadPlanError
+
+STEPS = 9
+SETTLED = 4  # lazily made state, first gradients, and what libraries take once are there
+
+Micro = list[Any]
+
+
+class Meter:
+    """The preloaded allocation counter of ``meter.c``."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        self.live = library.meter_live
+        self.peak = library.meter_peak
+        self.live.restype = self.peak.restype = ctypes.c_longlong
+
+
+@dataclasses.dataclass
+class Scenario:
+    """How a model is trained. ``prepare`` may change it, ``before_step`` is called with the index of each step."""
+
+    micro_batches: Callable[[str, int], Micro] = lambda name, step: [batch(name, seed=step)]
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model
+    before_step: Callable[[nn.Module, int], None] = lambda model, step: None
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda weights: torch.optim.AdamW(weights, lr=1e-3)
+    set_to_none: bool = True
+    autocast: bool = False
+
+
+def _lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))  # type: ignore[arg-type]
+
+
+def _half_frozen(model: nn.Module) -> nn.Module:
+    weights = list(model.parameters())
+    for parameter in weights[: len(weights) // 2]:
+        parameter.requires_grad_(False)
+    return model
+
+
+def _thaw(model: nn.Module, step: int) -> None:
+    if step == 5:
+        model.requires_grad_(True)
+
+
+def _adafactor(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(weights, lr=1e-3)
+
+
+SCENARIOS = {
+    "plain": Scenario(),
+    "lora": Scenario(prepare=_lora),
+    "large_then_small": Scenario(lambda name, step: [batch(name, rows) for rows in (24, 8)]),
+    "small_then_large": Scenario(lambda name, step: [batch(name, rows) for rows in (8, 24)]),
+    "growing": Scenario(lambda name, step: [batch(name, 12 if step % 4 < 2 else 20)]),
+    "unfreezing": Scenario(prepare=_half_frozen, before_step=_thaw),
+    "autocast": Scenario(autocast=True),
+    "gradients_stay": Scenario(set_to_none=False),
+    "sgd": Scenario(optimizer=lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9)),
+    "adafactor": Scenario(optimizer=_adafactor),
+    "fused_adam": Scenario(optimizer=lambda weights: torch.optim.Adam(weights, lr=1e-3, fused=True)),
+}
+
+
+@dataclasses.dataclass
+class Run:
+    """Losses and, per step, the most bytes alive; what was predicted and measured at the end."""
+
+    losses: list[float]
+    weights: list[torch.Tensor]
+    peaks: list[int]
+    fixed: int
+    predicted: int | None = None
+    placed: str = ""
+
+
+def train(name: str, scenario: Scenario, config: OffloadConfig, steps: int = STEPS) -> Run:
+    """Train, and meter each step."""
+    gc.collect()
+    meter = Meter()
+    before = meter.live()
+    model = scenario.prepare(build(name))
+    micro_batches = [scenario.micro_batches(name, step) for step in range(steps)]
+    inputs = meter.live() - before
+    torch.manual_seed(1)
+    optimizer = scenario.optimizer([parameter for parameter in model.parameters()])
+    losses, peaks = [], []
+    data = inputs - _bytes_of(model)
+    with offload_activations(model, config) as session:
+        for step in range(steps):
+            scenario.before_step(model, step)
+            meter.peak()
+            for one in micro_batches[step]:
+                with torch.autocast("cpu", torch.bfloat16, enabled=scenario.autocast):
+                    value = loss(model, one)
+                value.backward()
+                losses.append(value.item())
+                del value
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=scenario.set_to_none)
+            session.end_step()
+            peaks.append(meter.peak() - before - data)
+        forecast = session.forecast
+        placed = session.plan.reason
+    fixed = _bytes_of(model) + sum(
+        value.nbytes for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    )
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return Run(losses, weights, peaks, fixed, None if forecast is None else forecast.peak_bytes, placed)
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
+
+
+def budgets(name: str, scenario: Scenario, shares: list[float], directory: Any) -> Iterator[tuple[float, int, Run, Run]]:
+    """For each share of what activations take: budget, the run that keeps everything, and the run under the budget.
+
+    A budget that is refused is replaced by the smallest that the refusal names.
+    """
+    keep = train(name, scenario, OffloadConfig(tier="none"))
+    most = max(keep.peaks[1:])
+    for share in shares:
+        budget = int(keep.fixed + share * (most - keep.fixed))
+
+        def run(budget: int) -> Run:
+            config = OffloadConfig(tier="auto", memory_budget=budget, directory=directory, min_offload_bytes=4096)
+            return train(name, scenario, config)
+
+        try:
+            yield share, budget, keep, run(budget)
+        except OffloadPlanError as error:
+            smallest = error.smallest_bytes
+            assert smallest is not None
+            assert smallest > budget, f"{smallest} is named, {budget} was refused"
+            yield share, smallest, keep, run(smallest)
