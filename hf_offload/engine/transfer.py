@@ -74,10 +74,11 @@ class Transfer:
     def store(self, record: Record, write_behind_bytes: int, place: str | None = None) -> None:
         """Begin to store a resident record, in the part of the tier named ``place``; if it is refused, it stays in memory.
 
-        Waits until at most ``write_behind_bytes`` wait to be written. Raises
-        :class:`~hf_offload.errors.StandstillError` if none of them are any more.
+        Waits until at most ``write_behind_bytes`` wait to be written, this one among them where they wait in the memory that
+        is short. Raises :class:`~hf_offload.errors.StandstillError` if none of them are any more.
         """
-        self._wait_for_writes(write_behind_bytes)
+        if not self._device.is_host:
+            self._wait_for_writes(write_behind_bytes)
         buffer = record.buffer
         assert buffer is not None, "a resident record holds its bytes"
         reference = weakref.ref(record)
@@ -104,6 +105,8 @@ class Transfer:
             self._writes_in_flight.append(settled)
         self._stats.step.offloaded_bytes += record.nbytes
         future.add_done_callback(partial(self._settle, settled, reference, record.nbytes))
+        if self._device.is_host:
+            self._wait_for_writes(write_behind_bytes)
 
     def _wait_for_writes(self, limit_bytes: int) -> None:
         """Hold forward back while too much is on its way out: a slow disk must not raise the peak."""

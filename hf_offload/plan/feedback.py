@@ -17,7 +17,7 @@ from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import find_plan, make_problem, plan_of
 from hf_offload.plan.problem import Problem, Solution
 from hf_offload.plan.ranks import Ranks
-from hf_offload.plan.simulate import simulate
+from hf_offload.plan.simulate import Windows, simulate
 from hf_offload.plan.situation import Situation, situation_of, tensors_in
 from hf_offload.settings.sizes import format_bytes
 
@@ -253,8 +253,15 @@ class Feedback:
         known = self._find_known(situation)
         lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
         if known is None or lasting or any(situation.begins(wanted) for wanted in self._wanted):
-            self._follow(None)
-            return _Played(situation, None, is_measured=True)
+            windows = None if known is None else self._windows_to_measure(known)
+            if known is None and self._known:
+                # How much it needs is not known; what is nearest to it says how much there may be on its way.
+                nearest = max(self._known.values(), key=lambda one: one.situation.elements)
+                windows = self._windows_to_measure(nearest) or nearest.problem.windows[-1]
+            if known is None or windows is not None:
+                self._in_force = None
+                self._apply(self._safest if windows is None else self._moving_all(windows))
+                return _Played(situation, None, is_measured=True)
         self._follow(known)
         looked_at = known.is_for(situation) and known.steps == _SETTLED_STEPS
         return _Played(situation, known, is_measured=looked_at)
@@ -282,6 +289,19 @@ class Feedback:
         # How many forwards follow is not known: the plan for most of them suits fewer.
         chosen = max(same, key=_longest) if same else min(larger, key=lambda other: other.elements)
         return self._known[chosen]
+
+    def _windows_to_measure(self, known: _Known) -> Windows | None:
+        """The widest with which everything can be moved within the budget, if there are any: measuring must not break it."""
+        moved = dict.fromkeys(known.footprint.units, self._safest.default)
+        for windows in known.problem.windows:
+            if known.problem.fits(known.problem.play(moved, windows, "measured")):
+                return windows
+        return None
+
+    def _moving_all(self, windows: Windows) -> Plan:
+        return dataclasses.replace(
+            self._safest, read_ahead_bytes=windows.read_ahead_bytes, write_behind_bytes=windows.write_behind_bytes
+        )
 
     def _follow(self, known: _Known | None) -> None:
         if known is not self._in_force:

@@ -117,7 +117,8 @@ def too_small(problem: Problem, least: Solution) -> str:
         return f"Nothing fits: {'; '.join(full)}. Give the tier more room, or a larger memory budget."
     return (
         f"A memory budget of {format_bytes(problem.budget_bytes)} is too small: the least this run can do with is "
-        f"{smallest_budget(timeline.stalled_peak_bytes) >> 20} MiB (the peak is in {where}). What would lower it: {'; '.join(advice)}."
+        f"{smallest_budget(timeline.stalled_peak_bytes) >> 20} MiB (the peak is in {where}). What would lower it: "
+        f"{'; '.join(advice)}."
     )
 
 

@@ -213,8 +213,8 @@ class StepRecorder(TorchDispatchMode):
                 yield BlockSpan(name, self._boundary[name], (entered, self._left[name]), begun[name])
 
 
-# Where their number of groups is among the arguments.
-_CONVOLUTIONS = {torch.ops.aten.convolution.default: 8, torch.ops.aten.convolution_backward.default: 9}
+# Convolutions: where their input and their number of groups are among the arguments.
+_CONVOLUTIONS = {torch.ops.aten.convolution.default: (0, 8), torch.ops.aten.convolution_backward.default: (1, 9)}
 # They take their operands as they lie.
 _STRIDED = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "clone", "copy", "_to_copy", "cat", "stack")
@@ -224,10 +224,14 @@ _STRIDED = frozenset(
 def _workspace_bytes(func: Any, args: Any, results: Sequence[torch.Tensor]) -> int:
     """Bytes that a CPU kernel takes for itself while it runs, which no dispatch mode sees: an estimate, rather too large.
 
-    oneDNN's convolutions copy operands and results into a layout of their own. Most kernels that are neither element by
-    element nor matrix products copy operands that are not contiguous.
+    oneDNN's convolutions copy operands and results into a layout of their own, unless channels come last. Most kernels that
+    are neither element by element nor matrix products copy operands that are not contiguous.
     """
-    if func in _CONVOLUTIONS and args[_CONVOLUTIONS[func]] == 1:
+    if func in _CONVOLUTIONS:
+        where, groups = _CONVOLUTIONS[func]
+        given = args[where]
+        if args[groups] > 1 or (given.dim() == 4 and given.is_contiguous(memory_format=torch.channels_last)):
+            return 0
         return sum(nbytes_of(leaf) for leaf in (*args, *results) if isinstance(leaf, torch.Tensor) and leaf.dim() > 2)
     name = func._schema.name.removeprefix("aten::")
     if name in _STRIDED or (torch.Tag.pointwise in func.tags and "gelu" not in name):

@@ -333,12 +333,6 @@ class _Player:
                 self._drop(item)
 
     def _store(self, item: _Item, tier: str) -> None:
-        self._settle()
-        before = self._now
-        while self._leaving and self._leaving_bytes > self._windows.write_behind_bytes:
-            self._advance("wait", item.unit, max(0.0, self._leaving[0][0] - self._now))
-            self._settle()
-        self._store_stall += self._now - before
         channel = self._channels[tier]
         begin = max(self._now, self._store_free[tier])
         share = channel.shared if self._load_free[tier] > begin else 1.0
@@ -352,6 +346,12 @@ class _Player:
         self._tier_most[tier] = max(self._tier_most[tier], self._tier_now[tier])
         if self._details:
             self._stretches.append(Stretch("store", item.unit, begin, item.leaves_s))
+        self._settle()
+        before = self._now
+        while self._leaving and self._leaving_bytes > self._windows.write_behind_bytes:
+            self._advance("wait", item.unit, max(0.0, self._leaving[0][0] - self._now))
+            self._settle()
+        self._store_stall += self._now - before
 
     def _load(self, item: _Item) -> None:
         assert item.tier is not None

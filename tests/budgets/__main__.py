@@ -31,7 +31,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             environment = os.environ | {
                 "LD_PRELOAD": str(build_meter(Path(folder))),
-                "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+                ),
                 "HF_HUB_OFFLINE": "1",
             }
             command = [sys.executable, "-W", "ignore", "-m", "budgets", "--metered", *sys.argv[1:]]

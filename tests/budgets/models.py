@@ -13,7 +13,14 @@ Inputs = dict[str, torch.Tensor]
 
 
 def _text(**more: Any) -> dict[str, Any]:
-    return {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False, **more}
+    return {
+        "vocab_size": VOCABULARY,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "use_cache": False,
+        **more,
+    }
 
 
 def _decoder(**more: Any) -> dict[str, Any]:

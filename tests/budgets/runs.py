@@ -119,7 +119,10 @@ def train(name: str, scenario: Scenario, config: OffloadConfig, steps: int = STE
         forecast = session.forecast
         placed = session.plan.reason
     fixed = _bytes_of(model) + sum(
-        value.nbytes for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
     )
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     return Run(losses, weights, peaks, fixed, None if forecast is None else forecast.peak_bytes, placed)
@@ -129,7 +132,9 @@ def _bytes_of(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
 
 
-def budgets(name: str, scenario: Scenario, shares: list[float], directory: Any) -> Iterator[tuple[float, int, Run, Run]]:
+def budgets(
+    name: str, scenario: Scenario, shares: list[float], directory: Any
+) -> Iterator[tuple[float, int, Run, Run]]:
     """For each share of what activations take: budget, the run that keeps everything, and the run under the budget.
 
     A budget that is refused is replaced by the smallest that the refusal names.
@@ -143,10 +148,14 @@ def budgets(name: str, scenario: Scenario, shares: list[float], directory: Any) 
             config = OffloadConfig(tier="auto", memory_budget=budget, directory=directory, min_offload_bytes=4096)
             return train(name, scenario, config)
 
-        try:
-            yield share, budget, keep, run(budget)
-        except OffloadPlanError as error:
-            smallest = error.smallest_bytes
-            assert smallest is not None
-            assert smallest > budget, f"{smallest} is named, {budget} was refused"
-            yield share, smallest, keep, run(smallest)
+        found = None
+        for _ in range(5):  # what is needed can grow in later steps, where layers are unfrozen, for one
+            try:
+                found = run(budget)
+                break
+            except OffloadPlanError as error:
+                assert error.smallest_bytes is not None
+                assert error.smallest_bytes > budget, f"{error.smallest_bytes} is named, {budget} was refused"
+                budget = error.smallest_bytes
+        assert found is not None, f"{budget} is named, and refused as the others before"
+        yield share, budget, keep, found
