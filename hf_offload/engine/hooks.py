@@ -1,4 +1,11 @@
-"""The engine: autograd's pack and unpack hooks on top of records, transfer and prefetch."""
+"""The engine: autograd's pack and unpack hooks on top of records, transfer and prefetch.
+
+Note: when saved bytes are final
+    An operation saves its arguments before it runs, and a few then write to one without a new version: RReLU fills its
+    noise, batch norm moves its statistics. Autograd refuses such an argument where it requires a gradient. So what does is
+    stored at once, and everything else when its operation has run: when the next one saves, when a forward ends, or when
+    backward begins, whichever comes first.
+"""
 
 import dataclasses
 import logging
@@ -67,7 +74,7 @@ class Engine:
         self._identities: dict[int, _Identity] = {}
         self._dead_storages: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._nothing = torch.empty(0, device=device.torch_device)
-        self._where = threading.local()
+        self._thread = _Thread()
         self._reported_room = False
         self.follow(plan)
 
@@ -101,16 +108,18 @@ class Engine:
     @property
     def unit(self) -> str:
         """Name of the module whose forward runs in this thread."""
-        return getattr(self._where, "unit", "the model")
+        return self._thread.unit
 
     @unit.setter
     def unit(self, name: str) -> None:
-        self._where.unit = name
+        self._thread.unit = name
 
     # -- autograd's hooks ---------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Called when an operation saves ``tensor`` for backward."""
+        if self._thread.unfinished and self._thread.operation != torch.autograd._get_sequence_nr():
+            self.operation_ended()
         if not is_plain(tensor, self._device.torch_device):
             return _keep(tensor)
         if self.closed or torch._C._current_graph_task_id() != -1:
@@ -142,6 +151,8 @@ class Engine:
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Called when backward needs what :meth:`pack` packed. Any thread, any number of times."""
+        if self._thread.unfinished:
+            self.operation_ended()
         if isinstance(handle, KeptTensor):
             tensor = handle.tensor
             if tensor._version != handle.version:
@@ -161,6 +172,15 @@ class Engine:
         self.prefetch.fill(record.tape)
         self.transfer.evict_beyond(self.prefetch.window(record.tape) + 2 * record.tape.largest)
         return tensor
+
+    def operation_ended(self) -> None:
+        """The operation that packed last in this thread has run: what it may have written to is final, and can be stored."""
+        thread = self._thread
+        records, thread.unfinished = thread.unfinished, []
+        for reference in records:
+            record = reference()
+            if record is not None and not record.wanted:  # by another thread's backward
+                self._store(record)
 
     # -- records ------------------------------------------------------------------------------------------------------
 
@@ -205,10 +225,16 @@ class Engine:
         if self.prefetch.packed(record):
             self.stats.step.offloaded_bytes += record.nbytes
             self.transfer.keep_for_backward(record)
+        elif tensor.requires_grad:
+            self._store(record)
         else:
-            # Only a unit that the plan names has a place of its own; others go wherever the tier has room first.
-            self.transfer.store(record, self._write_behind_bytes, self._tier_of.get(self.unit))
+            self._thread.unfinished.append(weakref.ref(record))
+            self._thread.operation = torch.autograd._get_sequence_nr()
         return record
+
+    def _store(self, record: Record) -> None:
+        # Only a unit that the plan names has a place of its own; others go wherever the tier has room first.
+        self.transfer.store(record, self._write_behind_bytes, self._tier_of.get(record.unit))
 
     def _remember(self, storage: torch.UntypedStorage, record: Record) -> None:
         with self.transfer.lock:
@@ -261,6 +287,15 @@ class Engine:
 class _Identity:
     storage: "weakref.ref[torch.UntypedStorage]"
     records: "list[weakref.ref[Record]]"
+
+
+class _Thread(threading.local):
+    """Where forward is in a thread."""
+
+    def __init__(self) -> None:
+        self.unit = "the model"
+        self.operation = -1  # autograd numbers its nodes, and an operation makes its own before it saves anything
+        self.unfinished: list[weakref.ref[Record]] = []
 
 
 def _announce(dead: "queue.SimpleQueue[int]", key: int) -> Callable[[object], None]:

@@ -42,6 +42,7 @@ class Phases:
         self._thread.scoped = self._scoped + 1
         try:
             yield
+            self._engine.operation_ended()
         finally:
             self._thread.scoped -= 1
             self._unwind(depth)
@@ -97,6 +98,7 @@ class Phases:
         self._engine.unit = self._units.pop()
         if not self._units:
             self._unwind(self._scoped)
+            self._engine.operation_ended()
 
     # -- the thread's stack -------------------------------------------------------------------------------------------
 

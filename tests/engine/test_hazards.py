@@ -868,7 +868,7 @@ def test_several_threads_unpack_at_once():
 def test_several_threads_ask_for_one_record():
     rig = Rig()
     with rig:
-        handle = rig.engine.pack(leaf(64, 64).detach() * 2)
+        handle = rig.pack(leaf(64, 64).detach() * 2)
     rig.settle()
     # Whoever begins a load waits a little for the other, so that both would begin one if nothing kept them apart.
     both = threading.Barrier(2)
