@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _STORAGE_ALIGNMENT = 16
 # Pinned memory between an accelerator and the disk.
 _RING_BYTES = 512 << 20
+# Operations are noted in a graph (make_fx, torch.func.linearize), and the engine's would be, too.
+_TRACING = torch._C._TorchDispatchModeKey.PROXY
 
 Handle = KeptTensor | PackedView
 
@@ -130,6 +132,8 @@ class Engine:
             return self._keep(tensor)
         if tensor in self._weights:
             return _keep_plain(tensor)
+        if torch._C._get_dispatch_mode(_TRACING) is not None:
+            return self._keep(tensor)
         if self.prefetch.tape.in_backward:
             self._begin_tape()
         if self._tier_of.get(self.unit, self._default_tier) is None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
+from hf_offload.engine.record import KeptTensor
 from hf_offload.errors import OffloadError, SavedTensorModifiedError
 
 
@@ -846,6 +847,12 @@ def test_a_recompute_inside_backward_is_not_offloaded(reentrant):
 def test_torch_func_refuses_saved_tensor_hooks():
     with Rig(), pytest.raises(RuntimeError, match="saved tensor hooks"):
         torch.func.grad(lambda x: x.sin().sum())(torch.randn(3))
+
+
+def test_wrappers_of_torch_func_pass_through():
+    rig, handles = Rig(), []
+    torch.func.vmap(lambda one: handles.append(rig.pack(one)) or one)(torch.ones(8, 64))
+    assert isinstance(handles[0], KeptTensor)
 
 
 def test_several_threads_unpack_at_once():

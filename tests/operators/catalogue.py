@@ -40,6 +40,11 @@ class Call:
         shapes = [tuple(one.shape) for one in tree_leaves((self.arguments, self.keywords)) if isinstance(one, Tensor)]
         return f"{self.operator} ({self.variant}) of {shapes}"
 
+    @property
+    def elements(self) -> int:
+        """Of all tensors that go in."""
+        return sum(one.numel() for one in tree_leaves((self.arguments, self.keywords)) if isinstance(one, Tensor))
+
     def run(self) -> tuple[list[Tensor], list[Tensor]]:
         """Its results, and the leaves its tensors were made from. Those tensors are gone, and the results are not saved."""
         leaves: list[Tensor] = []
@@ -100,11 +105,11 @@ def calls_of(
             made = operator.sample_inputs_func(operator, "cpu", dtype, requires_grad=True)
             found = list(itertools.islice(made, samples))
         for sample in found:
-            arguments = (sample.input, *sample.args)
-            elements = sum(one.numel() for one in tree_leaves(arguments) if isinstance(one, Tensor))
-            if elements <= MOST_ELEMENTS:
-                part, name = sample.output_process_fn_grad, operator.formatted_name
-                yield Call(name, variant, function, arguments, sample.kwargs, variant == "autocast", part)
+            arguments, autocast = (sample.input, *sample.args), variant == "autocast"
+            name, part = operator.formatted_name, sample.output_process_fn_grad
+            call = Call(name, variant, function, arguments, sample.kwargs, autocast, part)
+            if call.elements <= MOST_ELEMENTS:
+                yield call
 
 
 @contextlib.contextmanager

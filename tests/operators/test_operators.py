@@ -13,9 +13,8 @@ from tests.operators.catalogue import calls_of, differentiable, others
 from tests.operators.probes import Comparison, Saved, mutable_arguments_saved, train
 
 logger = logging.getLogger(__name__)  # what was compared and what was left out: --log-cli-level=INFO
-# Sides of inputs: with the first, most operators save something above the default minimum; the others are tried with the
-# second.
-SIDES = (48, 272)
+# Sides of inputs that make operators of three dimensions, and of two, save more than the default minimum.
+SIDE, SIDE_OF_MATRICES = 48, 272
 EAGER_REFUSALS = {"raises without offloading", "differs from run to run without offloading"}
 
 
@@ -73,10 +72,14 @@ def test_operators_with_a_state_and_functions_of_the_users_own(tier, comparison)
 def test_every_call_of_every_operator(tier, minimum, comparison):
     every = comparison(tier, minimum)
     for operator in differentiable():
-        for side in [None] if minimum == 0 else SIDES:
-            every.compare(calls_of(operator, side, samples=None if minimum == 0 else 4))
-            if operator.formatted_name in every.tally.moved:
-                break
+        if minimum == 0:
+            every.compare(calls_of(operator))
+            continue
+        calls = list(calls_of(operator, SIDE, samples=4))
+        every.compare(calls)
+        name = operator.formatted_name
+        if name in every.tally.saved - every.tally.moved and max(call.elements for call in calls) <= 4 * SIDE**2:
+            every.compare(calls_of(operator, SIDE_OF_MATRICES, samples=4))
     every.compare(others(6 if minimum == 0 else 1024))
     assert_same(every.tally)
     assert minimum is None or every.tally.saved <= every.tally.moved
