@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,9 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
-
-MOST_ELEMENTS = 1 << 20
-"""Larger samples are left out."""
 
 
 def seed(number: int) -> None:
@@ -44,6 +40,22 @@ class Call:
     def elements(self) -> int:
         """Of all tensors that go in."""
         return sum(one.numel() for one in tree_leaves((self.arguments, self.keywords)) if isinstance(one, Tensor))
+
+    def grown(self, factor: int, way: str) -> "Call":
+        """The same call with larger tensors, ``factor`` copies of each: more ``"rows"`` of all that have as many as the
+        first, more rows of the ``"first"`` alone, or ``"batches"`` of all.
+        """
+        tensors = [one for one in tree_leaves((self.arguments, self.keywords)) if isinstance(one, Tensor)]
+        first = tensors[0]
+
+        def grow(tensor: Tensor) -> Tensor:
+            if way != "batches" and (tensor.shape[:1] != first.shape[:1] or (way == "first" and tensor is not first)):
+                return tensor
+            plain = tensor.detach().unsqueeze(0) if way == "batches" or not tensor.dim() else tensor.detach()
+            return plain.repeat(factor, *[1] * (plain.dim() - 1)).requires_grad_(tensor.requires_grad)
+
+        arguments, keywords = tree_map_only(Tensor, grow, (self.arguments, self.keywords))
+        return dataclasses.replace(self, arguments=arguments, keywords=keywords)
 
     def run(self) -> tuple[list[Tensor], list[Tensor]]:
         """Its results, and the leaves its tensors were made from. Those tensors are gone, and the results are not saved."""
@@ -76,10 +88,8 @@ def differentiable(names: Iterable[str] | None = None) -> list[Any]:
     return [one for one in op_db if one.supports_autograd and (names is None or one.name in names)]
 
 
-def calls_of(
-    operator: Any, length: int | None = None, samples: int | None = None, variants: Iterable[str] | None = None
-) -> Iterator[Call]:
-    """Calls of one operator: ``samples`` of torch's, in the ``variants`` it has, their sides about ``length`` long.
+def calls_of(operator: Any, samples: int | None = None, variants: Iterable[str] | None = None) -> Iterator[Call]:
+    """Calls of one operator: ``samples`` of torch's, in the ``variants`` it has.
 
     ``"usual"``, ``"in place"``, ``"complex"`` numbers, ``"conjugated"`` (a lazy conjugate), ``"strided"`` (not contiguous),
     and ``"autocast"`` to bfloat16.
@@ -98,7 +108,7 @@ def calls_of(
     for variant, (dtype, function) in kinds.items():
         if dtype is None or function is None or (variants is not None and variant not in variants):
             continue
-        with _sides(length), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # sparse samples are made of what is in beta
             seed(0)
             # Not sample_inputs(), which looks all frames of the stack through for the name of the test.
@@ -107,24 +117,7 @@ def calls_of(
         for sample in found:
             arguments, autocast = (sample.input, *sample.args), variant == "autocast"
             name, part = operator.formatted_name, sample.output_process_fn_grad
-            call = Call(name, variant, function, arguments, sample.kwargs, autocast, part)
-            if call.elements <= MOST_ELEMENTS:
-                yield call
-
-
-@contextlib.contextmanager
-def _sides(length: int | None) -> Iterator[None]:
-    """torch's samples have sides of a few lengths, which are names in its modules; for a while they are all ``length``."""
-    modules = [one for name, one in sys.modules.items() if name.startswith("torch.testing._internal")]
-    names = ("XS", "S", "M", "L")
-    before = [(one, name, vars(one)[name]) for one in modules for name in names if type(vars(one).get(name)) is int]
-    for module, name, usual in before:
-        setattr(module, name, usual if length is None else length)
-    try:
-        yield
-    finally:
-        for module, name, usual in before:
-            setattr(module, name, usual)
+            yield Call(name, variant, function, arguments, sample.kwargs, autocast, part)
 
 
 # ------------------------------------------------------------------------------------------- what torch's list does not have

@@ -4,17 +4,17 @@ The operators, and inputs for them, are those of torch's own tests, and some tha
 bytes from the tier: nothing that was saved is still alive by then.
 """
 
+import contextlib
 import logging
+import resource
 
 import pytest
 import torch
 
 from tests.operators.catalogue import calls_of, differentiable, others
-from tests.operators.probes import Comparison, Saved, mutable_arguments_saved, train
+from tests.operators.probes import Comparison, Saved, Trouble, mutable_arguments_saved, train
 
 logger = logging.getLogger(__name__)  # what was compared and what was left out: --log-cli-level=INFO
-# Sides of inputs that make operators of three dimensions, and of two, save more than the default minimum.
-SIDE, SIDE_OF_MATRICES = 48, 272
 EAGER_REFUSALS = {"raises without offloading", "differs from run to run without offloading"}
 
 
@@ -27,6 +27,15 @@ def poisoned_memory():
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def bounded_memory():
+    """Inputs of some operators grow faster than one thinks: then an allocation fails, and not the machine."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (14 << 30, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.fixture
@@ -69,18 +78,17 @@ def test_operators_with_a_state_and_functions_of_the_users_own(tier, comparison)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("minimum", [0, None], ids=["all of it", "default minimum"])
 @pytest.mark.parametrize("tier", ["ssd", "ram"])
+@pytest.mark.usefixtures("bounded_memory")
 def test_every_call_of_every_operator(tier, minimum, comparison):
     every = comparison(tier, minimum)
     for operator in differentiable():
         if minimum == 0:
             every.compare(calls_of(operator))
             continue
-        calls = list(calls_of(operator, SIDE, samples=4))
-        every.compare(calls)
-        name = operator.formatted_name
-        if name in every.tally.saved - every.tally.moved and max(call.elements for call in calls) <= 4 * SIDE**2:
-            every.compare(calls_of(operator, SIDE_OF_MATRICES, samples=4))
-    every.compare(others(6 if minimum == 0 else 1024))
+        every.compare(calls_of(operator, samples=1, variants=["usual"]))
+        if operator.formatted_name in every.tally.saved - every.tally.moved:
+            every.compare_grown(calls_of(operator, samples=3, variants=["usual"]))
+    every.compare(others(6 if minimum == 0 else 768))
     assert_same(every.tally)
     assert minimum is None or every.tally.saved <= every.tally.moved
 
@@ -93,7 +101,8 @@ def watched(calls):
     found = []
     for call in calls:
         saved = Saved(compare=True)
-        train(call, saved.watch, before_backward=saved.end)
+        with contextlib.suppress(Trouble):  # some of torch's samples are not for backward
+            train(call, saved.watch, before_backward=saved.end)
         found += [(call.operator, one) for one in saved.seen if one.written_later]
     return found
 
