@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_offload.engine.device import CpuDevice, Device
-from hf_offload.engine.hooks import Engine
+from hf_offload.engine.hooks import Engine, Handle
 from hf_offload.errors import StorageError, TierFullError
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.storage.buffers import PAGE
@@ -147,6 +147,13 @@ class Rig:
 
     def __exit__(self, *exc: object) -> None:
         self._hooks.__exit__(*exc)
+        self.engine.operation_ended()
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """What an operation that saves ``tensor`` gets, and has ended."""
+        handle = self.engine.pack(tensor)
+        self.engine.operation_ended()
+        return handle
 
     @property
     def stats(self):

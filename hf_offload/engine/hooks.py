@@ -1,4 +1,11 @@
-"""The engine: autograd's pack and unpack hooks on top of records, transfer and prefetch."""
+"""The engine: autograd's pack and unpack hooks on top of records, transfer and prefetch.
+
+Note: when saved bytes are final
+    An operation saves its arguments before it runs, and a few then write to one without a new version: RReLU fills its
+    noise, batch norm moves its statistics. Autograd refuses such an argument where it requires a gradient. So what does is
+    stored at once, and everything else when its operation has run: when the next one saves, when a forward ends, or when
+    backward begins, whichever comes first.
+"""
 
 import dataclasses
 import logging
@@ -31,6 +38,8 @@ logger = logging.getLogger(__name__)
 _STORAGE_ALIGNMENT = 16
 # Pinned memory between an accelerator and the disk.
 _RING_BYTES = 512 << 20
+# Operations are noted in a graph (make_fx, torch.func.linearize), and the engine's would be, too.
+_TRACING = torch._C._TorchDispatchModeKey.PROXY
 
 Handle = KeptTensor | PackedView
 
@@ -67,7 +76,7 @@ class Engine:
         self._identities: dict[int, _Identity] = {}
         self._dead_storages: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._nothing = torch.empty(0, device=device.torch_device)
-        self._where = threading.local()
+        self._thread = _Thread()
         self._reported_room = False
         self.follow(plan)
 
@@ -108,16 +117,18 @@ class Engine:
     @property
     def unit(self) -> str:
         """Name of the module whose forward runs in this thread."""
-        return getattr(self._where, "unit", "the model")
+        return self._thread.unit
 
     @unit.setter
     def unit(self, name: str) -> None:
-        self._where.unit = name
+        self._thread.unit = name
 
     # -- autograd's hooks ---------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Called when an operation saves ``tensor`` for backward."""
+        if self._thread.unfinished and self._thread.operation != torch.autograd._get_sequence_nr():
+            self.operation_ended()
         if not is_plain(tensor, self._device.torch_device):
             return _keep(tensor)
         if self.closed or torch._C._current_graph_task_id() != -1:
@@ -128,6 +139,8 @@ class Engine:
             return self._keep(tensor)
         if tensor in self._weights:
             return _keep_plain(tensor)
+        if torch._C._get_dispatch_mode(_TRACING) is not None:
+            return self._keep(tensor)
         if self.prefetch.tape.in_backward:
             self._begin_tape()
         begin, end = byte_span(tensor)
@@ -149,6 +162,8 @@ class Engine:
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Called when backward needs what :meth:`pack` packed. Any thread, any number of times."""
+        if self._thread.unfinished:
+            self.operation_ended()
         if isinstance(handle, KeptTensor):
             tensor = handle.tensor
             if tensor._version != handle.version:
@@ -168,6 +183,15 @@ class Engine:
         self.prefetch.fill(record.tape)
         self.transfer.evict_beyond(self.prefetch.window(record.tape) + 2 * record.tape.largest)
         return tensor
+
+    def operation_ended(self) -> None:
+        """The operation that packed last in this thread has run: what it may have written to is final, and can be stored."""
+        thread = self._thread
+        records, thread.unfinished = thread.unfinished, []
+        for reference in records:
+            record = reference()
+            if record is not None and not record.wanted:  # by another thread's backward
+                self._store(record)
 
     # -- records ------------------------------------------------------------------------------------------------------
 
@@ -222,10 +246,16 @@ class Engine:
         elif stays:
             self.stats.step.offloaded_bytes += record.nbytes
             self.transfer.keep_for_backward(record)
+        elif tensor.requires_grad:
+            self._store(record)
         else:
-            # Only a unit that the plan names has a place of its own; others go wherever the tier has room first.
-            self.transfer.store(record, self._write_behind_bytes, self._tier_of.get(self.unit))
+            self._thread.unfinished.append(weakref.ref(record))
+            self._thread.operation = torch.autograd._get_sequence_nr()
         return record
+
+    def _store(self, record: Record) -> None:
+        # Only a unit that the plan names has a place of its own; others go wherever the tier has room first.
+        self.transfer.store(record, self._write_behind_bytes, self._tier_of.get(record.unit))
 
     def _remember(self, storage: torch.UntypedStorage, record: Record) -> None:
         with self.transfer.lock:
@@ -278,6 +308,15 @@ class Engine:
 class _Identity:
     storage: "weakref.ref[torch.UntypedStorage]"
     records: "list[weakref.ref[Record]]"
+
+
+class _Thread(threading.local):
+    """Where forward is in a thread."""
+
+    def __init__(self) -> None:
+        self.unit = "the model"
+        self.operation = -1  # autograd numbers its nodes, and an operation makes its own before it saves anything
+        self.unfinished: list[weakref.ref[Record]] = []
 
 
 def _announce(dead: "queue.SimpleQueue[int]", key: int) -> Callable[[object], None]:

@@ -8,6 +8,7 @@ Note: scopes
     next forward and when the session ends. Whether a forward is a recompute inside backward is asked of autograd itself.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.engine.hooks import Engine
+
+logger = logging.getLogger(__name__)
 
 
 class Phases:
@@ -31,6 +34,7 @@ class Phases:
         self._thread = threading.local()
         self._handles: list[RemovableHandle] = []
         self._on_forward: Callable[[tuple[Any, ...], Any], None] | None = None
+        self._warned = False
 
     # -- by `with` ----------------------------------------------------------------------------------------------------
 
@@ -42,6 +46,7 @@ class Phases:
         self._thread.scoped = self._scoped + 1
         try:
             yield
+            self._engine.operation_ended()
         finally:
             self._thread.scoped -= 1
             self._unwind(depth)
@@ -97,6 +102,7 @@ class Phases:
         self._engine.unit = self._units.pop()
         if not self._units:
             self._unwind(self._scoped)
+            self._engine.operation_ended()
 
     # -- the thread's stack -------------------------------------------------------------------------------------------
 
@@ -121,6 +127,12 @@ class Phases:
         return self._thread.units
 
     def _push(self) -> None:
+        refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if refusal is not None:
+            if not self._warned:
+                self._warned = True
+                logger.warning("What a forward saves here stays in memory: %s", refusal)
+            return
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._pushed.append(hooks)

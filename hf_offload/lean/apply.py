@@ -1,7 +1,6 @@
 """What the settings ask to have saved in fewer bytes, applied to a model and taken off again."""
 
 import logging
-import re
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from hf_offload.lean.modules import (
     LeanRMSNorm,
     PackedReLU,
 )
+from hf_offload.lean.norms import looks_like_norm, why_not_again
 from hf_offload.lean.recipes import Recipes
 from hf_offload.sampling.linear import SampledConv1D, SampledLinear
 from hf_offload.settings.lean import SWITCHES, LeanConfig
@@ -33,10 +33,9 @@ logger = logging.getLogger(__name__)
 _ELEMENTWISE = (nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Hardswish)
 # Their backward needs the result, so it can stay; what dropout makes of it need not.
 _RESULT_KEPT = (nn.Tanh, nn.Sigmoid)
-_NORM_NAME = re.compile(r"(RMS|Rms|Layer)_?Norm$|^(RMS|Rms|Layer)_?Norm")
 _LOOKS_FOR = {
     "activations": "activation functions that are modules; Tanh and Sigmoid, which save results, only with 'dropout'",
-    "norms": "LayerNorm and RMSNorm, torch's and those of transformers",
+    "norms": "LayerNorm and RMSNorm, torch's, and others of such names that give the same result twice",
     "dropout": "nn.Dropout with p above 0 and below 1",
     "derivative-8bit": "activation functions that are modules and save their input, which ReLU, Tanh and Sigmoid do not",
 }
@@ -54,6 +53,7 @@ class Lean:
         self._head = (lambda: None) if head is None else weakref.ref(head)
         self._done: list[tuple[str, weakref.ref[LeanModule]]] = []
         self._handle: RemovableHandle | None = None
+        self._left_out: dict[str, list[str]] = {}  # why -> which modules
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,6 +75,7 @@ class Lean:
         config = self._config
         if config is None or self._done:
             return
+        self._left_out.clear()
         found = {switch: list(self._found(switch)) for switch in SWITCHES if config.asks_for(switch)}
         idle = [switch for switch, modules in found.items() if not modules]
         if idle and (any(config.insists_on(switch) for switch in idle) or len(idle) == len(found)):
@@ -97,6 +98,8 @@ class Lean:
         self._warn(rebuilds)
 
     def _warn(self, rebuilds: bool) -> None:
+        for why, names in self._left_out.items():
+            logger.warning("lean_activations leaves out %d norms, such as %s. %s.", len(names), names[0], why)
         modules = list(self._model.modules())
         if any(getattr(module, "gradient_checkpointing", False) for module in modules):
             logger.warning(
@@ -127,8 +130,12 @@ class Lean:
         assert self._config is not None
         packs_masks = self._config.asks_for("dropout")
         for name, module in _own_forwards(self._model):
-            if switch == "norms" and _is_norm(module):
-                yield name, module, LeanRMSNorm if type(module) is nn.RMSNorm else LeanFunction
+            if switch == "norms" and looks_like_norm(module):
+                reason = why_not_again(module)
+                if reason is None:
+                    yield name, module, LeanRMSNorm if type(module) is nn.RMSNorm else LeanFunction
+                else:
+                    self._left_out.setdefault(f"{type(module).__name__}: {reason}", []).append(name)
             elif switch == "dropout" and type(module) is nn.Dropout and 0 < module.p < 1 and not module.inplace:
                 yield name, module, LeanDropout
             elif switch == "activations" and packs_masks and type(module) in _RESULT_KEPT and not _in_place(module):
@@ -144,7 +151,9 @@ class Lean:
         name = type(self._model).__name__
         kinds = sorted({type(module).__name__ for module in self._model.modules() if not list(module.children())})
         wanted = "; ".join(f"{switch!r} looks for {_LOOKS_FOR[switch]}" for switch in switches)
-        return f"lean_activations: {name} has nothing for a switch. {wanted}. Modules of {name}: {', '.join(kinds)}."
+        left_out = "".join(f" Left out: {why}." for why in self._left_out)
+        modules = f"Modules of {name}: {', '.join(kinds)}."
+        return f"lean_activations: {name} has nothing for a switch. {wanted}.{left_out} {modules}"
 
 
 class _Forget:
@@ -163,15 +172,6 @@ def _own_forwards(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if "forward" not in vars(module):
             yield name, module
-
-
-def _is_norm(module: nn.Module) -> bool:
-    if type(module) in (nn.LayerNorm, nn.RMSNorm):
-        return True
-    # The families of transformers are copies of one another in classes of their own; all scale vectors of one length.
-    plain = not list(module.children()) and not list(module.buffers())
-    vectors = all(one.dim() == 1 for one in module.parameters())
-    return plain and vectors and _NORM_NAME.search(type(module).__name__) is not None
 
 
 def _is_activation(module: nn.Module) -> bool:

@@ -42,7 +42,8 @@ class WeightIndex:
         for tensors in (model.parameters(), model.buffers()):
             for tensor in tensors:
                 local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's shard
-                if type(local) in _PLAIN_TYPES and local.layout is torch.strided:
+                # torch.func puts tensors without a storage of their own in a parameter's place for a while.
+                if type(local) in _PLAIN_TYPES and local.layout is torch.strided and not is_wrapped(local):
                     storage = local.untyped_storage()
                     found[id(storage)] = weakref.ref(storage)
         self._storages = found
@@ -68,7 +69,7 @@ def _is_parameter(found: object) -> bool:
 
 
 def is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether bytes and strides say all about ``tensor``: no Parameter, no subclass, no other layout, no other device."""
+    """Whether bytes and strides say all about ``tensor``: no Parameter, no subclass, wrapper, or other layout or device."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device == device
@@ -77,7 +78,13 @@ def is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
         and not tensor.is_quantized
         and not tensor._is_zerotensor()
         and not tensor.is_inference()
+        and not is_wrapped(tensor)
     )
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is one of ``torch.func``'s (batched, dual, functional), whose bytes are another tensor's."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:

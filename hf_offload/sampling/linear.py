@@ -215,8 +215,8 @@ class LinearOfPart(torch.autograd.Function):
         if transposed:
             assert bias is not None
             outputs = torch.addmm(bias, inputs.reshape(-1, inputs.shape[-1]), weight)
-            return outputs.view(*inputs.shape[:-1], weight.shape[1])
-        return nn.functional.linear(inputs, weight, bias)
+            return _own(outputs.view(*inputs.shape[:-1], weight.shape[1]))
+        return _own(nn.functional.linear(inputs, weight, bias))
 
     @staticmethod
     @once_differentiable
@@ -233,6 +233,11 @@ class LinearOfPart(torch.autograd.Function):
             if ctx.has_bias and ctx.needs_input_grad[2]:
                 of_bias = rows.sum(0)
         return of_inputs, of_weight, of_bias, None, None
+
+
+def _own(outputs: Tensor) -> Tensor:
+    """``outputs``, and not a view of anything: autograd refuses to write to a view that a custom function returns."""
+    return torch.ops.aten._unsafe_view(outputs, outputs.shape) if outputs._is_view() else outputs
 
 
 class _Sampled:

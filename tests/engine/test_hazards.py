@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
+from hf_offload.engine.record import KeptTensor
 from hf_offload.errors import OffloadError, SavedTensorModifiedError
 
 
@@ -848,6 +849,12 @@ def test_torch_func_refuses_saved_tensor_hooks():
         torch.func.grad(lambda x: x.sin().sum())(torch.randn(3))
 
 
+def test_wrappers_of_torch_func_pass_through():
+    rig, handles = Rig(), []
+    torch.func.vmap(lambda one: handles.append(rig.pack(one)) or one)(torch.ones(8, 64))
+    assert isinstance(handles[0], KeptTensor)
+
+
 def test_several_threads_unpack_at_once():
     rig = Rig()
     x = [leaf(64, 64, seed=seed) for seed in range(6)]
@@ -868,7 +875,7 @@ def test_several_threads_unpack_at_once():
 def test_several_threads_ask_for_one_record():
     rig = Rig()
     with rig:
-        handle = rig.engine.pack(leaf(64, 64).detach() * 2)
+        handle = rig.pack(leaf(64, 64).detach() * 2)
     rig.settle()
     # Whoever begins a load waits a little for the other, so that both would begin one if nothing kept them apart.
     both = threading.Barrier(2)

@@ -269,7 +269,7 @@ def unpacked_in_time(rig, handle):
 
 
 def test_a_demand_load_is_not_behind_a_prefetch_that_waits_for_room(narrow):
-    early, late = [narrow.engine.pack(ones(times)) for times in (1, 2)]
+    early, late = [narrow.pack(ones(times)) for times in (1, 2)]
     narrow.transfer._mover.advance(everything=True)
     narrow.settle()
     ring = narrow.transfer._mover._ring
@@ -285,7 +285,7 @@ def test_a_demand_load_is_not_behind_a_prefetch_that_waits_for_room(narrow):
 
 
 def test_a_load_that_waits_for_room_does_not_hold_up_the_store_that_makes_it(narrow):
-    early = narrow.engine.pack(ones(1))
+    early = narrow.pack(ones(1))
     mover = narrow.transfer._mover
     mover.advance(everything=True)
     narrow.settle()
@@ -294,7 +294,7 @@ def test_a_load_that_waits_for_room_does_not_hold_up_the_store_that_makes_it(nar
         pool.submit(go.wait)
     with narrow.transfer.lock:
         narrow.transfer.start_load(early.record)
-    narrow.engine.pack(ones(2))  # takes the room, after the load was queued and before it is served
+    narrow.pack(ones(2))  # takes the room, after the load was queued and before it is served
     go.set()
     assert torch.equal(unpacked_in_time(narrow, early), ones(1))
     narrow.engine.close()

@@ -102,6 +102,7 @@ def _outcomes(program: Program, rig: Rig | None, model: nn.ParameterList) -> lis
             hooks = torch.autograd.graph.saved_tensors_hooks(rig.engine.pack, rig.engine.unpack)
             with hooks:
                 work()
+                rig.engine.operation_ended()
 
         return run
 

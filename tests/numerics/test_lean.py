@@ -17,6 +17,7 @@ from hf_offload.lean.apply import Lean
 from hf_offload.lean.functions import (
     Products,
     coarse_activation,
+    dropped,
     from_codes,
     pack_bits,
     packed_dropout,
@@ -221,6 +222,24 @@ def test_packed_dropout_gives_the_same_bits_and_draws_the_same(shape, probabilit
     expected = run(lambda leaf: nn.functional.dropout(leaf, probability))
     found = run(lambda leaf: packed_dropout(leaf, probability)[0])
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16, torch.float16, torch.float64])
+def test_the_scale_of_dropout_is_torchs_for_every_probability(dtype):
+    """What a mask is made into again has the bits of torch's own result and gradient."""
+    values, gradient = numbers(257, dtype=dtype), numbers(257, seed=1, dtype=dtype)
+    for percent in range(1, 100):
+        probability = percent / 100
+        usual, packed = (values.clone().requires_grad_() for _ in range(2))
+        torch.manual_seed(percent)
+        expected = nn.functional.dropout(usual, probability)
+        torch.manual_seed(percent)
+        found, mask = packed_dropout(packed, probability)
+        expected.backward(gradient)
+        found.backward(gradient)
+        assert torch.equal(found, expected), probability
+        assert torch.equal(packed.grad, usual.grad), probability
+        assert torch.equal(dropped(values, mask, probability), expected), probability
 
 
 # ------------------------------------------------------------------------------------------------------ derivatives in 8 bits

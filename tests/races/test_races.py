@@ -64,7 +64,7 @@ def test_a_copy_that_was_evicted_and_is_still_alive_is_waited_for_by_every_strea
         rig = Rig(RamTier(), device=device)
         rig.transfer.lock = workers.lock()
         value = device.launch(lambda output: output.fill_(1.5), (8, 8))
-        handle = rig.engine.pack(value)
+        handle = rig.pack(value)
         rig.transfer._mover.advance(everything=True)
         del value
         loaded = rig.engine.unpack(handle)
@@ -89,7 +89,7 @@ def test_the_memory_of_a_slot_is_written_again_only_after_the_last_copy_out_of_i
         rig.transfer.lock = workers.lock()
         with device.on(second):
             value = device.launch(lambda output: output.fill_(1.5), (8, 8))
-            handle = rig.engine.pack(value)
+            handle = rig.pack(value)
             rig.transfer._mover.advance(everything=True)
             del value
             loaded = rig.engine.unpack(handle)
@@ -98,7 +98,7 @@ def test_the_memory_of_a_slot_is_written_again_only_after_the_last_copy_out_of_i
         del loaded, handle
         rig.transfer.reap()
         with device.on(first):
-            other = rig.engine.pack(device.launch(lambda output: output.fill_(2.5), (8, 8)))
+            other = rig.pack(device.launch(lambda output: output.fill_(2.5), (8, 8)))
         assert rig.tier.host_view(other.record.slot).data_ptr() == memory
         device.synchronize(device.record(rig.transfer._mover._store_stream))
         device.synchronize(device.record(second))
