@@ -191,7 +191,7 @@ class Engine:
         for reference in records:
             record = reference()
             if record is not None and not record.wanted:  # by another thread's backward
-                self._store(record)
+                self._place(record)
 
     # -- records ------------------------------------------------------------------------------------------------------
 
@@ -242,20 +242,22 @@ class Engine:
         stays = self.prefetch.packed(record, keep)
         if keep:
             self.stats.step.kept_bytes += record.nbytes
-            self.transfer.keep(record)
-        elif stays:
+        if stays and not keep:
             self.stats.step.offloaded_bytes += record.nbytes
             self.transfer.keep_for_backward(record)
         elif tensor.requires_grad:
-            self._store(record)
+            self._place(record)
         else:
             self._thread.unfinished.append(weakref.ref(record))
             self._thread.operation = torch.autograd._get_sequence_nr()
         return record
 
-    def _store(self, record: Record) -> None:
-        # Only a unit that the plan names has a place of its own; others go wherever the tier has room first.
-        self.transfer.store(record, self._write_behind_bytes, self._tier_of.get(record.unit))
+    def _place(self, record: Record) -> None:
+        if record.ordinal in record.tape.kept:
+            self.transfer.keep(record)
+        else:
+            # Only a unit that the plan names has a place of its own; others go wherever the tier has room first.
+            self.transfer.store(record, self._write_behind_bytes, self._tier_of.get(record.unit))
 
     def _remember(self, storage: torch.UntypedStorage, record: Record) -> None:
         with self.transfer.lock:
