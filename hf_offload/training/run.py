@@ -173,16 +173,16 @@ _OF_TIME = ("_runtime", "_per_second", "_preparation_time")
 
 
 def _last_checkpoint(recipe: Recipe) -> str:
-    from transformers.trainer_utils import get_last_checkpoint
+    from hf_offload.integrations.checkpoints import last_complete_checkpoint
 
     folder = recipe.output_dir
-    found = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    found = last_complete_checkpoint(folder) if folder.is_dir() else None
     if found is None:
         raise OffloadConfigError(
-            f"There is no checkpoint in {folder} to go on from: start without --resume. Checkpoints are written as "
-            "training.save_strategy and training.save_steps say."
+            f"There is no complete checkpoint in {folder} to go on from: start without --resume. Checkpoints are written "
+            "as training.save_strategy and training.save_steps say."
         )
-    return str(found)
+    return found
 
 
 def _describe(
