@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadPlanError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.measuring import StepMeter
@@ -148,7 +149,6 @@ class Feedback:
             return
         if self._began_s is not None:
             return  # another micro-batch of a step that is under way
-        self._began_s, self._waited_s = time.perf_counter(), self._engine.waited_s()
         named = {str(index): value for index, value in enumerate(args)} | dict(kwargs)
         shapes = tuple((name, tuple(value.shape)) for name, value in named.items() if isinstance(value, torch.Tensor))
         shapes = self._ranks.largest(shapes, _elements)
@@ -159,13 +159,15 @@ class Feedback:
             self._current = current
             self._slow = 0
             self._apply(self._safest if current is None else plan_of(current.solution, self._safest, _reason(current)))
-        if current is None or (current is self._known.get(shapes) and current.steps == _SETTLED_STEPS):
-            model = self._model()
-            assert model is not None, "a forward has a model"
-            self._meter = StepMeter(model, self._engine.resident_bytes, self._engine.waited_s)
-            self._engine.observer = self._meter
-            self._meter.begin()
-            self._meter.begin_forward()
+        with signals_deferred:  # a step that has begun without its meter would count as one more micro-batch
+            self._began_s, self._waited_s = time.perf_counter(), self._engine.waited_s()
+            if current is None or (current is self._known.get(shapes) and current.steps == _SETTLED_STEPS):
+                model = self._model()
+                assert model is not None, "a forward has a model"
+                self._meter = StepMeter(model, self._engine.resident_bytes, self._engine.waited_s)
+                self._engine.observer = self._meter
+                self._meter.begin()
+                self._meter.begin_forward()
 
     def end_step(self) -> None:
         """A training step has ended.
@@ -210,11 +212,12 @@ class Feedback:
             meter.leave()
 
     def _stop_measuring(self) -> StepMeter | None:
-        meter, self._meter = self._meter, None
-        if meter is not None:
-            meter.end()
-            self._engine.observer = None
-        return meter
+        with signals_deferred:
+            meter, self._meter = self._meter, None
+            if meter is not None:
+                meter.end()
+                self._engine.observer = None
+            return meter
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
