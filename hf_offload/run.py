@@ -18,6 +18,7 @@ import typer
 
 from hf_offload.cli.console import EXIT_REFUSED, clear_errors, visible_log
 from hf_offload.errors import OffloadConfigError
+from hf_offload.parents import end_with_parent
 from hf_offload.settings.environment import AUTOLOAD_VARIABLE
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _USAGE = "Usage: python -m hf_offload.run [-m] SCRIPT [ARGUMENTS]..."
 
 def main() -> None:
     """Run what the command line names, as ``python`` would, with offloading switched on."""
+    end_with_parent()
     arguments = sys.argv[1:]
     if arguments[:1] in (["-h"], ["--help"]):
         typer.echo(f"{_USAGE}\n\n{__doc__}")

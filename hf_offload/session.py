@@ -16,6 +16,7 @@ from hf_offload.engine.recompute import Recompute
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.engine.watch import ModelWatch
 from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.lean.apply import Lean
 from hf_offload.plan.feedback import Feedback, Prediction
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
@@ -99,13 +100,13 @@ def _attach(
     phases = Phases(engine)
     session = OffloadSession(model, config, plan, sampling, lean, tiling, ranks, engine, phases)
     session.watch_writes(disk)
+    units: Mapping[str, nn.Module] = blocks
     if automatic:
         session.plan_while_training(hardware_of_all(config, ranks), Recompute(blocks))
         units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
+    with signals_deferred:
         phases.install(model, units, session.begin_forward)
-    else:
-        phases.install(model, blocks, session.begin_forward)
-    session.watch_model()
+        session.watch_model()
     return session
 
 
@@ -241,9 +242,10 @@ class OffloadSession:
     def _follow(self, plan: Plan) -> None:
         assert self._engine is not None
         assert self._recompute is not None
-        self.plan = plan
-        self._engine.follow(plan)
-        self._recompute.apply(name for name, placement in plan.placements.items() if placement.recomputes)
+        with signals_deferred:
+            self.plan = plan
+            self._engine.follow(plan)
+            self._recompute.apply(name for name, placement in plan.placements.items() if placement.recomputes)
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model's forward begins, with these inputs."""
@@ -330,9 +332,10 @@ class OffloadSession:
             self.must_stop = any(self.ranks.gather(self._disk.write_limit_reached))
 
     def _end_counters(self) -> None:
-        if self._engine is not None:
-            self._engine.end_step()
-        self._stepped = False
+        with signals_deferred:
+            if self._engine is not None:
+                self._engine.end_step()
+            self._stepped = False
 
     def optimizer_stepped(self) -> None:
         """An optimizer has stepped: the next forward belongs to another step. For loops that do not call :meth:`end_step`."""
@@ -358,6 +361,15 @@ class OffloadSession:
         if self._watch is not None:
             self._watch.end()
             self._watch = None
+        try:
+            with signals_deferred:  # until it waits for a drive
+                self._take_off()
+        finally:
+            if self._wear is not None:
+                self._wear.keep()
+            self.ranks.close()
+
+    def _take_off(self) -> None:
         engine, phases, model = self._engine, self._phases, self._model()
         self._engine = self._phases = None
         if self._feedback is not None:
@@ -374,13 +386,8 @@ class OffloadSession:
             phases.remove()
         if model is not None:
             _attached.pop(model, None)
-        try:
-            if engine is not None:
-                engine.close()
-        finally:  # Ctrl-C, while it waits for a drive
-            if self._wear is not None:
-                self._wear.keep()
-            self.ranks.close()
+        if engine is not None:
+            engine.close()
 
 
 def _with_environment(config: OffloadConfig) -> OffloadConfig:

@@ -22,6 +22,7 @@ from torch import nn
 
 from hf_offload.bench.strategies import Strategy, find_strategy
 from hf_offload.errors import OffloadConfigError
+from hf_offload.parents import bound
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.training.report import WARMUP_STEPS, ModelFacts, TrainingReport, describe_model
 from hf_offload.training.run import run_recipe
@@ -104,14 +105,14 @@ class CellResult:
 def run_cell(spec: CellSpec, environment: Mapping[str, str]) -> CellResult:
     """Run ``spec`` in a process of its own and say how it ended.
 
-    Ctrl-C ends the child, too, and raises ``KeyboardInterrupt``.
+    Ctrl-C ends the child, too, and raises ``KeyboardInterrupt``. Whatever else ends this process ends the child.
     """
     if not find_strategy(spec.strategy).is_installed:
         return CellResult(NOT_INSTALLED, f"{find_strategy(spec.strategy).package} is not installed")
     spec.spec_path.parent.mkdir(parents=True, exist_ok=True)
     spec.spec_path.write_text(json.dumps(dataclasses.asdict(spec), indent=1) + "\n", encoding="utf-8")
     spec.result_path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "hf_offload.bench.cell", str(spec.spec_path)]
+    command = bound([sys.executable, "-m", "hf_offload.bench.cell", str(spec.spec_path)])
     with spec.log_path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT)
         try:

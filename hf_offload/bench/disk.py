@@ -29,6 +29,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from hf_offload.errors import OffloadConfigError, StorageError
+from hf_offload.parents import bound
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk import DiskTier
@@ -279,7 +280,7 @@ class _Fio:
             "--output-format=json",
         ]
         done = subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, pass_fds=(self._fd,), check=False
+            bound(command), capture_output=True, text=True, stdin=subprocess.DEVNULL, pass_fds=(self._fd,), check=False
         )
         try:
             if done.returncode:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, output, progress_bar
 from hf_offload.cli.lists import names_of, seeds_of
+from hf_offload.settings.outputs import check_output_folder
 
 
 def accuracy(
@@ -37,6 +38,7 @@ def accuracy(
     Some two hours on two cores. It can be stopped and started again: finished runs are kept.
     """
     with clear_errors():
+        check_output_folder(output_dir, "--output")
         from hf_offload.bench.accuracy import COLUMNS, WAYS, bench_accuracy, texts  # slow: it loads torch
         from hf_offload.bench.formats import json_text, markdown_table, write_texts
 

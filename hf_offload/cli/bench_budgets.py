@@ -20,6 +20,7 @@ from hf_offload.cli.console import (
     visible_log,
 )
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.outputs import check_output_folder
 
 
 def budgets(
@@ -38,6 +39,7 @@ def budgets(
 ) -> None:
     """Train under memory budgets: are they kept, were the predictions right, would a simple way be faster?"""
     with clear_errors(), visible_log():
+        check_output_folder(output_dir, "--output")
         from hf_offload.bench.budgets import COLUMNS, run_budgets, texts  # slow: it loads torch
         from hf_offload.bench.steps import plan_steps
         from hf_offload.bench.strategies import parse_strategies

@@ -20,6 +20,7 @@ from hf_offload.cli.bench_options import (
     print_written,
 )
 from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, output, progress_bar, visible_log
+from hf_offload.settings.outputs import check_output_folder
 from hf_offload.settings.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def limits(
 ) -> None:
     """Find the longest sequence or the largest batch that each way can train in a given device memory (CUDA)."""
     with clear_errors(), visible_log():
+        check_output_folder(output_dir, "--output")
         from hf_offload.bench.cell import require_memory_limit  # slow: it loads torch
         from hf_offload.bench.limits import check_limits, find_limits, write_limits
         from hf_offload.bench.steps import plan_steps

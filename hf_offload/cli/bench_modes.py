@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, messages, output, progress_bar
 from hf_offload.cli.lists import names_of, rates_of, seeds_of
+from hf_offload.settings.outputs import check_output_folder
 
 if TYPE_CHECKING:
     from hf_offload.bench.modes import Findings
@@ -46,6 +47,7 @@ def modes(
     Some three hours on two cores. It can be stopped and started again: finished runs are kept.
     """
     with clear_errors():
+        check_output_folder(output_dir, "--output")
         from hf_offload.bench.formats import json_text, markdown_table, write_texts  # slow: it loads torch
         from hf_offload.bench.modes import MODES, Setup, bench_modes
         from hf_offload.bench.modes_table import COLUMNS, NOTES, SETTINGS_COLUMNS, mode_rows, settings_texts, texts

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_offload.cli.console import clear_errors, output, progress_bar
+from hf_offload.settings.outputs import check_output_folder
 
 
 def sampling(
@@ -27,6 +28,7 @@ def sampling(
     keep,ours:sampled,ours:lean.
     """
     with clear_errors():
+        check_output_folder(output_dir, "--output")
         from transformers.utils import logging as transformers_log  # slow from here on: it loads torch
 
         from hf_offload.bench.formats import json_text, markdown_table, write_texts

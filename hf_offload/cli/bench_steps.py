@@ -30,6 +30,7 @@ from hf_offload.cli.console import (
     progress_bar,
     visible_log,
 )
+from hf_offload.settings.outputs import check_output_folder
 from hf_offload.settings.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def steps(
 ) -> None:
     """Train models in several ways and compare memory, time and, bit by bit, results."""
     with clear_errors(), visible_log():
+        check_output_folder(output_dir, "--output")
         from hf_offload.bench.steps import plan_steps  # slow: it loads torch
         from hf_offload.bench.strategies import parse_strategies
         from hf_offload.bench.tables import write_results

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from hf_offload.cli.console import clear_errors, output
+from hf_offload.settings.outputs import check_output_folder
 
 
 def card(
@@ -33,6 +34,7 @@ def card(
 ) -> None:
     """Write the model card of a training: results, memory and time, data and licence, how to make it again."""
     with clear_errors():
+        check_output_folder(target, "--output")
         from hf_offload.reports.card import CardFacts, write_card  # slow: it loads torch
         from hf_offload.training.report import TrainingReport
 

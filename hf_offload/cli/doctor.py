@@ -24,6 +24,8 @@ EFFECTS = (
     "import of the training arguments: one entry in transformers' table of reporters, so that Trainers find the callback",
     "Trainer with offloading active: the name hf_offload is added to report_to of its own arguments",
     "Trainer with offloading active: create_model_card is wrapped, and adds a section on memory to cards of such trainings",
+    "Trainer with offloading active: resume_from_checkpoint=True skips incomplete checkpoints",
+    "bookkeeping of the engine, microseconds at a time: handlers of signals such as Ctrl-C's run right after it",
     "training arguments with a memory mode: Trainer.__init__ is wrapped, and changes nothing for other arguments",
     "tier auto, in a step that is measured: hooks around every optimizer's step, and a dispatch mode that counts tensors",
     "tier auto and command plan: what this machine was measured to do is kept in ~/.cache/hf_offload",

@@ -7,12 +7,10 @@ Note: when saved bytes are final
     backward begins, whichever comes first.
 """
 
-import dataclasses
 import logging
 import queue
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -26,6 +24,7 @@ from hf_offload.engine.stats import OffloadStats
 from hf_offload.engine.tape import Tape
 from hf_offload.engine.transfer import Transfer
 from hf_offload.errors import SavedTensorModifiedError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.plan import Plan
 from hf_offload.plan.selection import WeightIndex, byte_span, is_plain, record_span
 from hf_offload.settings.sizes import format_bytes
@@ -74,7 +73,7 @@ class Engine:
         self.observer: Observer | None = None
         # id of a storage's Python object -> records of that storage. The weak reference tells a reused id.
         self._identities: dict[int, _Identity] = {}
-        self._dead_storages: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._dead_storages: queue.SimpleQueue[_Identity] = queue.SimpleQueue()
         self._nothing = torch.empty(0, device=device.torch_device)
         self._thread = _Thread()
         self._reported_room = False
@@ -141,6 +140,10 @@ class Engine:
             return _keep_plain(tensor)
         if torch._C._get_dispatch_mode(_TRACING) is not None:
             return self._keep(tensor)
+        with signals_deferred:
+            return self._pack_activation(tensor)
+
+    def _pack_activation(self, tensor: torch.Tensor) -> Handle:
         if self.prefetch.tape.in_backward:
             self._begin_tape()
         begin, end = byte_span(tensor)
@@ -150,7 +153,7 @@ class Engine:
         record = self._find(storage, _root(tensor), tensor._version, begin, end)
         if record is not None:
             # Also where this unit is to keep what it saves: a second hold would pin what the first unit moves.
-            self.stats.step.deduplicated_bytes += nbytes
+            self.stats.step.deduplicated_bytes += tensor.nbytes
         else:
             keep = self._tier_of.get(self.unit, self._default_tier) is None
             if (keep and self._keeping is None) or storage.data_ptr() % _STORAGE_ALIGNMENT:
@@ -169,6 +172,10 @@ class Engine:
             if tensor._version != handle.version:
                 raise _modified(tensor._version, handle.version, tensor.type(), tensor.size(), "kept in memory")
             return tensor
+        with signals_deferred:
+            return self._unpack_view(handle)
+
+    def _unpack_view(self, handle: PackedView) -> torch.Tensor:
         record = handle.record
         version = record.probe._version
         if version != record.version:
@@ -207,7 +214,7 @@ class Engine:
         self, storage: torch.UntypedStorage, root: torch.Tensor, version: int, begin: int, end: int
     ) -> Record | None:
         identity = self._identities.get(id(storage))
-        if identity is None or identity.storage() is not storage:
+        if identity is None or identity() is not storage:
             return None
         for reference in identity.records:
             record = reference()
@@ -262,15 +269,15 @@ class Engine:
     def _remember(self, storage: torch.UntypedStorage, record: Record) -> None:
         with self.transfer.lock:
             while not self._dead_storages.empty():
-                key = self._dead_storages.get()
-                identity = self._identities.get(key)
-                if identity is not None and identity.storage() is None:
-                    del self._identities[key]
+                dead = self._dead_storages.get()
+                if self._identities.get(dead.key) is dead:
+                    del self._identities[dead.key]
             key = id(storage)
             identity = self._identities.get(key)
-            if identity is None or identity.storage() is not storage:
-                announced = weakref.ref(storage, _announce(self._dead_storages, key))
-                self._identities[key] = _Identity(announced, [weakref.ref(record)])
+            if identity is None or identity() is not storage:
+                self._identities[key] = identity = _Identity(storage, self._dead_storages.put)
+                identity.key = key
+                identity.records = [weakref.ref(record)]
             else:
                 identity.records = [other for other in identity.records if other() is not None]
                 identity.records.append(weakref.ref(record))
@@ -296,19 +303,23 @@ class Engine:
 
     def end_step(self) -> None:
         """Close the running step's statistics."""
-        self.transfer.reap()
-        self.stats.end_step(self.transfer.resident_bytes)
+        with signals_deferred:
+            self.transfer.reap()
+            self.stats.end_step(self.transfer.resident_bytes)
 
     def close(self) -> None:
         """Take in no more tensors. The tier stays open as long as graphs still need it."""
-        if not self.closed:
-            self.closed = True
-            self.transfer.close_when_unused()
+        with signals_deferred:
+            if not self.closed:
+                self.closed = True
+                self.transfer.close_when_unused()
 
 
-@dataclasses.dataclass(slots=True)
-class _Identity:
-    storage: "weakref.ref[torch.UntypedStorage]"
+class _Identity(weakref.ref[torch.UntypedStorage]):
+    """A storage, and the records of it. Its callback puts it on a queue (see record.py on why in C)."""
+
+    __slots__ = ("key", "records")
+    key: int
     records: "list[weakref.ref[Record]]"
 
 
@@ -319,10 +330,6 @@ class _Thread(threading.local):
         self.unit = "the model"
         self.operation = -1  # autograd numbers its nodes, and an operation makes its own before it saves anything
         self.unfinished: list[weakref.ref[Record]] = []
-
-
-def _announce(dead: "queue.SimpleQueue[int]", key: int) -> Callable[[object], None]:
-    return lambda _: dead.put(key)
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.engine.hooks import Engine
+from hf_offload.interrupts import signals_deferred
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +42,17 @@ class Phases:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Offload what this thread saves inside the ``with`` block."""
-        depth = self._depth
-        self._push()
-        self._thread.scoped = self._scoped + 1
+        depth, scoped = self._depth, self._scoped
         try:
+            with signals_deferred:
+                self._push()
+                self._thread.scoped = scoped + 1
             yield
             self._engine.operation_ended()
         finally:
-            self._thread.scoped -= 1
-            self._unwind(depth)
+            with signals_deferred:
+                self._thread.scoped = scoped
+                self._unwind(depth)
 
     # -- by module hooks ----------------------------------------------------------------------------------------------
 
@@ -61,10 +64,11 @@ class Phases:
     ) -> None:
         """Follow the model's forwards from now on. ``on_forward`` is told the inputs of every forward of the whole model."""
         self._on_forward = on_forward
-        for name, module in {type(model).__name__: model, **units}.items():
-            root = module is model
-            self._handles.append(module.register_forward_pre_hook(_Enter(self, name, root), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(_Leave(self, root), always_call=True))
+        with signals_deferred:
+            for name, module in {type(model).__name__: model, **units}.items():
+                root = module is model
+                self._handles.append(module.register_forward_pre_hook(_Enter(self, name, root), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(_Leave(self, root), always_call=True))
 
     def remove(self) -> None:
         """Take every hook off the model and off this thread."""
@@ -90,19 +94,21 @@ class Phases:
             self._unwind(self._scoped)  # an earlier forward may have ended without its hook
         elif self._depth == 0 and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return  # inside somebody else's hooks (activation checkpointing): theirs must stay innermost
-        self._units.append(self._engine.unit)
-        self._engine.unit = unit
-        if self._depth == 0:
-            self._push()
+        with signals_deferred:
+            self._units.append(self._engine.unit)
+            self._engine.unit = unit
+            if self._depth == 0:
+                self._push()
 
     def leave(self) -> None:
         """A module's forward ended, maybe by an exception."""
         if torch._C._current_graph_task_id() != -1 or not self._units:
             return
-        self._engine.unit = self._units.pop()
-        if not self._units:
-            self._unwind(self._scoped)
-            self._engine.operation_ended()
+        with signals_deferred:
+            self._engine.unit = self._units.pop()
+            if not self._units:
+                self._unwind(self._scoped)
+                self._engine.operation_ended()
 
     # -- the thread's stack -------------------------------------------------------------------------------------------
 
@@ -139,14 +145,15 @@ class Phases:
 
     def _unwind(self, depth: int) -> None:
         """Leave all hooks above ``depth``. Those that are no longer on top of autograd's stack have been left already."""
-        while self._depth > depth:
-            hooks = self._pushed.pop()
-            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if top is not None and top[0] is self._pack:
-                hooks.__exit__()
-        if self._units:
-            self._engine.unit = self._units[0]
-            self._units.clear()
+        with signals_deferred:
+            while self._depth > depth:
+                hooks = self._pushed.pop()
+                top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+                if top is not None and top[0] is self._pack:
+                    hooks.__exit__()
+            if self._units:
+                self._engine.unit = self._units[0]
+                self._units.clear()
 
 
 class _ModuleHook:

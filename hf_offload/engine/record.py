@@ -7,8 +7,9 @@ Note: lifetimes
     retain_graph, exceptions, tensors that are never unpacked and several forwards before a backward need no special case.
     A handle never holds the tensor that pack received: that tensor holds its graph, the graph holds the handle, and the
     cycle runs through C++, where Python's collector cannot see it.
-    The end of a record is told by the callback of a weak reference, not by ``__del__``: while that runs, other threads'
-    weak references still find the object, and would bring it back to life with its slot already given away.
+    The end of a record is noticed by the callback of a weak reference, not by ``__del__``: while that runs, other threads'
+    weak references still find the object, and would bring it back to life with its slot already given away. The callback is
+    a function of C: in one of Python, Ctrl-C could be raised, and would be discarded along with the rest of the callback.
 """
 
 import enum
@@ -16,7 +17,6 @@ import queue
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,12 +34,22 @@ class State(enum.Enum):
     LOADED = "loaded"  # bytes in the tier and in buffer. -> STORED (evicted)
 
 
-class Estate:
-    """What a record has in the tier and in the counts: what is left to do once it is gone. Held by who does it."""
+class Estate(weakref.ref["Record"]):
+    """What a record has in the tier and in the counts: what is left to do once it is gone. Held by who does it.
 
-    __slots__ = ("ahead", "death", "future", "held", "kept", "key", "leaving", "nbytes", "slot")
+    It is the weak reference whose callback puts it on the queue.
+    """
+
+    __slots__ = ("ahead", "future", "held", "kept", "key", "leaving", "nbytes", "slot")
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def __new__(cls, record: "Record", graveyard: "queue.SimpleQueue[Estate]") -> "Estate":
+        # May be called inside any allocation, under any lock that this thread holds: it must take none.
+        return super().__new__(cls, record, graveyard.put)
 
     def __init__(self, record: "Record", graveyard: "queue.SimpleQueue[Estate]"):
+        super().__init__(record, graveyard.put)  # type: ignore[call-arg]  # typeshed knows no __init__ of a reference
         self.key = id(record)
         self.nbytes = record.nbytes
         self.slot: Slot | None = None
@@ -48,12 +58,6 @@ class Estate:
         self.ahead = False  # in memory early, for backward
         self.leaving = False  # in memory until it is written
         self.kept = False  # in memory because the plan says so, until there is no room for it
-        # May be called inside any allocation, under any lock that this thread holds: it must take none.
-        self.death = weakref.ref(record, partial(_bequeath, graveyard, self))
-
-
-def _bequeath(graveyard: "queue.SimpleQueue[Estate]", estate: Estate, _: object) -> None:
-    graveyard.put(estate)
 
 
 class Record:

@@ -23,6 +23,7 @@ from hf_offload.engine.movers import Mover
 from hf_offload.engine.record import Estate, Record, State
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadError, StandstillError, StorageError, TierFullError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.tier import Slot, Tier
 
@@ -354,10 +355,11 @@ class Transfer:
     def reap(self) -> None:
         """Work off what finalizers left: free slots, cancel stores nobody needs, correct the counts."""
         while not self._outlived and not self.graveyard.empty():
-            try:
-                self._bury(self.graveyard.get_nowait())
-            except queue.Empty:
-                return
+            with signals_deferred:
+                try:
+                    self._bury(self.graveyard.get_nowait())
+                except queue.Empty:
+                    return
 
     def _bury(self, estate: Estate) -> None:
         with self.lock:

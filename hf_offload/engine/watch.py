@@ -7,6 +7,7 @@ Note: who holds the model
     (:meth:`~hf_offload.engine.transfer.Transfer.close_when_unused`), and the session its counters, for whoever holds it.
 """
 
+import _thread
 import queue
 import sys
 import threading
@@ -25,17 +26,18 @@ class ModelWatch:
     """
 
     def __init__(self, model: nn.Module, leave_thread: Callable[[], None], close: Callable[[], None]):
-        self._words: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        # Held by the thread alone: among the garbage that goes with the model, it would not be called.
-        death = weakref.ref(model, partial(_tell, self._words, leave_thread))
+        self._words: queue.SimpleQueue[object] = queue.SimpleQueue()
+        # Held by the thread alone: among the garbage that goes with the model, they would not be called. The end of the
+        # model is told by a function of C, which Ctrl-C cannot cut short; the other one is called before it.
+        deaths = weakref.ref(model, self._words.put), weakref.ref(model, partial(_leave, self._words, leave_thread))
         self._thread = threading.Thread(
-            target=_wait, args=(self._words, death, close), name="hf_offload-watch", daemon=True
+            target=_wait, args=(self._words, deaths, close), name="hf_offload-watch", daemon=True
         )
         self._thread.start()
 
     def end(self) -> None:
         """Watch no longer. Waits for ``close`` if it has begun. Idempotent."""
-        self._words.put(False)
+        self._words.put(_END)
         self.join()
 
     def join(self) -> None:
@@ -43,12 +45,19 @@ class ModelWatch:
         self._thread.join()
 
 
-def _tell(words: "queue.SimpleQueue[bool]", leave_thread: Callable[[], None], _: object) -> None:
-    words.put(True)
-    if not sys.is_finalizing():
-        leave_thread()
+_END, _INTERRUPTED = object(), object()
 
 
-def _wait(words: "queue.SimpleQueue[bool]", death: object, close: Callable[[], None]) -> None:
-    if words.get():
+def _leave(words: "queue.SimpleQueue[object]", leave_thread: Callable[[], None], _: object) -> None:
+    try:
+        if not sys.is_finalizing():
+            leave_thread()
+    except KeyboardInterrupt:  # Python discards what is raised here
+        words.put(_INTERRUPTED)
+
+
+def _wait(words: "queue.SimpleQueue[object]", deaths: object, close: Callable[[], None]) -> None:
+    while (word := words.get()) is _INTERRUPTED:
+        _thread.interrupt_main()
+    if word is not _END:
         close()

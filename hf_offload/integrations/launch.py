@@ -3,11 +3,12 @@
 The settings reach the processes as environment variables. A variable that is set already goes before the file.
 """
 
+import contextlib
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 
 import hf_offload
 from hf_offload.errors import OffloadConfigError
+from hf_offload.parents import parent_variables
 from hf_offload.settings.environment import settings_from, variable, variables_for
 from hf_offload.settings.load import from_mapping, nearest
 from hf_offload.settings.recipe_files import parse_yaml
@@ -119,14 +121,26 @@ def launch(arguments: Sequence[str]) -> None:
     variables = {} if config is None else take_section(config, str(path))
     # Wrong settings are found out here, and not by each of the processes.
     from_mapping(OffloadConfig, settings_from(os.environ | variables), "environment")
-    os.environ.update(variables)
+    os.environ.update(variables | parent_variables())
     if not torch.accelerator.is_available() and CHOSEN_VARIABLE not in os.environ:
         os.environ.update(environment_with("auto"))
     if config is None:
         launch_command(chosen)
         return
-    with tempfile.NamedTemporaryFile("w", prefix="hf_offload-", suffix=".yaml") as file:
-        yaml.safe_dump(config, file)
-        file.flush()
-        chosen.config_file = file.name
+    with _file_with(yaml.safe_dump(config)) as chosen.config_file:
         launch_command(chosen)
+
+
+@contextlib.contextmanager
+def _file_with(text: str) -> Iterator[str]:
+    """A file for this process; where the system has such, one without a name, which a kill cannot leave behind."""
+    if not hasattr(os, "memfd_create"):
+        with tempfile.NamedTemporaryFile("w", prefix="hf_offload-", suffix=".yaml") as file:
+            file.write(text)
+            file.flush()
+            yield file.name
+        return
+    with os.fdopen(os.memfd_create("hf_offload.yaml"), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"

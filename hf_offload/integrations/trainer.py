@@ -13,6 +13,7 @@ from transformers.training_args import ParallelMode
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.cards import describe_offloading_in_cards
+from hf_offload.integrations.checkpoints import skip_incomplete_checkpoints
 from hf_offload.plan.feedback import Prediction
 from hf_offload.reports.summary import card_lines, summary_lines
 from hf_offload.sampling.gradient_cache import CACHE_FILE
@@ -46,6 +47,11 @@ class OffloadCallback(TrainerCallback):
         self.stats: OffloadStats | None = None
         self.forecast: Prediction | None = None
         self.summary: list[str] = []
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        config = self._config(args)
+        if config is not None and config.changes_a_run:
+            skip_incomplete_checkpoints()
 
     def on_train_begin(
         self,

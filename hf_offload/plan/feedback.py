@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from hf_offload.errors import OffloadPlanError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.measuring import StepMeter
@@ -181,19 +182,20 @@ class Feedback:
         if self._played and self._engine.awaits_backward:
             situation = self._played[-1].situation.joined(situation)
         situation = self._ranks.largest(situation, lambda one: one.elements)
-        is_next = len(situation.forwards) == 1 or not self._played
-        if is_next:
-            self._played.append(self._begin_micro_batch(situation))
-        else:
-            self._go_on(self._played[-1], situation)
-        played = self._played[-1]
-        if self._meter is None and played.is_measured:
-            self._meter = StepMeter(model, self._engine.resident_bytes, self._engine.waited_s)
-            self._engine.observer = self._meter
-            self._meter.begin()
-        if self._meter is not None:
-            self._meter.begin_forward(tensors_in((args, dict(kwargs))), is_next)
-            played.metered = self._meter.micro_batches - 1
+        with signals_deferred:  # a micro-batch that has begun without its meter would be taken for measured
+            is_next = len(situation.forwards) == 1 or not self._played
+            if is_next:
+                self._played.append(self._begin_micro_batch(situation))
+            else:
+                self._go_on(self._played[-1], situation)
+            played = self._played[-1]
+            if self._meter is None and played.is_measured:
+                self._meter = StepMeter(model, self._engine.resident_bytes, self._engine.waited_s)
+                self._engine.observer = self._meter
+                self._meter.begin()
+            if self._meter is not None:
+                self._meter.begin_forward(tensors_in((args, dict(kwargs))), is_next)
+                played.metered = self._meter.micro_batches - 1
 
     def end_step(self) -> None:
         """A training step has ended.
@@ -238,11 +240,12 @@ class Feedback:
             meter.leave()
 
     def _stop_measuring(self) -> StepMeter | None:
-        meter, self._meter = self._meter, None
-        if meter is not None:
-            meter.end()
-            self._engine.observer = None
-        return meter
+        with signals_deferred:
+            meter, self._meter = self._meter, None
+            if meter is not None:
+                meter.end()
+                self._engine.observer = None
+            return meter
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The machine as a plan sees it: a few figures, each with where it comes from. Measured here, or described by the user."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.folders import user_folder
 from hf_offload.plan.simulate import Channel
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.sizes import format_bytes, parse_bytes
@@ -266,11 +268,11 @@ def measure_hardware(directories: Sequence[str | os.PathLike[str]], *, fresh: bo
     from hf_offload.plan.machine import probe_machine
 
     machine = probe_machine(directories, sample_bytes=0)
-    kept = _cache_file(machine.device.name, directories)
-    rates = None if fresh else _read(kept)
-    if rates is None:
+    key = _cache_key(machine.device.name, directories)
+    rates = None if fresh else _read(key)
+    if rates is None or not rates.keys() >= _measured_names(directories, machine.device.type):
         rates = _measure(directories, machine.device.type)
-        _write(kept, rates)
+        _write(key, rates)
     device = machine.device.type if machine.device.type == "cuda" else "cpu"
     measured = {name: Figure(value, "measured") for name, value in rates.items()}
     store, load, both, room = {}, {}, {}, {}
@@ -349,29 +351,47 @@ def _median_s(work: Any, device: torch.device) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def _cache_file(device_name: str, directories: Sequence[str | os.PathLike[str]]) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_offload"
+def _measured_names(directories: Sequence[str | os.PathLike[str]], device_type: str) -> set[str]:
+    tiers = [*(["ram"] if device_type == "cuda" else []), *(["ssd"] if directories else [])]
+    ways = [f"{tier} {way}" for tier in tiers for way in ("store", "load", "both")]
+    return {*(f"matmul {name}" for name in DTYPES), "memory", *ways}
+
+
+def _cache_key(device_name: str, directories: Sequence[str | os.PathLike[str]]) -> str:
     key = json.dumps(
         [_CACHE_VERSION, platform.node(), device_name, torch.__version__, torch.get_num_threads()]
         + [str(Path(directory).resolve()) for directory in directories]
     )
-    return root / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def _read(path: Path) -> dict[str, float] | None:
+def _cache_file(key: str) -> Path:
+    return user_folder("XDG_CACHE_HOME", "~/.cache") / f"machine-{key}.json"
+
+
+def _read(key: str) -> dict[str, float] | None:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = json.loads(_cache_file(key).read_text())
+    except (OSError, ValueError, RecursionError):
         return None
-    sound = isinstance(found, dict) and all(isinstance(rate, float) and rate > 0 for rate in found.values())
+    sound = isinstance(found, dict) and all(isinstance(rate, float) and 0 < rate < math.inf for rate in found.values())
     return found if sound else None
 
 
-def _write(path: Path, rates: Mapping[str, float]) -> None:
+def _write(key: str, rates: Mapping[str, float]) -> None:
     try:
+        path = _cache_file(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(rates, indent=2))
-        unfinished.replace(path)
+        try:
+            unfinished.write_text(json.dumps(rates, indent=2))
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("What was measured cannot be kept in %s (%s); it will be measured again.", path, error)
+        _warn(str(error))
+
+
+@functools.cache  # a run measures the machine and its drives, and says this once
+def _warn(error: str) -> None:
+    logger.warning("What was measured cannot be kept (%s); it will be measured again.", error)

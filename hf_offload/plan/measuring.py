@@ -59,7 +59,7 @@ class StepMeter(StepRecorder):
         self._resident_bytes = resident_bytes
         self._waited_s = waited_s
         self._times: dict[int, _Times] = {}
-        self._records: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._records: dict[int, weakref.ref[Any]] = {}  # by id, which may be used again
         self._held: list[tuple[weakref.ref[Any], _Times]] = []
         self._by_storage: dict[int, list[_Times]] = {}
         self._clock = self._now()
@@ -128,6 +128,7 @@ class StepMeter(StepRecorder):
             self._begun = True
             self.moments.clear()
             self._times.clear()
+            self._records.clear()
             self._held.clear()
             self._by_storage.clear()
             self._entered.clear()
@@ -161,20 +162,20 @@ class StepMeter(StepRecorder):
         """A tensor was saved."""
         unit = record.unit if record.unit in self.units else next(iter(self.units))
         times = self._times[id(record)] = _Times(unit, record.nbytes, self.end_moment())
-        self._records.add(record)
-        self._held.append((weakref.ref(record), times))
+        self._records[id(record)] = reference = weakref.ref(record)
+        self._held.append((reference, times))
         storage = record.storage_ref()
         if storage is not None:
             self._by_storage.setdefault(id(storage), []).append(times)
 
     def asked(self, record: ObservedRecord) -> None:
         """Backward is about to use a saved tensor."""
-        times = self._times.get(id(record))
+        times, known = self._times.get(id(record)), self._records.get(id(record))
         now = self.end_moment()
         self.backward = True
         if times is not None:
             self.unit = times.unit
-        if times is not None and record in self._records:
+        if times is not None and known is not None and known() is record:
             times.last = now
             if times.needed is None:
                 times.needed = now

@@ -23,6 +23,14 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     return local.numel() * local.element_size()
 
 
+class _Seen(weakref.ref[torch.UntypedStorage]):
+    """A storage that is counted."""
+
+    __slots__ = ("key", "nbytes")
+    key: int
+    nbytes: int
+
+
 class StepRecorder(TorchDispatchMode):
     """Follows one step of ``model``: which unit computes, and how many bytes its operations keep alive.
 
@@ -55,7 +63,8 @@ class StepRecorder(TorchDispatchMode):
         self.bookkeeping_s = 0.0  # the recorder's own time, which is no compute
         self.peak_live_bytes = 0  # saved tensors included, weights not
         self._known: set[int] = set()
-        self._dead: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._seen: dict[int, _Seen] = {}
+        self._dead: queue.SimpleQueue[_Seen] = queue.SimpleQueue()
         self._entered: dict[str, int] = {}
         self._left: dict[str, int] = {}
         self._boundary: dict[str, int] = {}
@@ -180,16 +189,19 @@ class StepRecorder(TorchDispatchMode):
         self._known.add(key)
         nbytes = storage.nbytes() if counts else 0
         self._live += nbytes
-        # A finalizer may run in any thread and under any lock: it only leaves a note.
-        weakref.finalize(storage, self._dead.put, (key, nbytes))
+        # A callback may run in any thread and under any lock: it only leaves a note, in C (see interrupts.py).
+        self._seen[key] = seen = _Seen(storage, self._dead.put)
+        seen.key, seen.nbytes = key, nbytes
         return True
 
     def _bury(self) -> None:
         while not self._dead.empty():
-            key, nbytes = self._dead.get()
-            self._known.discard(key)
-            self.died(key)
-            self._live -= nbytes
+            seen = self._dead.get()
+            self._known.discard(seen.key)
+            if self._seen.get(seen.key) is seen:
+                del self._seen[seen.key]
+            self.died(seen.key)
+            self._live -= seen.nbytes
 
     def end_moment(self) -> int:
         """Close the running moment; returns the index of the next one."""

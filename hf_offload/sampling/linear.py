@@ -135,6 +135,12 @@ def draw_part(
         return _draw_rows(rows, random, weights, samples, keep_winners=config.estimator == "wta-crs")
 
 
+class _Source(weakref.ref[Tensor]):
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
 class Draws:
     """One part for all layers that are given the same tensor, per thread; forgotten when the tensor goes."""
 
@@ -146,15 +152,25 @@ class Draws:
 
     def of(self, inputs: Tensor, dtype: torch.dtype, name: str) -> Part | None:
         """The part of ``inputs`` in ``dtype``, drawn for whichever layer asks first; ``name`` is that of the layer."""
-        known = getattr(self._thread, "known", None)
-        if known is not None and self.config.share_inputs:
-            source, *kind, part = known
-            if source() is inputs and kind == [inputs._version, dtype, torch.is_grad_enabled()]:
-                return part
+        known = self._known
+        if self.config.share_inputs:
+            for source, (*kind, part) in list(known.items()):
+                if source() is inputs and kind == [inputs._version, dtype, torch.is_grad_enabled()]:
+                    return part
         part = draw_part(inputs, dtype, self.config, self._weights(inputs), self._samples(inputs, name))
-        source = weakref.ref(inputs, self._forget)
-        self._thread.known = (source, inputs._version, dtype, torch.is_grad_enabled(), part)
+        known.clear()
+        # The callback is in C: Ctrl-C in one of Python would be discarded.
+        known[_Source(inputs, known.pop)] = (inputs._version, dtype, torch.is_grad_enabled(), part)
         return part
+
+    @property
+    def _known(self) -> "dict[_Source, tuple[int, torch.dtype, bool, Part | None]]":
+        """What this thread drew last, as long as its inputs are there."""
+        try:
+            return self._thread.known
+        except AttributeError:
+            self._thread.known = {}
+            return self._thread.known
 
     def begin(self, mask: Tensor | None) -> None:
         """A forward begins, of tokens of which ``mask`` ``[batch, sequence]`` is zero where they are padding."""
@@ -175,11 +191,6 @@ class Draws:
                 "loop of your own, call session.carry_sample_ids(loader) before the first step."
             )
         return None
-
-    def _forget(self, source: Any) -> None:
-        known = getattr(self._thread, "known", None)
-        if known is not None and known[0] is source:
-            self._thread.known = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Draws":
         return memo.setdefault(id(self), Draws(self.config))

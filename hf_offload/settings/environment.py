@@ -22,8 +22,9 @@ FIELDS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
 
 AUTOLOAD_VARIABLE = f"{PREFIX}AUTOLOAD"
 DISABLE_VARIABLE = f"{PREFIX}DISABLE"
+PARENT_VARIABLE = f"{PREFIX}PARENT"
 # Variables of the package that are no settings of a run.
-_OTHERS = (AUTOLOAD_VARIABLE, DISABLE_VARIABLE, f"{PREFIX}ALLOCATOR")
+_OTHERS = (AUTOLOAD_VARIABLE, DISABLE_VARIABLE, PARENT_VARIABLE, f"{PREFIX}ALLOCATOR")
 
 
 def variable(field: str) -> str:

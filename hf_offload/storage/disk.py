@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk_io import DataFile
@@ -146,20 +147,19 @@ class DiskTier(QueuedTier):
     def reserve(self, nbytes: int, place: str | None = None) -> DiskSlot:
         self._check_usable("reserve")
         room = self._room.round_up(nbytes)
-        with self._lock:
-            self._check_usable("reserve")
-            self._pay(nbytes)
-        try:
-            pieces = self._room.place(room)
-        except BaseException:
+        with signals_deferred:
             with self._lock:
-                self._paid_bytes -= nbytes
-            raise
-        self.stats.reserve(room)
-        place = (
-            ", ".join(f"{self._files[piece.file]} at offset {piece.offset}" for piece in pieces[:4]) or "an empty slot"
-        )
-        return DiskSlot(nbytes, room_bytes=room, pieces=tuple(pieces), place=place)
+                self._check_usable("reserve")
+                self._pay(nbytes)
+            try:
+                pieces = self._room.place(room)
+            except BaseException:
+                with self._lock:
+                    self._paid_bytes -= nbytes
+                raise
+            self.stats.reserve(room)
+            where = ", ".join(f"{self._files[piece.file]} at offset {piece.offset}" for piece in pieces[:4])
+            return DiskSlot(nbytes, room_bytes=room, pieces=tuple(pieces), place=where or "an empty slot")
 
     def _pay(self, nbytes: int) -> None:
         """Count a write before it happens, against what the drive may be worn by. Called under the lock."""

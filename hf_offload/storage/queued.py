@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hf_offload.errors import StandstillError, StorageError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.storage.tier import Slot, Tier, TierStats
 from hf_offload.storage.workers import WorkerPool
 
@@ -142,7 +143,7 @@ class QueuedTier(Tier):
         assert isinstance(slot, QueuedSlot)
         if os.getpid() != self._owner_pid:
             return
-        with self._lock:
+        with signals_deferred, self._lock:
             if not slot.freed:
                 slot.freed = True
                 if slot.pending == 0:
@@ -199,6 +200,12 @@ class QueuedTier(Tier):
         if buffer.numel() != slot.nbytes:
             raise ValueError(f"The buffer has {buffer.numel()} bytes but the slot was reserved for {slot.nbytes}.")
         transfer = QueuedTransfer(self, kind, slot, buffer)
+        with signals_deferred:
+            self._begin(transfer, urgent)
+        return transfer.future
+
+    def _begin(self, transfer: QueuedTransfer, urgent: bool) -> None:
+        kind, slot = transfer.kind, transfer.slot
         with self._lock:
             self._check_usable(kind)  # again: close() may have come in between
             if slot.freed:
@@ -212,7 +219,6 @@ class QueuedTier(Tier):
             slot.writing = kind == "write"
             self._live.add(transfer)
         transfer.enqueue(self._pools[kind], parts, urgent)
-        return transfer.future
 
     def _check_usable(self, action: str) -> None:
         if os.getpid() != self._owner_pid:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.extents import Extents
@@ -82,7 +83,7 @@ class RamTier(QueuedTier):
     def reserve(self, nbytes: int, place: str | None = None) -> RamSlot:
         self._check_usable("reserve")
         room = -(-nbytes // PAGE) * PAGE
-        with self._lock:
+        with signals_deferred, self._lock:
             self._check_usable("reserve")
             slot = RamSlot(nbytes, room_bytes=room)
             if room:

@@ -15,6 +15,7 @@ Life of a slot::
 import abc
 import concurrent.futures
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -24,10 +25,13 @@ from typing import Any, TypeVar
 import torch
 
 from hf_offload.errors import StandstillError
+from hf_offload.interrupts import signals_deferred
 
 T = TypeVar("T")
 
 _LOOKS = 10
+# How long a wait may leave a signal unanswered.
+_DEAF_S = 0.1
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -119,7 +123,7 @@ class Tier(abc.ABC):
         ``stall_limit_s``. Whatever they still read into or write from must not be used again.
         """
         seen, idle = -1, 0
-        while not wait(self.stall_limit_s / _LOOKS):
+        while not self._look(wait, self.stall_limit_s / _LOOKS):
             # Looks are counted, not seconds: a process that was stopped for an hour has not waited for an hour.
             stats = self.stats
             idle = idle + 1 if stats.ended_calls == seen and stats.running_calls else 0
@@ -131,6 +135,15 @@ class Tier(abc.ABC):
                     f"{self.stall_limit_s:.0f} s, so the drive hangs. Look at the kernel's log (dmesg), and name a "
                     "directory on another drive."
                 )
+
+    def _look(self, wait: Callable[[float], bool], seconds: float) -> bool:
+        """Whether ``wait`` says True within ``seconds``. Ctrl-C ends the waiting, also where signals are deferred."""
+        parts = math.ceil(seconds / _DEAF_S) if signals_deferred.is_on else 1
+        for _ in range(parts):
+            if wait(seconds / parts):
+                return True
+            signals_deferred.deliver()
+        return False
 
     def wait_until_done(self, *futures: "Future[Any]") -> None:
         """Wait for transfers, whatever becomes of them. Raises as :meth:`wait_for` does."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_offload.folders import user_folder
 from hf_offload.storage.disk_io import DataFile
 from hf_offload.storage.file_systems import MEMORY_FILE_SYSTEMS, file_system_of
 
@@ -28,8 +29,8 @@ _TRIES = 10
 
 
 def wear_folder() -> Path:
-    """Where the counts are kept: ``hf_offload/drives`` in the user's state folder (XDG)."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "hf_offload" / "drives"
+    """Where the counts are kept: ``hf_offload/drives`` in the user's state folder (XDG). Raises ``OSError`` without one."""
+    return user_folder("XDG_STATE_HOME", "~/.local/state") / "drives"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Wear:
     """Keeps count of what the offload ``files`` write. :meth:`keep` is cheap and may be called after every step."""
 
     def __init__(self, files: Sequence[DataFile], folder: Path | None = None):
-        self._folder = wear_folder() if folder is None else folder
+        self._folder = folder
         self._files: list[tuple[Drive, DataFile]] = []
         self._kept_bytes: dict[Drive, int] = {}
         self._next_s = time.monotonic() + _KEEP_EVERY_S
@@ -105,7 +106,7 @@ class Wear:
             if more <= 0:
                 continue
             try:
-                with _locked(self._path(drive), tries=_TRIES if now else 1) as fd:
+                with _locked(_path(drive, self._folder), tries=_TRIES if now else 1) as fd:
                     _write(fd, drive, _read(fd), more)
             except BlockingIOError:
                 continue
@@ -130,28 +131,26 @@ class Wear:
             sums[drive] = sums.get(drive, 0) + file.written_bytes
         return sums
 
-    def _path(self, drive: Drive) -> Path:
-        return self._folder / f"{drive.key}.json"
-
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "How much is written to the drives cannot be kept in %s (%s): training goes on without the count.",
-                self._folder,
-                error,
+                "How much is written to the drives cannot be kept (%s): training goes on without the count.", error
             )
 
 
 def read_wear(drive: Drive, folder: Path | None = None) -> tuple[int, str] | None:
     """Bytes that all runs have written to ``drive``, and the day of the first; None if that is not known."""
-    path = (wear_folder() if folder is None else folder) / f"{drive.key}.json"
     try:
-        with path.open("rb") as file:
+        with _path(drive, folder).open("rb") as file:
             state = _parse(file.read(_LINE_BYTES))
     except OSError:
         return None
     return None if state is None else (state["written_bytes"], state["since"])
+
+
+def _path(drive: Drive, folder: Path | None) -> Path:
+    return (wear_folder() if folder is None else folder) / f"{drive.key}.json"
 
 
 @contextlib.contextmanager
@@ -184,7 +183,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         state = json.loads(line)
         return {"written_bytes": max(0, int(state["written_bytes"])), "since": str(state["since"])}
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         return None
 
 

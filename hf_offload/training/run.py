@@ -12,6 +12,7 @@ import torch
 
 from hf_offload.allocator import current_allocator
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.outputs import check_output_file, check_output_folder
 from hf_offload.settings.recipes import RANDOM_TOKENS, Recipe
 from hf_offload.training.arguments import build_arguments
 from hf_offload.training.metrics import FROM_LOSS, check_installed, choose_likeliest, make_compute
@@ -53,7 +54,7 @@ def run_recipe(
 
     Args:
         recipe: Of :func:`~hf_offload.settings.recipes.load_recipe`.
-        report: Measure, and write everything to this JSON file.
+        report: Measure, and write everything to this JSON file. That it can be written is checked first.
         measure: Measure memory and step times.
         resume: Go on from the last checkpoint in ``recipe.output_dir``.
         save: Whether checkpoints and the model are saved in ``recipe.output_dir``. A model that was trained on random tokens
@@ -70,6 +71,12 @@ def run_recipe(
     from hf_offload.reports.memory import MemoryMeter
     from hf_offload.training.recording import Recording  # loads the Trainer
 
+    if report is not None:
+        check_output_file(report, "--report")
+    if save:
+        check_output_folder(recipe.output_dir, "training.output_dir")
+    if recipe.data.source != RANDOM_TOKENS:
+        check_output_folder(recipe.cache_dir, "data.cache_dir" if recipe.data.cache_dir else "training.output_dir")
     arguments = build_arguments(recipe)
     if not save:
         arguments.save_strategy = "no"
@@ -173,16 +180,16 @@ _OF_TIME = ("_runtime", "_per_second", "_preparation_time")
 
 
 def _last_checkpoint(recipe: Recipe) -> str:
-    from transformers.trainer_utils import get_last_checkpoint
+    from hf_offload.integrations.checkpoints import last_complete_checkpoint
 
     folder = recipe.output_dir
-    found = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    found = last_complete_checkpoint(folder) if folder.is_dir() else None
     if found is None:
         raise OffloadConfigError(
-            f"There is no checkpoint in {folder} to go on from: start without --resume. Checkpoints are written as "
-            "training.save_strategy and training.save_steps say."
+            f"There is no complete checkpoint in {folder} to go on from: start without --resume. Checkpoints are written "
+            "as training.save_strategy and training.save_steps say."
         )
-    return str(found)
+    return found
 
 
 def _describe(

@@ -232,7 +232,7 @@ def test_nothing_to_resume_is_refused():
     recipe("text")
     result = CliRunner().invoke(app, ["train", "text.yaml", "--resume"])
     assert result.exit_code == 2
-    assert "no checkpoint in out to go on from" in " ".join(result.stderr.split())
+    assert "no complete checkpoint in out to go on from" in " ".join(result.stderr.split())
 
 
 def test_the_best_checkpoint_is_kept_and_no_progress_stops():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_offload.errors import StorageError, TierFullError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk import DiskTier
@@ -85,21 +86,23 @@ class ParkedOnDisk:
         Raises :class:`~hf_offload.errors.StorageError` if they cannot be written: what was parked before still is.
         """
         written: dict[str, _Entry] = {}
-        try:
-            for name, state in states.items():
-                written[name] = self._write(name, state)
-        except BaseException:
-            self._free(written.values())
-            raise
-        self.remove(written)
-        self._entries |= written
-        self._wear.keep()
+        with signals_deferred:
+            try:
+                for name, state in states.items():
+                    written[name] = self._write(name, state)
+            except BaseException:
+                self._free(written.values())
+                raise
+            self.remove(written)
+            self._entries |= written
+            self._wear.keep()
 
     def replace(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Park ``states`` and nothing else. Raises as :meth:`add` does, and then nothing has changed."""
         before = [name for name in self._entries if name not in states]
-        self.add(states)
-        self.remove(before)
+        with signals_deferred:
+            self.add(states)
+            self.remove(before)
 
     def read(self, name: str) -> dict[str, Any]:
         """A copy of the state of ``name``, in memory of the CPU.

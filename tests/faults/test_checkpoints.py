@@ -1,0 +1,139 @@
+"""A run that is killed while it writes a checkpoint: the next one goes on from the last complete one, to the same bits."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_offload.cli.main import app
+from hf_offload.integrations.checkpoints import last_complete_checkpoint
+from tests.faults.test_processes import trainer_in
+from tests.tiny_models import weights
+
+STEPS = 5
+NEWEST, BEFORE = "checkpoint-4", "checkpoint-2"
+# Without these a run goes on just as well: they only describe it.
+NOT_NEEDED = {"config.json", "generation_config.json", "training_args.bin", "README.md"}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that came to its end, and its weights; the files of a checkpoint in the order of writing."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    trainer = trainer_in(folder, True, max_steps=STEPS)
+    trainer.train()
+    for path in folder.glob("checkpoint-*"):
+        if path.name not in (NEWEST, BEFORE):
+            shutil.rmtree(path)
+    files = sorted((folder / NEWEST).iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert files[-1].name == "trainer_state.json"
+    return folder, weights(trainer.model), [file.name for file in files]
+
+
+def damages(names):
+    """Each file missing, empty, cut in the middle, its last two bytes short; and the writing ended in the middle of each."""
+    for name in names:
+        for kind, share in (("missing", None), ("empty", 0), ("half", 0.5), ("short", 1)):
+            yield kind, {name: share}
+    for index, name in enumerate(names):
+        yield "killed in", {name: 0.5} | dict.fromkeys(names[index + 1 :])
+
+
+def damage(checkpoint, shares):
+    for name, share in shares.items():
+        content = (checkpoint / name).read_bytes()
+        (checkpoint / name).unlink()
+        if share is not None:
+            (checkpoint / name).write_bytes(content[: int(len(content) * share) if share < 1 else -2])
+
+
+def resumed_equals(whole, folder, shares):
+    source, expected, _ = whole
+    shutil.copytree(source, folder)
+    damage(folder / NEWEST, shares)
+    trainer = trainer_in(folder, True, max_steps=STEPS)
+    trainer.train(resume_from_checkpoint=True)
+    found = weights(trainer.model)
+    return expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in found)
+
+
+def test_every_damage_to_a_checkpoint_is_noticed(whole, tmp_path, caplog):
+    source, _, names = whole
+    assert last_complete_checkpoint(source) == str(source / NEWEST)
+    for number, (kind, shares) in enumerate(damages(names)):
+        folder = tmp_path / str(number)
+        shutil.copytree(source, folder)
+        damage(folder / NEWEST, shares)
+        name = next(iter(shares))
+        if len(shares) == 1 and name in NOT_NEEDED and kind == "missing":
+            assert last_complete_checkpoint(folder) == str(folder / NEWEST)
+            continue
+        caplog.clear()
+        assert last_complete_checkpoint(folder) == str(folder / BEFORE), f"{kind} {name}"
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        assert f"{NEWEST} is incomplete and skipped (" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+def test_a_run_that_was_killed_while_it_saved_goes_on_to_the_same_weights(whole, tmp_path, name):
+    names = whole[2]
+    assert resumed_equals(whole, tmp_path / "run", {name: 0.5} | dict.fromkeys(names[names.index(name) + 1 :]))
+
+
+@pytest.mark.full
+def test_a_run_goes_on_to_the_same_weights_after_every_damage(whole, tmp_path):
+    for number, (kind, shares) in enumerate(damages(whole[2])):
+        assert resumed_equals(whole, tmp_path / str(number), shares), f"{kind} {next(iter(shares))}"
+
+
+def test_where_no_checkpoint_is_complete_the_trainer_says_so(whole, tmp_path):
+    source, _, _ = whole
+    folder = tmp_path / "run"
+    shutil.copytree(source, folder)
+    for name in (NEWEST, BEFORE):
+        (folder / name / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        trainer_in(folder, True).train(resume_from_checkpoint=True)
+    assert last_complete_checkpoint(folder) is None
+
+
+def test_weights_alone_are_a_checkpoint_and_shards_that_are_missing_are_none(whole, tmp_path):
+    folder = tmp_path / "run"
+    trainer = trainer_in(folder, True, save_only_model=True)
+    trainer.train()
+    newest = last_complete_checkpoint(folder)
+    assert newest is not None
+    checkpoint = folder / newest
+    (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}')
+    assert last_complete_checkpoint(folder) == newest
+    (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
+    assert last_complete_checkpoint(folder) != newest
+
+
+def test_random_states_of_several_processes_have_no_gaps(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder)
+    state = folder / NEWEST / "rng_state.pth"
+    for rank in range(3):
+        shutil.copy(state, state.with_name(f"rng_state_{rank}.pth"))
+    state.unlink()
+    assert last_complete_checkpoint(folder) == str(folder / NEWEST)
+    state.with_name("rng_state_1.pth").unlink()
+    assert last_complete_checkpoint(folder) == str(folder / BEFORE)
+
+
+def test_train_resume_goes_on_from_the_last_complete_checkpoint(tiny_recipe, tmp_path):
+    changes = ["offload.tier=ssd", "offload.directory=tier", "training.save_strategy=steps", "training.save_steps=1"]
+    whole = CliRunner().invoke(app, ["train", str(tiny_recipe), *changes])
+    assert whole.exit_code == 0, whole.output
+    expected = (tmp_path / "out" / "model.safetensors").read_bytes()
+    checkpoints = sorted((tmp_path / "out").glob("checkpoint-*"))
+    assert len(checkpoints) == 4
+    damage(checkpoints[-1], {"trainer_state.json": None})
+    damage(checkpoints[-2], {"optimizer.pt": 0.5})
+    (tmp_path / "out" / "model.safetensors").unlink()
+    again = CliRunner().invoke(app, ["train", str(tiny_recipe), *changes, "--resume"])
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected

@@ -1,0 +1,344 @@
+"""Ctrl-C at any point of a step: it is always noticed, leaves nothing behind, and changes no later step.
+
+Python runs a signal's handler where it calls a function or returns from one of C. Both are events of a profiler, so that a
+signal can be sent at every such point of the package, one after the other.
+"""
+
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import hf_offload
+from hf_offload import OffloadConfig, SampledLinearConfig, attach
+from hf_offload.interrupts import signals_deferred
+from hf_offload.storage.tier import Tier
+from tests.faults.failing_calls import Hang
+from tests.faults.test_faulty_steps import assert_nothing_left
+from tests.threads import OurThreads
+from tests.tiny_models import gradients, tiny_batch, tiny_model
+
+PACKAGE = str(Path(hf_offload.__file__).parent)
+TIMEOUT_S = 60
+QUICK_POINTS = 12
+QUICK_SIGNALS = 30
+SIGNALS = 200
+
+SETTINGS = {
+    "ssd": {"tier": "ssd", "read_ahead_bytes": 1},
+    "ram": {"tier": "ram"},
+    "auto": {"tier": "auto", "memory_budget": "1MiB"},
+    "sampled": {"tier": "ssd", "sampled_linear": SampledLinearConfig(ratio=0.5)},
+}
+
+
+class Run:
+    """Steps of a tiny model, each of which gives the same gradients unless it is interrupted."""
+
+    def __init__(self, folder, kind):
+        self.model = tiny_model("gpt2")
+        self.batch = tiny_batch("gpt2")
+        if kind != "sampled":
+            self.expected = self._gradients()
+        where = {} if kind == "ram" else {"directory": folder}
+        self._config = OffloadConfig(min_offload_bytes=0, **where, **SETTINGS[kind])
+        self._measures = kind == "auto"
+        self.session = attach(self.model, self._config)
+        if kind == "sampled":
+            self.expected = self.step()
+
+    def begin(self):
+        """Before what is to be interrupted: with ``auto``, it is the first step that has the most to leave behind."""
+        if self._measures:
+            self.session.detach()
+            self.session = attach(self.model, self._config)
+
+    def _gradients(self):
+        self.model.zero_grad()
+        torch.manual_seed(5)
+        self.model(**self.batch).loss.backward()
+        return gradients(self.model)
+
+    def step(self):
+        found = self._gradients()
+        self.session.end_step()
+        return found
+
+    def check(self):
+        """Nothing of an interrupted step is left, and the next one is right."""
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert not signals_deferred.is_on
+        torch.ones(1, requires_grad=True).sum().backward()  # autograd keeps the nodes that were next in line
+        assert_nothing_left(self.session)
+        found = self.step()
+        assert found.keys() == self.expected.keys()
+        assert all(torch.equal(self.expected[name], found[name]) for name in found)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+    def end(self):
+        """Nothing is left of the session."""
+        self.session.detach()
+        assert _get_current_dispatch_mode() is None
+
+
+@pytest.fixture(params=list(SETTINGS))
+def run(request, tmp_path):
+    threads = OurThreads()
+    run = Run(tmp_path, request.param)
+    yield run
+    run.end()
+    threads.join(TIMEOUT_S)
+
+
+class Points:
+    """A profiler that notes each point of the package at which a handler can run, or sends a signal at one of them."""
+
+    def __init__(self, wanted=None):
+        self.seen = {}
+        self.sent = False
+        self._wanted = wanted
+
+    def __enter__(self):
+        sys.setprofile(self._event)
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _event(self, frame, event, _):
+        if event not in ("call", "c_return"):
+            return
+        point = _point(frame, event)
+        if point is None:
+            return
+        if self._wanted is None:
+            self.seen[point] = None
+        elif point == self._wanted and not self.sent:
+            self.sent = True
+            signal.raise_signal(signal.SIGINT)
+
+
+def _point(frame, event):
+    """Where ``frame`` is, and the line of the package that led there; None outside of the package."""
+    here = (frame.f_code.co_filename, frame.f_code.co_name, frame.f_lasti, event)
+    for _ in range(6):
+        if frame is None:
+            return None
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            return (*here, frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def points_of(run):
+    """All of them, in two steps."""
+    points = Points()
+    run.begin()
+    with points:
+        run.step()
+        run.step()
+    return list(points.seen)
+
+
+def interrupt_at(run, points):
+    """How many of the signals were sent: not all points are passed in every step, for I/O takes its time."""
+    sent = 0
+    for point in points:
+        profiler, noticed = Points(point), False
+        run.begin()
+        try:
+            with profiler:
+                run.step()
+                run.step()
+        except KeyboardInterrupt:
+            noticed = True
+        sys.setprofile(None)
+        assert noticed == profiler.sent, f"Ctrl-C at {point} is lost"
+        sent += profiler.sent
+        run.check()
+    return sent
+
+
+def test_ctrl_c_at_a_point_of_a_step_is_noticed_and_leaves_nothing(run):
+    points = points_of(run)
+    assert len(points) > 100
+    some = random.Random(0).sample(points, QUICK_POINTS)
+    assert interrupt_at(run, some) > QUICK_POINTS / 2
+
+
+@pytest.mark.full
+def test_ctrl_c_at_every_point_of_a_step_is_noticed_and_leaves_nothing(run):
+    points = points_of(run)
+    assert interrupt_at(run, points) > len(points) / 2
+
+
+def test_no_function_of_the_package_runs_in_python_while_a_graph_goes(run):
+    """Python discards what is raised there, Ctrl-C included."""
+    run.begin()
+    torch.manual_seed(5)
+    loss = run.model(**run.batch).loss
+    if run.session._engine is not None:
+        run.session._engine.transfer._wait_for_writes(0)
+    called = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            called.append((frame.f_code.co_filename, frame.f_code.co_name))
+
+    sys.setprofile(note)
+    del loss
+    sys.setprofile(None)
+    assert called == []
+    run.session.end_step()
+    run.check()
+
+
+def random_interrupts(run, count, seed):
+    chance = random.Random(seed)
+    begin = time.perf_counter()
+    run.step()
+    step_s = time.perf_counter() - begin
+    main = threading.get_ident()
+    for number in range(count):
+        sent = threading.Event()
+
+        delay_s = chance.uniform(0, 2 * step_s)
+
+        def send(sent=sent, delay_s=delay_s):
+            time.sleep(delay_s)
+            signal.pthread_kill(main, signal.SIGINT)
+            sent.set()
+
+        sender = threading.Thread(target=send)
+        noticed = False
+        run.begin()
+        try:
+            sender.start()
+            while not sent.is_set():
+                run.step()
+        except KeyboardInterrupt:
+            noticed = True
+        sender.join()
+        assert noticed, f"signal {number} is lost"
+        run.check()
+
+
+@pytest.mark.parametrize("run", ["ssd"], indirect=True)
+def test_ctrl_c_at_random_moments(run):
+    random_interrupts(run, QUICK_SIGNALS, seed=1)
+
+
+@pytest.mark.full
+def test_two_hundred_ctrl_cs_at_random_moments(run):
+    random_interrupts(run, SIGNALS, seed=2)
+
+
+# -- sections without handlers ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def raising():
+    """Handlers that raise an error of their own for two other signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGALRM)}
+
+    def handler(number, frame):
+        raise InterruptedError(number)
+
+    for number in before:
+        signal.signal(number, handler)
+    yield handler
+    for number, old in before.items():
+        signal.signal(number, old)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGALRM])
+def test_a_signal_waits_for_the_end_of_the_outermost_section(raising, number):
+    handlers = signal.getsignal(number)
+    reached = []
+    with pytest.raises((KeyboardInterrupt, InterruptedError)):
+        with signals_deferred:
+            with signals_deferred:
+                signal.raise_signal(number)
+                signal.raise_signal(number)
+                reached.append("inner")
+            reached.append("outer")
+        reached.append("after")
+    assert reached == ["inner", "outer"]
+    assert signal.getsignal(number) is handlers
+    with signals_deferred:
+        pass  # it came once
+
+
+def test_every_signal_that_came_in_a_section_is_handled(raising):
+    came = []
+    signal.signal(signal.SIGALRM, lambda number, frame: came.append((number, frame is not None)))
+    with pytest.raises(InterruptedError) as raised, signals_deferred:
+        signal.raise_signal(signal.SIGALRM)
+        signal.raise_signal(signal.SIGUSR1)
+    assert raised.value.args == (signal.SIGUSR1,)
+    assert came == [(signal.SIGALRM, True)]
+
+
+def test_a_section_can_be_left_where_it_waits_and_stays_a_section_until_then(raising):
+    reached = []
+    with pytest.raises(KeyboardInterrupt), signals_deferred:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            signals_deferred.deliver()
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            reached.append("cleaned up")
+    assert reached == ["cleaned up"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_signals_without_a_handler_are_left_alone():
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        with signals_deferred:
+            assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_section_of_another_thread_defers_nothing():
+    inside, leave = threading.Event(), threading.Event()
+
+    def work():
+        with signals_deferred:
+            inside.set()
+            leave.wait(TIMEOUT_S)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(TIMEOUT_S)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    leave.set()
+    thread.join()
+
+
+def test_ctrl_c_while_the_engine_waits_for_a_drive_does_not_wait_for_it(tmp_path, monkeypatch):
+    """The drive answers only when the step has been left."""
+    run = Run(tmp_path, "ssd")
+    hang = Hang(monkeypatch, "read_once")
+    monkeypatch.setattr(Tier, "stall_limit_s", TIMEOUT_S)  # Ctrl-C comes before patience ends
+    main = threading.get_ident()
+
+    def send():
+        assert hang.inside.wait(TIMEOUT_S)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(KeyboardInterrupt):
+        run.step()
+    sender.join()
+    hang.end()
+    run.check()
+    run.end()

@@ -1,0 +1,186 @@
+"""What is learned about a machine is kept among the user's files; where it cannot be, a warning says so, and work goes on."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_offload import OffloadConfig, offload_activations
+from hf_offload.plan import hardware
+from hf_offload.plan.hardware import measure_hardware
+from hf_offload.storage import wear
+from hf_offload.storage.wear import Drive
+from tests.tiny_models import gradients, tiny_batch, tiny_model
+
+NOBODY = 54321
+VARIABLES = ("XDG_CACHE_HOME", "XDG_STATE_HOME")
+
+# Steps with everything that is kept: the drives' counts, and with a budget what the machine was measured to do.
+SCRIPT = f"""
+import logging, os, sys
+logging.basicConfig(format="%(levelname)s %(message)s")
+os.setreuid({NOBODY}, 0)
+from hf_offload.plan import hardware
+from hf_offload.storage import wear
+hardware._measure = lambda directories, device: {{name: 1e9 for name in hardware._measured_names(directories, device)}}
+wear.drive_of = lambda directory: wear.Drive("made_up", "a made-up drive")
+from hf_offload import OffloadConfig, offload_activations
+from tests.tiny_models import tiny_batch, tiny_model
+model = tiny_model("gpt2")
+config = OffloadConfig(tier="auto", memory_budget="100MiB", directory=sys.argv[1], min_offload_bytes=0)
+with offload_activations(model, config) as session:
+    for _ in range(3):
+        model(**tiny_batch("gpt2")).loss.backward()
+        session.end_step()
+    assert session.stats.total.written_bytes > 0
+    assert session.written()[0].total_bytes is None
+print("done")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be a user without an account")
+def test_a_user_without_home_and_account_trains(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name not in ("HOME", *VARIABLES)}
+    environment["HF_HOME"] = str(tmp_path / "home")
+    with tempfile.TemporaryDirectory() as directory:  # pytest's are nobody else's
+        Path(directory).chmod(0o777)
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, directory], env=environment, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "done"
+    warnings = [line for line in done.stderr.splitlines() if "home directory" in line]
+    assert len(warnings) == 2, done.stderr
+    assert all(line.startswith("WARNING ") and "Set XDG_" in line for line in warnings)
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """A drive, and rates that take no time to measure; the number of measurements."""
+    measured = []
+    hardware._warn.cache_clear()
+
+    def measure(directories, device):
+        measured.append(directories)
+        return dict.fromkeys(hardware._measured_names(directories, device), 1e9)
+
+    monkeypatch.setattr(hardware, "_measure", measure)
+    monkeypatch.setattr(wear, "drive_of", lambda directory: Drive("made_up", "a made-up drive"))
+    return measured
+
+
+def folder_is_a_file(root):
+    (root / "hf_offload").write_text("a file")
+
+
+def parent_is_a_file(root):
+    root.rmdir()
+    root.write_text("a file")
+
+
+def folder_is_a_loop(root):
+    (root / "hf_offload").symlink_to("hf_offload")
+
+
+def no_such_user(root):
+    root.rmdir()
+    return "~no-such-user/folder"
+
+
+def name_is_too_long(root):
+    return str(root / ("x" * 300))
+
+
+def files_are_folders(root):
+    (root / "hf_offload" / "drives" / "made_up.json" / "inside").mkdir(parents=True)
+    for directories in ([], [root.parent / "tier"]):
+        key = hardware._cache_key(hardware_name(), directories)
+        (root / "hf_offload" / f"machine-{key}.json" / "inside").mkdir(parents=True)
+
+
+def system_of_processes(root):
+    """Where nothing can be made, even by root."""
+    return "/proc/self/fdinfo"
+
+
+def hardware_name():
+    from hf_offload.plan.machine import probe_machine
+
+    return probe_machine([], sample_bytes=0).device.name
+
+
+def train(directory):
+    model = tiny_model("gpt2", dropout=0.0)
+    model(**tiny_batch("gpt2")).loss.backward()
+    expected = gradients(model)
+    with offload_activations(model, OffloadConfig(tier="ssd", directory=directory, min_offload_bytes=0)) as session:
+        for _ in range(2):
+            model.zero_grad()
+            model(**tiny_batch("gpt2")).loss.backward()
+            session.end_step()
+            session.written()
+    return all(torch.equal(expected[name], gradients(model)[name]) for name in expected)
+
+
+def warned(caplog):
+    """What the package has said cannot be kept; it must have said nothing else."""
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("hf_offload")]
+    return [message.split(" cannot be kept ")[0] for message in ours]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        folder_is_a_file, parent_is_a_file, folder_is_a_loop, no_such_user, name_is_too_long, files_are_folders,
+        system_of_processes,
+    ],
+)  # fmt: skip
+def test_a_folder_that_cannot_be_used_costs_one_warning(tmp_path, monkeypatch, caplog, made_up, make):
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "tier").mkdir()
+    found = make(root)
+    for name in VARIABLES:
+        monkeypatch.setenv(name, found or str(root))
+    assert train(tmp_path / "tier")
+    assert warned(caplog) == ["How much is written to the drives"]
+    caplog.clear()
+    measure_hardware([])
+    assert warned(caplog) == ["What was measured"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"memory": Infinity}', b'{"memory": "fast"}', b"9" * 5000],
+)
+def test_a_damaged_file_of_measurements_is_measured_again(tmp_path, monkeypatch, made_up, content):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measure_hardware([])
+    measure_hardware([])
+    assert len(made_up) == 1
+    (path,) = (tmp_path / "hf_offload").iterdir()
+    sound = path.read_bytes()
+    path.write_bytes(content)
+    measure_hardware([])
+    assert len(made_up) == 2
+    assert path.read_bytes() == sound
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff", b"[" * 600, b'{"written_bytes": Infinity, "since": "x"}', b"9" * 600]
+)
+def test_a_damaged_count_begins_anew(tmp_path, monkeypatch, caplog, made_up, content):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    path = Path(tmp_path, "hf_offload", "drives", "made_up.json")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    (tmp_path / "tier").mkdir()
+    assert train(tmp_path / "tier")
+    assert json.loads(path.read_bytes().split(b"\n")[0])["written_bytes"] > 0
+    assert warned(caplog) == []
