@@ -695,7 +695,7 @@ def test_weights_are_never_moved(autocast, frozen):
     moved = []
     original = rig.engine._new_record
 
-    def spy(tensor, storage, begin, end):
+    def spy(tensor, storage, begin, end, keep):
         moved.append(tuple(tensor.shape))
         return original(tensor, storage, begin, end)
 
@@ -714,7 +714,7 @@ class Moved:
         self._storages: list[int] = []
         original = rig.engine._new_record
 
-        def spy(tensor, storage, begin, end):
+        def spy(tensor, storage, begin, end, keep):
             self._storages.append(storage.data_ptr())
             return original(tensor, storage, begin, end)
 
