@@ -697,7 +697,7 @@ def test_weights_are_never_moved(autocast, frozen):
 
     def spy(tensor, storage, begin, end, keep):
         moved.append(tuple(tensor.shape))
-        return original(tensor, storage, begin, end)
+        return original(tensor, storage, begin, end, keep)
 
     rig.engine._new_record = spy
     with rig, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -716,7 +716,7 @@ class Moved:
 
         def spy(tensor, storage, begin, end, keep):
             self._storages.append(storage.data_ptr())
-            return original(tensor, storage, begin, end)
+            return original(tensor, storage, begin, end, keep)
 
         rig.engine._new_record = spy
 
