@@ -36,27 +36,6 @@ class Call:
         shapes = [tuple(one.shape) for one in tree_leaves((self.arguments, self.keywords)) if isinstance(one, Tensor)]
         return f"{self.operator} ({self.variant}) of {shapes}"
 
-    @property
-    def elements(self) -> int:
-        """Of all tensors that go in."""
-        return sum(one.numel() for one in tree_leaves((self.arguments, self.keywords)) if isinstance(one, Tensor))
-
-    def grown(self, factor: int, way: str) -> "Call":
-        """The same call with larger tensors, ``factor`` copies of each: more ``"rows"`` of all that have as many as the
-        first, more rows of the ``"first"`` alone, or ``"batches"`` of all.
-        """
-        tensors = [one for one in tree_leaves((self.arguments, self.keywords)) if isinstance(one, Tensor)]
-        first = tensors[0]
-
-        def grow(tensor: Tensor) -> Tensor:
-            if way != "batches" and (tensor.shape[:1] != first.shape[:1] or (way == "first" and tensor is not first)):
-                return tensor
-            plain = tensor.detach().unsqueeze(0) if way == "batches" or not tensor.dim() else tensor.detach()
-            return plain.repeat(factor, *[1] * (plain.dim() - 1)).requires_grad_(tensor.requires_grad)
-
-        arguments, keywords = tree_map_only(Tensor, grow, (self.arguments, self.keywords))
-        return dataclasses.replace(self, arguments=arguments, keywords=keywords)
-
     def run(self) -> tuple[list[Tensor], list[Tensor]]:
         """Its results, and the leaves its tensors were made from. Those tensors are gone, and the results are not saved."""
         leaves: list[Tensor] = []

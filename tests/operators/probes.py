@@ -4,7 +4,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import itertools
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
@@ -29,10 +28,6 @@ def bits(tensor: Tensor) -> tuple[Any, ...]:
         plain = plain.to_dense()
     data = plain.clone(memory_format=torch.contiguous_format).view(-1)
     return tensor.dtype, tuple(tensor.shape), data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
-
-
-# Each way is followed until something is saved that is above the default minimum, or inputs have so many elements.
-WAYS, FACTORS, MOST_ELEMENTS = ("rows", "first", "batches"), (64, 1024, 8192, 65536), 1 << 18
 
 
 class Trouble(Exception):
@@ -114,23 +109,6 @@ class Comparison:
     def compare(self, calls: Iterable[Call]) -> None:
         for call in calls:
             self._compare(call)
-
-    def compare_grown(self, calls: Iterable[Call]) -> None:
-        """Let the calls grow until something moves; one call of each variant that does is enough."""
-        done: set[str] = set()
-        for call in calls:
-            for way, factor in itertools.product(WAYS, FACTORS):
-                if call.variant in done or call.elements * factor > MOST_ELEMENTS:
-                    continue
-                try:
-                    larger = call.grown(factor, way)
-                    train(larger)
-                except (Trouble, RuntimeError, IndexError):  # not every operator takes more of everything
-                    continue
-                before = self.tally.moved_bytes
-                self._compare(larger)
-                if self.tally.moved_bytes > before:
-                    done.add(call.variant)
 
     def _compare(self, call: Call) -> None:
         tally = self.tally

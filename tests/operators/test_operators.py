@@ -76,21 +76,15 @@ def test_operators_with_a_state_and_functions_of_the_users_own(tier, comparison)
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("minimum", [0, None], ids=["all of it", "default minimum"])
 @pytest.mark.parametrize("tier", ["ssd", "ram"])
 @pytest.mark.usefixtures("bounded_memory")
-def test_every_call_of_every_operator(tier, minimum, comparison):
-    every = comparison(tier, minimum)
+def test_every_call_of_every_operator(tier, comparison):
+    every = comparison(tier, 0)
     for operator in differentiable():
-        if minimum == 0:
-            every.compare(calls_of(operator))
-            continue
-        every.compare(calls_of(operator, samples=1, variants=["usual"]))
-        if operator.formatted_name in every.tally.saved - every.tally.moved:
-            every.compare_grown(calls_of(operator, samples=3, variants=["usual"]))
-    every.compare(others(6 if minimum == 0 else 768))
+        every.compare(calls_of(operator))
+    every.compare(others())
     assert_same(every.tally)
-    assert minimum is None or every.tally.saved <= every.tally.moved
+    assert every.tally.saved <= every.tally.moved
 
 
 # ------------------------------------------------------------------------------------------------- when bytes become final
