@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.plan.effects import Effects
 from hf_offload.plan.footprint import BlockSpan, Moment
 from hf_offload.plan.units import find_blocks, find_units
 
@@ -48,6 +49,7 @@ class StepRecorder(TorchDispatchMode):
         self._model_ref = weakref.ref(model)
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._blocks = frozenset(find_blocks(model))
+        self._effects = Effects(self._device)
         self._stack: list[str] = []
         self._handles: list[RemovableHandle] = []
         self._live = self._most = self._gradients = 0
@@ -91,6 +93,7 @@ class StepRecorder(TorchDispatchMode):
         for name, unit in find_units(self.model).items():
             self._handles.append(unit.module.register_forward_pre_hook(self._enter(name)))
             self._handles.append(unit.module.register_forward_hook(self._leave(name), always_call=True))
+        self._handles += self._effects.watch(find_blocks(self.model))
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._count_gradient))
@@ -146,23 +149,30 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        begin = time.perf_counter()
+        shared = self._effects.before(func, args, kwargs)
+        self.bookkeeping_s += time.perf_counter() - begin
         result = func(*args, **kwargs)
         if self._model_ref() is None:
             return result
         begin = time.perf_counter()
-        self._after(func, args, kwargs, result)
+        self._after(func, args, kwargs, result, shared)
         self.bookkeeping_s += time.perf_counter() - begin
         return result
 
-    def _after(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _after(self, func: Any, args: Any, kwargs: Any, result: Any, shared: frozenset[int]) -> None:
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self._bury()
         fresh = False
         # lift_fresh wraps memory that belongs to something else, such as a buffer that was shifted to a wanted address.
         counts = func is not torch.ops.aten.lift_fresh.default
         for tensor in results:
-            if tensor.layout is torch.strided:
-                fresh |= self.see(tensor.untyped_storage(), counts and tensor.device == self._device)
+            if tensor.layout is torch.strided and self.see(
+                tensor.untyped_storage(), counts and tensor.device == self._device
+            ):
+                fresh = True
+                if id(tensor.untyped_storage()) not in shared:
+                    self._effects.made(id(tensor.untyped_storage()))
         self._most = max(self._most, self._live - self.elsewhere())
         self.peak_live_bytes = max(self.peak_live_bytes, self._live)
         self.ran(func, args, kwargs, result, results, fresh)
@@ -183,6 +193,7 @@ class StepRecorder(TorchDispatchMode):
         while not self._dead.empty():
             key, nbytes = self._dead.get()
             self._known.discard(key)
+            self._effects.died(key)
             self.died(key)
             self._live -= nbytes
 
@@ -205,4 +216,5 @@ class StepRecorder(TorchDispatchMode):
                 begun.setdefault(block, index)
         for name, entered in self._entered.items():
             if name in self._left and name in begun:
-                yield BlockSpan(name, self._boundary[name], (entered, self._left[name]), begun[name])
+                why_not = self._effects.found.get(name, "")
+                yield BlockSpan(name, self._boundary[name], (entered, self._left[name]), begun[name], why_not)
