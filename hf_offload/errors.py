@@ -47,3 +47,10 @@ class SavedTensorModifiedError(OffloadError):
 
     Plain autograd raises a ``RuntimeError`` here. Saved-tensor hooks switch that check off; the engine switches it on again.
     """
+
+
+class RecomputeError(OffloadError):
+    """A block that was recomputed in backward has changed its state a second time, such as running statistics or a counter.
+
+    Raised before the optimizer's step. A block that did so in the step that was measured is never recomputed.
+    """

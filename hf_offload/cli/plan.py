@@ -29,8 +29,14 @@ def plan(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes of a recipe.")
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Rows of a micro-batch.")] = None,
-    sequence: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="Tokens of a row, or samples of its audio. Default: 2048 tokens, 10 seconds.")
+    ] = None,
+    image_size: Annotated[int | None, typer.Option(help="Pixels of a side. Default: the configuration's.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = None,
+    autocast: Annotated[
+        str | None, typer.Option(help="Mixed precision: bf16, fp16 or no, as the Trainer's bf16 and fp16.")
+    ] = None,
     optimizer: Annotated[str | None, typer.Option(help="As in the Trainer's optim, such as adamw_torch.")] = None,
     memory_mode: Annotated[
         str | None,
@@ -40,7 +46,10 @@ def plan(
         str | None, typer.Option(help="""Settings of the memory mode in JSON, such as '{"rank": 128}'.""")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="causal-lm, masked-lm, seq2seq-lm or sequence-classification.")
+        str | None,
+        typer.Option(
+            help="causal-lm, masked-lm, seq2seq-lm, sequence-classification, or a class such as ViTForImageClassification."
+        ),
     ] = None,
     budget: Annotated[
         str | None, typer.Option(help="Most memory, weights and all, such as 20GiB. Default: 90 % of the device's.")
@@ -112,6 +121,8 @@ def plan(
                 batch=batch,
                 sequence=sequence,
                 dtype=dtype,
+                autocast=autocast,
+                image_size=image_size,
                 task=task,
                 optimizer=optimizer,
                 memory_mode=None if modes else memory_mode,
@@ -220,7 +231,7 @@ def _show_orders(workload: "Workload", hardware: "Hardware", picture: Path | Non
 
     with messages().status("Counting") as status:
         orders = compare_orders(workload, hardware, lambda name: status.update(f"Counting: {name}"))
-    title = f"{workload.name}, {workload.batch} x {workload.sequence} tokens, everything kept"
+    title = f"{workload.name}, {workload.shape}, everything kept"
     if picture is not None:
         plot_orders(orders, title, picture)
     if json:
@@ -261,7 +272,7 @@ def _show(forecast: "Forecast") -> None:
     console.print(
         escape(
             f"{workload.name}: {footprint.parameters / 1e9:.3g} B parameters in "
-            f"{str(workload.dtype).removeprefix('torch.')}, batch {workload.batch} x {workload.sequence} tokens, "
+            f"{str(workload.dtype).removeprefix('torch.')}{_autocast(workload)}, batch {workload.shape}, "
             f"{_mode(workload)}. Weights, gradients and optimizer state: "
             f"{format_bytes(footprint.base_bytes + footprint.gradient_bytes)}. "
             f"Budget: {format_bytes(forecast.problem.budget_bytes)}."
@@ -272,6 +283,10 @@ def _show(forecast: "Forecast") -> None:
     if forecast.lines:
         console.print(_unit_table(forecast))
     console.print(_alternative_table(forecast))
+
+
+def _autocast(workload: "Workload") -> str:
+    return "" if workload.autocast is None else f" (autocast {str(workload.autocast).removeprefix('torch.')})"
 
 
 def _mode(workload: "Workload") -> str:

@@ -44,8 +44,7 @@ def show_modes(
     dtype = str(workload.dtype).removeprefix("torch.")
     table = Table(
         title=escape(
-            f"{workload.name}: {workload.batch} x {workload.sequence} tokens in {dtype} on {hardware.name}, budget "
-            f"{_gib(found.budget_bytes)} GiB"
+            f"{workload.name}: {workload.shape} in {dtype} on {hardware.name}, budget {_gib(found.budget_bytes)} GiB"
         ),
         box=SIMPLE_HEAD,
     )

@@ -1,51 +1,120 @@
-"""Switching activation checkpointing on for some of a model's blocks, and putting everything back."""
+"""Switching activation checkpointing on for some of a model's blocks, and putting everything back.
+
+Note: a forward that runs twice
+    A plan names only blocks whose forward can run twice, as far as the measured step showed (``plan/effects.py``). A later
+    step may be another one: it may pass a cache, or train a norm that was frozen. So every call is looked at before it is
+    checkpointed, and is not checkpointed if it cannot be; and a recompute that does change something after all raises an
+    error, before the optimizer sees a gradient of that step.
+"""
 
 import functools
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from hf_offload.errors import RecomputeError
+from hf_offload.plan.effects import blocking_argument, changed_name, state_of
 
 
 class Recompute:
     """Which blocks are computed again in backward.
 
-    A :class:`~transformers.modeling_layers.GradientCheckpointingLayer` asks two attributes of its own in every forward; they
-    are set block by block. Saved-tensor hooks that are entered around the block see its inputs and nothing else of it.
+    A :class:`~transformers.modeling_layers.GradientCheckpointingLayer` asks two attributes of its own in every forward; hooks
+    set them for the calls that are checkpointed, and only while those run. Saved-tensor hooks that are entered around the
+    block see its inputs and nothing else of it.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]):
         self._blocks = weakref.WeakValueDictionary(blocks)  # the model's to keep
-        self._before: dict[str, dict[str, Any]] = {}
+        self._handles: dict[str, list[RemovableHandle]] = {}
+        self._frozen: dict[str, frozenset[str]] = {}
 
     def apply(self, names: Iterable[str]) -> None:
         """Compute these blocks again, and no others but those whose user asked for it. Names of other units say nothing."""
         wanted = set(self._blocks) & set(names)
-        for name in list(self._before):
+        for name in list(self._handles):
             if name not in wanted:
-                self._restore(name)
-        for name in wanted - set(self._before):
-            block: Any = self._blocks[name]
-            self._before[name] = {
-                attribute: block.__dict__[attribute] for attribute in self._ATTRIBUTES if attribute in block.__dict__
-            }
-            block.gradient_checkpointing = True
-            block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+                for handle in self._handles.pop(name):
+                    handle.remove()
+        for name in wanted - set(self._handles):
+            block = self._blocks[name]
+            switch = _Switch(name, self._frozen.setdefault(name, frozenset(_frozen(block))))
+            self._handles[name] = [
+                block.register_forward_pre_hook(switch.on, with_kwargs=True),
+                block.register_forward_hook(switch.off, always_call=True),
+            ]
 
     def remove(self) -> None:
         """Every block as it was."""
         self.apply(())
 
+
+def _frozen(block: nn.Module) -> Iterable[str]:
+    """Inner modules with buffers that do not train: batch norms whose statistics stay as they are."""
+    return (name for name, module in block.named_modules() if module._buffers and not module.training)
+
+
+class _Switch:
+    """Turns checkpointing on for one call of a block. In a copy of the model, or in one that was pickled, it does nothing."""
+
     _ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
-    def _restore(self, name: str) -> None:
-        block, before = self._blocks.get(name), self._before.pop(name)
-        if block is None:
+    def __init__(self, name: str, frozen: frozenset[str]):
+        self._name = name
+        self._frozen = frozen  # when the block was measured
+        self._before: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_name": "", "_before": None}
+
+    def on(self, block: Any, args: Any, kwargs: Any) -> None:
+        """A pre-hook."""
+        self.off(block)  # an interrupted call has not done it
+        if not self._name or torch._C._current_graph_task_id() != -1:
             return
-        for attribute in self._ATTRIBUTES:
-            if attribute in before:
-                block.__dict__[attribute] = before[attribute]
+        if blocking_argument(args, kwargs) or not self._frozen.issubset(_frozen(block)):
+            return
+        self._before = {name: block.__dict__[name] for name in self._ATTRIBUTES if name in block.__dict__}
+        block._gradient_checkpointing_func = functools.partial(
+            checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), _Unchanged(self._name, block))
+        )
+        block.gradient_checkpointing = True
+
+    def off(self, block: Any, *_: Any) -> None:
+        """A forward hook."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        for name in self._ATTRIBUTES:
+            if name in before:
+                block.__dict__[name] = before[name]
             else:
-                block.__dict__.pop(attribute, None)
+                block.__dict__.pop(name, None)
+
+
+class _Unchanged(AbstractContextManager[None]):
+    """Raises if the block is not what it was when the ``with`` block ends."""
+
+    def __init__(self, name: str, block: nn.Module):
+        self._name = name
+        self._block = block
+        self._state: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._state = state_of(self._block)
+
+    def __exit__(self, *_: object) -> None:
+        state, self._state = self._state, {}
+        changed = changed_name(state, state_of(self._block))
+        if changed:
+            raise RecomputeError(
+                f"Recomputing {self._name} in backward has changed {changed} a second time, which its forward did not do in "
+                "the step that was measured. No weight has been updated with this step. Start again from the last "
+                "checkpoint with tier='ssd' or tier='ram', which recompute nothing."
+            )

@@ -52,13 +52,15 @@ class BlockSpan:
     """A repeated block: where it lies in the step and what recomputing it would need.
 
     ``boundary_bytes`` is the size of what it takes as input; ``forward`` the half-open range of its moments in forward;
-    ``backward`` the moment in which its backward begins.
+    ``backward`` the moment in which its backward begins; ``not_twice`` why its forward cannot run a second time, empty where
+    it can.
     """
 
     name: str
     boundary_bytes: int
     forward: tuple[int, int]
     backward: int
+    not_twice: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +101,12 @@ class Footprint:
     tiled: tuple[str, ...] = ()
     sampled: tuple[str, ...] = ()
     state_bytes: int = 0
+
+    @functools.cached_property
+    def recomputable(self) -> tuple[BlockSpan, ...]:
+        """The blocks that can be computed again in backward."""
+        never = {span.name for span in self.blocks if span.not_twice}
+        return tuple(span for span in self.blocks if span.name not in never)
 
     @functools.cached_property
     def saved_bytes(self) -> dict[str, int]:

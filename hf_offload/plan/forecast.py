@@ -54,7 +54,9 @@ class Forecast:
             "parameters": footprint.parameters,
             "batch": workload.batch,
             "sequence": workload.sequence,
+            "shape": workload.shape,
             "dtype": str(workload.dtype).removeprefix("torch."),
+            "autocast": None if workload.autocast is None else str(workload.autocast).removeprefix("torch."),
             "optimizer": workload.optimizer,
             "memory_mode": workload.memory_mode,
             "memory_mode_kwargs": dict(workload.memory_mode_kwargs),
@@ -93,8 +95,7 @@ def make_forecast(
     """Count, plan, and compare. Raises :class:`~hf_offload.errors.OffloadPlanError` if the model cannot be counted."""
     if budget_bytes is None:
         budget_bytes = int(hardware.memory_bytes.value * BUDGET_SHARE)
-    config_limit = getattr(workload.config, "max_position_embeddings", None)
-    limit = config_limit if isinstance(config_limit, int) else None
+    limit = workload.longest
     here = count_workload(workload, hardware)
     family = Family(workload.batch, workload.sequence, here, _of_another_length(workload, hardware, limit))
 
@@ -142,6 +143,8 @@ def make_forecast(
 
 def _of_another_length(workload: Workload, hardware: Hardware, limit: int | None) -> tuple[int, Footprint] | None:
     """A second length to compare with: twice the first, or half of it where the model takes no more."""
+    if not workload.length_unit:
+        return None
     sequence = workload.sequence * 2
     if limit is not None and sequence > limit:
         sequence = workload.sequence // 2

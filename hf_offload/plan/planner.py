@@ -108,6 +108,7 @@ def too_small(problem: Problem, least: Solution) -> str:
         )
     elif problem.footprint.units.get(where) is None and where != "the optimizer":
         advice.insert(0, f"the peak is in {where}, outside of the blocks: a smaller vocabulary, or tiled_loss='on'")
+    advice += _about_blocks(footprint)
     full = [
         f"{tier} has room for {format_bytes(problem.room_bytes.get(tier, 0))} of {format_bytes(nbytes)}"
         for tier, nbytes in timeline.tier_bytes.items()
@@ -120,6 +121,19 @@ def too_small(problem: Problem, least: Solution) -> str:
         f"{smallest_budget(timeline.stalled_peak_bytes) >> 20} MiB (the peak is in {where}). What would lower it: "
         f"{'; '.join(advice)}."
     )
+
+
+def _about_blocks(footprint: Footprint) -> list[str]:
+    """What keeps blocks from being recomputed."""
+    reasons: dict[str, list[str]] = {}
+    for span in footprint.blocks:
+        if span.not_twice:
+            reasons.setdefault(span.not_twice, []).append(span.name)
+    return [
+        f"recomputing {names[0]}{f' and {len(names) - 1} other blocks' if len(names) > 1 else ''}, which cannot be done "
+        f"because {reason}"
+        for reason, names in reasons.items()
+    ]
 
 
 def alternatives(problem: Problem) -> list[Alternative]:

@@ -90,7 +90,7 @@ class Choices:
         self._units = footprint.units
         self.tiers = [one for one in (Placement.RAM, Placement.SSD) if one.value in problem.channels]
         # A set would go through them in another order in every process, and find another plan.
-        self.blocks = list(dict.fromkeys(span.name for span in footprint.blocks))
+        self.blocks = list(dict.fromkeys(span.name for span in footprint.recomputable))
         self.recomputes: list[Placement] = []
         if problem.may_recompute and self.blocks:
             self.recomputes = [Placement.RECOMPUTE, *(_RECOMPUTES[tier.value] for tier in self.tiers)]

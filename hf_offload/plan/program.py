@@ -61,7 +61,7 @@ class _Program:
             placement: numpy.array([index[one.unit, placement] for one in footprint.saved], dtype=int)
             for placement in (Placement.KEEP, *choices.tiers)
         }
-        spans = footprint.blocks
+        spans = footprint.recomputable
         self._boundary = numpy.array([span.boundary_bytes for span in spans], dtype=float)
         self._begin, self._left = (numpy.array([span.forward[end] for span in spans], dtype=int) for end in (0, 1))
         self._again = numpy.array([span.backward for span in spans], dtype=int)

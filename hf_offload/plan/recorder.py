@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.plan.effects import Effects
 from hf_offload.plan.footprint import BlockSpan, Moment
 from hf_offload.plan.units import find_blocks, find_units
+from hf_offload.plan.workspace import workspace_bytes
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
@@ -56,6 +58,7 @@ class StepRecorder(TorchDispatchMode):
         self._model_ref = weakref.ref(model)
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._blocks = frozenset(find_blocks(model))
+        self._effects = Effects(self._device)
         self._stack: list[str] = []
         self._handles: list[RemovableHandle] = []
         self._live = self._most = self._gradients = 0
@@ -103,6 +106,7 @@ class StepRecorder(TorchDispatchMode):
         for name, unit in find_units(self.model).items():
             self._handles.append(unit.module.register_forward_pre_hook(self._enter(name)))
             self._handles.append(unit.module.register_forward_hook(self._leave(name), always_call=True))
+        self._handles += self._effects.watch(find_blocks(self.model))
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._count_gradient))
@@ -159,24 +163,31 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        begin = time.perf_counter()
+        shared = self._effects.before(func, args, kwargs)
+        self.bookkeeping_s += time.perf_counter() - begin
         result = func(*args, **kwargs)
         if self._model_ref() is None:
             return result
         begin = time.perf_counter()
-        self._after(func, args, kwargs, result)
+        self._after(func, args, kwargs, result, shared)
         self.bookkeeping_s += time.perf_counter() - begin
         return result
 
-    def _after(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _after(self, func: Any, args: Any, kwargs: Any, result: Any, shared: frozenset[int]) -> None:
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self._bury()
         fresh = False
         # lift_fresh wraps memory that belongs to something else, such as a buffer that was shifted to a wanted address.
         counts = func is not torch.ops.aten.lift_fresh.default
         for tensor in results:
-            if tensor.layout is torch.strided:
-                fresh |= self.see(tensor.untyped_storage(), counts and tensor.device == self._device)
-        needed = self._live + (_workspace_bytes(func, args, results) if fresh and self._device.type == "cpu" else 0)
+            if tensor.layout is torch.strided and self.see(
+                tensor.untyped_storage(), counts and tensor.device == self._device
+            ):
+                fresh = True
+                if id(tensor.untyped_storage()) not in shared:
+                    self._effects.made(id(tensor.untyped_storage()))
+        needed = self._live + (workspace_bytes(func, args, results) if fresh and self._device.type == "cpu" else 0)
         self._most = max(self._most, needed - self.elsewhere())
         self.peak_live_bytes = max(self.peak_live_bytes, needed)
         self.ran(func, args, kwargs, result, results, fresh)
@@ -200,6 +211,7 @@ class StepRecorder(TorchDispatchMode):
             self._known.discard(seen.key)
             if self._seen.get(seen.key) is seen:
                 del self._seen[seen.key]
+            self._effects.died(seen.key)
             self.died(seen.key)
             self._live -= seen.nbytes
 
@@ -222,31 +234,5 @@ class StepRecorder(TorchDispatchMode):
                 begun.setdefault(block, index)
         for name, entered in self._entered.items():
             if name in self._left and name in begun:
-                yield BlockSpan(name, self._boundary[name], (entered, self._left[name]), begun[name])
-
-
-# Convolutions: where their input and their number of groups are among the arguments.
-_CONVOLUTIONS = {torch.ops.aten.convolution.default: (0, 8), torch.ops.aten.convolution_backward.default: (1, 9)}
-# They take their operands as they lie.
-_STRIDED = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "clone", "copy", "_to_copy", "cat", "stack")
-)
-
-
-def _workspace_bytes(func: Any, args: Any, results: Sequence[torch.Tensor]) -> int:
-    """Bytes that a CPU kernel takes for itself while it runs, which no dispatch mode sees: an estimate, rather too large.
-
-    oneDNN's convolutions copy operands and results into a layout of their own, unless channels come last. Most kernels that
-    are neither element by element nor matrix products copy operands that are not contiguous.
-    """
-    if func in _CONVOLUTIONS:
-        where, groups = _CONVOLUTIONS[func]
-        given = args[where]
-        if args[groups] > 1 or (given.dim() == 4 and given.is_contiguous(memory_format=torch.channels_last)):
-            return 0
-        return sum(nbytes_of(leaf) for leaf in (*args, *results) if isinstance(leaf, torch.Tensor) and leaf.dim() > 2)
-    name = func._schema.name.removeprefix("aten::")
-    if name in _STRIDED or (torch.Tag.pointwise in func.tags and "gelu" not in name):
-        return 0
-    operands = (leaf for leaf in args if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
-    return sum(nbytes_of(tensor) for tensor in operands if tensor.dim() > 1 and not tensor.is_contiguous())
+                why_not = self._effects.found.get(name, "")
+                yield BlockSpan(name, self._boundary[name], (entered, self._left[name]), begun[name], why_not)

@@ -15,6 +15,7 @@ from hf_offload.plan.counting import OptimizerNeeds, count_footprint, fake_mode
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.modes import begin_turn, mode_needs, prepare_without_data, updates_in_backward
+from hf_offload.plan.workload_inputs import describe_batch, length_unit, longest_row, make_batch
 from hf_offload.sampling.convert import Sampling
 from hf_offload.settings.lean import LeanConfig
 from hf_offload.settings.sampling import SampledLinearConfig
@@ -42,9 +43,11 @@ class Workload:
     Attributes:
         name: As the user gave it.
         config: The model's configuration.
-        task: ``causal-lm``, ``masked-lm``, ``seq2seq-lm`` or ``sequence-classification``.
-        batch, sequence: Rows of a micro-batch and tokens of a row (for seq2seq of either side).
+        task: ``causal-lm``, ``masked-lm``, ``seq2seq-lm``, ``sequence-classification``, or a model's class in transformers,
+            such as ``ViTForImageClassification``.
+        batch, sequence: Rows of a micro-batch and tokens of a row (for seq2seq of either side), or samples of its audio.
         target_sequence: For seq2seq: tokens of a row of labels, if not as many.
+        image_size: Pixels of a side of an image, if not what the configuration says.
         dtype: Of the weights.
         autocast: Dtype of mixed precision, or None.
         attention: Attention implementation, or None for the model's own choice.
@@ -69,6 +72,7 @@ class Workload:
     sequence: int
     dtype: torch.dtype
     target_sequence: int | None = None
+    image_size: int | None = None
     autocast: torch.dtype | None = None
     attention: str | None = None
     optimizer: str = DEFAULT_OPTIMIZER
@@ -99,20 +103,41 @@ class Workload:
         options: dict[str, Any] = {"dtype": self.dtype}
         if self.attention is not None:
             options["attn_implementation"] = self.attention
+        from transformers.initialization import no_init_weights
+
         try:
-            model: nn.Module = auto_class(self.task).from_config(self.config, **options)
+            with no_init_weights():  # some draw until a value suits them
+                model = self.model_class._from_config(self.config, **options)
+            model.tie_weights()  # which is a part of drawing them
         except (TypeError, ValueError, ImportError) as error:
             raise OffloadConfigError(f"{self.name} cannot be built for {self.task}: {error}") from error
         mode = self.mode
         return (model if mode is None else prepare_without_data(mode, model)).train()
 
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """A batch without padding."""
-        tokens = torch.zeros(self.batch, self.sequence, dtype=torch.int64)
-        shape: tuple[int, ...] = (self.batch, self.target_sequence or self.sequence)
-        if self.task == "sequence-classification":
-            shape = (self.batch,)
-        return {"input_ids": tokens, "labels": torch.zeros(shape, dtype=torch.int64)}
+    def inputs(self, model: nn.Module) -> dict[str, Any]:
+        """A batch without padding for ``model``, as :meth:`build` gave it."""
+        get_base: Any = getattr(model, "get_base_model", lambda: model)  # peft's
+        return make_batch(get_base(), self.batch, self.sequence, self.target_sequence, self.image_size)
+
+    @property
+    def model_class(self) -> Any:
+        """The class of transformers."""
+        return class_for(self.task, self.config)
+
+    @property
+    def shape(self) -> str:
+        """The batch in words."""
+        return describe_batch(self.model_class, self.config, self.batch, self.sequence, self.image_size)
+
+    @property
+    def length_unit(self) -> str:
+        """What ``sequence`` counts; empty where a row has no length."""
+        return length_unit(self.model_class, self.config)
+
+    @property
+    def longest(self) -> int | None:
+        """The longest row that the model takes, if it says so."""
+        return longest_row(self.model_class, self.config)
 
     def in_mode(self, name: str, settings: str | Mapping[str, Any] | None = None) -> "Workload":
         """The same model in another memory mode.
@@ -127,21 +152,27 @@ class Workload:
         return dataclasses.replace(self, batch=batch, sequence=sequence)
 
 
-def auto_class(task: str) -> Any:
-    """The class of transformers that builds a model for ``task``."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-        AutoModelForSeq2SeqLM,
-        AutoModelForSequenceClassification,
-    )
+def class_for(task: str, config: "PretrainedConfig") -> Any:
+    """The class of transformers that a model for ``task`` has.
 
-    return {
-        "causal-lm": AutoModelForCausalLM,
-        "masked-lm": AutoModelForMaskedLM,
-        "seq2seq-lm": AutoModelForSeq2SeqLM,
-        "sequence-classification": AutoModelForSequenceClassification,
-    }[task]
+    Raises :class:`~hf_offload.errors.OffloadConfigError` if there is none.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    mappings = {
+        "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
+        "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        "sequence-classification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    }
+    if task not in mappings:
+        return getattr(transformers, task)
+    try:
+        found = mappings[task][type(config)]
+    except KeyError as error:
+        raise OffloadConfigError(f"transformers has no model of type {config.model_type!r} for {task}.") from error
+    return found[0] if isinstance(found, tuple) else found
 
 
 def state_elements(optimizer: str) -> float:
@@ -189,7 +220,7 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
     try:
         with fake_mode():
             model = workload.build()
-            batch = workload.inputs()
+            batch = workload.inputs(model)
             sampling = Sampling(model, workload.sampled)
             sampling.apply()
             tiled = _tile(workload, model)

@@ -11,7 +11,8 @@ import torch
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.memory_modes.registry import NONE
-from hf_offload.plan.workload import DEFAULT_OPTIMIZER, Workload, state_elements
+from hf_offload.plan.workload import DEFAULT_OPTIMIZER, Workload, class_for, state_elements
+from hf_offload.plan.workload_inputs import default_length
 from hf_offload.settings.load import choose
 from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import DTYPES, TASKS, load_recipe
@@ -20,6 +21,7 @@ from hf_offload.tiling.apply import cut_for
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -30,6 +32,8 @@ def find_workload(
     batch: int | None = None,
     sequence: int | None = None,
     dtype: str | None = None,
+    autocast: str | None = None,
+    image_size: int | None = None,
     task: str | None = None,
     optimizer: str | None = None,
     memory_mode: str | None = None,
@@ -37,15 +41,19 @@ def find_workload(
 ) -> Workload:
     """From a recipe, a folder with a ``config.json`` (with or without weights beside it) or a name of the hub.
 
-    What is given replaces what the recipe says; without a recipe, batch 1 and 2048 tokens (or as many as the model takes).
+    What is given replaces what the recipe says; without a recipe, batch 1 and 2048 tokens (or as many as the model takes),
+    ten seconds of audio, images of the size that the configuration names. ``task`` may be a class of transformers,
+    ``autocast`` is ``bf16``, ``fp16`` or ``no``.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError`.
     """
     if dtype is not None:
         choose("dtype", dtype, DTYPES)
-    if task is not None:
+    if autocast is not None:
+        choose("autocast", autocast, tuple(AUTOCAST))
+    if task is not None and not _is_class(task):
         choose("task", task, TASKS)
-    for name, value in (("batch", batch), ("sequence", sequence)):
+    for name, value in (("batch", batch), ("sequence", sequence), ("image_size", image_size)):
         if value is not None and value < 1:
             raise OffloadConfigError(f"{name}={value} is too small: give 1 or more.")
     preset = f"bench/{source}"
@@ -63,19 +71,28 @@ def find_workload(
         "batch": batch,
         "sequence": sequence,
         "dtype": None if dtype is None else getattr(torch, dtype),
+        "image_size": image_size,
         "task": task,
         "optimizer": optimizer,
     }
     found = dataclasses.replace(found, **{name: value for name, value in changes.items() if value is not None})
+    if autocast is not None:
+        found = dataclasses.replace(found, autocast=AUTOCAST[autocast])
+    if task is not None and sequence is None and folder.suffix not in (".yaml", ".yml"):
+        found = dataclasses.replace(found, sequence=min(found.sequence, found.longest or found.sequence))
     if memory_mode is not None or memory_mode_kwargs is not None:
         found = found.in_mode(memory_mode or found.memory_mode, memory_mode_kwargs)
     if optimizer is not None and found.mode is not None:
         raise OffloadConfigError(
             f"optimizer={optimizer!r} and memory_mode={found.memory_mode!r} both choose the optimizer: drop one of them."
         )
-    longest = getattr(found.config, "max_position_embeddings", None)
-    if isinstance(longest, int) and found.sequence > longest:
+    longest = found.longest
+    if longest is not None and found.sequence > longest:
         raise OffloadConfigError(f"sequence={found.sequence}, but {found.name} has {longest} positions: give fewer.")
+    if sequence is not None and not found.length_unit:
+        raise OffloadConfigError(
+            f"sequence={sequence}, but rows of {found.model_class.__name__} have no length: leave it out."
+        )
     state_elements(found.optimizer)
     return found
 
@@ -95,8 +112,8 @@ def _from_recipe(name: str, overrides: Sequence[str]) -> Workload:
         if recipe.data.train_bpe is not None:
             values.setdefault("vocab_size", recipe.data.train_bpe)
         config = AutoConfig.for_model(str(architecture), **values)
-        if model.published is not None and hasattr(config, "use_cache"):
-            config.use_cache = False  # as of one that comes from the hub
+        if hasattr(config, "use_cache"):
+            config.use_cache = False  # as the Trainer has it
         if model.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id
     training = recipe.training
@@ -165,23 +182,60 @@ def _header_counts(file: Path) -> dict[str, int]:
 
 def _from_config(name: str, source: str) -> Workload:
     config = _config(source)
-    architecture = next(iter(getattr(config, "architectures", None) or ()), "")
-    if getattr(config, "is_encoder_decoder", False):
-        task = "seq2seq-lm"
-    elif architecture.endswith(("ForMaskedLM", "ForPreTraining")):
-        task = "masked-lm"
-    else:
-        task = "causal-lm"
-    longest = getattr(config, "max_position_embeddings", None)
+    task = _task_of(config)
     dtype = getattr(config, "dtype", None)
     return Workload(
         name=name,
         config=config,
         task=task,
         batch=1,
-        sequence=min(2048, longest) if isinstance(longest, int) else 2048,
+        sequence=default_length(class_for(task, config), config),
         dtype=dtype if isinstance(dtype, torch.dtype) else torch.float32,
     )
+
+
+def _task_of(config: "PretrainedConfig") -> str:
+    """The task that a configuration is for: by the class it names, or by what there is for its type."""
+    from transformers.models.auto import modeling_auto
+
+    architecture = next(iter(getattr(config, "architectures", None) or ()), "")
+    mappings = {
+        "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
+        "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    }
+    known = [task for task, mapping in mappings.items() if type(config) in mapping]
+    if architecture.endswith("ForPreTraining") and "masked-lm" in known:
+        return "masked-lm"
+    if _is_class(architecture):
+        named = [task for task in known if class_for(task, config).__name__ == architecture]
+        return named[0] if named else architecture
+    if known:
+        return "seq2seq-lm" if "seq2seq-lm" in known else "causal-lm" if "causal-lm" in known else known[0]
+    for mapping in (
+        modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+        modeling_auto.MODEL_FOR_CTC_MAPPING,
+        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING,
+        modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING,
+        modeling_auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING,
+        modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING,
+    ):
+        if type(config) in mapping:
+            found: Any = mapping[type(config)]
+            return str((found[0] if isinstance(found, tuple) else found).__name__)
+    raise OffloadConfigError(
+        f"What a {config.model_type} is trained for is not in its configuration: give --task, the name of a class of "
+        "transformers."
+    )
+
+
+def _is_class(name: str) -> bool:
+    """Whether ``name`` is a class of transformers that is trained, with a head and a loss."""
+    import transformers
+
+    found = getattr(transformers, name, None) if name[:1].isupper() else None
+    return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
 
 
 def _config(source: str) -> "PretrainedConfig":

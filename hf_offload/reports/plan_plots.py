@@ -49,9 +49,7 @@ def plot_frontier(forecast: "Forecast", path: Path) -> None:
     if given <= right + (right - left):  # further out it would press the curve into a corner
         axes.axvline(given, color="black", linewidth=1, linestyle="--", label="the budget")
     workload = forecast.workload
-    axes.set_title(
-        f"{workload.name}, {workload.batch} x {workload.sequence} tokens on {forecast.hardware.name}", loc="left"
-    )
+    axes.set_title(f"{workload.name}, {workload.shape} on {forecast.hardware.name}", loc="left")
     axes.set_xlabel("memory, weights and all (GiB)")
     axes.set_ylabel("predicted step (s)")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
@@ -86,7 +84,7 @@ def plot_timeline(forecast: "Forecast", path: Path) -> None:
     upper.legend(frameon=False, loc="lower right", fontsize=8)
     workload = forecast.workload
     upper.set_title(
-        f"{workload.name}, {workload.batch} x {workload.sequence} tokens: one step as planned, "
+        f"{workload.name}, {workload.shape}: one step as planned, "
         f"{timeline.step_s:.3g} s, {timeline.peak_bytes / 2**30:.2f} GiB",
         loc="left",
     )

@@ -1,0 +1,315 @@
+"""What a block's forward takes or changes besides tensors: a block that does cannot be recomputed in backward.
+
+Activation checkpointing runs a forward twice. That gives the same bits only if the second run finds what the first one found
+and leaves nothing behind: no statistics or counters updated twice, no list with twice as many entries, no input changed in
+place, no random numbers drawn from a generator that checkpointing does not rewind. What a block does is found by comparing
+its state before and after one call, and by looking at every operation in between that writes.
+"""
+
+import collections
+import functools
+import inspect
+import itertools
+import logging
+import pickle
+import random
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+# Objects that are looked into, and how deep, before the comparison is content with what it has.
+_MOST_OBJECTS = 5_000
+_MOST_LEVELS = 6
+# Tensors up to this size are compared by value, too: some kernels write without raising the version.
+_SMALL_BYTES = 1 << 20
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size, torch.layout)
+_CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
+# Their attributes are torch's own business, or that of a log.
+_OPAQUE = (type, types.ModuleType, logging.Logger, weakref.ReferenceType)
+# What every module has; hooks are looked at one by one.
+_OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "training"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_CHECKPOINTING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})
+# What a layer of transformers empties before it is checkpointed.
+_CACHES = ("past_key_values", "layer_past")
+
+
+def blocking_argument(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why a call with these arguments cannot be recomputed; empty if it can.
+
+    Layers of transformers drop caches from a call that is checkpointed, without an error. An object of a class that is not
+    known may hold something that the forward changes.
+    """
+    if kwargs.get("use_cache"):
+        return "it is called with use_cache=True"
+    for name in _CACHES:
+        if kwargs.get(name) is not None:
+            return f"it receives {name}"
+    named = {f"argument {index}": value for index, value in enumerate(args)} | dict(kwargs)
+    for name, value in named.items():
+        unknown = next(_unknown(value), None)
+        if unknown is not None:
+            return f"it receives a {type(unknown).__name__} as {name}"
+    return ""
+
+
+def _unknown(value: Any, levels: int = _MOST_LEVELS) -> Iterator[Any]:
+    if isinstance(value, (torch.Tensor, *_PLAIN)) or type(value).__module__.startswith("torch.nn.attention"):
+        return
+    if levels and isinstance(value, dict):
+        for one in value.values():
+            yield from _unknown(one, levels - 1)
+    elif levels and isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _unknown(one, levels - 1)
+    else:
+        yield value
+
+
+def state_of(block: nn.Module, inputs: object = (), *, values: bool = False) -> dict[str, Any]:
+    """All that a forward of ``block`` could change and that can be found, by name, to be compared with ``==``.
+
+    Buffers, parameters, attributes of modules and their classes, globals that their methods name, closures of hooks on inner
+    modules, the generators of Python and NumPy, and ``inputs``. With ``values``, small tensors are compared by what is in
+    them, and not only by their version.
+    """
+    with _disable_current_modes(), torch.no_grad():
+        return _Look(values).at(block, inputs)
+
+
+def changed_name(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """The first name whose state differs; empty if none does."""
+    for name in (*before, *after):
+        if name not in before or name not in after or before[name] != after[name]:
+            return name
+    return ""
+
+
+class _Look:
+    def __init__(self, values: bool):
+        self._values = values
+        self._seen: dict[int, Any] = {}  # kept, so that no id is used again
+        self._functions: set[types.CodeType] = set()
+
+    def at(self, block: nn.Module, inputs: object) -> dict[str, Any]:
+        found: dict[str, Any] = {"an input": self._token(inputs)}
+        classes: dict[type, str] = {}
+        for name, module in block.named_modules():
+            prefix = f"{name}." if name else ""
+            classes.setdefault(type(module), f"{type(module).__name__}.")
+            for key, value in vars(module).items():
+                if key in ("_buffers", "_parameters"):
+                    found |= {f"{prefix}{one}": self._token(tensor) for one, tensor in value.items()}
+                elif key not in _OF_MODULES and key not in _CHECKPOINTING:
+                    found[f"{prefix}{key}"] = self._token(value)
+            if name:  # the block's own hooks do not run in a recompute
+                hooks = [hook for key in _HOOKS for hook in vars(module)[key].values()]
+                found[f"{prefix}hooks"] = [self._token(hook) for hook in hooks]
+        for cls, prefix in classes.items():
+            self._look_at_class(cls, prefix, found)
+        found["Python's random numbers"] = random.getstate()
+        if (numpy := sys.modules.get("numpy")) is not None:
+            found["NumPy's random numbers"] = self._token(numpy.random.mtrand._rand)
+        return found
+
+    def _look_at_class(self, cls: type, prefix: str, found: dict[str, Any]) -> None:
+        for base in cls.__mro__:
+            if base.__module__.startswith(("builtins", "torch.", "hf_offload.")):
+                continue
+            for key, value in vars(base).items():
+                if isinstance(value, types.FunctionType):
+                    self._look_at_globals(value, found)
+                elif isinstance(value, (*_CONTAINERS, int, float)) and not key.startswith("__"):
+                    found[f"{prefix}{key}"] = self._token(value)
+
+    def _look_at_globals(self, function: Any, found: dict[str, Any]) -> None:
+        function = inspect.unwrap(function)
+        if function.__code__ in self._functions:
+            return
+        self._functions.add(function.__code__)
+        for name in function.__code__.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, types.FunctionType):
+                if value.__module__ == function.__module__:
+                    self._look_at_globals(value, found)
+            elif isinstance(value, (*_CONTAINERS, int, float, torch.Tensor)):
+                found[f"the global {name}"] = self._token(value)
+
+    def _token(self, value: Any, levels: int = _MOST_LEVELS) -> Any:
+        """Something that equals the token of the same value in the same state."""
+        if isinstance(value, _PLAIN):
+            return (value,)  # as part of a tuple, NaN equals itself
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.Generator):
+            return bytes(value.get_state().tolist())
+        if isinstance(value, random.Random):
+            return value.getstate()
+        if type(value).__module__.startswith("numpy.random"):
+            return pickle.dumps(_state_of_generator(value))
+        if isinstance(value, itertools.count):
+            return repr(value)
+        if isinstance(value, _OPAQUE) or levels == 0:
+            return _Same(value)
+        if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:
+            return _Same(value)
+        self._seen[id(value)] = value
+        if isinstance(value, dict):
+            return [(self._token(key, levels - 1), self._token(one, levels - 1)) for key, one in list(value.items())]
+        if isinstance(value, _CONTAINERS):
+            return [self._token(one, levels - 1) for one in list(value)]
+        inside = [self._token(one, levels - 1) for one in _parts(value)]
+        return (_Same(value), inside)
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        version = None if tensor.is_inference() else tensor._version
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
+        if not self._values or not plain or tensor.nbytes > _SMALL_BYTES:
+            return (_Same(tensor), version)
+        content = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+        return (_Same(tensor), version, content.view(torch.uint8).numpy().tobytes())
+
+
+def _state_of_generator(generator: Any) -> Any:
+    """Of one of NumPy's, older or newer, or of what such a one draws from."""
+    if hasattr(generator, "get_state"):
+        return generator.get_state(legacy=False)
+    return getattr(generator, "bit_generator", generator).state
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What a function or an object of a class of the user's holds."""
+    if isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+    elif isinstance(value, types.FunctionType):
+        if not value.__module__.startswith(("torch.", "hf_offload.", "transformers.")):
+            for cell in value.__closure__ or ():
+                try:
+                    yield cell.cell_contents
+                except ValueError:  # nothing is in it yet
+                    continue
+    elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        yield value.tobytes()
+    elif not type(value).__module__.startswith(("torch.", "hf_offload.")) and not isinstance(value, nn.Module):
+        yield getattr(value, "__dict__", None)
+        for cls in type(value).__mro__:
+            slots = vars(cls).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                yield getattr(value, name, None)
+
+
+class _Same:
+    """Equal to another one of the same living object. Does not keep it, where that is possible."""
+
+    __slots__ = ("_get",)
+
+    def __init__(self, value: Any):
+        try:
+            self._get: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._get = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._get()
+        return isinstance(other, _Same) and mine is not None and mine is other._get()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Effects:
+    """Watches calls of blocks under a dispatch mode that reports every operation to :meth:`ran`.
+
+    Attributes:
+        found: Name of a block -> why it cannot be recomputed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.found: dict[str, str] = {}
+        self._device = device
+        self._block = ""
+        self._state: dict[str, Any] = {}
+        self._writes = ""
+        self._own: set[int] = set()  # ids of storages that the running call has made
+
+    def watch(self, blocks: Mapping[str, nn.Module]) -> Iterator[RemovableHandle]:
+        """Follow the calls of these blocks until the handles are removed."""
+        for name, block in blocks.items():
+            enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
+            yield block.register_forward_pre_hook(enter, with_kwargs=True)
+            yield block.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+    def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() != -1 or not block.training:
+            return
+        self._block, self._writes = name, ""
+        self._own.clear()
+        self._note(blocking_argument(args, kwargs))
+        self._state = {} if name in self.found else state_of(block, (args, kwargs), values=True)
+
+    def _leave(self, name: str, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1 or self._block != name:
+            return
+        if self._state and name not in self.found:
+            changed = changed_name(self._state, state_of(block, (args, kwargs), values=True))
+            self._note(f"its forward changes {changed}" if changed else self._writes)
+        self._block, self._state = "", {}
+
+    def _note(self, reason: str) -> None:
+        if reason:
+            self.found.setdefault(self._block, reason)
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> frozenset[int]:
+        """An operation is about to run. Returns ids of storages that its results may share without having made them."""
+        if not self._block or self._block in self.found:
+            return frozenset()
+        leaves = tree_leaves((args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Generator) and leaf is not _default_generator(leaf.device):
+                self._note("its forward draws from a generator of its own")
+        if func._schema.is_mutable:
+            self._look_at_writes(func._schema, args, kwargs)
+        # lift_fresh takes over memory that was made for it outside of all operations.
+        return frozenset() if func is torch.ops.aten.lift_fresh.default else frozenset(_storages(leaves))
+
+    def _look_at_writes(self, schema: Any, args: Any, kwargs: Any) -> None:
+        for index, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[index] if index < len(args) else kwargs.get(argument.name)
+                # On another device: a copy that is being moved. What else there is, is compared before and after.
+                here = [one for one in tree_leaves(written) if getattr(one, "device", None) == self._device]
+                if not self._own.issuperset(_storages(here)):
+                    self._writes = f"its forward writes into a tensor that it has not made ({schema.name})"
+
+    def made(self, key: int) -> None:
+        """The operation that ran has made a storage whose Python object has the id ``key``."""
+        if self._block:
+            self._own.add(key)
+
+    def died(self, key: int) -> None:
+        """That storage is gone."""
+        self._own.discard(key)
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", ())
+    return generators[device.index or 0] if generators else None
+
+
+def _storages(leaves: Iterable[Any]) -> Iterator[int]:
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            yield id(leaf.untyped_storage())

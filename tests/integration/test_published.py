@@ -1,0 +1,32 @@
+"""docs/published.md: the commands there give the figures there."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_offload.cli.main import app
+
+PAGE = (Path(__file__).parents[2] / "docs" / "published.md").read_text()
+TARGETS = '["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]'
+MACHINE = "--gpu a100-80gb --ram 512GB --ssd 5GB/s --dtype bfloat16 --json"
+
+
+def test_the_page_names_what_the_test_runs():
+    assert f"`{TARGETS}`" in " ".join(PAGE.split())
+    assert f"`{MACHINE}`" in " ".join(PAGE.split())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "training"), [("8B", "QLoRA")])
+def test_a_command_gives_the_figure_of_its_row(model, training):
+    command = re.search(rf"\| {model}, {training} \| `hf-offload ([^`]+)` \|", PAGE)[1].replace("TARGETS", TARGETS)
+    figure, placement = re.search(
+        rf"\| {model} \| {training}[^|]*\| [\d.]+ \| ([\d.]+) \| [^|]+\| `([^`]+)`", PAGE
+    ).groups()
+    result = CliRunner().invoke(app, shlex.split(f"{command} {MACHINE}"))
+    rows = {row["name"]: row["peak_bytes"] for row in json.loads(result.stdout)["predicted"]}
+    assert rows[placement] / 2**30 == pytest.approx(float(figure), abs=0.051)
