@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hf_offload.bench.formats import markdown_table
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.card_memory import MEMORY_PLOT, Comparison, describe_machine, memory_section
+from hf_offload.settings.yaml_text import dump_yaml
 from hf_offload.training.report import TrainingReport
 
 CARD_FILE = "README.md"
@@ -204,7 +203,7 @@ def _body(
     yield ""
     yield "```yaml"
     sections = {name: section for name, section in report.settings.items() if name != "name"}
-    yield yaml.safe_dump(_given(sections), sort_keys=False, default_flow_style=False).rstrip()
+    yield dump_yaml(_given(sections)).rstrip()
     yield "```"
     yield ""
     yield "</details>"

@@ -16,11 +16,13 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.evaluation import EvaluationRecipe
 from hf_offload.settings.layers import drop_nulls, read_layers
 from hf_offload.settings.load import collect_errors, from_mapping, nearest
+from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_data import RANDOM_TOKENS, DataRecipe, HubData
-from hf_offload.settings.recipe_files import apply_override, find_recipe, recipe_names
+from hf_offload.settings.recipe_files import find_recipe, recipe_names
 from hf_offload.settings.recipe_model import DTYPES, TASKS, ModelRecipe
 from hf_offload.settings.recipe_training import training_value
 from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.shown import shown
 
 __all__ = ["DTYPES", "RANDOM_TOKENS", "TASKS", "DataRecipe", "HubData", "ModelRecipe", "Recipe", "load_recipe"]
 
@@ -43,12 +45,12 @@ class Recipe:
     @property
     def output_dir(self) -> Path:
         """Where checkpoints and, unless ``data.cache_dir`` says otherwise, prepared data go."""
-        return Path(self.training.get("output_dir") or Path("runs") / self.name.replace("/", "_"))
+        return Path(self.training.get("output_dir") or Path("runs") / self.name.replace("/", "_")).expanduser()
 
     @property
     def cache_dir(self) -> Path:
         """Where prepared data and a trained tokenizer go."""
-        return Path(self.data.cache_dir) if self.data.cache_dir else self.output_dir / "data"
+        return Path(self.data.cache_dir).expanduser() if self.data.cache_dir else self.output_dir / "data"
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -72,7 +74,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                 if key not in SECTIONS:
                     where = layers.other_layer(key) or name
                     raise OffloadConfigError(
-                        f"{where}: unknown section {key!r}.{nearest(key, SECTIONS)} Known: {', '.join(SECTIONS)}."
+                        f"{where}: unknown section {shown(key)}.{nearest(key, SECTIONS)} Known: {', '.join(SECTIONS)}."
                     )
         sections: dict[str, Mapping[str, Any]] = {}
         for key in SECTIONS:
@@ -80,7 +82,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
             with check:
                 section = tree.get(key)
                 if section is not None and not isinstance(section, Mapping):
-                    raise OffloadConfigError(f"{name}: section {key} is {section!r}, not a mapping of settings.")
+                    raise OffloadConfigError(f"{name}: section {key} is {shown(section)}, not a mapping of settings.")
                 sections[key] = section or {}
         data: Any = None
         evaluation: Any = None
@@ -100,12 +102,6 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                     raise OffloadConfigError("offload.sampled_linear and the section sampling say the same: drop one.")
                 asked["sampled_linear"] = sections["sampling"]
             offload = from_mapping(OffloadConfig, asked, "offload")
-        with check, layers.naming("memory"):
-            if sections["memory"]:
-                from hf_offload.memory_modes.registry import memory_mode  # loads optimizers, which few recipes need
-
-                settings = {key: value for key, value in sections["memory"].items() if key != "mode"}
-                memory_mode(str(sections["memory"].get("mode", "none")), settings)
         with check:
             if sections["data"].get("streaming") is True and int(training.get("max_steps") or 0) <= 0:
                 raise OffloadConfigError("data.streaming has no known end: set training.max_steps.")
@@ -131,7 +127,17 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                     "data.tokenizer is missing: a model from random weights brings none. Name one, or give "
                     "tokenizer: {train_bpe: 8192}."
                 )
+    # What remains needs the libraries, which take seconds to load: only a recipe that is good so far is worth the wait.
     memory = sections["memory"]
+    with collect_errors(f"recipe {name}") as check:
+        with check, layers.naming("model"):
+            model.check_library()
+        with check, layers.naming("memory"):
+            if memory:
+                from hf_offload.memory_modes.registry import memory_mode
+
+                settings = {key: value for key, value in memory.items() if key != "mode"}
+                memory_mode(memory.get("mode", "none"), settings)
     return Recipe(
         name=name, model=model, data=data, training=training, offload=offload, evaluation=evaluation, memory=memory
     )

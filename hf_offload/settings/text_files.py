@@ -1,0 +1,54 @@
+"""The one way to open a file of text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.shown import cropped
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file; False as well where the path cannot be looked up (names too long, links in a circle)."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def read_text(path: Path, what: str) -> str:
+    """The content of ``path``, which ``what`` calls in messages ("The recipe").
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a file that cannot be read or is not UTF-8 text.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OffloadConfigError(
+            f"{what} {cropped(str(path))} cannot be read: it is not UTF-8 text (byte {error.start}: {error.reason})."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise OffloadConfigError(f"{what} {cropped(str(path))} cannot be read: {reason_of(error)}.") from error
+    if "\0" in text:
+        raise OffloadConfigError(
+            f"{what} {cropped(str(path))} cannot be read: it holds NUL characters, as binary files and UTF-16 do."
+        )
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json(text: str, where: str) -> Any:
+    """What the JSON ``text`` says. Raises :class:`~hf_offload.errors.OffloadConfigError` that begins with ``where``."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        problem = "it is nested too deeply"
+    except ValueError as error:  # numbers of thousands of digits, too
+        problem = cropped(str(error))
+    raise OffloadConfigError(f"{where} is not valid JSON: {problem}.")
+
+
+def reason_of(error: Exception) -> str:
+    """Why the system refuses a path, without the path."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return cropped(str(error)) or type(error).__name__
