@@ -11,6 +11,9 @@ from rich.table import Table
 
 from hf_offload.cli.console import output
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.load import collect_errors
+from hf_offload.settings.recipe_files import resolve_shape
+from hf_offload.settings.recipes import read_recipe
 from hf_offload.settings.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -50,6 +53,15 @@ def print_written(written: list[Path], json: bool, csv: bool, show: Callable[[],
     show()
     for path in written:
         output().print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def check_recipes(shapes: str, overrides: Sequence[str] | None, steps: int | None = None) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for wrong settings, before torch is imported."""
+    changes = [*(overrides or []), *([] if steps is None else [f"training.max_steps={steps}"])]
+    with collect_errors("recipes") as check:
+        for shape in (part.strip() for part in shapes.split(",")):
+            with check:
+                read_recipe(resolve_shape(shape), changes)
 
 
 def bench_table(title: str) -> Table:

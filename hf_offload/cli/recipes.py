@@ -76,12 +76,14 @@ def show(
 def validate(names: Names) -> None:
     """Check recipes and report all mistakes at once. The exit code says whether there were any."""
     with clear_errors():
-        from hf_offload.settings.recipes import load_recipe
-        from hf_offload.training.arguments import build_arguments  # slow from here on: it loads torch
+        from hf_offload.settings.recipes import load_recipe, read_recipe
 
         wrong = 0
         for name in names:
             try:
+                read_recipe(name)
+                from hf_offload.training.arguments import build_arguments  # slow: it loads torch
+
                 build_arguments(_for_any_machine(load_recipe(name)))
             except OffloadError as error:
                 wrong += 1

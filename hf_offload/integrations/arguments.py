@@ -178,7 +178,7 @@ class OffloadArguments:
         given: Any = self.offload_dir
         if isinstance(given, str):
             given = [part.strip() for part in given.split(",") if part.strip()]
-        return None if given == [] else given
+        return None if isinstance(given, list) and not given else given
 
     def offload_config(self) -> OffloadConfig:
         """The settings these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all mistakes at once."""

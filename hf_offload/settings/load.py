@@ -12,6 +12,7 @@ from hf_offload.settings.shown import listed, nearest, shown
 __all__ = ["choose", "collect_errors", "from_mapping", "nearest", "renaming"]
 
 T = TypeVar("T")
+_VALUE = re.compile(r"=|(?:, \w+)* (?:is )?given")
 
 
 def choose(name: str, value: object, allowed: Iterable[Any], aliases: Iterable[str] = ()) -> None:
@@ -87,10 +88,9 @@ def renaming(what: str, names: Mapping[str, str], prefix: str = "") -> Iterator[
 
 
 def _renamed(hit: re.Match[str], names: Mapping[str, str]) -> str:
-    # Names with an underscore are no words of English; the others are names where a value follows.
+    # Names with an underscore are no words of English; the others are names where a value follows or is said to be given.
     name = hit.group()
-    follows = hit.string[hit.end() : hit.end() + 1]
-    return names[name] if "_" in name or follows == "=" else name
+    return names[name] if "_" in name or _VALUE.match(hit.string, hit.end()) else name
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:

@@ -10,6 +10,9 @@ from hf_offload.settings.text_files import is_file, read_text
 from hf_offload.settings.values import expand
 from hf_offload.settings.yaml_text import parse_yaml
 
+PRESETS = "bench/"
+"""Where shipped recipes lie that are models to measure with."""
+
 
 def recipe_roots() -> list[Path]:
     """The folders that hold shipped recipes: in an installed package, or in a checkout."""
@@ -65,6 +68,16 @@ def find_recipe(name: str | Path) -> Path:
             "your own."
         )
     return found
+
+
+def is_recipe_file(name: str) -> bool:
+    """Whether ``name`` is the path of a file, and not that of a shipped recipe."""
+    return is_file(expand("recipe", name or "."))
+
+
+def resolve_shape(shape: str) -> str:
+    """The recipe that a preset's name such as ``gpt2-small`` stands for; anything else is a recipe's name or file."""
+    return f"{PRESETS}{shape}" if f"{PRESETS}{shape}" in recipe_names() and not is_recipe_file(shape) else shape
 
 
 def _shipped_names() -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.evaluation import EvaluationRecipe
 from hf_offload.settings.layers import drop_nulls, read_layers
-from hf_offload.settings.load import collect_errors, from_mapping, nearest
+from hf_offload.settings.load import collect_errors, from_mapping, nearest, renaming
 from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_data import RANDOM_TOKENS, DataRecipe, HubData
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
@@ -24,7 +24,17 @@ from hf_offload.settings.recipe_training import training_value
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import shown
 
-__all__ = ["DTYPES", "RANDOM_TOKENS", "TASKS", "DataRecipe", "HubData", "ModelRecipe", "Recipe", "load_recipe"]
+__all__ = [
+    "DTYPES",
+    "RANDOM_TOKENS",
+    "TASKS",
+    "DataRecipe",
+    "HubData",
+    "ModelRecipe",
+    "Recipe",
+    "load_recipe",
+    "read_recipe",
+]
 
 SECTIONS = ("model", "data", "training", "evaluation", "offload", "sampling", "memory")
 
@@ -53,12 +63,13 @@ class Recipe:
         return Path(self.data.cache_dir).expanduser() if self.data.cache_dir else self.output_dir / "data"
 
 
-def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe and apply ``overrides`` such as ``training.max_steps=3``; a later one wins.
+def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply ``overrides`` such as ``training.max_steps=3``; a later one wins. Imports no library.
 
     Values are YAML: ``offload.tier=ssd``, ``data.files=[a.txt, b.txt]``, ``offload={tier: none}`` (a whole section),
-    ``offload.directory=null`` (back to the default). What the file names under ``base`` is merged below it
-    (:mod:`hf_offload.settings.layers`). Raises :class:`OffloadConfigError` with every mistake in it.
+    ``offload.directory=null`` (back to the default); text and paths are taken as they are written. What the file names under
+    ``base`` is merged below it (:mod:`hf_offload.settings.layers`). Raises :class:`OffloadConfigError` with every mistake in
+    it.
     """
     path = find_recipe(path_or_name)
     layers = read_layers(path)
@@ -101,7 +112,8 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                 if "sampled_linear" in asked:
                     raise OffloadConfigError("offload.sampled_linear and the section sampling say the same: drop one.")
                 asked["sampled_linear"] = sections["sampling"]
-            offload = from_mapping(OffloadConfig, asked, "offload")
+            with renaming("offload", {"offload: sampled_linear": "sampling"} if "sampling" in tree else {}):
+                offload = from_mapping(OffloadConfig, asked, "offload")
         with check:
             if sections["data"].get("streaming") is True and int(training.get("max_steps") or 0) <= 0:
                 raise OffloadConfigError("data.streaming has no known end: set training.max_steps.")
@@ -127,17 +139,27 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                     "data.tokenizer is missing: a model from random weights brings none. Name one, or give "
                     "tokenizer: {train_bpe: 8192}."
                 )
-    # What remains needs the libraries, which take seconds to load: only a recipe that is good so far is worth the wait.
     memory = sections["memory"]
-    with collect_errors(f"recipe {name}") as check:
-        with check, layers.naming("model"):
-            model.check_library()
-        with check, layers.naming("memory"):
-            if memory:
-                from hf_offload.memory_modes.registry import memory_mode
-
-                settings = {key: value for key, value in memory.items() if key != "mode"}
-                memory_mode(memory.get("mode", "none"), settings)
     return Recipe(
         name=name, model=model, data=data, training=training, offload=offload, evaluation=evaluation, memory=memory
     )
+
+
+def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """:func:`read_recipe`, and what only the libraries can judge: values of ``model.config``, the section ``memory``.
+
+    Raises :class:`OffloadConfigError` with every mistake in it. Libraries, which take seconds to load, are not asked about a
+    recipe that is wrong anyway.
+    """
+    recipe = read_recipe(path_or_name, overrides)
+    layers = read_layers(find_recipe(path_or_name))
+    with collect_errors(f"recipe {recipe.name}") as check:
+        with check, layers.naming("model"):
+            recipe.model.check_library()
+        with check, layers.naming("memory"):
+            if recipe.memory:
+                from hf_offload.memory_modes.registry import memory_mode
+
+                settings = {key: value for key, value in recipe.memory.items() if key != "mode"}
+                memory_mode(recipe.memory.get("mode", "none"), settings)
+    return recipe

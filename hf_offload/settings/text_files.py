@@ -16,6 +16,14 @@ def is_file(path: Path) -> bool:
         return False
 
 
+def is_folder(path: Path) -> bool:
+    """Likewise for a folder."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def read_text(path: Path, what: str) -> str:
     """The content of ``path``, which ``what`` calls in messages ("The recipe").
 
