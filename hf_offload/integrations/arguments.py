@@ -167,7 +167,7 @@ class OffloadArguments:
 
     def chosen_memory_mode(self) -> "MemoryMode | None":
         """The memory mode these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all mistakes."""
-        if self.memory_mode == "none" and self.memory_mode_kwargs is None:
+        if isinstance(self.memory_mode, str) and self.memory_mode == "none" and self.memory_mode_kwargs is None:
             return None
         from hf_offload.memory_modes.registry import memory_mode  # only whoever asks for a mode has to load it
 

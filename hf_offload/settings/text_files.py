@@ -1,11 +1,14 @@
 """The one way to open a file of text."""
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.shown import cropped
+
+_BLOCK_BYTES = 1 << 20
 
 
 def is_file(path: Path) -> bool:
@@ -29,19 +32,28 @@ def read_text(path: Path, what: str) -> str:
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a file that cannot be read or is not UTF-8 text.
     """
+    check_text(path, what)
+    text = path.read_bytes().decode("utf-8-sig")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_text(path: Path, what: str) -> None:
+    """Raise as :func:`read_text` does, of a file of any size."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                if "\0" in decoder.decode(block):
+                    raise OffloadConfigError(
+                        f"{what} {cropped(str(path))} cannot be read: it holds NUL characters, as binary files and UTF-16 do."
+                    )
+            decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         raise OffloadConfigError(
-            f"{what} {cropped(str(path))} cannot be read: it is not UTF-8 text (byte {error.start}: {error.reason})."
+            f"{what} {cropped(str(path))} cannot be read: it is not UTF-8 text ({error.reason})."
         ) from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise OffloadConfigError(f"{what} {cropped(str(path))} cannot be read: {reason_of(error)}.") from error
-    if "\0" in text:
-        raise OffloadConfigError(
-            f"{what} {cropped(str(path))} cannot be read: it holds NUL characters, as binary files and UTF-16 do."
-        )
-    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_json(text: str, where: str) -> Any:

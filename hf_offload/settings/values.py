@@ -76,9 +76,13 @@ def read_fields(instance: Any, what: str, prefix: str = "") -> Iterator[FieldChe
             reader = field.metadata.get("reader")
             if reader is None:
                 continue
+            value = getattr(instance, field.name)
+            # Until it is read, the default: what is compared afterwards has the right type in any case.
             wrong.add(field.name)
+            is_made = field.default_factory is not dataclasses.MISSING
+            object.__setattr__(instance, field.name, field.default_factory() if is_made else field.default)
             with check:
-                object.__setattr__(instance, field.name, reader(prefix + field.name, getattr(instance, field.name)))
+                object.__setattr__(instance, field.name, reader(prefix + field.name, value))
                 wrong.remove(field.name)
         yield FieldCheck(check, wrong)
 

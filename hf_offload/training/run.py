@@ -106,6 +106,10 @@ def run_recipe(
     finally:
         if meter is not None:
             meter.stop()
+    if completed and trainer.state.global_step == 0:
+        raise OffloadConfigError(
+            f"{recipe.name}: no step was trained, since the data made no batch: is every text of it empty? Nothing is saved."
+        )
     metrics = _evaluate(trainer) if completed and prepared is not None and prepared.validation is not None else None
     if completed and save and prepared is not None:
         trainer.save_model()

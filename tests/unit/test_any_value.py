@@ -207,6 +207,14 @@ MODE_SETTINGS += [
 ]
 
 
+GIVEN = {
+    ModelRecipe: {"architecture": "gpt2"},
+    ModelShape: {"of": "owner/name", "architecture": "gpt2"},
+    DataRecipe: {"files": "text.txt"},
+    HubData: {"name": "owner/name"},
+}
+
+
 def refuses_or_takes(name, make, *sources):
     """Run ``make``; an error is ours, short, and says which setting it is about and where that stands."""
     try:
@@ -224,7 +232,9 @@ def refuses_or_takes(name, make, *sources):
 def from_python(draw):
     kind, field = draw(st.sampled_from(OF_CLASSES))
     value = draw(ANY)
-    return refuses_or_takes(field, lambda: kind(**{field: value}), "hub has no name", "give exactly one", "give either")
+    return refuses_or_takes(
+        field, lambda: kind(**{**GIVEN.get(kind, {}), field: value}), "give exactly one", "give either"
+    )
 
 
 def from_training_arguments(draw):
