@@ -2,11 +2,12 @@
 
 import codecs
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.shown import cropped
+from hf_offload.settings.shown import cropped, shown
 
 _BLOCK_BYTES = 1 << 20
 
@@ -35,6 +36,25 @@ def read_text(path: Path, what: str) -> str:
     check_text(path, what)
     text = path.read_bytes().decode("utf-8-sig")
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_folder(path: Path, setting: str) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` if ``path`` is no folder, and cannot become one."""
+    for folder in (path, *path.absolute().parents):
+        try:
+            is_there = stat.S_ISDIR(folder.stat().st_mode)
+        except FileNotFoundError:
+            if not folder.is_symlink():
+                continue
+            is_there = False
+        except (OSError, ValueError) as error:
+            raise OffloadConfigError(
+                f"{setting}={shown(str(path))} cannot be used: {reason_of(error)}. Name another folder."
+            ) from error
+        if not is_there:
+            what = "it" if folder == path else shown(str(folder))
+            raise OffloadConfigError(f"{setting}={shown(str(path))}: {what} is no folder. Name another one.")
+        return
 
 
 def check_text(path: Path, what: str) -> None:

@@ -234,7 +234,7 @@ def folders() -> Reader:
             raise OffloadConfigError(f"{name}={shown(value)} is neither a path nor a list of paths.")
         paths = tuple(expand(name, part) for part in parts)
         if len(set(paths)) != len(paths):
-            raise OffloadConfigError(f"{name} names the same path twice: {cropped(', '.join(map(str, paths)))}.")
+            raise OffloadConfigError(f"{name}={shown(', '.join(map(str, paths)))} names the same path twice.")
         return paths
 
     return Reader(read, SCALAR)

@@ -12,7 +12,9 @@ import torch
 
 from hf_offload.allocator import current_allocator
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.load import collect_errors
 from hf_offload.settings.recipes import RANDOM_TOKENS, Recipe
+from hf_offload.settings.text_files import check_folder
 from hf_offload.training.arguments import build_arguments
 from hf_offload.training.metrics import FROM_LOSS, check_installed, choose_likeliest, make_compute
 from hf_offload.training.model import build_model
@@ -70,6 +72,11 @@ def run_recipe(
     from hf_offload.reports.memory import MemoryMeter
     from hf_offload.training.recording import Recording  # loads the Trainer
 
+    with collect_errors("folders of the recipe") as check:
+        with check:
+            check_folder(recipe.output_dir, "training.output_dir")
+        with check:
+            check_folder(recipe.cache_dir, "data.cache_dir" if recipe.data.cache_dir else "training.output_dir")
     arguments = build_arguments(recipe)
     if not save:
         arguments.save_strategy = "no"
