@@ -104,7 +104,8 @@ def card_of(report: TrainingReport, facts: CardFacts, comparison: Comparison | N
         if not report.losses or report.memory is None:
             what = "no steps" if not report.losses else "no memory"
             raise OffloadConfigError(
-                f"The report of {cropped(str(report.recipe))} holds {what}: train with `hf-offload train RECIPE --report FILE`."
+                f"The report of {cropped(str(report.recipe))} holds {what}: train with "
+                "`hf-offload train RECIPE --report FILE`."
             )
         return card_text(report, facts, comparison, plots)
     except OffloadConfigError:

@@ -79,8 +79,8 @@ def read_fields(instance: Any, what: str, prefix: str = "") -> Iterator[FieldChe
             value = getattr(instance, field.name)
             # Until it is read, the default: what is compared afterwards has the right type in any case.
             wrong.add(field.name)
-            is_made = field.default_factory is not dataclasses.MISSING
-            object.__setattr__(instance, field.name, field.default_factory() if is_made else field.default)
+            make: Any = field.default_factory
+            object.__setattr__(instance, field.name, field.default if make is dataclasses.MISSING else make())
             with check:
                 object.__setattr__(instance, field.name, reader(prefix + field.name, value))
                 wrong.remove(field.name)

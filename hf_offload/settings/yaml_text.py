@@ -153,8 +153,13 @@ class _Dumper(yaml.SafeDumper):
 
 _Loader.yaml_implicit_resolvers = {}
 _CONSTRUCTORS: dict[str | None, Any] = {
-    f"{_TAG}{kind}": yaml.SafeLoader.yaml_constructors[f"{_TAG}{kind}"] for kind in ("str", "seq", "map")
-} | {f"{_TAG}null": _null, f"{_TAG}bool": _bool, f"{_TAG}int": _int, f"{_TAG}float": _float, None: _undefined}
+    **{f"{_TAG}{kind}": yaml.SafeLoader.yaml_constructors[f"{_TAG}{kind}"] for kind in ("str", "seq", "map")},
+    f"{_TAG}null": _null,
+    f"{_TAG}bool": _bool,
+    f"{_TAG}int": _int,
+    f"{_TAG}float": _float,
+    None: _undefined,
+}
 _Loader.yaml_constructors = _CONSTRUCTORS
 for _kind, _pattern, _first in _SCHEMA:
     _Loader.add_implicit_resolver(f"{_TAG}{_kind}", _pattern, _first)

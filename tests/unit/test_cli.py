@@ -71,6 +71,17 @@ main()
     assert (done.returncode, done.stderr.strip(), done.stdout) == (130, "Stopped.", "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+@pytest.mark.parametrize("words", [["recipes", "show", "gpt/demo"], ["--help"], ["recipes", "list"]], ids=" ".join)
+def test_output_to_a_full_device_is_one_line_of_error(words):
+    with open("/dev/full", "w") as full:  # noqa: PTH123  a device
+        done = subprocess.run(
+            [sys.executable, "-m", "hf_offload", *words], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "The output cannot be written: No space left on device. Make room, or write elsewhere.\n"
+
+
 def test_what_is_installed_starts_there():
     (script,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].values()
     assert script == "hf_offload.cli.start:main"
