@@ -168,11 +168,12 @@ def memory_mode(name: str, settings: Any = None, directories: Sequence[Directory
                         + (f" (it is one of {', '.join(others)})" if others else "")
                         + f". It has: {', '.join(known_names) or 'none'}."
                     )
-        for key in values.keys() & _OF_PROJECTED.keys() & set(known_names):
+        of_projected = _OF_PROJECTED if issubclass(kind, ProjectedConfig) else {}
+        for key in values.keys() & of_projected.keys():
             with check:
-                outer[key] = _OF_PROJECTED[key](key, values[key])
+                outer[key] = of_projected[key](key, values[key])
         with check:
-            known = {key: value for key, value in values.items() if key in known_names and key not in _OF_PROJECTED}
+            known = {key: value for key, value in values.items() if key in known_names and key not in of_projected}
             found = from_mapping(kind, defaults | known, f"memory_mode={name!r}")
     if isinstance(found, ProjectedConfig):
         return Projected(method=found, **outer)

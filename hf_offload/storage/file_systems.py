@@ -73,10 +73,9 @@ def check_directory(path: str | os.PathLike[str], mountinfo: str | None = None) 
         raise OffloadConfigError(
             f"directory {shown(str(path))} does not exist: create it, or name another one."
         ) from None
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # links in a circle, names that are too long, a folder of another user's on the way
+    except OffloadConfigError:
+        raise
+    except (OSError, ValueError) as error:  # links in a circle, long names, a private folder on the way
         raise OffloadConfigError(
             f"directory {shown(str(path))} cannot be used: {reason_of(error)}. Name another one."
         ) from error
