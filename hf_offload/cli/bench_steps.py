@@ -71,7 +71,7 @@ def steps(
 ) -> None:
     """Train models in several ways and compare memory, time and, bit by bit, results."""
     with clear_errors(), visible_log():
-        check_recipes(shapes, overrides, steps)
+        check_recipes(shapes, overrides, steps, allocator)
         from hf_offload.bench.steps import plan_steps  # slow: it loads torch
         from hf_offload.bench.strategies import parse_strategies
         from hf_offload.bench.tables import write_results
