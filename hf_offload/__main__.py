@@ -1,6 +1,6 @@
 """``python -m hf_offload`` is ``hf-offload``."""
 
-from hf_offload.cli.main import main
+from hf_offload.cli.start import main
 
 if __name__ == "__main__":
     main()

@@ -17,7 +17,8 @@ from hf_offload.bench.results import Case, Cell, Results, file_name
 from hf_offload.bench.strategies import REFERENCE, Strategy
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose, collect_errors
-from hf_offload.settings.recipe_files import recipe_names
+from hf_offload.settings.overrides import text_override
+from hf_offload.settings.recipe_files import is_recipe_file, resolve_shape
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.report import WARMUP_STEPS
 
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 FASTEST = "fastest"
 BENCH_ALLOCATORS = (FASTEST, *allocators.ALLOCATORS)
-PRESETS = "bench/"
 _TRAINER_BATCH = 8
 """The Trainer's own ``per_device_train_batch_size``."""
 
@@ -49,8 +49,8 @@ class Plan:
             *self.overrides,
             f"training.per_device_train_batch_size={case.batch}",
             f"data.sequence_length={case.sequence}",
-            f"training.output_dir={self.output / 'work'}",
-            f"data.cache_dir={self.output / 'data'}",
+            text_override("training.output_dir", str(self.output / "work")),
+            text_override("data.cache_dir", str(self.output / "data")),
         )
 
     def allocators(self, strategy: Strategy) -> list[str]:
@@ -121,11 +121,6 @@ def plan_steps(
                 with check:
                     strategy.load(case.recipe, plan.case_overrides(case))
     return plan
-
-
-def resolve_shape(shape: str) -> str:
-    """The recipe that a preset's name such as ``gpt2-small`` stands for; anything else is a recipe's name or file."""
-    return f"{PRESETS}{shape}" if f"{PRESETS}{shape}" in recipe_names() and not Path(shape).is_file() else shape
 
 
 def run_steps(
@@ -238,7 +233,7 @@ def _cases(shape: str, overrides: Sequence[str], batches: Sequence[int], sequenc
         logger.warning(
             f"{shape} computes in {loaded.model.dtype}, which is meant for accelerators: a CPU is slow in it."
         )
-    name = Path(shape).stem if Path(shape).is_file() else shape
+    name = Path(shape).stem if is_recipe_file(shape) else shape
     own_batch = int(loaded.training.get("per_device_train_batch_size") or _TRAINER_BATCH)
     return [
         Case(name, recipe, batch, sequence)

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from hf_offload.cli.bench_options import check_recipes
 from hf_offload.cli.console import (
     EXIT_INTERRUPTED,
     EXIT_PROBLEM,
@@ -39,6 +40,7 @@ def budgets(
 ) -> None:
     """Train under memory budgets: are they kept, were the predictions right, would a simple way be faster?"""
     with clear_errors(), visible_log():
+        check_recipes(shapes, overrides, steps, allocator)
         check_output_folder(output_dir, "--output")
         from hf_offload.bench.budgets import COLUMNS, run_budgets, texts  # slow: it loads torch
         from hf_offload.bench.steps import plan_steps

@@ -16,6 +16,7 @@ from hf_offload.cli.bench_options import (
     Strategies,
     bench_table,
     check_format,
+    check_recipes,
     list_plan,
     print_written,
 )
@@ -49,6 +50,7 @@ def limits(
 ) -> None:
     """Find the longest sequence or the largest batch that each way can train in a given device memory (CUDA)."""
     with clear_errors(), visible_log():
+        check_recipes(shapes, overrides)
         check_output_folder(output_dir, "--output")
         from hf_offload.bench.cell import require_memory_limit  # slow: it loads torch
         from hf_offload.bench.limits import check_limits, find_limits, write_limits

@@ -9,8 +9,12 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from hf_offload.allocator import ALLOCATORS
 from hf_offload.cli.console import output
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.load import choose, collect_errors
+from hf_offload.settings.recipe_files import resolve_shape
+from hf_offload.settings.recipes import read_recipe
 from hf_offload.settings.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -21,6 +25,7 @@ STRATEGIES = (
     "keep, recompute, recompute+offload, save_on_cpu, trl, trl+recompute, ours:ram, ours:ssd, ours:spill, ours:auto, "
     "ours:ssd+tiled, ours:lean, ours:ssd+lean, ours:sampled, ours:ssd+sampled, ours+recompute"
 )
+FASTEST = "fastest"
 Shapes = Annotated[
     str, typer.Argument(help="Presets (gpt2-small), recipes (gpt/demo) or recipes' files, with commas between.")
 ]
@@ -50,6 +55,19 @@ def print_written(written: list[Path], json: bool, csv: bool, show: Callable[[],
     show()
     for path in written:
         output().print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def check_recipes(
+    shapes: str, overrides: Sequence[str] | None, steps: int | None = None, allocator: str = FASTEST
+) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for wrong settings, before torch is imported."""
+    changes = [*(overrides or []), *([] if steps is None else [f"training.max_steps={steps}"])]
+    with collect_errors("benchmark") as check:
+        with check:
+            choose("allocator", allocator, (FASTEST, *ALLOCATORS))
+        for shape in (part.strip() for part in shapes.split(",")):
+            with check:
+                read_recipe(resolve_shape(shape), changes)
 
 
 def bench_table(title: str) -> Table:

@@ -17,6 +17,7 @@ from hf_offload.cli.bench_options import (
     Strategies,
     bench_table,
     check_format,
+    check_recipes,
     list_plan,
     print_written,
     whole_numbers,
@@ -71,6 +72,7 @@ def steps(
 ) -> None:
     """Train models in several ways and compare memory, time and, bit by bit, results."""
     with clear_errors(), visible_log():
+        check_recipes(shapes, overrides, steps, allocator)
         check_output_folder(output_dir, "--output")
         from hf_offload.bench.steps import plan_steps  # slow: it loads torch
         from hf_offload.bench.strategies import parse_strategies

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.prompt import Confirm, IntPrompt, Prompt
 
 from hf_offload.cli.console import clear_errors, output
 from hf_offload.integrations.launch import SECTION, default_config, find_config, read_config
 from hf_offload.settings.load import from_mapping
 from hf_offload.settings.schema import TIERS, TILED, OffloadConfig
+from hf_offload.settings.yaml_text import dump_yaml
 
 _STARTS = {
     "single": "one process",
@@ -39,7 +39,7 @@ def config(
         target = file or default_config()
         values = _ask()
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        target.write_text(dump_yaml(values), encoding="utf-8")
         chosen = "" if file is None else f" --config_file {target}"
         output().print(
             f"Wrote {target}. Start with:\n  hf-offload launch{chosen} train.py", highlight=False, soft_wrap=True

@@ -10,11 +10,11 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
+from hf_offload.cli.start import EXIT_INTERRUPTED
 from hf_offload.errors import OffloadError
 
 EXIT_PROBLEM = 1
 EXIT_REFUSED = 2
-EXIT_INTERRUPTED = 130
 
 
 def output() -> Console:
@@ -42,7 +42,9 @@ def clear_errors() -> Iterator[None]:
     try:
         yield
     except OffloadError as error:
-        messages().print(f"[bold red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+        # Paths may hold bytes that no terminal shows.
+        text = str(error).encode(errors="backslashreplace").decode()
+        messages().print(f"[bold red]{escape(text)}[/]", highlight=False, soft_wrap=True)
         raise typer.Exit(EXIT_REFUSED) from error
     except KeyboardInterrupt as error:
         messages().print("[yellow]Stopped.[/]")

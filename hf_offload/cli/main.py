@@ -1,7 +1,6 @@
 """The command ``hf-offload``."""
 
 import logging
-import sys
 from typing import Annotated
 
 import typer
@@ -51,9 +50,7 @@ app.add_typer(recipes, name="recipes")
 
 
 def main() -> None:
-    """Run the command; one that trains runs with the allocator that suits it."""
-    if "train" in sys.argv[1:2] and not {"-h", "--help"} & set(sys.argv):
-        restart_with_allocator()
+    """Run the command; one that trains starts again with the allocator that suits it, once its settings are good."""
     # Where it is installed, it tells every command that loads it of a faster kernel, which 4-bit weights on a CPU could use.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    app()
+    app(obj=restart_with_allocator)

@@ -12,6 +12,8 @@ from rich.table import Table
 
 from hf_offload.cli.console import EXIT_REFUSED, clear_errors, messages, output
 from hf_offload.cli.plan_modes import show_modes
+from hf_offload.settings.recipe_files import recipe_names, resolve_shape
+from hf_offload.settings.recipes import read_recipe
 from hf_offload.settings.sizes import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -102,6 +104,8 @@ def plan(
 ) -> None:
     """Say what would be kept, moved or computed again, and what that costs, without the hardware and without weights."""
     with clear_errors():
+        if Path(source).suffix in (".yaml", ".yml") or resolve_shape(source) in recipe_names():
+            read_recipe(resolve_shape(source), overrides or ())
         from transformers.utils import logging as transformers_log  # slow from here on: it loads torch
 
         from hf_offload.errors import OffloadConfigError

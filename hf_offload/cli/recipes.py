@@ -17,14 +17,12 @@ from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.settings.layers import BASE, bases_of, drop_nulls, read_layers
 from hf_offload.settings.load import nearest
 from hf_offload.settings.merged import layer_name, merged_text, method_of, model_of
-from hf_offload.settings.recipe_files import (
-    apply_override,
-    find_recipe,
-    parse_yaml,
-    recipe_names,
-    shipped_name,
-)
+from hf_offload.settings.overrides import apply_override
+from hf_offload.settings.recipe_files import find_recipe, recipe_names, shipped_name
 from hf_offload.settings.recipe_header import PROGRAM, Header, read_header, renamed, with_prediction
+from hf_offload.settings.shown import listed, shown
+from hf_offload.settings.text_files import read_text
+from hf_offload.settings.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     from hf_offload.settings.recipes import Recipe
@@ -43,7 +41,7 @@ def list_recipes(
         families = sorted({name.partition("/")[0] for name in recipe_names()})
         if family is not None and family not in families:
             raise OffloadConfigError(
-                f"There is no family {family!r}.{nearest(family, families)} Families: {', '.join(families)}."
+                f"There is no family {shown(family)}.{nearest(family, families)} Families: {listed(families, family)}."
             )
         table = Table(box=SIMPLE_HEAD)
         for title in ("recipe", "model", "method", "card"):
@@ -54,7 +52,7 @@ def list_recipes(
                 continue
             path = find_recipe(name)
             tree = read_layers(path).tree
-            header = read_header(path.read_text(encoding="utf-8"))
+            header = read_header(read_text(path, "The recipe"))
             cells = (name, model_of(tree), method_of(tree), header.card or "-", header.peak or "-")
             table.add_row(*map(escape, cells))
         table.caption = (
@@ -78,12 +76,14 @@ def show(
 def validate(names: Names) -> None:
     """Check recipes and report all mistakes at once. The exit code says whether there were any."""
     with clear_errors():
-        from hf_offload.settings.recipes import load_recipe
-        from hf_offload.training.arguments import build_arguments  # slow from here on: it loads torch
+        from hf_offload.settings.recipes import load_recipe, read_recipe
 
         wrong = 0
         for name in names:
             try:
+                read_recipe(name)
+                from hf_offload.training.arguments import build_arguments  # slow: it loads torch
+
                 build_arguments(_for_any_machine(load_recipe(name)))
             except OffloadError as error:
                 wrong += 1
@@ -165,7 +165,7 @@ def predict(
                 same = line == _header(name).predicted
                 if not same and write:
                     path = find_recipe(name)
-                    path.write_text(with_prediction(path.read_text(encoding="utf-8"), line), encoding="utf-8")
+                    path.write_text(with_prediction(read_text(path, "The recipe"), line), encoding="utf-8")
                 wrong += not same and not write
                 verdict = "" if same else " (written)" if write else " (the recipe says otherwise)"
                 output().print(escape(f"{name}: {line[2:]}{verdict}"), highlight=False, soft_wrap=True)
@@ -196,13 +196,13 @@ def _merged(name: str, overrides: list[str]) -> str:
 def _with_merged_layers(source: Path) -> str:
     layers = read_layers(source)
     drop_nulls(layers.tree)
-    comment = re.match(r"(?:#[^\n]*\n)*", source.read_text(encoding="utf-8"))
+    comment = re.match(r"(?:#[^\n]*\n)*", read_text(source, "The recipe"))
     return f"{comment[0] if comment else ''}\n{merged_text(layers)}"
 
 
 def _with_shipped_layers(source: Path) -> str:
     """The recipe's text; layers that are found beside it are named so that they are found from elsewhere."""
-    text = source.read_text(encoding="utf-8")
+    text = read_text(source, "The recipe")
     content = parse_yaml(text, str(source))
     if not isinstance(content, dict) or content.get(BASE) is None:
         return text
@@ -224,4 +224,4 @@ def _with_shipped_layers(source: Path) -> str:
 
 
 def _header(name: str) -> Header:
-    return read_header(find_recipe(name).read_text(encoding="utf-8"))
+    return read_header(read_text(find_recipe(name), "The recipe"))

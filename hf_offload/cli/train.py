@@ -8,11 +8,13 @@ import typer
 from rich.table import Table
 
 from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, output, visible_log
-from hf_offload.settings.recipes import load_recipe
+from hf_offload.settings.overrides import text_override
+from hf_offload.settings.recipes import load_recipe, read_recipe
 from hf_offload.settings.sizes import format_bytes
 
 
 def train(
+    context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A recipe's file, or the name of a shipped one, such as gpt/demo.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as training.max_steps=3.")
@@ -29,7 +31,10 @@ def train(
 ) -> None:
     """Train what a recipe describes, evaluate it on the recipe's validation data, and save it."""
     with clear_errors(), visible_log():
-        changes = [*(overrides or []), *([] if data_dir is None else [f"data.data_dir={data_dir}"])]
+        changes = [*(overrides or []), *([] if data_dir is None else [text_override("data.data_dir", str(data_dir))])]
+        read_recipe(recipe, changes)
+        if context.obj is not None:
+            context.obj()  # starts again with another allocator
         loaded = load_recipe(recipe, changes)
         from hf_offload.training.run import run_recipe  # slow: only a good recipe is worth the wait
 

@@ -13,9 +13,9 @@ from torch import nn
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.summary import summary_lines
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session, compiled_error
-from hf_offload.settings.environment import FIELDS, settings_from, variable
-from hf_offload.settings.load import from_mapping
+from hf_offload.settings.environment import FIELDS, settings_with, variable
 from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.shown import cropped, shown
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,16 @@ class OffloadPlugin:
     """
 
     def __init__(self, **settings: Any):
-        found = settings_from()
+        self.config, found = settings_with(settings, "OffloadPlugin")
         for field in sorted(settings.keys() & found.keys()):
             if settings[field] != found[field]:
                 logger.warning(
-                    "%s=%s is not used: the script says %s=%r.", variable(field), found[field], field, settings[field]
+                    "%s=%s is not used: the script says %s=%s.",
+                    variable(field),
+                    cropped(str(found[field])),
+                    field,
+                    shown(settings[field]),
                 )
-        self.config = from_mapping(OffloadConfig, found | settings, "OffloadPlugin")
         self.sources = {field: variable(field) for field in found} | dict.fromkeys(settings, "given")
 
     def __repr__(self) -> str:

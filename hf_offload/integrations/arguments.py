@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import re
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,9 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.trainer import OffloadCallback, refuse_conflicts
+from hf_offload.settings.load import collect_errors, renaming
 from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.values import folders, optional
 
 if TYPE_CHECKING:
     from hf_offload.memory_modes.registry import MemoryMode
@@ -33,11 +35,6 @@ ARGUMENTS = {
     "disk_rated_bytes": "offload_disk_rated",
 }
 """Settings that go by another name among training arguments."""
-
-# Names with an underscore are no words of English; the others are names where a value follows.
-_SETTING = re.compile(
-    r"\b(?:(?:tier|directory|verify)(?==)|" + "|".join(one for one in ARGUMENTS if "_" in one) + r")\b"
-)
 
 # The Trainer builds its callbacks from the names in `report_to`: this is how the arguments alone switch offloading on.
 INTEGRATION_TO_CALLBACK.setdefault(REPORT_NAME, OffloadCallback)
@@ -142,11 +139,16 @@ class OffloadArguments:
             )
 
     def __post_init__(self) -> None:
-        config = self.offload_config()
+        with collect_errors("training arguments") as check:
+            with check:
+                config = self.offload_config()
+            with check:
+                mode = self.chosen_memory_mode()
         settings: Any = self.memory_mode_kwargs
         if isinstance(settings, Mapping):
-            self.memory_mode_kwargs = json.dumps(settings)  # which every parser and tracker understands
-        mode = self.chosen_memory_mode()
+            self.memory_mode_kwargs = json.dumps(
+                settings, default=os.fspath
+            )  # which every parser and tracker understands
         parent = getattr(super(), "__post_init__", None)
         if parent is not None:
             parent()
@@ -165,22 +167,26 @@ class OffloadArguments:
 
     def chosen_memory_mode(self) -> "MemoryMode | None":
         """The memory mode these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all mistakes."""
-        if self.memory_mode == "none" and self.memory_mode_kwargs is None:
+        if isinstance(self.memory_mode, str) and self.memory_mode == "none" and self.memory_mode_kwargs is None:
             return None
         from hf_offload.memory_modes.registry import memory_mode  # only whoever asks for a mode has to load it
 
-        return memory_mode(self.memory_mode, self.memory_mode_kwargs, self._directories())
+        directories = optional(folders())("offload_dir", self._directories())
+        return memory_mode(self.memory_mode, self.memory_mode_kwargs, directories or ())
 
-    def _directories(self) -> list[str]:
-        return [part.strip() for part in (self.offload_dir or "").split(",") if part.strip()]
+    def _directories(self) -> Any:
+        given: Any = self.offload_dir
+        if isinstance(given, str):
+            given = [part.strip() for part in given.split(",") if part.strip()]
+        return None if isinstance(given, list) and not given else given
 
     def offload_config(self) -> OffloadConfig:
         """The settings these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all mistakes at once."""
-        try:
+        with renaming("training arguments", ARGUMENTS):
             return OffloadConfig(
                 tier=self.offload,
                 memory_budget=self.offload_memory_budget,
-                directory=self._directories() or None,
+                directory=self._directories(),
                 ram_budget=self.offload_ram_budget,
                 disk_budget=self.offload_disk_budget,
                 min_offload_bytes=self.offload_min_bytes,
@@ -196,8 +202,6 @@ class OffloadArguments:
                 sampled_linear=self.sampled_linear,
                 lean_activations=self.lean_activations,
             )
-        except OffloadConfigError as error:
-            raise OffloadConfigError(_SETTING.sub(lambda name: ARGUMENTS[name.group()], str(error))) from None
 
 
 @dataclasses.dataclass

@@ -4,7 +4,6 @@ The settings reach the processes as environment variables. A variable that is se
 """
 
 import contextlib
-import json
 import logging
 import os
 import tempfile
@@ -12,15 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import hf_offload
 from hf_offload.errors import OffloadConfigError
 from hf_offload.parents import parent_variables
-from hf_offload.settings.environment import settings_from, variable, variables_for
-from hf_offload.settings.load import from_mapping, nearest
-from hf_offload.settings.recipe_files import parse_yaml
-from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.environment import settings_with, variable, variables_for
+from hf_offload.settings.shown import cropped, listed, nearest, shown
+from hf_offload.settings.text_files import is_file, parse_json, read_text
+from hf_offload.settings.values import expand
+from hf_offload.settings.yaml_text import dump_yaml, parse_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +43,14 @@ def find_config(name: str) -> Path:
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` if there is none.
     """
-    path, shipped = Path(name).expanduser(), shipped_configs()
-    if path.is_file():
+    path, shipped = expand("config file", name), shipped_configs()
+    if is_file(path):
         return path
     if name in shipped:
         return shipped[name]
     raise OffloadConfigError(
-        f"There is no config file {name!r}: no such file, and no shipped one of that name.{nearest(name, shipped)} "
-        f"Shipped: {', '.join(shipped)}."
+        f"There is no config file {shown(name)}: no such file, and no shipped one of that name.{nearest(name, shipped)} "
+        f"Shipped: {listed(shipped, name)}."
     )
 
 
@@ -61,11 +59,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` if it cannot be read.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        config = json.loads(text) if path.suffix == ".json" else parse_yaml(text, str(path))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise OffloadConfigError(f"The config file {path} cannot be read: {error}.") from error
+    text = read_text(path, "The config file")
+    config = parse_json(text, f"The config file {path}") if path.suffix == ".json" else parse_yaml(text, str(path))
     if not isinstance(config, dict):
         raise OffloadConfigError(f"The config file {path} is no mapping of settings.")
     return config
@@ -83,13 +78,16 @@ def take_section(config: dict[str, Any], where: str, environ: Mapping[str, str] 
         return {}
     if not isinstance(section, dict):
         raise OffloadConfigError(f"{where}: {SECTION} is no mapping of settings, such as `tier: ssd`.")
-    from_mapping(OffloadConfig, section, f"{where}, section {SECTION}")
-    found = settings_from(environ)
-    from_mapping(OffloadConfig, section | found, f"{where} and the environment")
+    _, found = settings_with(section, f"{where}, section {SECTION}", environ, environment_first=True)
     for field in section.keys() & found.keys():
         if variables_for({field: section[field]}) != variables_for({field: found[field]}):
             logger.warning(
-                "%s=%s is used, and not %s=%s of %s.", variable(field), found[field], field, section[field], where
+                "%s=%s is used, and not %s=%s of %s.",
+                variable(field),
+                cropped(str(found[field])),
+                field,
+                cropped(str(section[field])),
+                where,
             )
     return variables_for({field: value for field, value in section.items() if field not in found})
 
@@ -120,14 +118,14 @@ def launch(arguments: Sequence[str]) -> None:
     config = read_config(path) if chosen.config_file or path.is_file() else None
     variables = {} if config is None else take_section(config, str(path))
     # Wrong settings are found out here, and not by each of the processes.
-    from_mapping(OffloadConfig, settings_from(os.environ | variables), "environment")
+    settings_with({}, "environment", os.environ | variables)
     os.environ.update(variables | parent_variables())
     if not torch.accelerator.is_available() and CHOSEN_VARIABLE not in os.environ:
         os.environ.update(environment_with("auto"))
     if config is None:
         launch_command(chosen)
         return
-    with _file_with(yaml.safe_dump(config)) as chosen.config_file:
+    with _file_with(dump_yaml(config)) as chosen.config_file:
         launch_command(chosen)
 
 

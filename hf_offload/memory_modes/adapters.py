@@ -12,12 +12,19 @@ from transformers import PreTrainedModel
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.param_groups import chosen_linears, decay_groups
 from hf_offload.optimizers.projected.sizes import adamw_bytes
-from hf_offload.settings.load import collect_errors
+from hf_offload.settings.values import Reader, flag, names, number, one_of, read_fields, setting, whole
 
 # Of bitsandbytes' 4 bits: weights that share a scale, scales that share one, and how many numbers 4 bits can name.
 _BLOCK, _BLOCK_OF_SCALES, _CODES = 64, 256, 16
 _SINGLE_BYTES = 4
 _WITH_NEW_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+
+
+def _dropout(name: str, value: Any) -> float:
+    found: float = number(at_least=0, at_most=1)(name, value)
+    if found == 1:
+        raise OffloadConfigError(f"{name}={found!r} is no probability: give 0 or more, and below 1.")
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,24 +42,14 @@ class AdapterConfig:
     name: ClassVar[str] = "lora"
     takes_fused: ClassVar[bool] = True
 
-    rank: int = 16
-    alpha: float | None = None
-    dropout: float = 0.0
-    targets: str | Sequence[str] = "auto"
+    rank: int = setting(16, whole(1))
+    alpha: float | None = setting(None, number(above=0))
+    dropout: float = setting(0.0, Reader(_dropout))
+    targets: str | Sequence[str] = setting("auto", names("ends of module names", alone=("auto", "all")))
 
     def __post_init__(self) -> None:
-        with collect_errors(f"settings of {self.name}") as check:
-            with check:
-                if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-                    raise OffloadConfigError(f"rank={self.rank!r} is not a rank: give 1 or more.")
-            with check:
-                if self.alpha is not None and not _is_number(self.alpha):
-                    raise OffloadConfigError(f"alpha={self.alpha!r} is not a factor: give a number above 0.")
-            with check:
-                if not (_is_number(self.dropout) or self.dropout == 0) or not 0 <= self.dropout < 1:
-                    raise OffloadConfigError(
-                        f"dropout={self.dropout!r} is no probability: give 0 or more, and below 1."
-                    )
+        with read_fields(self, f"settings of {self.name}"):
+            pass
 
     def prepare(self, model: nn.Module, **options: Any) -> nn.Module:
         """``model`` with adapters, the only weights that are trained; ``options`` are for ``peft.get_peft_model``.
@@ -164,16 +161,8 @@ class QloraConfig(AdapterConfig):
 
     name: ClassVar[str] = "qlora"
 
-    quant_type: str = "nf4"
-    double_quant: bool = True
-
-    def __post_init__(self) -> None:
-        with collect_errors("settings of qlora") as check:
-            with check:
-                super().__post_init__()
-            with check:
-                if self.quant_type not in ("nf4", "fp4"):
-                    raise OffloadConfigError(f"quant_type={self.quant_type!r} is unknown: choose one of nf4, fp4.")
+    quant_type: str = setting("nf4", one_of(("nf4", "fp4")))
+    double_quant: bool = setting(True, flag())
 
     def _prepare_base(self, model: nn.Module, chosen: dict[str, Any]) -> None:
         if getattr(model, "is_loaded_in_4bit", False):
@@ -240,10 +229,6 @@ def _peft(mode: str) -> Any:
     except ImportError as error:
         raise OffloadConfigError(f"memory_mode={mode!r} needs peft: pip install 'hf-offload[peft]'.") from error
     return peft
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _shape(module: Any) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from torch import nn
 from hf_offload.errors import OffloadConfigError
 from hf_offload.memory_modes.adapters import bitsandbytes_for
 from hf_offload.optimizers.param_groups import decay_groups
+from hf_offload.settings.values import flag, read_fields, setting
 
 _SINGLE_BYTES = 4
 # Both packages leave smaller tensors alone.
@@ -27,7 +28,11 @@ class AdamW8bitConfig:
     name: ClassVar[str] = "adamw_8bit"
     takes_fused: ClassVar[bool] = False
 
-    paged: bool = False
+    paged: bool = setting(False, flag())
+
+    def __post_init__(self) -> None:
+        with read_fields(self, f"settings of {self.name}"):
+            pass
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Nothing changes."""

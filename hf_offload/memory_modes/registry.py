@@ -1,7 +1,6 @@
 """Memory modes by their names: what each takes, what it does to a model, and which optimizer trains it."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -19,6 +18,9 @@ from hf_offload.optimizers.projected.checks import check_parameters
 from hf_offload.optimizers.projected.projections import Projection, projection_of
 from hf_offload.settings.load import choose, collect_errors, from_mapping
 from hf_offload.settings.schema import Directory
+from hf_offload.settings.shown import shown
+from hf_offload.settings.text_files import parse_json
+from hf_offload.settings.values import flag, mapping, names
 
 NONE = "none"
 
@@ -149,28 +151,29 @@ def memory_mode(name: str, settings: Any = None, directories: Sequence[Directory
     if name == NONE:
         if values:
             raise OffloadConfigError(
-                f"memory_mode_kwargs={settings!r} is given, but memory_mode is 'none': choose one of {', '.join(_SETTINGS)}."
+                f"memory_mode_kwargs={shown(settings)} is given, but memory_mode is 'none': choose one of "
+                f"{', '.join(_SETTINGS)}."
             )
         return None
     kind, defaults = _SETTINGS[name]
-    names = _names(name)
-    outer = {}
+    known_names = _names(name)
+    outer: dict[str, Any] = {}
     with collect_errors(f"settings of memory_mode={name!r}") as check:
         for key in values:
             with check:
-                if key not in names:
+                if key not in known_names:
                     others = [other for other in _SETTINGS if key in _names(other)]
                     raise OffloadConfigError(
-                        f"memory_mode={name!r} has no setting {key!r}"
+                        f"memory_mode={name!r} has no setting {shown(key)}"
                         + (f" (it is one of {', '.join(others)})" if others else "")
-                        + f". It has: {', '.join(names) or 'none'}."
+                        + f". It has: {', '.join(known_names) or 'none'}."
                     )
+        of_projected = _OF_PROJECTED if issubclass(kind, ProjectedConfig) else {}
+        for key in values.keys() & of_projected.keys():
+            with check:
+                outer[key] = of_projected[key](key, values[key])
         with check:
-            if issubclass(kind, ProjectedConfig):
-                outer = {key: value for key, value in values.items() if key in _OF_PROJECTED}
-                _check_projected(outer)
-        with check:
-            known = {key: value for key, value in values.items() if key in names and key not in outer}
+            known = {key: value for key, value in values.items() if key in known_names and key not in of_projected}
             found = from_mapping(kind, defaults | known, f"memory_mode={name!r}")
     if isinstance(found, ProjectedConfig):
         return Projected(method=found, **outer)
@@ -181,7 +184,7 @@ def memory_mode(name: str, settings: Any = None, directories: Sequence[Directory
     return found
 
 
-_OF_PROJECTED = ("targets", "update_in_backward")
+_OF_PROJECTED = {"targets": names("ends of module names", alone=("auto", "all")), "update_in_backward": flag()}
 
 
 def _names(mode: str) -> list[str]:
@@ -190,23 +193,14 @@ def _names(mode: str) -> list[str]:
     return [*own, *_OF_PROJECTED] if issubclass(kind, ProjectedConfig) else own
 
 
-def _check_projected(values: Mapping[str, Any]) -> None:
-    if not isinstance(values.get("update_in_backward", False), bool):
-        raise OffloadConfigError(f"update_in_backward={values['update_in_backward']!r} is neither true nor false.")
-
-
 def read_settings(settings: Any) -> Mapping[str, Any]:
     """A mapping as it is, or from its JSON text; an empty one for None.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for anything else.
     """
     if isinstance(settings, str):
-        try:
-            settings = json.loads(settings)
-        except json.JSONDecodeError as error:
-            raise OffloadConfigError(f"memory_mode_kwargs={settings!r} is no JSON: {error}.") from error
+        settings = parse_json(settings, f"memory_mode_kwargs={shown(settings)}")
     if settings is None:
         return {}
-    if not isinstance(settings, Mapping):
-        raise OffloadConfigError(f"memory_mode_kwargs={settings!r} is no mapping, such as {{'rank': 128}}.")
-    return settings
+    found: Mapping[str, Any] = mapping("such as {'rank': 128}")("memory_mode_kwargs", settings)
+    return found

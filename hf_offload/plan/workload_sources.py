@@ -16,6 +16,9 @@ from hf_offload.plan.workload_inputs import default_length
 from hf_offload.settings.load import choose
 from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import DTYPES, TASKS, load_recipe
+from hf_offload.settings.shown import cropped, listed, shown
+from hf_offload.settings.text_files import is_folder
+from hf_offload.settings.values import expand
 from hf_offload.tiling.apply import cut_for
 
 if TYPE_CHECKING:
@@ -57,8 +60,8 @@ def find_workload(
         if value is not None and value < 1:
             raise OffloadConfigError(f"{name}={value} is too small: give 1 or more.")
     preset = f"bench/{source}"
-    folder = Path(source).expanduser()
-    if folder.is_dir():
+    folder = expand("model", source)
+    if is_folder(folder):
         found = _from_folder(source, folder)
     elif folder.suffix in (".yaml", ".yml") or source in recipe_names() or preset in recipe_names():
         found = _from_recipe(preset if preset in recipe_names() else source, overrides)
@@ -244,11 +247,10 @@ def _config(source: str) -> "PretrainedConfig":
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
-        recipes = ", ".join(recipe_names())
-        first = str(error).splitlines()[0]
+        first = cropped(next(iter(str(error).splitlines()), type(error).__name__))
         raise OffloadConfigError(
-            f"{source!r} is no shipped recipe, no folder with a config.json, and no model the hub gives here: {first} "
-            f"Recipes: {recipes}."
+            f"{shown(source)} is no shipped recipe, no folder with a config.json, and no model the hub gives here: {first} "
+            f"Recipes: {listed(recipe_names(), source)}."
         ) from error
     if hasattr(config, "use_cache"):
         config.use_cache = False

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hf_offload.bench.formats import markdown_table
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.card_memory import MEMORY_PLOT, Comparison, describe_machine, memory_section
+from hf_offload.settings.shown import cropped
+from hf_offload.settings.yaml_text import dump_yaml
 from hf_offload.training.report import TrainingReport
 
 CARD_FILE = "README.md"
@@ -79,22 +79,39 @@ def write_card(report: TrainingReport, facts: CardFacts, comparison_path: Path |
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a run without steps or without measured memory.
     """
-    if not report.losses or report.memory is None:
-        raise OffloadConfigError(
-            f"The report of {report.recipe} holds {'no steps' if not report.losses else 'no memory'}: train with "
-            "`hf-offload train RECIPE --report FILE`."
-        )
+    card_of(report, facts, None)  # so that damage of the report is not blamed on the comparison
     comparison = None if comparison_path is None else Comparison.read(comparison_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    plots = [LOSS_PLOT]
-    _plot_losses(report, folder / LOSS_PLOT)
     beside = None if comparison_path is None else comparison_path.parent / MEMORY_PLOT
-    if beside is not None and beside.is_file():
+    plots = [LOSS_PLOT, *([MEMORY_PLOT] if beside is not None and beside.is_file() else [])]
+    text = card_of(report, facts, comparison, plots)
+    folder.mkdir(parents=True, exist_ok=True)
+    _plot_losses(report, folder / LOSS_PLOT)
+    if beside is not None and MEMORY_PLOT in plots:
         (folder / MEMORY_PLOT).write_bytes(beside.read_bytes())
-        plots.append(MEMORY_PLOT)
     card = folder / CARD_FILE
-    card.write_text(card_text(report, facts, comparison, plots), encoding="utf-8")
+    card.write_text(text, encoding="utf-8")
     return card
+
+
+def card_of(report: TrainingReport, facts: CardFacts, comparison: Comparison | None, plots: Sequence[str] = ()) -> str:
+    """:func:`card_text` of a record from a file, which may be damaged.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a run without steps or without measured memory, and for damage.
+    """
+    try:
+        if not report.losses or report.memory is None:
+            what = "no steps" if not report.losses else "no memory"
+            raise OffloadConfigError(
+                f"The report of {cropped(str(report.recipe))} holds {what}: train with "
+                "`hf-offload train RECIPE --report FILE`."
+            )
+        return card_text(report, facts, comparison, plots)
+    except OffloadConfigError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        which = f"The report of {cropped(str(report.recipe))}" if comparison is None else "The comparison"
+        reason = f"{type(error).__name__}: {cropped(str(error))}"
+        raise OffloadConfigError(f"{which} is damaged ({reason}): make it again.") from error
 
 
 def _metadata(report: TrainingReport, facts: CardFacts) -> Any:
@@ -204,7 +221,7 @@ def _body(
     yield ""
     yield "```yaml"
     sections = {name: section for name, section in report.settings.items() if name != "name"}
-    yield yaml.safe_dump(_given(sections), sort_keys=False, default_flow_style=False).rstrip()
+    yield dump_yaml(_given(sections)).rstrip()
     yield "```"
     yield ""
     yield "</details>"

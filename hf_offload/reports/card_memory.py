@@ -1,7 +1,6 @@
 """The section of a model card on memory and time: the run beside its plan, and beside other ways to train the same."""
 
 import dataclasses
-import json
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,8 @@ from typing import Any
 from hf_offload.bench.formats import markdown_table
 from hf_offload.bench.strategies import REFERENCE
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.shown import cropped
+from hf_offload.settings.text_files import parse_json, read_text
 from hf_offload.training.report import TrainingReport
 
 MEMORY_PLOT = "memory.png"
@@ -39,16 +40,19 @@ class Comparison:
     def read(cls, path: Path) -> "Comparison":
         """Raises :class:`~hf_offload.errors.OffloadConfigError` if ``path`` is something else."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(read_text(path, "The comparison"), str(path))
             return cls(
                 rows=[row for row in values["rows"] if row["rounds"]],
                 machine=values["machine"],
                 rounds=values["rounds"],
                 overrides=values["overrides"],
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OffloadConfigError as error:
+            raise OffloadConfigError(f"{path} is no comparison: {error}") from error
+        except (KeyError, TypeError) as error:
             raise OffloadConfigError(
-                f"{path} is no comparison: {error}. Give the table.json that `hf-offload bench steps RECIPE` wrote."
+                f"{path} is no comparison: {cropped(str(error))}. Give the table.json that `hf-offload bench steps "
+                "RECIPE` wrote."
             ) from error
 
     def table(self) -> list[str]:

@@ -13,11 +13,14 @@ from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.lean import LeanConfig
-from hf_offload.settings.load import collect_errors, nearest
+from hf_offload.settings.load import collect_errors, from_mapping, renaming
 from hf_offload.settings.sampling import sampled_linear
 from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.shown import cropped, nearest, shown
+from hf_offload.settings.values import reader_of
 
 PREFIX = "HF_OFFLOAD_"
+_MOST_DIGITS = 20
 FIELDS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
 
 AUTOLOAD_VARIABLE = f"{PREFIX}AUTOLOAD"
@@ -43,18 +46,35 @@ def settings_from(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a variable that looks like ours and is none.
     """
     environ = os.environ if environ is None else environ
-    known = {variable(field): field for field in FIELDS}
-    values: dict[str, Any] = {}
     with collect_errors("environment") as check:
-        for name in sorted(environ):
-            if not name.startswith(PREFIX) or name in _OTHERS:
-                continue
+        _check_names(environ, check)
+    return _values(environ)
+
+
+def settings_with(
+    given: Mapping[str, Any], where: str, environ: Mapping[str, str] | None = None, *, environment_first: bool = False
+) -> tuple[OffloadConfig, dict[str, Any]]:
+    """The settings that ``given``, which stands in ``where``, and the environment make together, and what the environment
+    says. ``given`` takes precedence, or with ``environment_first`` the environment.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for all mistakes of both, those that do not take effect included.
+    """
+    environ = os.environ if environ is None else environ
+    found = _values(environ)
+    both = given.keys() & found.keys()
+    losing, merged = (given, {**given, **found}) if environment_first else (found, {**found, **given})
+    of_environment = {field: variable(field) for field in found if environment_first or field not in given}
+    with collect_errors(f"{where} and the environment" if found else where) as check:
+        _check_names(environ, check)
+        for field in sorted(both):
+            reader = reader_of(OffloadConfig, field)
+            name = f"{where}: {field}" if environment_first else variable(field)
             with check:
-                if name not in known:
-                    raise OffloadConfigError(f"The variable {name} is no setting.{nearest(name, known)}")
-                if environ[name].strip():
-                    values[known[name]] = _value(known[name], environ[name].strip())
-    return values
+                if reader is not None:
+                    reader(name, losing[field])
+        with check, renaming(where, of_environment):
+            config = from_mapping(OffloadConfig, merged, where)
+    return config, found
 
 
 def variables_for(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -62,15 +82,25 @@ def variables_for(settings: Mapping[str, Any]) -> dict[str, str]:
     return {variable(field): _text(field, value) for field, value in settings.items() if value is not None}
 
 
+def _check_names(environ: Mapping[str, str], check: Any) -> None:
+    known = [variable(field) for field in FIELDS]
+    for name in sorted(environ):
+        with check:
+            if name.startswith(PREFIX) and name not in (*_OTHERS, *known):
+                raise OffloadConfigError(f"The variable {cropped(name)} is no setting.{nearest(name, known)}")
+
+
+def _values(environ: Mapping[str, str]) -> dict[str, Any]:
+    texts = {field: environ.get(variable(field), "").strip() for field in FIELDS}
+    return {field: _value(field, text) for field, text in texts.items() if text}
+
+
 def _value(field: str, text: str) -> Any:
     if field == "directory":
         return [part.strip() for part in text.split(",") if part.strip()]
-    if field == "keep_last_count":
-        try:
-            return int(text)
-        except ValueError:
-            raise OffloadConfigError(f"{variable(field)}={text!r} is not a whole number of blocks.") from None
-    return text
+    if field == "keep_last_count" and len(text) <= _MOST_DIGITS and text.isdecimal():
+        return int(text)
+    return text  # a wrong one is refused with all others
 
 
 def _text(field: str, value: Any) -> str:
@@ -87,7 +117,7 @@ def _text(field: str, value: Any) -> str:
         for text in texts:
             if "," in text or text != text.strip():
                 raise OffloadConfigError(
-                    f"{field}: {text!r} cannot be handed on as a variable: a name must not hold a comma, or begin or end "
-                    "with a space."
+                    f"{field}: {shown(text)} cannot be handed on as a variable: a name must not hold a comma, or begin or "
+                    "end with a space."
                 )
     return ",".join(texts)

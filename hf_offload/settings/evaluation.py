@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import check_whole, choose, collect_errors, from_mapping
+from hf_offload.settings.load import choose, collect_errors
+from hf_offload.settings.shown import shown
+from hf_offload.settings.values import SCALAR, Reader, names, read_fields, section, setting, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,16 +41,23 @@ class Generation:
         num_beams: Of beam search; 1 takes the likeliest token each time.
     """
 
-    max_new_tokens: int | None = None
-    num_beams: int = 1
+    max_new_tokens: int | None = setting(None, whole(1))
+    num_beams: int = setting(1, whole(1))
 
     def __post_init__(self) -> None:
-        with collect_errors("evaluation.generation") as check:
+        with read_fields(self, "evaluation.generation", "evaluation.generation."):
+            pass
+
+
+def _metrics(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple)) and not value:
+        return ()
+    found: tuple[str, ...] = names("metrics")(name, value)
+    with collect_errors(name) as check:
+        for metric in found:
             with check:
-                if self.max_new_tokens is not None:
-                    check_whole("evaluation.generation.max_new_tokens", self.max_new_tokens, at_least=1)
-            with check:
-                check_whole("evaluation.generation.num_beams", self.num_beams, at_least=1)
+                choose(name, metric, METRICS)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,30 +73,13 @@ class EvaluationRecipe:
         generation: Of text, for ``bleu`` and ``chrf``.
     """
 
-    metrics: Sequence[str] | str | None = None
-    early_stopping_patience: int | None = None
-    generation: Generation | Mapping[str, Any] | None = None
+    metrics: Sequence[str] | str | None = setting(None, Reader(_metrics, SCALAR))
+    early_stopping_patience: int | None = setting(None, whole(1))
+    generation: Generation | Mapping[str, Any] | None = setting(None, section(Generation))
 
     def __post_init__(self) -> None:
-        with collect_errors("evaluation section") as check:
-            metrics = (self.metrics,) if isinstance(self.metrics, str) else self.metrics
-            with check:
-                if metrics is not None:
-                    if not isinstance(metrics, Sequence):
-                        raise OffloadConfigError(f"evaluation.metrics={metrics!r} is no list of metrics.")
-                    for name in metrics:
-                        with check:
-                            choose("evaluation.metrics", name, METRICS)
-                    object.__setattr__(self, "metrics", tuple(metrics))
-            with check:
-                if self.early_stopping_patience is not None:
-                    check_whole("evaluation.early_stopping_patience", self.early_stopping_patience, at_least=1)
-            with check:
-                if self.generation is not None and not isinstance(self.generation, Generation):
-                    if not isinstance(self.generation, Mapping):
-                        raise OffloadConfigError(f"evaluation.generation={self.generation!r} is not a mapping.")
-                    made = from_mapping(Generation, self.generation, "evaluation.generation")
-                    object.__setattr__(self, "generation", made)
+        with read_fields(self, "evaluation section", "evaluation."):
+            pass
 
     def metrics_for(self, task: str) -> tuple[str, ...]:
         """The metrics that were asked for, or those a task has without being asked."""
@@ -125,8 +117,8 @@ class EvaluationRecipe:
                 known = [LOSS, *metrics]
                 if best is not None and str(best).removeprefix("eval_") not in known:
                     raise OffloadConfigError(
-                        f"training.metric_for_best_model={best!r} is measured by nothing: choose one of {', '.join(known)}, "
-                        "or add it to evaluation.metrics."
+                        f"training.metric_for_best_model={shown(best)} is measured by nothing: choose one of "
+                        f"{', '.join(known)}, or add it to evaluation.metrics."
                     )
             with check:
                 if training.get("load_best_model_at_end") and not evaluates:

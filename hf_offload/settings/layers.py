@@ -17,6 +17,9 @@ from typing import Any
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.recipe_files import layer_names, read_yaml, recipe_names, recipe_roots, shipped_name
+from hf_offload.settings.shown import cropped, listed, shown
+from hf_offload.settings.text_files import is_file
+from hf_offload.settings.values import expand
 
 BASE = "base"
 REPLACED_WHOLE = (("model", "shape"),)
@@ -90,7 +93,9 @@ def bases_of(path: Path, content: Mapping[str, Any]) -> list[Path]:
     named = content.get(BASE)
     names = [] if named is None else [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise OffloadConfigError(f"{path}: {BASE}={named!r} is no list of layers, such as [llama/_family, llama/_8b].")
+        raise OffloadConfigError(
+            f"{path}: {BASE}={shown(named)} is no list of layers, such as [llama/_family, llama/_8b]."
+        )
     found: list[Path] = []
     with collect_errors(f"layers of {path}") as check:
         for name in names:
@@ -112,14 +117,14 @@ def _find_layer(name: str, user: Path) -> Path:
     """A layer, beside the file that names it or among the shipped ones."""
     ending = "" if name.endswith((".yaml", ".yml")) else ".yaml"
     for folder in (user.parent, *recipe_roots()):
-        found = folder / Path(f"{name}{ending}").expanduser()
-        if found.is_file() and found.resolve() != user.resolve():
+        found = folder / expand(f"{cropped(str(user))}: {BASE}", f"{name}{ending}")
+        if is_file(found) and found.resolve() != user.resolve():
             return found
     beside = (path.stem for path in user.parent.glob("*.yaml") if path != user)
     known = [*beside, *layer_names(), *recipe_names()]
     raise OffloadConfigError(
-        f"{user}: there is no layer {name!r}: no such file beside it, and no shipped one of that name."
-        f"{nearest(name, known)} Shipped layers: {', '.join(layer_names()) or 'none'}."
+        f"{user}: there is no layer {shown(name)}: no such file beside it, and no shipped one of that name."
+        f"{nearest(name, known)} Shipped layers: {listed(layer_names(), name)}."
     )
 
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose, collect_errors
+from hf_offload.settings.load import choose, collect_errors, renaming
+from hf_offload.settings.values import names
 
 EXACT_SWITCHES = ("activations", "norms", "dropout")
 """Change no bit of a loss or a gradient."""
@@ -30,7 +31,10 @@ class LeanConfig:
     switches: Sequence[str]
 
     def __post_init__(self) -> None:
-        switches = tuple(dict.fromkeys(self.switches))
+        read: Any = names(f"switches, which are {', '.join(SWITCHES)} and {ALL_EXACT!r}")(
+            "lean_activations", self.switches
+        )
+        switches = tuple(dict.fromkeys(read))
         with collect_errors("lean activations") as check:
             for switch in switches:
                 with check:
@@ -56,19 +60,14 @@ class LeanConfig:
         return ",".join(self.switches)
 
 
-def lean_activations(value: Any) -> LeanConfig | None:
+def lean_activations(value: Any, name: str = "lean_activations") -> LeanConfig | None:
     """What a setting says: names of switches, as a list or separated by commas, or nothing.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError`.
     """
-    if isinstance(value, LeanConfig):
+    if value is None or isinstance(value, LeanConfig):
         return value
-    if value is None or value is False or value == "off":
+    if value is False or (isinstance(value, (str, tuple, list)) and value in ("", "off", (), [])):
         return None
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise OffloadConfigError(
-            f"lean_activations={value!r} is no list of switches: give some of {', '.join(SWITCHES)}, or {ALL_EXACT!r}."
-        )
-    found = tuple(name.strip() for name in names if name.strip())
-    return LeanConfig(found) if found else None
+    with renaming(name, {"lean_activations": name}):
+        return LeanConfig(value)

@@ -1,30 +1,27 @@
-"""Turning words into settings: every mistake in one message, each with the nearest valid name."""
+"""Collecting mistakes: every one in one message, each with its source and the nearest valid name."""
 
 import contextlib
 import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.shown import listed, nearest, shown
+
+__all__ = ["choose", "collect_errors", "from_mapping", "nearest", "renaming"]
 
 T = TypeVar("T")
+_VALUE = re.compile(r"=|(?:, \w+)* (?:is )?given")
 
 
-def nearest(word: object, names: Iterable[str]) -> str:
-    """``" Did you mean 'ssd'?"`` or an empty string."""
-    names, word = list(names), str(word)
-    begun = [name for name in names if word and name.startswith(word)]
-    found = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    return f" Did you mean {found[0]!r}?" if found else ""
-
-
-def choose(name: str, value: object, allowed: Iterable[str], aliases: Iterable[str] = ()) -> None:
-    """Raise :class:`OffloadConfigError` unless ``value`` is one of ``allowed``."""
+def choose(name: str, value: object, allowed: Iterable[Any], aliases: Iterable[str] = ()) -> None:
+    """Raise :class:`OffloadConfigError` unless ``value`` is one of ``allowed``, and of its type."""
     allowed = list(allowed)
-    if value not in allowed:
+    if not any(isinstance(value, type(one)) and value == one for one in allowed):
         raise OffloadConfigError(
-            f"{name}={value!r} is unknown: choose one of {', '.join(allowed)}.{nearest(value, [*allowed, *aliases])}"
+            f"{name}={shown(value)} is unknown: choose one of {', '.join(map(str, allowed))}."
+            f"{nearest(value, [*map(str, allowed), *aliases]) if isinstance(value, str) else ''}"
         )
 
 
@@ -40,12 +37,7 @@ class collect_errors(contextlib.AbstractContextManager["_Check"]):
 
     def __exit__(self, exc_type: object, exc: object, tb: object) -> None:
         if exc_type is None and self._errors:
-            if len(self._errors) == 1:
-                raise OffloadConfigError(self._errors[0])
-            lines = "\n".join(f"  - {error}" for error in self._errors)
-            error = OffloadConfigError(f"{len(self._errors)} mistakes in the {self._what}:\n{lines}")
-            error.problems = tuple(self._errors)
-            raise error
+            raise joined(self._what, self._errors)
 
 
 class _Check:
@@ -57,35 +49,60 @@ class _Check:
 
     def __exit__(self, exc_type: type | None, exc: BaseException | None, tb: object) -> bool:
         if isinstance(exc, OffloadConfigError):
-            self._errors.extend(exc.problems or (str(exc),))
+            new = exc.problems or (str(exc),)
+            self._errors.extend(problem for problem in new if problem not in self._errors)
             return True
         return False
 
+    @property
+    def found_any(self) -> bool:
+        """Whether there is a mistake so far."""
+        return bool(self._errors)
+
+
+def joined(what: str, problems: Iterable[str]) -> OffloadConfigError:
+    """One error for all ``problems`` in ``what``."""
+    problems = tuple(problems)
+    if len(problems) == 1:
+        return OffloadConfigError(problems[0])
+    lines = "\n".join(f"  - {problem}" for problem in problems)
+    error = OffloadConfigError(f"{len(problems)} mistakes in the {what}:\n{lines}")
+    error.problems = problems
+    return error
+
+
+@contextlib.contextmanager
+def renaming(what: str, names: Mapping[str, str], prefix: str = "") -> Iterator[None]:
+    """Errors call settings by the names they have where they were given: setting -> name there. ``prefix`` goes in front of
+    problems that do not say where they are.
+    """
+    words = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}\b" for name in names))
+    try:
+        yield
+    except OffloadConfigError as error:
+        found = []
+        for problem in error.problems or (str(error),):
+            new = words.sub(lambda hit: _renamed(hit, names), problem) if names else problem
+            found.append(new if not prefix or new.startswith(prefix.rstrip(": ")) else f"{prefix}{new}")
+        raise joined(what, found) from None
+
+
+def _renamed(hit: re.Match[str], names: Mapping[str, str]) -> str:
+    # Names with an underscore are no words of English; the others are names where a value follows or is said to be given.
+    name = hit.group()
+    return names[name] if "_" in name or _VALUE.match(hit.string, hit.end()) else name
+
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Build the dataclass ``cls`` from ``values``; unknown keys and wrong values are reported together."""
+    """Build the dataclass ``cls`` from ``values``; unknown keys and wrong values are reported together, with ``where``."""
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     with collect_errors(where) as check:
         for key in values:
             with check:
                 if key not in names:
                     raise OffloadConfigError(
-                        f"{where}: unknown key {key!r}.{nearest(key, names)} Known: {', '.join(names)}."
+                        f"{where}: unknown key {shown(key)}.{nearest(key, names)} Known: {listed(names, key)}."
                     )
-        with check:
+        with check, renaming(where, {}, f"{where}: "):
             return_value = cls(**{key: value for key, value in values.items() if key in names})
     return return_value
-
-
-def check_text(section: str, name: str, value: object) -> None:
-    """Raise :class:`OffloadConfigError` unless ``value`` is text that is not empty, or ``None``."""
-    if value is not None and (not isinstance(value, str) or not value):
-        raise OffloadConfigError(f"{section}.{name}={value!r} is not text.")
-
-
-def check_whole(name: str, value: object, at_least: int) -> None:
-    """Raise :class:`OffloadConfigError` unless ``value`` is a whole number of that size."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise OffloadConfigError(f"{name}={value!r} is not a whole number.")
-    if value < at_least:
-        raise OffloadConfigError(f"{name}={value} is too small: give {at_least} or more.")

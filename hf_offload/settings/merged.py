@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.settings.layers import Layers
-from hf_offload.settings.recipe_files import dump_yaml, shipped_name
+from hf_offload.settings.recipe_files import shipped_name
+from hf_offload.settings.yaml_text import dump_yaml
 
 
 def merged_text(layers: Layers) -> str:

@@ -5,8 +5,7 @@ import tempfile
 from pathlib import Path
 
 from hf_offload.errors import OffloadConfigError
-
-_SHOWN = 200
+from hf_offload.settings.shown import shown
 
 
 def check_output_folder(path: str | os.PathLike[str], option: str) -> None:
@@ -24,9 +23,7 @@ def check_output_file(path: str | os.PathLike[str], option: str) -> None:
 
 def _refuse(path: str | os.PathLike[str], option: str, problem: str | None, advice: str) -> None:
     if problem is not None:
-        text = os.fspath(path)
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        raise OffloadConfigError(f"{option}={shown!r} cannot be written to: {problem}; {advice}")
+        raise OffloadConfigError(f"{option}={shown(os.fspath(path))} cannot be written to: {problem}; {advice}")
 
 
 def _problem(path: str | os.PathLike[str], is_file: bool) -> str | None:
@@ -56,4 +53,4 @@ def _problem(path: str | os.PathLike[str], is_file: bool) -> str | None:
 
 
 def _name(path: Path) -> str:
-    return repr(str(path) if len(str(path)) <= _SHOWN else f"...{str(path)[-_SHOWN:]}")
+    return shown(str(path))

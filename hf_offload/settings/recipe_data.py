@@ -5,8 +5,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import check_text, check_whole, choose, collect_errors, from_mapping, nearest
-from hf_offload.settings.sizes import parse_bytes
+from hf_offload.settings.load import collect_errors
+from hf_offload.settings.shown import nearest, shown
+from hf_offload.settings.values import (
+    SCALAR,
+    Reader,
+    flag,
+    one_of,
+    path_text,
+    patterns,
+    read_fields,
+    section,
+    setting,
+    size,
+    text,
+    whole,
+)
 
 RANDOM_TOKENS = "random-tokens"
 SOURCES = ("python-stdlib", RANDOM_TOKENS)
@@ -34,18 +48,39 @@ KINDS = {
 class HubData:
     """A dataset of the hub: its ``name``, ``config`` and ``split``."""
 
-    name: str | None = None
-    config: str | None = None
-    split: str = "train"
+    name: str | None = setting(None, path_text())
+    config: str | None = setting(None, text())
+    split: str = setting("train", text())
 
     def __post_init__(self) -> None:
-        with collect_errors("data.hub") as check:
-            for field in ("name", "config", "split"):
-                with check:
-                    check_text("data.hub", field, getattr(self, field))
-            with check:
-                if not self.name:
-                    raise OffloadConfigError("data.hub has no name: write hub: {name: owner/dataset}.")
+        with read_fields(self, "data.hub", "data.hub.") as check, check:
+            if check.good("name") and self.name is None:
+                raise OffloadConfigError("data.hub has no name: write hub: {name: owner/dataset}.")
+
+
+def _validation(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        split = value.get("split")
+        if list(value) != ["split"] or not isinstance(split, str) or not split:
+            raise OffloadConfigError(f"{name}={shown(value)}: write {{split: validation}}, and nothing else.")
+        return value
+    if isinstance(value, (int, float)):
+        if isinstance(value, bool) or not 0 < value < 1:
+            raise OffloadConfigError(f"{name}={shown(value)} is no share of the rows: give one such as 0.05.")
+        return value
+    return patterns()(name, value)
+
+
+def _tokenizer(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return path_text()(name, value)
+    for key in value:
+        if key != "train_bpe":
+            raise OffloadConfigError(
+                f"{name}: unknown key {shown(key)}.{nearest(key, ['train_bpe'])} Known: train_bpe."
+            )
+    whole(SMALLEST_BPE)(f"{name}.train_bpe", value.get("train_bpe"))
+    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,30 +117,30 @@ class DataRecipe:
         cache_dir: Where the prepared data and the trained tokenizer go. Default: ``data`` in the output directory.
     """
 
-    source: str | None = None
-    max_bytes: int | str | None = None
-    files: str | Sequence[str] | None = None
-    data_dir: str | None = None
-    hub: HubData | str | Mapping[str, Any] | None = None
-    validation: str | Sequence[str] | Mapping[str, Any] | float | None = None
-    streaming: bool = False
-    text_column: str | None = None
-    text_pair_column: str | None = None
-    label_column: str | None = None
-    messages_column: str | None = None
-    prompt_column: str | None = None
-    answer_column: str | None = None
-    packing: bool = False
-    source_column: str | None = None
-    target_column: str | None = None
-    source_prefix: str | None = None
-    target_length: int | None = None
-    sequence_length: int = 512
-    tokenizer: str | Mapping[str, Any] | None = None
-    cache_dir: str | None = None
+    source: str | None = setting(None, one_of(SOURCES))
+    max_bytes: int | str | None = setting(None, size())
+    files: str | Sequence[str] | None = setting(None, patterns())
+    data_dir: str | None = setting(None, path_text())
+    hub: HubData | str | Mapping[str, Any] | None = setting(None, section(HubData, "and no name", short="name"))
+    validation: str | Sequence[str] | Mapping[str, Any] | float | None = setting(None, Reader(_validation))
+    streaming: bool = setting(False, flag())
+    text_column: str | None = setting(None, text())
+    text_pair_column: str | None = setting(None, text())
+    label_column: str | None = setting(None, text())
+    messages_column: str | None = setting(None, text())
+    prompt_column: str | None = setting(None, text())
+    answer_column: str | None = setting(None, text())
+    packing: bool = setting(False, flag())
+    source_column: str | None = setting(None, text())
+    target_column: str | None = setting(None, text())
+    source_prefix: str | None = setting(None, text())
+    target_length: int | None = setting(None, whole(1))
+    sequence_length: int = setting(512, whole(2))
+    tokenizer: str | Mapping[str, Any] | None = setting(None, Reader(_tokenizer, SCALAR))
+    cache_dir: str | None = setting(None, path_text())
 
     def __post_init__(self) -> None:
-        with collect_errors("data section") as check:
+        with read_fields(self, "data section", "data.") as check:
             with check:
                 given = [name for name in ("source", "files", "hub") if getattr(self, name) is not None]
                 if len(given) != 1:
@@ -113,82 +148,34 @@ class DataRecipe:
                         f"data: give exactly one of source, files and hub, not {' and '.join(given) or 'none'}."
                     )
             with check:
-                if self.source is not None:
-                    choose("data.source", self.source, SOURCES)
+                if self.max_bytes is not None and check.good("source") and self.source in (None, RANDOM_TOKENS):
+                    raise OffloadConfigError("data.max_bytes goes with data.source=python-stdlib only: drop it.")
             with check:
-                if self.max_bytes is not None:
-                    self._set("max_bytes", parse_bytes(self.max_bytes, "data.max_bytes"))
-                    if self.source in (None, RANDOM_TOKENS):
-                        raise OffloadConfigError("data.max_bytes goes with data.source=python-stdlib only: drop it.")
+                if check.good("validation"):
+                    self._check_validation()
             with check:
-                if self.files is not None:
-                    self._set("files", _paths("data.files", self.files))
-            with check:
-                if self.hub is not None and not isinstance(self.hub, HubData):
-                    hub = {"name": self.hub} if isinstance(self.hub, str) else self.hub
-                    if not isinstance(hub, Mapping):
-                        raise OffloadConfigError(f"data.hub={self.hub!r} is neither a name nor a mapping.")
-                    self._set("hub", from_mapping(HubData, hub, "data.hub"))
-            with check:
-                self._check_validation()
-            with check:
-                if self.data_dir is not None and self.files is None and not isinstance(self.validation, tuple):
+                local = self.files is not None or isinstance(self.validation, tuple)
+                if self.data_dir is not None and check.good("validation") and not local:
                     raise OffloadConfigError(
                         "data.data_dir goes with data.files, and this data is no local file: drop it."
                     )
-            for field in ("streaming", "packing"):
-                with check:
-                    if not isinstance(getattr(self, field), bool):
-                        raise OffloadConfigError(f"data.{field}={getattr(self, field)!r} is neither true nor false.")
-            for field in (*_COLUMN_FIELDS, "source_prefix", "data_dir", "cache_dir"):
-                with check:
-                    check_text("data", field, getattr(self, field))
-            with check:
-                check_whole("data.sequence_length", self.sequence_length, at_least=2)
-            with check:
-                if self.target_length is not None:
-                    check_whole("data.target_length", self.target_length, at_least=1)
-            with check:
-                if isinstance(self.tokenizer, Mapping):
-                    for key in self.tokenizer:
-                        if key != "train_bpe":
-                            raise OffloadConfigError(
-                                f"data.tokenizer: unknown key {key!r}.{nearest(key, ['train_bpe'])} Known: train_bpe."
-                            )
-                    check_whole("data.tokenizer.train_bpe", self.tokenizer.get("train_bpe"), at_least=SMALLEST_BPE)
-                else:
-                    check_text("data", "tokenizer", self.tokenizer)
             for field in ("tokenizer", "streaming", "validation", "source_prefix", "packing", *_COLUMN_FIELDS):
                 with check:
-                    if self.source == RANDOM_TOKENS and getattr(self, field):
+                    if check.good("source") and self.source == RANDOM_TOKENS and getattr(self, field):
                         raise OffloadConfigError(f"data.{field}: {RANDOM_TOKENS} are no text and need none: drop it.")
 
     def _check_validation(self) -> None:
         value = self.validation
-        if value is None:
-            return
-        if isinstance(value, Mapping):
-            if list(value) != ["split"] or not isinstance(value["split"], str) or not value["split"]:
-                raise OffloadConfigError(
-                    f"data.validation={dict(value)!r}: write {{split: validation}}, and nothing else."
-                )
-            if self.hub is None:
-                raise OffloadConfigError(
-                    "data.validation: only data.hub has splits: give files, or a share such as 0.05."
-                )
-        elif isinstance(value, (int, float)):
-            if isinstance(value, bool) or not 0 < value < 1:
-                raise OffloadConfigError(f"data.validation={value!r} is no share of the rows: give one such as 0.05.")
-            if self.streaming is True:
-                raise OffloadConfigError(
-                    "data.validation: no share can be taken of a stream, whose end is unknown: name files or a split."
-                )
-        else:
-            if self.hub is not None:
-                raise OffloadConfigError(
-                    "data.validation: of data.hub, give {split: validation}, or a share such as 0.05, not files."
-                )
-            self._set("validation", _paths("data.validation", value))
+        if isinstance(value, Mapping) and self.hub is None:
+            raise OffloadConfigError("data.validation: only data.hub has splits: give files, or a share such as 0.05.")
+        if isinstance(value, float) and self.streaming is True:
+            raise OffloadConfigError(
+                "data.validation: no share can be taken of a stream, whose end is unknown: name files or a split."
+            )
+        if isinstance(value, tuple) and self.hub is not None:
+            raise OffloadConfigError(
+                "data.validation: of data.hub, give {split: validation}, or a share such as 0.05, not files."
+            )
 
     def check_task(self, task: str) -> None:
         """Raise :class:`OffloadConfigError` for all columns that are missing for ``task`` or that it does not read."""
@@ -249,9 +236,6 @@ class DataRecipe:
         """All columns that are read."""
         return (*self.text_columns(), *((self.label_column,) if self.label_column else ()))
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
     @property
     def train_bpe(self) -> int | None:
         """Vocabulary size of the tokenizer to train; ``None`` when an existing one is used."""
@@ -259,10 +243,3 @@ class DataRecipe:
 
 
 _COLUMN_FIELDS = tuple(field.name for field in dataclasses.fields(DataRecipe) if field.name.endswith("_column"))
-
-
-def _paths(name: str, value: Any) -> tuple[str, ...]:
-    files = (value,) if isinstance(value, str) else value
-    if not isinstance(files, Sequence) or not files or not all(isinstance(file, str) and file for file in files):
-        raise OffloadConfigError(f"{name}={value!r} is neither a path nor a list of paths.")
-    return tuple(files)

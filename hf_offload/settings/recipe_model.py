@@ -1,12 +1,15 @@
 """The section ``model`` of a recipe."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import check_text, choose, collect_errors, from_mapping, nearest
+from hf_offload.settings.library_source import architectures, config_fields
+from hf_offload.settings.load import collect_errors
 from hf_offload.settings.shapes import ModelShape
+from hf_offload.settings.shown import LONGEST, cropped, nearest, shown
+from hf_offload.settings.values import mapping, one_of, path_text, read_fields, section, setting, text
 
 TASKS = {
     "causal-lm": "causal language model",
@@ -33,54 +36,52 @@ class ModelRecipe:
         shape: The published configuration behind ``name``: for plans, and for random weights where there is no name.
     """
 
-    name: str | None = None
-    architecture: str | None = None
-    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    task: str = "causal-lm"
-    dtype: str = "float32"
-    attention: str | None = None
-    shape: ModelShape | Mapping[str, Any] | None = None
+    name: str | None = setting(None, path_text())
+    architecture: str | None = setting(None, text())
+    config: Mapping[str, Any] = setting({}, mapping("of configuration fields"))
+    task: str = setting("causal-lm", one_of(TASKS))
+    dtype: str = setting("float32", one_of(DTYPES))
+    attention: str | None = setting(None, text())
+    shape: ModelShape | Mapping[str, Any] | None = setting(
+        None, section(ModelShape, "with of, architecture and config")
+    )
 
     def __post_init__(self) -> None:
-        with collect_errors("model section") as check:
-            for field in ("name", "architecture", "attention"):
-                with check:
-                    check_text("model", field, getattr(self, field))
+        with read_fields(self, "model section", "model.") as check:
             with check:
-                choose("model.task", self.task, TASKS)
+                if check.good("shape", "config") and self.name is None and self.architecture is None:
+                    self._take_shape()
             with check:
-                choose("model.dtype", self.dtype, DTYPES)
-            with check:
-                self._read_shape()
-            with check:
-                if (self.name is None) == (self.architecture is None):
+                if check.good("name", "architecture", "shape") and (self.name is None) == (self.architecture is None):
                     raise OffloadConfigError(
                         "model: give either name (a pretrained model) or architecture (with config, for random "
                         f"weights), not {'both' if self.name else 'neither'}."
                     )
             with check:
-                if not isinstance(self.config, Mapping):
-                    raise OffloadConfigError(f"model.config={self.config!r} is not a mapping of configuration fields.")
-                if self.name is not None and self.config:
+                if check.good("name", "config") and self.name is not None and self.config:
                     raise OffloadConfigError(
                         "model.config is for models from random weights: set architecture, or drop config."
                     )
             with check:
-                if isinstance(self.architecture, str) and isinstance(self.config, Mapping):
-                    _check_architecture(self.architecture, self.config, self.task)
+                architecture, config = self._configured()
+                if architecture is not None and check.good("architecture", "config", "shape"):
+                    _check_names(architecture, config, self.task if check.good("task") else None)
 
-    def _read_shape(self) -> None:
-        if self.shape is None:
-            return
-        if not isinstance(self.shape, (Mapping, ModelShape)):
-            raise OffloadConfigError(f"model.shape={self.shape!r} is not a mapping with of, architecture and config.")
-        shape = from_mapping(ModelShape, self.shape, "model.shape") if isinstance(self.shape, Mapping) else self.shape
-        object.__setattr__(self, "shape", shape)
-        if self.name is not None:
-            _check_architecture(shape.architecture, shape.config, self.task)
-        elif self.architecture is None and isinstance(self.config, Mapping):
-            object.__setattr__(self, "architecture", shape.architecture)
-            object.__setattr__(self, "config", {**shape.config, **self.config})
+    def _take_shape(self) -> None:
+        if isinstance(self.shape, ModelShape):
+            object.__setattr__(self, "architecture", self.shape.architecture)
+            object.__setattr__(self, "config", {**self.shape.config, **self.config})
+
+    def check_library(self) -> None:
+        """Raise :class:`OffloadConfigError` for what transformers refuses. Loads torch, which takes seconds."""
+        architecture, config = self._configured()
+        if architecture is not None:
+            _check_values(architecture, config)
+
+    def _configured(self) -> tuple[str | None, Mapping[str, Any]]:
+        if self.architecture is None and isinstance(self.shape, ModelShape):
+            return self.shape.architecture, self.shape.config
+        return self.architecture, self.config
 
     @property
     def published(self) -> ModelShape | None:
@@ -89,47 +90,35 @@ class ModelRecipe:
         return shape if isinstance(shape, ModelShape) and self.name in shape.of else None
 
 
-def _check_architecture(architecture: str, config: Mapping[str, Any], task: str) -> None:
-    """Refuse an unknown architecture and configuration fields that its configuration would swallow silently."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    )
+def _check_names(architecture: str, config: Mapping[str, Any], task: str | None) -> None:
+    """Refuse an unknown architecture and fields that its configuration would swallow silently."""
+    trainable = architectures(task)
+    if trainable and architecture not in trainable:
+        known = f"has no {TASKS[task]}" if task and architecture in architectures() else "is unknown to transformers"
+        raise OffloadConfigError(f"model.architecture={shown(architecture)} {known}.{nearest(architecture, trainable)}")
+    _check_fields(architecture, config, config_fields(architecture))
 
-    models: Mapping[str, Mapping[str, Any]] = {
-        "causal-lm": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "masked-lm": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "seq2seq-lm": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "sequence-classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    }
-    # An unknown task is a mistake of its own, and no reason to leave out the others.
-    trainable = [name for name in CONFIG_MAPPING_NAMES if task not in models or name in models[task]]
-    if architecture not in trainable:
-        known = f"has no {TASKS[task]}" if architecture in CONFIG_MAPPING_NAMES else "is unknown to transformers"
-        raise OffloadConfigError(f"model.architecture={architecture!r} {known}.{nearest(architecture, trainable)}")
-    config_class = CONFIG_MAPPING[architecture]
-    known_fields = {*config_class().to_dict(), *config_class.attribute_map}
+
+def _check_fields(architecture: str, config: Mapping[str, Any], known: Iterable[str] | None) -> None:
     with collect_errors(f"configuration of {architecture}") as check:
         for key in config:
             with check:
-                if key not in known_fields:
-                    hint = nearest(key, known_fields)
-                    raise OffloadConfigError(f"model.config: {architecture} has no field {key!r}.{hint}")
-        with check:
-            try:
-                # The architecture's own special tokens may lie outside a small vocabulary; those of the tokenizer
-                # replace them.
-                tokens: dict[str, Any] = {
-                    token: None for token in ("bos_token_id", "eos_token_id") if token in known_fields
-                }
-                config_class(**(tokens | dict(config)))
-            except (StrictDataclassError, TypeError, ValueError) as error:  # the configuration's own checks
-                raise OffloadConfigError(f"model.config: {_one_line(error)}") from error
+                if known is not None and key not in known:
+                    raise OffloadConfigError(
+                        f"model.config: {architecture} has no field {shown(key)}.{nearest(key, sorted(known))}"
+                    )
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _check_values(architecture: str, config: Mapping[str, Any]) -> None:
+    """What the configuration's own checks refuse."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[architecture]
+    known = {*config_class().to_dict(), *config_class.attribute_map}
+    _check_fields(architecture, config, known)
+    # The architecture's own special tokens may lie outside a small vocabulary; those of the tokenizer replace them.
+    tokens: dict[str, Any] = {token: None for token in ("bos_token_id", "eos_token_id") if token in known}
+    try:
+        config_class(**(tokens | dict(config)))
+    except Exception as error:  # whatever a configuration raises for values it cannot take
+        raise OffloadConfigError(f"model.config: {cropped(str(error), 2 * LONGEST)}") from error

@@ -15,14 +15,26 @@ from typing import Any
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.evaluation import EvaluationRecipe
 from hf_offload.settings.layers import drop_nulls, read_layers
-from hf_offload.settings.load import collect_errors, from_mapping, nearest
+from hf_offload.settings.load import collect_errors, from_mapping, nearest, renaming
+from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_data import RANDOM_TOKENS, DataRecipe, HubData
-from hf_offload.settings.recipe_files import apply_override, find_recipe, recipe_names
+from hf_offload.settings.recipe_files import find_recipe, recipe_names
 from hf_offload.settings.recipe_model import DTYPES, TASKS, ModelRecipe
 from hf_offload.settings.recipe_training import training_value
 from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.shown import shown
 
-__all__ = ["DTYPES", "RANDOM_TOKENS", "TASKS", "DataRecipe", "HubData", "ModelRecipe", "Recipe", "load_recipe"]
+__all__ = [
+    "DTYPES",
+    "RANDOM_TOKENS",
+    "TASKS",
+    "DataRecipe",
+    "HubData",
+    "ModelRecipe",
+    "Recipe",
+    "load_recipe",
+    "read_recipe",
+]
 
 SECTIONS = ("model", "data", "training", "evaluation", "offload", "sampling", "memory")
 
@@ -43,20 +55,21 @@ class Recipe:
     @property
     def output_dir(self) -> Path:
         """Where checkpoints and, unless ``data.cache_dir`` says otherwise, prepared data go."""
-        return Path(self.training.get("output_dir") or Path("runs") / self.name.replace("/", "_"))
+        return Path(self.training.get("output_dir") or Path("runs") / self.name.replace("/", "_")).expanduser()
 
     @property
     def cache_dir(self) -> Path:
         """Where prepared data and a trained tokenizer go."""
-        return Path(self.data.cache_dir) if self.data.cache_dir else self.output_dir / "data"
+        return Path(self.data.cache_dir).expanduser() if self.data.cache_dir else self.output_dir / "data"
 
 
-def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe and apply ``overrides`` such as ``training.max_steps=3``; a later one wins.
+def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply ``overrides`` such as ``training.max_steps=3``; a later one wins. Imports no library.
 
     Values are YAML: ``offload.tier=ssd``, ``data.files=[a.txt, b.txt]``, ``offload={tier: none}`` (a whole section),
-    ``offload.directory=null`` (back to the default). What the file names under ``base`` is merged below it
-    (:mod:`hf_offload.settings.layers`). Raises :class:`OffloadConfigError` with every mistake in it.
+    ``offload.directory=null`` (back to the default); text and paths are taken as they are written. What the file names under
+    ``base`` is merged below it (:mod:`hf_offload.settings.layers`). Raises :class:`OffloadConfigError` with every mistake in
+    it.
     """
     path = find_recipe(path_or_name)
     layers = read_layers(path)
@@ -72,7 +85,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                 if key not in SECTIONS:
                     where = layers.other_layer(key) or name
                     raise OffloadConfigError(
-                        f"{where}: unknown section {key!r}.{nearest(key, SECTIONS)} Known: {', '.join(SECTIONS)}."
+                        f"{where}: unknown section {shown(key)}.{nearest(key, SECTIONS)} Known: {', '.join(SECTIONS)}."
                     )
         sections: dict[str, Mapping[str, Any]] = {}
         for key in SECTIONS:
@@ -80,7 +93,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
             with check:
                 section = tree.get(key)
                 if section is not None and not isinstance(section, Mapping):
-                    raise OffloadConfigError(f"{name}: section {key} is {section!r}, not a mapping of settings.")
+                    raise OffloadConfigError(f"{name}: section {key} is {shown(section)}, not a mapping of settings.")
                 sections[key] = section or {}
         data: Any = None
         evaluation: Any = None
@@ -99,13 +112,8 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                 if "sampled_linear" in asked:
                     raise OffloadConfigError("offload.sampled_linear and the section sampling say the same: drop one.")
                 asked["sampled_linear"] = sections["sampling"]
-            offload = from_mapping(OffloadConfig, asked, "offload")
-        with check, layers.naming("memory"):
-            if sections["memory"]:
-                from hf_offload.memory_modes.registry import memory_mode  # loads optimizers, which few recipes need
-
-                settings = {key: value for key, value in sections["memory"].items() if key != "mode"}
-                memory_mode(str(sections["memory"].get("mode", "none")), settings)
+            with renaming("offload", {"offload: sampled_linear": "sampling"} if "sampling" in tree else {}):
+                offload = from_mapping(OffloadConfig, asked, "offload")
         with check:
             if sections["data"].get("streaming") is True and int(training.get("max_steps") or 0) <= 0:
                 raise OffloadConfigError("data.streaming has no known end: set training.max_steps.")
@@ -135,3 +143,23 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     return Recipe(
         name=name, model=model, data=data, training=training, offload=offload, evaluation=evaluation, memory=memory
     )
+
+
+def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """:func:`read_recipe`, and what only the libraries can judge: values of ``model.config``, the section ``memory``.
+
+    Raises :class:`OffloadConfigError` with every mistake in it. Libraries, which take seconds to load, are not asked about a
+    recipe that is wrong anyway.
+    """
+    recipe = read_recipe(path_or_name, overrides)
+    layers = read_layers(find_recipe(path_or_name))
+    with collect_errors(f"recipe {recipe.name}") as check:
+        with check, layers.naming("model"):
+            recipe.model.check_library()
+        with check, layers.naming("memory"):
+            if recipe.memory:
+                from hf_offload.memory_modes.registry import memory_mode
+
+                settings = {key: value for key, value in recipe.memory.items() if key != "mode"}
+                memory_mode(recipe.memory.get("mode", "none"), settings)
+    return recipe

@@ -1,12 +1,14 @@
 """What the user asked to have sampled."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose, collect_errors, from_mapping
+from hf_offload.settings.load import from_mapping, renaming
+from hf_offload.settings.shown import shown
+from hf_offload.settings.text_files import parse_json
+from hf_offload.settings.values import flag, names, number, one_of, read_fields, setting, whole
 
 ESTIMATORS = ("wta-crs", "crs", "rad", "features", "exact")
 ACTIVATION, GRADIENT_CACHE = "activation", "gradient-cache"
@@ -33,42 +35,21 @@ class SampledLinearConfig:
         share_inputs: Layers that are given the same tensor (queries, keys and values) keep one part of it together.
     """
 
-    ratio: float = 0.3
-    min_rows: int = 10
-    estimator: str = "wta-crs"
-    probabilities: str = ACTIVATION
-    targets: str | Sequence[str] = "auto"
-    share_inputs: bool = True
+    ratio: float = setting(0.3, number(above=0, at_most=1))
+    min_rows: int = setting(10, whole(1, "of rows"))
+    estimator: str = setting("wta-crs", one_of(ESTIMATORS))
+    probabilities: str = setting(ACTIVATION, one_of(PROBABILITIES))
+    targets: str | Sequence[str] = setting("auto", names("ends of module names", alone=("auto", "all")))
+    share_inputs: bool = setting(True, flag())
 
     def __post_init__(self) -> None:
-        with collect_errors("settings of sampled linear layers") as check:
-            with check:
-                if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 < self.ratio <= 1:
-                    raise OffloadConfigError(
-                        f"ratio={self.ratio!r} is not a part: give a number above 0 and at most 1."
-                    )
-            with check:
-                if isinstance(self.min_rows, bool) or not isinstance(self.min_rows, int) or self.min_rows < 1:
-                    raise OffloadConfigError(f"min_rows={self.min_rows!r} is not a number of rows: give 1 or more.")
-            with check:
-                choose("estimator", self.estimator, ESTIMATORS)
-            with check:
-                choose("probabilities", self.probabilities, PROBABILITIES)
-                if self.probabilities == GRADIENT_CACHE and self.estimator in ("rad", "features"):
-                    raise OffloadConfigError(
-                        f"probabilities={GRADIENT_CACHE!r} is about rows, and estimator={self.estimator!r} draws columns: "
-                        "take estimator='wta-crs' or 'crs'."
-                    )
-            with check:
-                if not isinstance(self.share_inputs, bool):
-                    raise OffloadConfigError(f"share_inputs={self.share_inputs!r} is neither true nor false.")
-            with check:
-                targets = self.targets if isinstance(self.targets, str) else tuple(self.targets)
-                if not targets or not all(isinstance(name, str) and name for name in targets):
-                    raise OffloadConfigError(f"targets={self.targets!r}: say 'auto', 'all', or ends of module names.")
-                if isinstance(targets, str) and targets not in ("auto", "all"):
-                    targets = tuple(name.strip() for name in targets.split(","))
-                object.__setattr__(self, "targets", targets)
+        with read_fields(self, "settings of sampled linear layers") as check, check:
+            by_columns = check.good("estimator") and self.estimator in ("rad", "features")
+            if by_columns and check.good("probabilities") and self.probabilities == GRADIENT_CACHE:
+                raise OffloadConfigError(
+                    f"probabilities={GRADIENT_CACHE!r} is about rows, and estimator={self.estimator!r} draws columns: "
+                    "take estimator='wta-crs' or 'crs'."
+                )
 
     @property
     def samples(self) -> bool:
@@ -80,20 +61,16 @@ class SampledLinearConfig:
         return min(whole, max(self.min_rows, int(self.ratio * whole)))
 
 
-def sampled_linear(value: Any) -> SampledLinearConfig | None:
+def sampled_linear(value: Any, name: str = "sampled_linear") -> SampledLinearConfig | None:
     """What a setting says: a ratio, a mapping, the JSON text of either, or nothing.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError`.
     """
+    if isinstance(value, str):
+        value = parse_json(value, f"{name}={shown(value)} is neither a ratio such as 0.3 nor settings in JSON: it")
     if value is None or isinstance(value, SampledLinearConfig):
         return value
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise OffloadConfigError(
-                f"sampled_linear={value!r} is neither a ratio such as 0.3 nor settings in JSON: {error}."
-            ) from error
     if isinstance(value, Mapping):
-        return from_mapping(SampledLinearConfig, value, "sampled_linear")
-    return SampledLinearConfig(ratio=value)
+        return from_mapping(SampledLinearConfig, value, name)
+    with renaming(name, {"ratio": name}):
+        return SampledLinearConfig(ratio=value)

@@ -8,9 +8,18 @@ from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.lean import LeanConfig, lean_activations
-from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.sampling import SampledLinearConfig, sampled_linear
-from hf_offload.settings.sizes import parse_bytes
+from hf_offload.settings.values import (
+    FieldCheck,
+    Reader,
+    folders,
+    names,
+    one_of,
+    read_fields,
+    setting,
+    size,
+    whole,
+)
 
 TIERS = ("none", "ram", "ssd", "auto")
 TIER_ALIASES = {"cpu": "ram", "disk": "ssd", "nvme": "ssd"}
@@ -30,6 +39,13 @@ SIZES = (
 """The settings that are sizes in bytes."""
 
 Directory = str | os.PathLike[str]
+
+
+def _tiled_mlp(name: str, value: Any) -> str | tuple[str, ...]:
+    if isinstance(value, bool):
+        value = "on" if value else "off"
+    found: str | tuple[str, ...] = names("module names", alone=TILED)(name, value)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,108 +86,76 @@ class OffloadConfig:
             :class:`~hf_offload.LeanConfig` explains them.
     """
 
-    tier: str = "ssd"
-    memory_budget: int | str | None = None
-    directory: Directory | Sequence[Directory] | None = None
-    ram_budget: int | str | None = None
-    disk_budget: int | str | None = None
-    min_offload_bytes: int | str = "256KiB"
-    keep_last_count: int = 0
-    read_ahead_bytes: int | str | None = None
-    verify: str = "off"
-    max_disk_write_bytes: int | str | None = None
-    at_disk_write_limit: str = "keep"
-    disk_rated_bytes: int | str | None = None
-    tiled_loss: str = "off"
-    tiled_mlp: str | Sequence[str] = "off"
-    tile_bytes: int | str | None = None
-    sampled_linear: "float | str | Mapping[str, Any] | SampledLinearConfig | None" = None
-    lean_activations: "str | Sequence[str] | LeanConfig | None" = None
+    tier: str = setting("ssd", one_of(TIERS, TIER_ALIASES))
+    memory_budget: int | str | None = setting(None, size())
+    directory: Directory | Sequence[Directory] | None = setting(None, folders())
+    ram_budget: int | str | None = setting(None, size())
+    disk_budget: int | str | None = setting(None, size())
+    min_offload_bytes: int | str = setting("256KiB", size())
+    keep_last_count: int = setting(0, whole(0, "of blocks"))
+    read_ahead_bytes: int | str | None = setting(None, size())
+    verify: str = setting("off", one_of(VERIFY))
+    max_disk_write_bytes: int | str | None = setting(None, size())
+    at_disk_write_limit: str = setting("keep", one_of(AT_LIMIT))
+    disk_rated_bytes: int | str | None = setting(None, size(at_least=1))
+    tiled_loss: str = setting("off", one_of(TILED, on_off=True))
+    tiled_mlp: str | Sequence[str] = setting("off", Reader(_tiled_mlp))
+    tile_bytes: int | str | None = setting(None, size(at_least=1))
+    sampled_linear: "float | str | Mapping[str, Any] | SampledLinearConfig | None" = setting(
+        None, Reader(lambda name, value: sampled_linear(value, name))
+    )
+    lean_activations: "str | Sequence[str] | LeanConfig | None" = setting(
+        None, Reader(lambda name, value: lean_activations(value, name))
+    )
 
     def __post_init__(self) -> None:
-        with collect_errors("offload settings") as check:
+        with read_fields(self, "offload settings") as check:
             with check:
-                self._set("tier", TIER_ALIASES.get(self.tier, self.tier))
-                choose("tier", self.tier, TIERS, aliases=TIER_ALIASES)
-            with check:
-                choose("verify", self.verify, VERIFY)
-            with check:
-                choose("at_disk_write_limit", self.at_disk_write_limit, AT_LIMIT)
-                if self.at_disk_write_limit == "stop" and self.max_disk_write_bytes is None:
+                if (
+                    check.good("at_disk_write_limit", "max_disk_write_bytes")
+                    and self.at_disk_write_limit == "stop"
+                    and self.max_disk_write_bytes is None
+                ):
                     raise OffloadConfigError(
                         "at_disk_write_limit='stop', but there is no limit: set max_disk_write_bytes, or leave it out."
                     )
-            for name in ("tiled_loss", "tiled_mlp"):
-                if isinstance(getattr(self, name), bool):  # what YAML makes of an unquoted on
-                    self._set(name, "on" if getattr(self, name) else "off")
             with check:
-                choose("tiled_loss", self.tiled_loss, TILED)
-            with check:
-                self._set("tiled_mlp", _modules(self.tiled_mlp))
-            with check:
-                if self.memory_budget is not None and self.tier != "auto" and self.tier in TIERS:
-                    raise OffloadConfigError(
-                        f"memory_budget is given, but tier={self.tier!r} moves everything whatever it is: set tier='auto'."
-                    )
-            with check:
-                if self.tier == "auto" and (self.keep_last_count or self.read_ahead_bytes is not None):
-                    raise OffloadConfigError(
-                        "tier='auto' decides itself what is kept and how far is read ahead: drop keep_last_count and "
-                        "read_ahead_bytes."
-                    )
-            for name in SIZES:
-                with check:
-                    value = getattr(self, name)
-                    if value is not None:
-                        self._set(name, parse_bytes(value, name))
-            with check:
-                if self.disk_rated_bytes == 0:
-                    raise OffloadConfigError(
-                        "disk_rated_bytes=0 is no drive: give what its maker says, or leave it out."
-                    )
-            with check:
-                if self.tiled_mlp == "auto" and self.tier != "auto":
-                    raise OffloadConfigError(
-                        f"tiled_mlp='auto' waits for a memory budget that nothing else fits, and tier={self.tier!r} has "
-                        "none: set tier='auto', or tiled_mlp='on'."
-                    )
-            with check:
-                if self.tile_bytes == 0:
-                    raise OffloadConfigError("tile_bytes=0 leaves no room for any token: give more, or leave it out.")
-                if self.tile_bytes is not None and not self.tiles:
+                if check.good("tiled_loss", "tiled_mlp") and self.tile_bytes is not None and not self.tiles:
                     raise OffloadConfigError(
                         "tile_bytes is given, but nothing is tiled: set tiled_loss='on', or leave it out."
                     )
-            with check:
-                self._set("sampled_linear", sampled_linear(self.sampled_linear))
-            with check:
-                self._set("lean_activations", lean_activations(self.lean_activations))
-            with check:
-                self._set("directory", directory_paths(self.directory))
-            with check:
-                if isinstance(self.keep_last_count, bool) or not isinstance(self.keep_last_count, int):
-                    raise OffloadConfigError(
-                        f"keep_last_count={self.keep_last_count!r} is not a whole number of blocks."
-                    )
-                if self.keep_last_count < 0:
-                    raise OffloadConfigError(f"keep_last_count={self.keep_last_count} is negative: give zero or more.")
-            with check:
-                if self.tier == "none" and self.directory:
-                    raise OffloadConfigError(
-                        "directory is given but tier='none' offloads nothing: set tier='ssd' or drop it."
-                    )
-                given = [
-                    name
-                    for name in ("directory", "disk_budget", "max_disk_write_bytes", "disk_rated_bytes")
-                    if getattr(self, name) is not None
-                ]
-                if self.tier == "ram" and given:
-                    raise OffloadConfigError(
-                        f"{', '.join(given)} given, but tier='ram' writes no files: set tier='ssd', or leave it out."
-                    )
+            if check.good("tier"):
+                self._check_tier(check)
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+    def _check_tier(self, check: FieldCheck) -> None:
+        with check:
+            if self.memory_budget is not None and self.tier != "auto":
+                raise OffloadConfigError(
+                    f"memory_budget is given, but tier={self.tier!r} moves everything whatever it is: set tier='auto'."
+                )
+        with check:
+            if self.tier == "auto" and (self.keep_last_count or self.read_ahead_bytes is not None):
+                raise OffloadConfigError(
+                    "tier='auto' decides itself what is kept and how far is read ahead: drop keep_last_count and "
+                    "read_ahead_bytes."
+                )
+        with check:
+            if check.good("tiled_mlp") and self.tiled_mlp == "auto" and self.tier != "auto":
+                raise OffloadConfigError(
+                    f"tiled_mlp='auto' waits for a memory budget that nothing else fits, and tier={self.tier!r} has "
+                    "none: set tier='auto', or tiled_mlp='on'."
+                )
+        with check:
+            if self.tier == "none" and self.directory:
+                raise OffloadConfigError(
+                    "directory is given but tier='none' offloads nothing: set tier='ssd' or drop it."
+                )
+            of_files = ("directory", "disk_budget", "max_disk_write_bytes", "disk_rated_bytes")
+            given = [name for name in of_files if getattr(self, name) is not None]
+            if self.tier == "ram" and given:
+                raise OffloadConfigError(
+                    f"{', '.join(given)} given, but tier='ram' writes no files: set tier='ssd', or leave it out."
+                )
 
     @property
     def tiles(self) -> bool:
@@ -197,28 +181,3 @@ class OffloadConfig:
     def directories(self) -> tuple[Path, ...]:
         """The directories to stripe over; empty when none was named."""
         return self.directory or ()  # type: ignore[return-value]  # __post_init__ made it a tuple of paths
-
-
-def _modules(value: Any) -> str | tuple[str, ...]:
-    if isinstance(value, str) and value in TILED:
-        return value
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise OffloadConfigError(f"tiled_mlp={value!r} is none of {', '.join(TILED)} and no list of module names.")
-    found = tuple(name.strip() for name in names if name.strip())
-    if not found:
-        raise OffloadConfigError(f"tiled_mlp={value!r} names no module: say one of {', '.join(TILED)}, or names.")
-    return found
-
-
-def directory_paths(value: Any) -> tuple[Path, ...] | None:
-    """One directory or several, as paths; ``None`` for none. Raises :class:`OffloadConfigError` for anything else."""
-    if value is None or value == "":
-        return None
-    items = [value] if isinstance(value, (str, os.PathLike)) else list(value)
-    if not items or not all(isinstance(item, (str, os.PathLike)) for item in items):
-        raise OffloadConfigError(f"directory={value!r} is neither a path nor a list of paths.")
-    paths = tuple(Path(item).expanduser() for item in items)
-    if len(set(paths)) != len(paths):
-        raise OffloadConfigError(f"directory names the same path twice: {', '.join(map(str, paths))}.")
-    return paths

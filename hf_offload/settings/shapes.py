@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import collect_errors
+from hf_offload.settings.values import mapping, names, read_fields, setting, text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,22 +18,10 @@ class ModelShape:
         config: Fields of the configuration; those left out have the architecture's defaults.
     """
 
-    of: str | Sequence[str] = ()
-    architecture: str = ""
-    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    of: str | Sequence[str] = setting((), names("names of the hub"))
+    architecture: str = setting("", text())
+    config: Mapping[str, Any] = setting({}, mapping("of configuration fields"))
 
     def __post_init__(self) -> None:
-        with collect_errors("model.shape") as check:
-            with check:
-                names = (self.of,) if isinstance(self.of, str) else self.of
-                if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
-                    raise OffloadConfigError(f"model.shape.of={self.of!r} is neither a name nor a list of names.")
-                object.__setattr__(self, "of", tuple(names))
-            with check:
-                if not isinstance(self.architecture, str) or not self.architecture:
-                    raise OffloadConfigError(f"model.shape.architecture={self.architecture!r} is not text.")
-            with check:
-                if not isinstance(self.config, Mapping):
-                    raise OffloadConfigError(
-                        f"model.shape.config={self.config!r} is not a mapping of configuration fields."
-                    )
+        with read_fields(self, "model.shape", "model.shape."):
+            pass

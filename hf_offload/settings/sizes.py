@@ -1,8 +1,10 @@
 """Sizes in bytes, as people write them: ``20GiB``, ``512 MB``, ``1e9``."""
 
+import math
 import re
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.shown import shown
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -12,27 +14,38 @@ for _power, _letter in enumerate("kmgtp", start=1):
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
+LARGEST = 2**63 - 1
+"""Most that a size or a count may be: what systems count in."""
+
+
 def parse_bytes(value: int | float | str, name: str = "size") -> int:
     """Turn ``"20GiB"`` (or a plain number of bytes) into an ``int``.
 
     ``KiB``/``K`` count in 1024s, ``KB`` in 1000s. Raises :class:`OffloadConfigError` that names the setting ``name``.
     """
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 1e9 in YAML
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise OffloadConfigError(f"{name}={value!r} is not a size: give a number of bytes or a string such as '20GiB'.")
-    if isinstance(value, int):
-        size = value
-    else:
+    size: int | float
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise OffloadConfigError(
+            f"{name}={shown(value)} is not a size: give a number of bytes or text such as '20GiB'."
+        )
+    if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         if match is None or match[2].lower() not in _UNITS:
             raise OffloadConfigError(
-                f"{name}={value!r} is not a size: write it as '20GiB', '500MB' or a number of bytes."
+                f"{name}={shown(value)} is not a size: write it as '20GiB', '500MB' or a number of bytes."
             )
-        size = round(float(match[1]) * _UNITS[match[2].lower()])
+        size = float(match[1]) * _UNITS[match[2].lower()]
+    elif isinstance(value, float) and (math.isnan(value) or (math.isfinite(value) and not value.is_integer())):
+        raise OffloadConfigError(
+            f"{name}={value!r} is not a size: give a whole number of bytes or text such as '20GiB'."
+        )
+    else:
+        size = value
     if size < 0:
-        raise OffloadConfigError(f"{name}={value!r} is negative: give a size of zero bytes or more.")
-    return size
+        raise OffloadConfigError(f"{name}={shown(value)} is negative: give a size of zero bytes or more.")
+    if not size <= LARGEST:
+        raise OffloadConfigError(f"{name}={shown(value)} is more than any device has: give less than 8 EiB.")
+    return round(size)
 
 
 def format_bytes(size: float) -> str:

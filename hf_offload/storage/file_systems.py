@@ -3,11 +3,14 @@
 import logging
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.shown import shown
+from hf_offload.settings.text_files import reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +66,20 @@ def check_directory(path: str | os.PathLike[str], mountinfo: str | None = None) 
             f"tier='ssd' needs Linux, and this is {sys.platform}: unlinked files, preallocation and direct I/O differ. "
             "Use tier='ram', or tier='none'."
         )
-    _refuse_foreign_links(path)
-    if not path.exists():
-        raise OffloadConfigError(f"directory {str(path)!r} does not exist: create it, or name another one.")
-    if not path.is_dir():
+    try:
+        _refuse_foreign_links(path)
+        is_directory = stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        raise OffloadConfigError(
+            f"directory {shown(str(path))} does not exist: create it, or name another one."
+        ) from None
+    except OffloadConfigError:
+        raise
+    except (OSError, ValueError) as error:  # links in a circle, long names, a private folder on the way
+        raise OffloadConfigError(
+            f"directory {shown(str(path))} cannot be used: {reason_of(error)}. Name another one."
+        ) from error
+    if not is_directory:
         raise OffloadConfigError(f"directory {str(path)!r} is a file: name a directory on a local drive.")
     kind = file_system_of(path, mountinfo)
     if kind in NETWORK_FILE_SYSTEMS:

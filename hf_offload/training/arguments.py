@@ -11,8 +11,10 @@ import torch
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.evaluation import LOSS, METRICS, Generation
+from hf_offload.settings.library_source import reporters
 from hf_offload.settings.recipes import Recipe
 from hf_offload.settings.schema import SIZES, OffloadConfig
+from hf_offload.settings.shown import LONGEST, cropped
 from hf_offload.training.metrics import needs_generation
 from hf_offload.training.tasks.pairs import target_length
 
@@ -49,16 +51,26 @@ def build_arguments(recipe: Recipe) -> "TrainingArguments":
         make = OffloadSeq2SeqTrainingArguments if recipe.model.task == "seq2seq-lm" else OffloadTrainingArguments
         with _own_precision():
             arguments = make(**values)
-    except (TypeError, ValueError, ImportError) as error:
-        if isinstance(error, OffloadConfigError):
-            raise
-        raise OffloadConfigError(f"{recipe.name}, section training: {error}") from error
+    except OffloadConfigError:
+        raise
+    except Exception as error:  # whatever TrainingArguments raises for values it cannot take
+        raise OffloadConfigError(f"{recipe.name}, section training: {cropped(str(error), 2 * LONGEST)}") from error
+    _check_reporters(arguments)
     if arguments.offload_config() != recipe.offload:
         raise OffloadConfigError(
             f"{recipe.name}, section offload: {recipe.offload} does not fit into training arguments, which make it "
             f"{arguments.offload_config()}. A directory's name must not hold a comma or begin or end with a space."
         )
     return arguments
+
+
+def _check_reporters(arguments: "TrainingArguments") -> None:
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+    installed = get_available_reporting_integrations()
+    for name in arguments.report_to or ():
+        if name in reporters() and name not in installed and name != "flyte":  # which is not looked for
+            raise OffloadConfigError(f"training.report_to: {name} is not installed: install it, or say none.")
 
 
 @contextlib.contextmanager

@@ -1,14 +1,17 @@
 """Rows of a recipe: every source goes through one ``datasets`` loader, at once or streaming."""
 
+import contextlib
 import glob
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import nearest
 from hf_offload.settings.recipe_data import DataRecipe, HubData
+from hf_offload.settings.shown import cropped, listed, nearest, shown
+from hf_offload.settings.text_files import check_text, is_file
+from hf_offload.settings.values import expand
 from hf_offload.training.loading import loading
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ _READERS = {
     ".rst": "text",
     ".txt": "text",
 }
+_TEXT = ("string", "large_string", "string_view")
 _NO_PROGRAM_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -69,7 +73,7 @@ def load_parts(
     rows = load_rows(data, cache_dir)
     held_back: Dataset | IterableDataset | None = None
     value: Any = data.validation
-    rows = _with_columns(rows, columns, "the data")
+    rows = _with_columns(rows, columns, data, "the data")
     if isinstance(value, float):
         if len(rows) == len(columns) == 1 and isinstance(text := rows[0][columns[0]], str):
             return _cut_text(text, columns[0], value)
@@ -85,7 +89,7 @@ def load_parts(
         assert isinstance(data.hub, HubData)  # DataRecipe sees to it
         held_back = _load_hub(data.hub, value["split"], data, cache_dir)
     if held_back is not None:
-        held_back = _with_columns(held_back, columns, "data.validation")
+        held_back = _with_columns(held_back, columns, data, "data.validation")
     return rows, held_back
 
 
@@ -101,17 +105,50 @@ def _cut_text(text: str, column: str, share: float) -> "tuple[Dataset, Dataset]"
     return Dataset.from_dict({column: [text[:cut]]}), Dataset.from_dict({column: [text[cut:]]})
 
 
-def _with_columns(rows: "Dataset | IterableDataset", columns: Sequence[str], what: str) -> "Dataset | IterableDataset":
-    """``rows`` if they have ``columns``; parts of a column, such as ``translation.en``, become columns of their own."""
+def _with_columns(
+    rows: "Dataset | IterableDataset", columns: Sequence[str], data: DataRecipe, what: str
+) -> "Dataset | IterableDataset":
+    """``rows`` if they have ``columns``, with text where text is read; parts of a column, such as ``translation.en``, become
+    columns of their own.
+    """
     if any("." in column for column in columns) and hasattr(rows, "flatten"):
         rows = rows.flatten()
-    there = column_names(rows)
+    with _reading(f"{what} cannot be read"):
+        there = column_names(rows)
+    if not there or (hasattr(rows, "__len__") and len(rows) == 0):
+        raise OffloadConfigError(f"There are no rows in {what}.")
     for column in columns:
         if column not in there:
             raise OffloadConfigError(
-                f"The column {column!r} is not in {what}.{nearest(column, there)} It has: {', '.join(there) or 'no rows'}."
+                f"The column {shown(column)} is not in {what}.{nearest(column, there)} It has: {listed(there, column)}."
+            )
+    for column in data.text_columns():
+        kind = getattr((rows.features or {}).get(column), "dtype", None)
+        if column in columns and column != data.messages_column and rows.features is not None and kind not in _TEXT:
+            raise OffloadConfigError(
+                f"The column {shown(column)} of {what} holds {_kind_of(rows.features[column])}: text is needed."
             )
     return rows
+
+
+def _kind_of(feature: Any) -> str:
+    kind = str(getattr(feature, "dtype", None) or type(feature).__name__)
+    return {"null": "nothing", "dict": "mappings", "list": "lists"}.get(kind, f"values of type {cropped(kind)}")
+
+
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Say in a few words, after ``what``, whatever the readers of `datasets` raise for files they cannot take."""
+    try:
+        yield
+    except OffloadConfigError:
+        raise
+    except Exception as error:
+        reason = error.__cause__ or error
+        raise OffloadConfigError(f"{what}: {cropped(str(reason)) or 'it holds nothing'}") from (
+            # A RuntimeError that a StopIteration causes is taken for that StopIteration by contextlib.
+            None if isinstance(error, StopIteration) else error
+        )
 
 
 def column_names(dataset: "Dataset | IterableDataset") -> list[str]:
@@ -137,30 +174,37 @@ def _load_hub(hub: HubData, split: str, data: DataRecipe, cache_dir: Path) -> "D
 
 def _load_files(paths: list[Path], setting: str, data: DataRecipe, cache_dir: Path) -> "Dataset | IterableDataset":
     from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
+    from pyarrow import parquet
 
     readers = {_READERS[path.suffix.lower()] for path in paths}
     if len(readers) > 1:
         raise OffloadConfigError(f"{setting} mixes {' and '.join(sorted(readers))} files: give files of one kind.")
     (reader,) = readers
+    if reader != "parquet":
+        for (
+            path
+        ) in paths:  # a reader may put other characters where it cannot decode, or fail in the middle of a stream
+            check_text(path, f"{setting}: the file")
     where: dict[str, Any] = {"streaming": data.streaming, "cache_dir": str(cache_dir)}
     if reader == "text":
-        where |= {"sample_by": "document", "encoding_errors": "replace"}
-    try:
+        where |= {"sample_by": "document"}
+    with _reading(f"{setting} cannot be read as {reader}"):
+        if reader == "parquet" and not sum(parquet.read_metadata(path).num_rows for path in paths):
+            raise OffloadConfigError(f"There are no rows in {setting}.")
         return load_dataset(reader, data_files=[str(path) for path in paths], split="train", **where)
-    except (DatasetsError, OSError, ValueError) as error:
-        raise OffloadConfigError(f"{setting} cannot be read as {reader}: {error.__cause__ or error}") from error
 
 
 def _find(setting: str, patterns: Any, data_dir: str | None) -> list[Path]:
-    folder = Path(data_dir or "").expanduser()
+    folder = expand("data.data_dir", data_dir) if data_dir else Path()
     found: list[Path] = []
     for pattern in patterns:
-        path = folder / Path(pattern).expanduser()
+        path = folder / expand(setting, pattern)
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207  absolute patterns
-        matches = [match for match in matches if match.is_file()]
+        matches = [match for match in matches if is_file(match)]
         if not matches:
-            raise OffloadConfigError(f"{setting}: there is no file {pattern!r} (seen from {folder.absolute()}).")
+            raise OffloadConfigError(
+                f"{setting}: there is no file {shown(pattern)} (seen from {cropped(str(folder.absolute()))})."
+            )
         found += matches
     for path in found:
         if path.suffix.lower() not in _READERS:

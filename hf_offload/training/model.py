@@ -8,6 +8,7 @@ import torch
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipes import Recipe
+from hf_offload.settings.shown import LONGEST, cropped
 from hf_offload.training.loading import loading
 from hf_offload.training.tasks.table import find_task
 
@@ -52,8 +53,8 @@ def build_model(
                 config.decoder_start_token_id = config.pad_token_id
             with torch.device(device) if device is not None and device.type != "cpu" else contextlib.nullcontext():
                 built = auto.from_config(config, **options)
-        except (OSError, TypeError, ValueError, ImportError) as error:
-            raise OffloadConfigError(f"{recipe.name}, section model: {error}") from error
+        except Exception as error:  # whatever a model raises for a configuration that it cannot take
+            raise OffloadConfigError(f"{recipe.name}, section model: {cropped(str(error), 2 * LONGEST)}") from error
     if labels is not None and tokenizer is not None and getattr(built.config, "pad_token_id", None) is None:
         built.config.pad_token_id = tokenizer.pad_token_id  # decoders look at the last token that is none
     rows = cast(torch.Tensor, built.get_input_embeddings().weight).shape[0]

@@ -40,6 +40,15 @@ def prepare_data(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", cache_dir
     return Prepared(
         task=task,
         setup=setup,
-        train=task.rows(rows, setup, "the training data"),
-        validation=None if held_back is None else task.rows(held_back, setup, "data.validation"),
+        train=_some(task.rows(rows, setup, "the training data"), "the training data"),
+        validation=None
+        if held_back is None
+        else _some(task.rows(held_back, setup, "data.validation"), "data.validation"),
     )
+
+
+def _some(rows: "Rows", where: str) -> "Rows":
+    """``rows``, of which there is one at least."""
+    if next(iter(rows), None) is None:
+        raise OffloadConfigError(f"No row can be made of {where}: is every text of it empty?")
+    return rows

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.shown import cropped
+from hf_offload.settings.text_files import parse_json, read_text
 from hf_offload.versions import find_versions
 
 WARMUP_STEPS = 2
@@ -73,10 +75,12 @@ class TrainingReport:
     @classmethod
     def read(cls, path: Path) -> "TrainingReport":
         """Read what :meth:`write` wrote."""
+        values = parse_json(read_text(path, "The training report"), str(path))
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, TypeError, ValueError) as error:
-            raise OffloadConfigError(f"{path} is not a training report: {error}. Run the training again.") from error
+            return cls(**values)
+        except TypeError as error:
+            reason = cropped(str(error))
+            raise OffloadConfigError(f"{path} is not a training report: {reason}. Run the training again.") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

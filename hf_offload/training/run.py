@@ -12,6 +12,7 @@ import torch
 
 from hf_offload.allocator import current_allocator
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.load import collect_errors
 from hf_offload.settings.outputs import check_output_file, check_output_folder
 from hf_offload.settings.recipes import RANDOM_TOKENS, Recipe
 from hf_offload.training.arguments import build_arguments
@@ -71,12 +72,17 @@ def run_recipe(
     from hf_offload.reports.memory import MemoryMeter
     from hf_offload.training.recording import Recording  # loads the Trainer
 
-    if report is not None:
-        check_output_file(report, "--report")
-    if save:
-        check_output_folder(recipe.output_dir, "training.output_dir")
-    if recipe.data.source != RANDOM_TOKENS:
-        check_output_folder(recipe.cache_dir, "data.cache_dir" if recipe.data.cache_dir else "training.output_dir")
+    with collect_errors("what the recipe writes") as check:
+        if report is not None:
+            with check:
+                check_output_file(report, "--report")
+        if save:
+            with check:
+                check_output_folder(recipe.output_dir, "training.output_dir")
+        if recipe.data.source != RANDOM_TOKENS:
+            with check:
+                named = "data.cache_dir" if recipe.data.cache_dir else "training.output_dir"
+                check_output_folder(recipe.cache_dir, named)
     arguments = build_arguments(recipe)
     if not save:
         arguments.save_strategy = "no"
@@ -113,6 +119,10 @@ def run_recipe(
     finally:
         if meter is not None:
             meter.stop()
+    if completed and trainer.state.global_step == 0:
+        raise OffloadConfigError(
+            f"{recipe.name}: no step was trained, since the data made no batch: is every text of it empty? Nothing is saved."
+        )
     metrics = _evaluate(trainer) if completed and prepared is not None and prepared.validation is not None else None
     if completed and save and prepared is not None:
         trainer.save_model()

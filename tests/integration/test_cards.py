@@ -16,8 +16,9 @@ from huggingface_hub import ModelCard
 from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
 
-from hf_offload import OffloadCallback, OffloadConfig, OffloadTrainingArguments
+from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadTrainingArguments
 from hf_offload.cli.main import app
+from hf_offload.reports.card import CardFacts, card_of
 from hf_offload.reports.card_memory import Comparison
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.report import TrainingReport
@@ -282,6 +283,43 @@ def test_what_is_no_record_is_explained(record, tmp_path):
     record.write_text(json.dumps(values | {"memory": None}), encoding="utf-8")
     assert "holds no memory: train with `hf-offload train RECIPE --report FILE`" in refused(record)
     assert not (tmp_path / "card").exists()
+
+
+JUNK = (None, "x", -1, 1.5, [], ["x"], {}, {"x": 1}, True, "9" * 5000)
+
+
+def test_of_a_damaged_record_there_is_a_card_or_an_error(record, tmp_path):
+    whole = json.loads(record.read_text(encoding="utf-8"))
+    places = [(name,) for name in whole]
+    places += [(name, key) for name, part in whole.items() if isinstance(part, dict) for key in part]
+    facts = CardFacts(name="a", license="mit", dataset="b", dataset_license="mit")
+    damaged = tmp_path / "damaged.json"
+    refused = []
+    for name, *inner in places:
+        for junk in JUNK:
+            values = json.loads(json.dumps(whole))
+            if inner:
+                values[name][inner[0]] = junk
+            else:
+                values[name] = junk
+            damaged.write_text(json.dumps(values), encoding="utf-8")
+            try:
+                card_of(TrainingReport.read(damaged), facts, None)
+            except OffloadConfigError as error:
+                refused.append(str(error))
+    assert len(refused) > len(places)
+    assert max(map(len, refused)) < 1000
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"[" * 9000, b"9" * 5000, b"null", b"[]", b'{"recipe": 1}', b"a\0b"], ids=repr
+)
+def test_what_is_no_json_is_no_record(tmp_path, content):
+    (tmp_path / "r.json").write_bytes(content)
+    for read in (TrainingReport.read, Comparison.read):
+        with pytest.raises(OffloadConfigError, match=r"r\.json") as refused:
+            read(tmp_path / "r.json")
+        assert len(str(refused.value)) < 600
 
 
 CARDS = sorted((ROOT / "model_cards").glob("*/*/README.md"))

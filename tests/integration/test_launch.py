@@ -159,7 +159,7 @@ def test_a_script_that_prepares_nothing_is_told(place):
     [
         ((), {}, "nothing to run"),
         (("nowhere.py",), {}, "There is no script 'nowhere.py'"),
-        (("train.py",), {"HF_OFFLOAD_TIER": "tape"}, "tier='tape' is unknown"),
+        (("train.py",), {"HF_OFFLOAD_TIER": "tape"}, "HF_OFFLOAD_TIER='tape' is unknown"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(command, variables, part, place):

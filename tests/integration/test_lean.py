@@ -488,7 +488,7 @@ def test_one_argument_of_the_trainer_is_enough(tmp_path, caplog):
     [
         ("activation", "Did you mean 'activations'"),
         (["norms", "drop-out"], "Did you mean 'dropout'"),
-        (True, "no list of switches: give some of activations, norms, dropout, derivative-8bit"),
+        (True, "no list of switches, which are activations, norms, dropout, derivative-8bit"),
         (0.5, "no list of switches"),
         (["activations", "derivative-8bit"], "'activations' makes results again from the inputs"),
         ("exact,derivative-8bit", "'exact' makes results again"),

@@ -108,12 +108,6 @@ def test_the_standard_library_loads(tmp_path):
     assert len(blocks) > 100
 
 
-def test_broken_text_is_no_obstacle(tmp_path):
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 200)
-    blocks, _ = ids_of(DataRecipe(files=str(tmp_path / "latin.txt"), sequence_length=8, tokenizer=BPE), tmp_path)
-    assert blocks
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_missing_column_is_named_with_those_there_are(tmp_path, streaming):
     data = DataRecipe(files=json_lines(tmp_path), streaming=streaming, sequence_length=16, tokenizer=BPE)

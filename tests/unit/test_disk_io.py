@@ -2,6 +2,7 @@ import ctypes
 import errno
 import logging
 import os
+import subprocess
 import sys
 
 import pytest
@@ -64,6 +65,38 @@ def test_missing_file_and_unwritable_directories_are_told_apart(tmp_path, monkey
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(OffloadConfigError, match="not writable"):
         check_directory(tmp_path)
+
+
+def test_why_a_directory_cannot_be_looked_up_is_said(tmp_path):
+    (tmp_path / "ring").symlink_to("ring")
+    (tmp_path / "file").write_text("x")
+    for path, reason in (
+        (tmp_path / "ring", "symbolic links"),
+        (tmp_path / "ring" / "inside", "symbolic links"),
+        (tmp_path / "file" / "inside", "Not a directory"),
+        (tmp_path / ("x" * 300), "name too long"),
+        ("/" + "x/" * 3000, "name too long"),
+    ):
+        with pytest.raises(OffloadConfigError, match=rf"cannot be used: .*{reason}") as refused:
+            check_directory(path)
+        assert len(str(refused.value)) < 400
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_directory_below_another_users_private_one(tmp_path):
+    (tmp_path / "private" / "inside").mkdir(parents=True)
+    (tmp_path / "private").chmod(0o700)
+    code = (
+        "import os, sys\n"
+        "from hf_offload.storage.file_systems import check_directory\n"
+        "from hf_offload import OffloadConfigError\n"
+        "os.setuid(65534)\n"
+        "try: check_directory(sys.argv[1])\n"
+        "except OffloadConfigError as error: print(error)\n"
+    )
+    path = str(tmp_path / "private" / "inside")
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert "cannot be used: Permission denied. Name another one." in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hf_offload import OffloadConfig, OffloadConfigError
-from hf_offload.settings.environment import FIELDS, is_on, settings_from, variable, variables_for
+from hf_offload.settings.environment import FIELDS, is_on, settings_from, settings_with, variable, variables_for
 
 EVERYTHING = {
     "tier": "auto",
@@ -50,10 +50,25 @@ def test_nothing_is_set():
 
 
 def test_mistakes_come_together():
-    with pytest.raises(OffloadConfigError, match=r"2 mistakes in the environment") as refused:
-        settings_from({"HF_OFFLOAD_DIRECTROY": "/nvme", "HF_OFFLOAD_KEEP_LAST_COUNT": "two"})
-    assert "Did you mean 'HF_OFFLOAD_DIRECTORY'?" in str(refused.value)
-    assert "HF_OFFLOAD_KEEP_LAST_COUNT='two' is not a whole number" in str(refused.value)
+    environ = {"HF_OFFLOAD_DIRECTROY": "/nvme", "HF_OFFLOAD_KEEP_LAST_COUNT": "two", "HF_OFFLOAD_TIER": "floppy"}
+    with pytest.raises(OffloadConfigError, match=r"5 mistakes in the script and the environment") as refused:
+        settings_with({"verify": "md5", "tier": "sdd"}, "script", environ)
+    for part in (
+        "Did you mean 'HF_OFFLOAD_DIRECTORY'?",
+        "HF_OFFLOAD_KEEP_LAST_COUNT='two' is not a whole number",
+        "HF_OFFLOAD_TIER='floppy' is unknown",  # wrong even where it does not take effect
+        "script: tier='sdd' is unknown",
+        "script: verify='md5' is unknown",
+    ):
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_the_environment_makes_good_is_no_mistake(first):
+    config, found = settings_with(
+        {"memory_budget": "1GiB"}, "script", {"HF_OFFLOAD_TIER": "auto"}, environment_first=first
+    )
+    assert (config.tier, config.memory_budget, found) == ("auto", 2**30, {"tier": "auto"})
 
 
 @pytest.mark.parametrize("name", ["/a,b", " /a", "/a "])

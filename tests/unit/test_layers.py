@@ -4,15 +4,11 @@ import pytest
 
 from hf_offload import OffloadConfig, OffloadConfigError
 from hf_offload.settings.layers import read_layers
-from hf_offload.settings.recipe_files import (
-    apply_override,
-    dump_yaml,
-    find_recipe,
-    layer_names,
-    parse_yaml,
-    recipe_names,
-)
+from hf_offload.settings.overrides import apply_override
+from hf_offload.settings.recipe_files import find_recipe, layer_names, recipe_names
 from hf_offload.settings.recipes import load_recipe
+from hf_offload.settings.shown import listed
+from hf_offload.settings.yaml_text import dump_yaml, parse_yaml
 
 OFFLOAD_FIELDS = [field.name for field in dataclasses.fields(OffloadConfig)]
 RECIPE = """
@@ -155,11 +151,11 @@ def test_mistakes_of_all_layers_come_at_once_and_say_where(mine):
     message = mistakes(path)
     method = mine.parent / "_method.yaml"
     for part in (
-        f"'teir'. Did you mean 'tier'? Known: {', '.join(OFFLOAD_FIELDS)}. (teir stands in the layer {method}.)",
+        f"'teir'. Did you mean 'tier'? Known: {listed(OFFLOAD_FIELDS, 'teir')}. (teir stands in the layer {method}.)",
         f"keep_last_count='many' is not a whole number of blocks. (keep_last_count stands in the layer {method}.)",
         f"{method}: unknown section 'dta'",
         "'max_step'. Did you mean 'max_steps'?\n",
-        f"unknown key 'verfy'. Did you mean 'verify'? Known: {', '.join(OFFLOAD_FIELDS)}.\n",
+        f"unknown key 'verfy'. Did you mean 'verify'? Known: {listed(OFFLOAD_FIELDS, 'verfy')}.\n",
     ):
         assert part in f"{message}\n"
 

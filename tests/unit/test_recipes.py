@@ -15,6 +15,7 @@ from hf_offload.settings.recipes import HubData, load_recipe
 from hf_offload.training.arguments import build_arguments
 from hf_offload.training.model import build_model
 from hf_offload.training.report import describe_model
+from hf_offload.training.run import run_recipe
 
 REPOSITORY = Path(hf_offload.__file__).parent.parent
 
@@ -215,6 +216,89 @@ def test_all_mistakes_come_at_once(tiny_recipe):
 )
 def test_each_mistake_says_what_and_where(tiny_recipe, overrides, part):
     assert part in mistakes(tiny_recipe, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("per_device_train_batch_size=0", "is too small: give 1 or more"),
+        ("per_device_train_batch_size=-1", "is too small: give 1 or more"),
+        ("per_device_eval_batch_size=0", "is too small: give 1 or more"),
+        ("gradient_accumulation_steps=0", "is too small: give 1 or more"),
+        ("max_steps=0", "trains nothing"),
+        ("max_steps=-2", "is too small"),
+        ("num_train_epochs=0", "is not a number above 0"),
+        ("learning_rate=.nan", "is not a number at least 0"),
+        ("learning_rate=.inf", "is not a number at least 0"),
+        ("learning_rate=-1", "is not a number at least 0"),
+        ("weight_decay=.nan", "is not a number at least 0"),
+        ("dataloader_num_workers=-1", "is too small: give 0 or more"),
+        ("seed=-1", "is too small: give 0 or more"),
+        ("seed=4294967296", "is too large: give 4294967295 or less"),
+        ("data_seed=-5", "is too small: give 0 or more"),
+        ("report_to=tensorbord", "Did you mean 'tensorboard'"),
+        ("report_to=[none, wandbb]", "Did you mean 'wandb'"),
+        ("optim=adamw_troch", "Did you mean 'adamw_torch"),
+        ("save_strategy=sometimes", "choose one of no, steps, epoch, best"),
+        ("lr_scheduler_type=cosin", "Did you mean 'cosine'"),
+        ("output_dir=~nouser/x", "write the path out"),
+    ],
+)
+def test_values_of_the_training_section_that_train_nothing(tiny_recipe, override, part):
+    message = mistakes(tiny_recipe, f"training.{override}")
+    assert message.startswith(f"training.{override.partition('=')[0]}=")
+    assert part in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"n_embd": -1}, "section model|model.config"),
+        ({"n_head": 0}, "section model|model.config"),
+        ({"activation_function": "none such"}, "section model|model.config"),
+        ({"vocab_size": -5}, "section model|model.config"),
+        ({"n_embd": 65}, "section model|model.config"),
+    ],
+)
+def test_what_the_library_refuses_of_a_configuration_is_an_error_of_the_recipe(tiny_recipe, settings, part):
+    with pytest.raises(OffloadConfigError, match=part):
+        recipe = load_recipe(tiny_recipe, [f"model.config={json.dumps({'n_layer': 1, 'n_positions': 32} | settings)}"])
+        build_model(recipe, None, torch.device("meta"))
+
+
+def test_a_reporter_that_is_not_installed_is_refused_before_the_training(tiny_recipe):
+    with pytest.raises(OffloadConfigError, match=r"training\.report_to: swanlab is not installed"):
+        build_arguments(load_recipe(tiny_recipe, ["training.report_to=swanlab"]))
+
+
+@pytest.mark.parametrize("setting", ["training.output_dir", "data.cache_dir"])
+@pytest.mark.parametrize("place", ["file", "file/below", "ring", "ring/below", "x" * 300])
+def test_a_folder_that_cannot_be_one_is_blamed_itself(tiny_recipe, tmp_path, setting, place):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "ring").symlink_to("ring")
+    with pytest.raises(OffloadConfigError, match=rf"{setting}=") as refused:
+        run_recipe(load_recipe(tiny_recipe, [f"{setting}={tmp_path / place}"]))
+    assert "data.files" not in str(refused.value)
+    assert len(str(refused.value)) < 800
+
+
+def test_a_short_recipe_of_nested_anchors_makes_a_short_message(tmp_path):
+    text = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{name}: &{name} [{','.join([f'*{below}'] * 9)}]\n" for below, name in zip("abcdef", "bcdefg", strict=True)
+    )
+    assert len(mistakes(write(tmp_path, text))) < 1000
+    small = "model: {config: &a {b: [1]}, architecture: [*a, *a, *a]}\ndata: {files: [[1], *a]}"
+    assert len(mistakes(write(tmp_path, small))) < 1500
+
+
+def test_names_that_are_listed_are_few(tmp_path):
+    with pytest.raises(OffloadConfigError) as refused:
+        find_recipe("no/such_thing")
+    assert len(str(refused.value)) < 400
+    for name in ("x" * 300, "~nouser/x", "a\0b", "x/" * 3000):
+        with pytest.raises(OffloadConfigError) as refused:
+            find_recipe(name)
+        assert len(str(refused.value)) < 600
 
 
 def test_hub_data_has_three_parts(tiny_recipe):

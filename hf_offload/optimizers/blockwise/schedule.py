@@ -4,19 +4,33 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.plan.units import find_blocks
 from hf_offload.settings.load import choose, collect_errors, nearest
-from hf_offload.settings.schema import Directory, directory_paths
-from hf_offload.settings.sizes import parse_bytes
+from hf_offload.settings.schema import Directory
+from hf_offload.settings.shown import shown
+from hf_offload.settings.values import Reader, flag, folders, items, one_of, read_fields, setting, size, whole
 
 ORDERS = ("draw", "random", "ascending", "descending")
 OUTSIDE = ("always", "turns", "never")
 INACTIVE_STATE = ("drop", "ram", "ssd")
 _OF_FILES = ("directory", "disk_budget")
+
+
+def _order(name: str, value: Any) -> str | tuple[str, ...]:
+    if isinstance(value, str):
+        choose(name, value, ORDERS)
+        return value
+    names = tuple(items(value))
+    if not names or not all(isinstance(one, str) for one in names) or len(set(names)) < len(names):
+        raise OffloadConfigError(
+            f"{name}={shown(value)}: say one of {', '.join(ORDERS)}, or names of blocks, each once."
+        )
+    return names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,51 +57,24 @@ class BlockwiseConfig:
         disk_budget: For ``"ssd"``: most bytes of disk that each process takes for it, beside that of activations.
     """
 
-    blocks_active: int = 1
-    switch_every: int = 100
-    order: str | Sequence[str] = "random"
-    outside: str = "always"
-    seed: int = 0
-    master_weights: bool = True
-    inactive_state: str = "drop"
-    directory: Directory | Sequence[Directory] | None = None
-    disk_budget: int | str | None = None
+    blocks_active: int = setting(1, whole(1, "of blocks"))
+    switch_every: int = setting(100, whole(1, "of steps"))
+    order: str | Sequence[str] = setting("random", Reader(_order))
+    outside: str = setting("always", one_of(OUTSIDE))
+    seed: int = setting(0, whole(-(2**63)))
+    master_weights: bool = setting(True, flag())
+    inactive_state: str = setting("drop", one_of(INACTIVE_STATE))
+    directory: Directory | Sequence[Directory] | None = setting(None, folders())
+    disk_budget: int | str | None = setting(None, size())
 
     def __post_init__(self) -> None:
-        with collect_errors("settings of block-wise training") as check:
-            for name, what in (("blocks_active", "blocks"), ("switch_every", "steps")):
-                with check:
-                    if not _is_count(getattr(self, name)) or getattr(self, name) < 1:
-                        raise OffloadConfigError(
-                            f"{name}={getattr(self, name)!r} is not a number of {what}: give 1 or more."
-                        )
-            with check:
-                if isinstance(self.order, str):
-                    choose("order", self.order, ORDERS)
-                else:
-                    object.__setattr__(self, "order", _checked_names(self.order))
-            with check:
-                choose("outside", self.outside, OUTSIDE)
-            with check:
-                choose("inactive_state", self.inactive_state, INACTIVE_STATE)
-            with check:
-                object.__setattr__(self, "directory", directory_paths(self.directory))
-            with check:
-                if self.disk_budget is not None:
-                    object.__setattr__(self, "disk_budget", parse_bytes(self.disk_budget, "disk_budget"))
-            with check:
-                given = [name for name in _OF_FILES if getattr(self, name) is not None]
-                if given and self.inactive_state in INACTIVE_STATE and self.inactive_state != "ssd":
-                    raise OffloadConfigError(
-                        f"{', '.join(given)} given, but inactive_state={self.inactive_state!r} writes no files: set "
-                        "inactive_state='ssd', or leave it out."
-                    )
-            with check:
-                if not _is_count(self.seed):
-                    raise OffloadConfigError(f"seed={self.seed!r} is not a whole number.")
-            with check:
-                if not isinstance(self.master_weights, bool):
-                    raise OffloadConfigError(f"master_weights={self.master_weights!r} is neither true nor false.")
+        with read_fields(self, "settings of block-wise training") as check, check:
+            given = [name for name in _OF_FILES if getattr(self, name) is not None]
+            if given and check.good("inactive_state") and self.inactive_state != "ssd":
+                raise OffloadConfigError(
+                    f"{', '.join(given)} given, but inactive_state={self.inactive_state!r} writes no files: set "
+                    "inactive_state='ssd', or leave it out."
+                )
 
     @classmethod
     def lisa(cls, *, blocks_active: int = 2, switch_every: int = 20, seed: int = 0) -> "BlockwiseConfig":
@@ -251,14 +238,3 @@ class Schedule:
         # A text as a seed is hashed whole: neighbouring numbers give draws that have nothing to do with each other.
         draw = random.Random(f"{self._config.seed}/{number}")
         return draw.sample(self.turns, len(self.turns))
-
-
-def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(names)
-    if not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
-        raise OffloadConfigError(f"order={names!r}: say one of {', '.join(ORDERS)}, or names of blocks, each once.")
-    return names
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -5,7 +5,8 @@ import dataclasses
 from typing import Any, ClassVar
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose, collect_errors
+from hf_offload.settings.load import choose
+from hf_offload.settings.values import FieldCheck, Reader, flag, number, one_of, optional, read_fields, setting, whole
 
 PROJ_TYPES = ("std", "reverse_std", "left", "right", "full")
 SVDS = ("randomized", "exact")
@@ -15,6 +16,11 @@ DTYPES = ("float32", "bfloat16", "8bit")
 FRUGAL_PROJECTIONS = ("blocks", "columns", "random-k", "random", "svd")
 # bitsandbytes knows no others.
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def _block_size(name: str, value: Any) -> int:
+    choose(name, value, BLOCK_SIZES)
+    return int(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,38 +47,22 @@ class ProjectedConfig(abc.ABC):
 
     name: ClassVar[str] = ""
 
-    update_proj_gap: int = 200
-    stagger: bool = True
-    on_refresh: str = "keep"
-    seed: int = 0
-    state_dtype: str | None = None
-    plain_state_dtype: str | None = None
-    projector_dtype: str | None = None
-    block_size: int = 256
+    update_proj_gap: int = setting(200, whole(1))
+    stagger: bool = setting(True, flag())
+    on_refresh: str = setting("keep", one_of(ON_REFRESH))
+    seed: int = setting(0, whole(0))
+    state_dtype: str | None = setting(None, one_of(DTYPES))
+    plain_state_dtype: str | None = setting(None, one_of(DTYPES))
+    projector_dtype: str | None = setting(None, one_of(DTYPES))
+    block_size: int = setting(256, Reader(_block_size))
 
     def __post_init__(self) -> None:
-        with collect_errors(f"settings of {self.name}") as check:
-            with check:
-                _whole("update_proj_gap", self.update_proj_gap, 1)
-            with check:
-                _whole("seed", self.seed, 0)
-            with check:
-                choose("on_refresh", self.on_refresh, ON_REFRESH)
-            for name in ("state_dtype", "plain_state_dtype", "projector_dtype"):
-                with check:
-                    value = getattr(self, name)
-                    if value is not None:
-                        choose(name, value, DTYPES)
-            with check:
-                choose("block_size", self.block_size, BLOCK_SIZES)  # type: ignore[arg-type]  # told apart by equality
-            with check:
-                if not isinstance(self.stagger, bool):
-                    raise OffloadConfigError(f"stagger={self.stagger!r} is neither true nor false.")
+        with read_fields(self, f"settings of {self.name}") as check:
             self._check_more(check)
 
     @abc.abstractmethod
-    def _check_more(self, check: Any) -> None:
-        """What one method alone has to check."""
+    def _check_more(self, check: FieldCheck) -> None:
+        """What one method has to check of several settings together."""
 
     def as_dict(self) -> dict[str, Any]:
         """Name and settings as plain values: what a state dict holds, so that a wrong one is refused."""
@@ -95,10 +85,10 @@ class GaLoreConfig(ProjectedConfig):
 
     name: ClassVar[str] = "galore"
 
-    rank: int = 128
-    scale: float = 0.25
-    proj_type: str = "std"
-    svd: str = "randomized"
+    rank: int = setting(128, whole(1))
+    scale: float = setting(0.25, number(at_least=0))
+    proj_type: str = setting("std", one_of(PROJ_TYPES))
+    svd: str = setting("randomized", one_of(SVDS))
 
     @classmethod
     def eight_bit(cls, **settings: Any) -> "GaLoreConfig":
@@ -106,15 +96,8 @@ class GaLoreConfig(ProjectedConfig):
         kept = dict.fromkeys(("state_dtype", "plain_state_dtype", "projector_dtype"), "8bit")
         return cls(**{**kept, **settings})
 
-    def _check_more(self, check: Any) -> None:
-        with check:
-            _whole("rank", self.rank, 1)
-        with check:
-            _number("scale", self.scale)
-        with check:
-            choose("proj_type", self.proj_type, PROJ_TYPES)
-        with check:
-            choose("svd", self.svd, SVDS)
+    def _check_more(self, check: FieldCheck) -> None:
+        pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,28 +118,17 @@ class ApolloConfig(ProjectedConfig):
 
     name: ClassVar[str] = "apollo"
 
-    rank: int = 256
-    scale: float = 1.0
-    scale_by: str = "channel"
-    norm_growth_limit: float | None = 1.01
+    rank: int = setting(256, whole(1))
+    scale: float = setting(1.0, number(at_least=0))
+    scale_by: str = setting("channel", one_of(("channel", "tensor")))
+    norm_growth_limit: float | None = setting(1.01, optional(number(at_least=1)))
 
     @classmethod
     def mini(cls, **settings: Any) -> "ApolloConfig":
         """APOLLO-Mini: rank 1, one factor for the whole tensor, and the paper's scale for it, the root of 128."""
         return cls(**{"rank": 1, "scale": 128**0.5, "scale_by": "tensor", **settings})
 
-    def _check_more(self, check: Any) -> None:
-        with check:
-            _whole("rank", self.rank, 1)
-        with check:
-            _number("scale", self.scale)
-        with check:
-            choose("scale_by", self.scale_by, ("channel", "tensor"))
-        with check:
-            if self.norm_growth_limit is not None and not _is_number(self.norm_growth_limit, 1.0):
-                raise OffloadConfigError(
-                    f"norm_growth_limit={self.norm_growth_limit!r} is no growth: give 1 or more, or None for no limit."
-                )
+    def _check_more(self, check: FieldCheck) -> None:
         with check:
             if self.on_refresh == "project":
                 raise OffloadConfigError(
@@ -183,42 +155,18 @@ class FrugalConfig(ProjectedConfig):
 
     name: ClassVar[str] = "frugal"
 
-    on_refresh: str = "reset"
-    density: float = 0.25
-    projection: str = "blocks"
-    free_rule: str = "sign"
-    free_scale: float = 1.0
-    svd: str = "randomized"
+    on_refresh: str = setting("reset", one_of(ON_REFRESH))
+    density: float = setting(0.25, number(at_least=0, at_most=1))
+    projection: str = setting("blocks", one_of(FRUGAL_PROJECTIONS))
+    free_rule: str = setting("sign", one_of(("sign", "sgd")))
+    free_scale: float = setting(1.0, number(at_least=0))
+    svd: str = setting("randomized", one_of(SVDS))
 
-    def _check_more(self, check: Any) -> None:
+    def _check_more(self, check: FieldCheck) -> None:
         with check:
-            if not _is_number(self.density, 0.0) or self.density > 1:
-                raise OffloadConfigError(f"density={self.density!r} is not a part: give a number from 0 to 1.")
-        with check:
-            choose("projection", self.projection, FRUGAL_PROJECTIONS)
-        with check:
-            choose("free_rule", self.free_rule, ("sign", "sgd"))
-        with check:
-            _number("free_scale", self.free_scale)
-        with check:
-            choose("svd", self.svd, SVDS)
-        with check:
-            if self.on_refresh != "reset" and self.projection in ("blocks", "columns", "random-k"):
+            good = check.good("on_refresh", "projection")
+            if good and self.on_refresh != "reset" and self.projection in ("blocks", "columns", "random-k"):
                 raise OffloadConfigError(
                     f"on_refresh={self.on_refresh!r} has no meaning with projection={self.projection!r}: the entries that "
                     "leave take their moments with them. Take 'reset'."
                 )
-
-
-def _is_number(value: object, least: float) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and least <= value < float("inf")
-
-
-def _number(name: str, value: object) -> None:
-    if not _is_number(value, 0.0):
-        raise OffloadConfigError(f"{name}={value!r} is not a factor: give a number of 0 or more.")
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OffloadConfigError(f"{name}={value!r}: give a whole number of {least} or more.")

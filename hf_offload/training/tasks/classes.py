@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.training.tasks.task import PAD_TO_MULTIPLE, Collator, Setup, map_rows
+from hf_offload.training.tasks.task import PAD_TO_MULTIPLE, Collator, Setup, map_rows, texts_of
 
 if TYPE_CHECKING:
     from hf_offload.training.tasks.task import Rows
@@ -82,7 +82,7 @@ def _encode(
             f"data.label_column={label!r}: {where} has classes that the training data has not: {_few(unseen)}. "
             f"In the training data: {_few(labels)}."
         )
-    texts = [[text or "" for text in batch[column]] for column in columns]
+    texts = [texts_of(batch, column, where) for column in columns]
     return {**tokenizer(*texts, truncation=True, max_length=length), "labels": [numbers[str(value)] for value in given]}
 
 

@@ -4,7 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipe_data import DataRecipe
-from hf_offload.training.tasks.task import NO_LABEL, PAD_TO_MULTIPLE, Collator, Setup, map_rows, report_dropped
+from hf_offload.training.tasks.task import (
+    NO_LABEL,
+    PAD_TO_MULTIPLE,
+    Collator,
+    Setup,
+    map_rows,
+    report_dropped,
+    texts_of,
+)
 
 if TYPE_CHECKING:
     from hf_offload.training.tasks.task import Rows
@@ -28,6 +36,7 @@ def make_rows(rows: "Rows", setup: Setup, where: str) -> "Rows":
         prefix=data.source_prefix or "",
         length=data.sequence_length,
         target_length=target_length(data),
+        where=where,
     )
     report_dropped(rows, encoded, where, "their source or their target is empty")
     return encoded
@@ -48,9 +57,17 @@ def target_length(data: DataRecipe) -> int:
 
 
 def _encode(
-    batch: dict[str, list[Any]], tokenizer: Any, source: str, target: str, prefix: str, length: int, target_length: int
+    batch: dict[str, list[Any]],
+    tokenizer: Any,
+    source: str,
+    target: str,
+    prefix: str,
+    length: int,
+    target_length: int,
+    where: str,
 ) -> dict[str, list[list[int]]]:
-    pairs = [(text, wanted) for text, wanted in zip(batch[source], batch[target], strict=True) if text and wanted]
+    both = zip(texts_of(batch, source, where), texts_of(batch, target, where), strict=True)
+    pairs = [(text, wanted) for text, wanted in both if text and wanted]
     if not pairs:
         return {"input_ids": [], "attention_mask": [], "labels": []}
     sources = tokenizer([prefix + text for text, _ in pairs], truncation=True, max_length=length)

@@ -9,6 +9,7 @@ import torch
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipe_data import DataRecipe
+from hf_offload.settings.shown import shown
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -57,6 +58,16 @@ class Task:
     pads: bool = True
     has_classes: bool = False
     seq2seq: bool = False
+
+
+def texts_of(batch: Mapping[str, Sequence[Any]], column: str, where: str) -> list[str]:
+    """The texts of ``column``; empty where there is none. Raises :class:`OffloadConfigError` for other values, which a stream
+    may hold anywhere.
+    """
+    for value in batch[column]:
+        if value is not None and not isinstance(value, str):
+            raise OffloadConfigError(f"The column {shown(column)} of {where} holds {shown(value)}: text is needed.")
+    return [value or "" for value in batch[column]]
 
 
 def map_rows(rows: "Rows", function: Callable[..., Any], **arguments: Any) -> "Rows":

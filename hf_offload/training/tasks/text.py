@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.training.tasks.task import Collator, Setup, map_rows
+from hf_offload.training.tasks.task import Collator, Setup, map_rows, texts_of
 
 if TYPE_CHECKING:
     from hf_offload.training.tasks.task import Rows
@@ -16,7 +16,7 @@ def make_blocks(rows: "Rows", setup: Setup, where: str) -> "Rows":
     length = setup.data.sequence_length
     # Documents of one batch are joined; the rest that fills no block is dropped once for each such batch.
     (column,) = setup.data.text_columns()
-    blocks = map_rows(rows, _join_and_cut, tokenizer=setup.tokenizer, column=column, length=length)
+    blocks = map_rows(rows, _join_and_cut, tokenizer=setup.tokenizer, column=column, length=length, where=where)
     if hasattr(blocks, "__len__") and len(blocks) == 0:
         raise OffloadConfigError(
             f"The text of {where} is shorter than one block of {length} tokens: lower data.sequence_length, or add data."
@@ -41,8 +41,10 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": input_ids.clone()}
 
 
-def _join_and_cut(batch: dict[str, list[Any]], tokenizer: Any, column: str, length: int) -> dict[str, list[list[int]]]:
-    texts = [text for text in batch[column] if text]
+def _join_and_cut(
+    batch: dict[str, list[Any]], tokenizer: Any, column: str, length: int, where: str
+) -> dict[str, list[list[int]]]:
+    texts = [text for text in texts_of(batch, column, where) if text]
     # Models without an end-of-text token, such as BERT, have one between sentences.
     end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     ends = [] if end is None else [end]

@@ -1,0 +1,102 @@
+"""Changes from the command line: text stays text, everything else is YAML."""
+
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from hf_offload import OffloadConfigError
+from hf_offload.bench.steps import plan_steps
+from hf_offload.bench.strategies import parse_strategies
+from hf_offload.cli.main import app
+from hf_offload.settings.overrides import apply_override, text_override
+from hf_offload.settings.recipes import read_recipe
+
+TEXTS = [
+    "2024",
+    "my # data",
+    "null",
+    "a: b",
+    "[a]",
+    "{a: b}",
+    "010",
+    "1:30",
+    "true",
+    "~",
+    "'a",
+    '"a"',
+    "- a",
+    "&a",
+    "",
+    " a ",
+]
+
+
+def changed(override):
+    tree = {}
+    apply_override(tree, override)
+    return tree
+
+
+@pytest.mark.parametrize("text", ["2024", "my # data", "a: b", "[a]", "{a: b}", "010", "true", "&a", "*a", "- a", "'a"])
+@pytest.mark.parametrize(
+    "key", ["data.data_dir", "data.text_column", "model.name", "training.output_dir", "training.run_name"]
+)
+def test_what_is_text_is_taken_as_it_stands(key, text):
+    section, name = key.split(".")
+    assert changed(f"{key}={text}") == {section: {name: text}}
+
+
+@pytest.mark.parametrize("key", ["data.files", "offload.directory", "data.tokenizer", "evaluation.metrics", "data.hub"])
+def test_where_a_list_or_a_mapping_may_stand_a_word_is_text_all_the_same(key):
+    section, name = key.split(".")
+    assert changed(f"{key}=my # data") == {section: {name: "my # data"}}
+    assert changed(f"{key}=5") == {section: {name: "5"}}
+    assert changed(f"{key}=[a, b]") == {section: {name: ["a", "b"]}}
+    assert changed(f"{key}={{a: b}}") == {section: {name: {"a": "b"}}}
+
+
+def test_other_values_are_yaml():
+    assert changed("training.max_steps=010") == {"training": {"max_steps": 10}}
+    assert changed("training.learning_rate=5e-4") == {"training": {"learning_rate": 5e-4}}
+    assert changed("data.streaming=true") == {"data": {"streaming": True}}
+    assert changed("model.config.n_layer=2") == {"model": {"config": {"n_layer": 2}}}
+    assert changed("offload.tiled_loss=on") == {"offload": {"tiled_loss": "on"}}
+    assert changed("data.text_column=null") == {"data": {"text_column": None}}
+    assert changed("data.text_column='null'") == {"data": {"text_column": "null"}}
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(TEXTS) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20))
+def test_text_of_an_option_is_that_text_whatever_it_looks_like(text):
+    override = text_override("data.data_dir", text)
+    assert changed(override) == {"data": {"data_dir": text}}
+
+
+@pytest.mark.parametrize("name", ["2024", "my # data", "null", "a: b", "[a]", "010", "~", "'a"])
+def test_options_of_commands_are_text(tiny_recipe, tmp_path, monkeypatch, name):
+    read = {}
+
+    class Read(Exception):
+        pass
+
+    def see(recipe, changes):
+        read["data_dir"] = read_recipe(recipe, changes).data.data_dir
+        raise Read
+
+    monkeypatch.setattr(sys.modules["hf_offload.cli.train"], "read_recipe", see)
+    result = CliRunner().invoke(app, ["train", str(tiny_recipe), "--data-dir", name])
+    assert isinstance(result.exception, Read)
+    assert read["data_dir"] == name
+    plan = plan_steps(str(tiny_recipe), (), parse_strategies("keep", None), output=tmp_path / name)
+    recipe = read_recipe(tiny_recipe, plan.case_overrides(plan.cases[0]))
+    assert recipe.output_dir == tmp_path / name / "work"
+    assert recipe.cache_dir == tmp_path / name / "data"
+
+
+def test_a_mistake_in_an_override_repeats_little_of_it():
+    with pytest.raises(OffloadConfigError) as refused:
+        changed("x" * 10_000)
+    assert len(str(refused.value)) < 500
