@@ -9,7 +9,7 @@ from torch import nn
 from hf_offload.engine.device import CpuDevice, Device
 from hf_offload.engine.hooks import Engine, Handle
 from hf_offload.errors import StorageError, TierFullError
-from hf_offload.plan.plan import Placement, Plan
+from hf_offload.plan.plan import Keeping, Placement, Plan
 from hf_offload.storage.buffers import PAGE
 from hf_offload.storage.tier import Slot, Tier, TierStats
 from hf_offload.storage.workers import WorkerPool
@@ -126,6 +126,7 @@ class Rig:
         keep_units: frozenset[str] = frozenset(),
         read_ahead_bytes: int | None = None,
         write_behind_bytes: int = 1 << 40,
+        keeping: Keeping | None = None,
         device: Device | None = None,
     ):
         self.tier = tier or ControlledTier()
@@ -135,6 +136,7 @@ class Rig:
             min_offload_bytes=min_bytes,
             read_ahead_bytes=read_ahead_bytes,
             write_behind_bytes=write_behind_bytes,
+            keeping=keeping,
             reason="a test",
         )
         self.engine = Engine(model or nn.Identity(), plan, device or CpuDevice(), self.tier)
@@ -180,3 +182,4 @@ class Rig:
         assert self.transfer.resident_bytes == 0, f"{self.transfer.resident_bytes} bytes"
         assert self.transfer.own_bytes == 0, f"{self.transfer.own_bytes} bytes, of the engine's own"
         assert not self.transfer._consumed, "copies that may be evicted"
+        assert self.transfer.kept_bytes == 0, f"{self.transfer.kept_bytes} bytes, kept by the plan"

@@ -194,11 +194,12 @@ class Engine:
     def operation_ended(self) -> None:
         """The operation that packed last in this thread has run: what it may have written to is final, and can be stored."""
         thread = self._thread
-        records, thread.unfinished = thread.unfinished, []
-        for reference in records:
-            record = reference()
-            if record is not None and not record.wanted:  # by another thread's backward
-                self._place(record)
+        with signals_deferred:
+            records, thread.unfinished = thread.unfinished, []
+            for reference in records:
+                record = reference()
+                if record is not None and not record.wanted:  # by another thread's backward
+                    self._place(record)
 
     # -- records ------------------------------------------------------------------------------------------------------
 

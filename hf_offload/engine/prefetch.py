@@ -89,7 +89,7 @@ class Prefetcher:
 
     def _fits(self, nbytes: int) -> bool:
         limit, transfer = self._limit, self._transfer
-        return limit is None or transfer.resident_bytes + nbytes <= limit or transfer.own_bytes == 0
+        return limit is None or transfer.resident_bytes + nbytes <= limit
 
     def fill(self, tape: Tape) -> None:
         """Start loads, in order, as far as the window allows."""

@@ -100,7 +100,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         )
     ),
     "swin": lambda: transformers.SwinForImageClassification(
-        transformers.SwinConfig(image_size=64, patch_size=2, embed_dim=48, depths=[2, 2, 2], num_heads=[2, 4, 8], window_size=4)
+        transformers.SwinConfig(
+            image_size=64, patch_size=2, embed_dim=48, depths=[2, 2, 2], num_heads=[2, 4, 8], window_size=4
+        )
     ),
     "segformer": lambda: transformers.SegformerForSemanticSegmentation(
         transformers.SegformerConfig(

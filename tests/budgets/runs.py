@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from budgets.models import batch, build, loss
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
+from tests.budgets.models import batch, build, loss
 
 STEPS = 9
-SETTLED = 4  # lazily made state, first gradients, and what libraries take once are there
+# How far a prediction may be off: of runs that keep or recompute, and of others.
+EXACT, ROUGH = 0.05, 0.10
 
 Micro = list[Any]
 
@@ -99,7 +100,7 @@ def train(name: str, scenario: Scenario, config: OffloadConfig, steps: int = STE
     micro_batches = [scenario.micro_batches(name, step) for step in range(steps)]
     inputs = meter.live() - before
     torch.manual_seed(1)
-    optimizer = scenario.optimizer([parameter for parameter in model.parameters()])
+    optimizer = scenario.optimizer(list(model.parameters()))
     losses, peaks = [], []
     data = inputs - _bytes_of(model)
     with offload_activations(model, config) as session:
@@ -132,10 +133,47 @@ def _bytes_of(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
 
 
-def budgets(
-    name: str, scenario: Scenario, shares: list[float], directory: Any
-) -> Iterator[tuple[float, int, Run, Run]]:
-    """For each share of what activations take: budget, the run that keeps everything, and the run under the budget.
+@dataclasses.dataclass
+class Outcome:
+    """A run under a budget, beside one that keeps everything."""
+
+    share: float
+    budget: int
+    keep: Run
+    run: Run
+    refusals: int
+
+    @property
+    def worst(self) -> float:
+        """The most that a step after the first had alive, as a share of the budget."""
+        return max(self.run.peaks[1:]) / self.budget
+
+    @property
+    def error(self) -> float:
+        """What was predicted of the last step, beside what was metered."""
+        return (self.run.predicted or 0) / self.run.peaks[-1] - 1
+
+    @property
+    def is_same(self) -> bool:
+        """Whether losses and weights are those of the other run, to the bit."""
+        return self.run.losses == self.keep.losses and all(map(torch.equal, self.run.weights, self.keep.weights))
+
+    def is_right(self, strict: bool) -> bool:
+        """Whether the budget was kept and nothing changed; ``strict``: and the prediction was good."""
+        tolerance = ROUGH if "ssd" in self.run.placed else EXACT
+        return self.is_same and self.worst <= 1 and not (strict and abs(self.error) > tolerance)
+
+    def __str__(self) -> str:
+        most = max(self.keep.peaks[1:]) / self.budget
+        return (
+            f"{'ok  ' if self.is_right(False) else 'FAIL'} {self.share:.2f} {self.budget / 2**20:6.1f} MiB  keep {most:.2f}  "
+            f"worst {self.worst:.3f}  predicted {self.error:+.1%}  {'same' if self.is_same else 'DIFFERENT'}  "
+            f"refused {self.refusals}  {[round(peak / self.budget, 3) for peak in self.run.peaks]}  {self.run.placed}"
+        )
+
+
+def budgets(name: str, scenario: Scenario, shares: list[float], directory: Any) -> Iterator[Outcome]:
+    """For each share of what activations take, the run under that budget.
 
     A budget that is refused is replaced by the smallest that the refusal names.
     """
@@ -148,14 +186,14 @@ def budgets(
             config = OffloadConfig(tier="auto", memory_budget=budget, directory=directory, min_offload_bytes=4096)
             return train(name, scenario, config)
 
-        found = None
-        for _ in range(5):  # what is needed can grow in later steps, where layers are unfrozen, for one
+        found, named, refused_times = None, budget, 0
+        while found is None and refused_times < 5:  # what is needed can grow in later steps, where layers are unfrozen, for one
             try:
-                found = run(budget)
-                break
+                found = run(named)
             except OffloadPlanError as error:
-                assert error.smallest_bytes is not None
-                assert error.smallest_bytes > budget, f"{error.smallest_bytes} is named, {budget} was refused"
-                budget = error.smallest_bytes
-        assert found is not None, f"{budget} is named, and refused as the others before"
-        yield share, budget, keep, found
+                refused, named = named, error.smallest_bytes or 0
+                refused_times += 1
+                if named <= refused:
+                    raise
+        assert found is not None, f"{named} is named, and refused as the others before"
+        yield Outcome(share, named, keep, found, refused_times)

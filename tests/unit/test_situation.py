@@ -1,0 +1,91 @@
+"""What a plan is known for: every tensor of every input, all forwards, what is trained, and the gradients that are there."""
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from transformers import BatchEncoding
+
+from hf_offload.plan.situation import situation_of, tensors_in
+
+
+@dataclasses.dataclass
+class Pair:
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+class Holder:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def situation(*args, model=None, **kwargs):
+    return situation_of(model or nn.Linear(4, 4), args, kwargs)
+
+
+def long(rows=8):
+    return torch.zeros(rows, 4)
+
+
+NESTINGS = [
+    lambda tensor: tensor,
+    lambda tensor: {"features": tensor},
+    lambda tensor: [tensor, torch.zeros(2)],
+    lambda tensor: ({"deep": [tensor]},),
+    lambda tensor: collections.OrderedDict(x=tensor),
+    lambda tensor: BatchEncoding({"input_ids": tensor}),
+    lambda tensor: Pair(tensor, torch.zeros(3)),
+    lambda tensor: Holder(tensor),
+    lambda tensor: tensor.to_sparse(),
+    lambda tensor: torch.nested.nested_tensor([tensor, tensor], layout=torch.jagged),
+]
+
+
+@pytest.mark.parametrize("nest", NESTINGS)
+def test_tensors_count_wherever_they_are(nest):
+    large, small = (situation(nest(torch.ones(rows, 4))) for rows in (8, 2))
+    assert large != small
+    assert small.fits_into(large)
+    assert not large.fits_into(small)
+    assert large.elements > small.elements > 0
+    assert list(tensors_in(nest(long())))
+
+
+def test_names_count_and_words_and_switches():
+    assert not situation(a=long()).fits_into(situation(b=long()))
+    assert not situation(long(), output_attentions=True).fits_into(situation(long(), output_attentions=False))
+    assert not situation(long(), mode="long").fits_into(situation(long(), mode="short"))
+    assert situation(long(), step=1) == situation(long(), step=2)  # else every step would be another situation
+
+
+def test_what_is_trained_counts():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    all_of_it = situation(long(), model=model)
+    model[0].requires_grad_(False)
+    half = situation(long(), model=model)
+    assert half.fits_into(all_of_it)
+    assert not all_of_it.fits_into(half)
+
+
+def test_gradients_that_are_there_count():
+    model = nn.Linear(4, 4)
+    without = situation(long(), model=model)
+    model(long()).sum().backward()
+    beside = situation(long(), model=model)
+    assert beside.gradient_bytes == 4 * (16 + 4)
+    assert without.fits_into(beside)
+    assert without.begins(beside)
+    assert not beside.fits_into(without)
+
+
+def test_further_forwards_of_a_micro_batch():
+    first, both = situation(long()), situation(long()).joined(situation(long(4)))
+    assert first.begins(both)
+    assert first.fits_into(both)
+    assert not both.fits_into(first)
+    assert situation(long()).joined(situation(long(2))).fits_into(both)
+    assert not situation(long()).joined(situation(long(2))).begins(both)
+    assert both.elements == 4 * (8 + 4)
