@@ -32,7 +32,7 @@ class _Times:
     nbytes: int
     packed: int
     needed: int | None = None
-    last: int | None = None  # the last time backward asked for it
+    released: int | None = None  # when autograd had let go of it
     dropped: int | None = None  # when the engine let go of the memory it was saved from
     died: int | None = None  # when everybody had
 
@@ -61,6 +61,7 @@ class StepMeter(StepRecorder):
         self._times: dict[int, _Times] = {}
         self._records: dict[int, weakref.ref[Any]] = {}  # by id, which may be used again
         self._held: list[tuple[weakref.ref[Any], _Times]] = []
+        self._asked: list[tuple[weakref.ref[Any], _Times]] = []  # and autograd has not let go of them
         self._by_storage: dict[int, list[_Times]] = {}
         self._clock = self._now()
         self._optimizer_hooks: list[RemovableHandle] = []
@@ -130,6 +131,7 @@ class StepMeter(StepRecorder):
             self._times.clear()
             self._records.clear()
             self._held.clear()
+            self._asked.clear()
             self._by_storage.clear()
             self._entered.clear()
             self._left.clear()
@@ -175,10 +177,9 @@ class StepMeter(StepRecorder):
         self.backward = True
         if times is not None:
             self.unit = times.unit
-        if times is not None and known is not None and known() is record:
-            times.last = now
-            if times.needed is None:
-                times.needed = now
+        if times is not None and known is not None and known() is record and times.needed is None:
+            times.needed = now
+            self._asked.append((known, times))
 
     # -- what the recorder asks ---------------------------------------------------------------------------------------
 
@@ -192,6 +193,14 @@ class StepMeter(StepRecorder):
             else:
                 still.append((reference, times))
         self._held = still
+        # An operation asks for all that it saved before it runs: it is the record's end that tells when it has run.
+        alive = []
+        for reference, times in self._asked:
+            if reference() is None:
+                times.released = now
+            else:
+                alive.append((reference, times))
+        self._asked = alive
         return now
 
     def died(self, key: int) -> None:
@@ -271,12 +280,9 @@ class StepMeter(StepRecorder):
 
     def _saved(self) -> Iterator[Saved]:
         end = len(self.moments)
-        order = sorted({times.last for times in self._times.values() if times.last is not None})
-        following = dict(zip(order, [*order[1:], end], strict=False))  # nothing follows where nothing was asked for
         for times in self._times.values():
             needed = end if times.needed is None else times.needed
-            # Autograd lets go when the operation that asked has run: at the latest when the next one asks.
-            released = end if times.last is None else following[times.last]
+            released = end if times.released is None else times.released
             gone = self._gone(times)
             yield Saved(times.unit, times.nbytes, times.packed, gone, needed, min(max(released, needed + 1), end))
 

@@ -186,8 +186,9 @@ def budgets(name: str, scenario: Scenario, shares: list[float], directory: Any) 
             config = OffloadConfig(tier="auto", memory_budget=budget, directory=directory, min_offload_bytes=4096)
             return train(name, scenario, config)
 
+        # What is needed can grow in later steps: where layers are unfrozen, for one.
         found, named, refused_times = None, budget, 0
-        while found is None and refused_times < 5:  # what is needed can grow in later steps, where layers are unfrozen, for one
+        while found is None and refused_times < 5:
             try:
                 found = run(named)
             except OffloadPlanError as error:
