@@ -11,7 +11,6 @@ import functools
 import inspect
 import itertools
 import logging
-import pickle
 import random
 import sys
 import types
@@ -155,7 +154,7 @@ class _Look:
         if isinstance(value, random.Random):
             return value.getstate()
         if type(value).__module__.startswith("numpy.random"):
-            return pickle.dumps(_state_of_generator(value))
+            return _comparable(_state_of_generator(value))
         if isinstance(value, itertools.count):
             return repr(value)
         if isinstance(value, _OPAQUE) or levels == 0:
@@ -184,6 +183,15 @@ def _state_of_generator(generator: Any) -> Any:
     if hasattr(generator, "get_state"):
         return generator.get_state(legacy=False)
     return getattr(generator, "bit_generator", generator).state
+
+
+def _comparable(state: Any) -> Any:
+    """NumPy's state of a generator, with bytes for its arrays: these compare element by element."""
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_comparable(value) for value in state]
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def _parts(value: Any) -> Iterator[Any]:

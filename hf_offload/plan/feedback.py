@@ -389,12 +389,10 @@ class Feedback:
         if may_correct and (excess > 0 or gain > _GAIN):
             self._adopt(other)
         else:
-            once, before = footprint.optimizer_step_s, known.micro_batch_s
+            before = known.solution.timeline.step_s
             known.footprint = footprint
             known.solution = dataclasses.replace(known.solution, timeline=timeline)
-            if known is self._main:
-                known.prediction.step_s += known.micro_batch_s - before
-                known.prediction.step_s = max(known.prediction.step_s, once)
+            known.prediction.step_s += timeline.step_s - before
 
     def _check_time(self, main: _Known, seconds: float) -> None:
         predicted = main.prediction.step_s

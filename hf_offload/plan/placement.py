@@ -36,7 +36,10 @@ def solve(problem: Problem) -> Solution | None:
         found = [one for one in ways if problem.fits(one)]
         if found:
             return _Polish(problem, choices).improve([*found, *simple])
-    return _Polish(problem, choices).improve(simple) if simple else None
+    if simple:
+        return _Polish(problem, choices).improve(simple)
+    least = smallest(problem)
+    return least if problem.fits(least) else None
 
 
 def smallest(problem: Problem) -> Solution:

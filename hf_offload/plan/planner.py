@@ -57,8 +57,6 @@ def find_plan(problem: Problem) -> Solution:
     solution = solve(problem)
     if solution is None:
         least = smallest(problem)
-        if problem.fits(least):
-            return least
         raise OffloadPlanError(too_small(problem, least), smallest_budget(least.timeline.stalled_peak_bytes))
     return solution
 

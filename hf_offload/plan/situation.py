@@ -22,8 +22,8 @@ class Situation:
     """The inputs' shapes of every forward of a micro-batch, what is trained, and the gradients that are there already.
 
     Attributes:
-        forwards: For each forward, the name and the shape of every tensor in its inputs, wherever in them it is. Switches
-            and words are there as if they were shapes. Numbers are not: they differ from step to step.
+        forwards: For each forward, the name and the shape of every tensor or array in its inputs, wherever in them it is.
+            Switches are there as if they were shapes. Numbers and words are not: they differ from step to step.
         trainable: One bit for each parameter that is trained.
         gradient_bytes: Gradients that are there when the micro-batch begins.
     """
@@ -64,7 +64,7 @@ def situation_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     for index, parameter in enumerate(model.parameters()):
         trainable |= parameter.requires_grad << index
         if parameter.grad is not None:
-            gradients += parameter.grad.nbytes
+            gradients += _nbytes(parameter.grad)
     return Situation((shapes,), trainable, gradients)
 
 
@@ -75,17 +75,18 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 def _shapes(value: Any, name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for path, leaf in _leaves(value, name, 0):
-        if not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, bool) or leaf is None:
             yield path, (repr(leaf),)
-        elif leaf.layout is torch.strided and not leaf.is_nested:
+        elif isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
+            yield path, (_nbytes(leaf),)  # its shape does not say how large it is
+        else:
             yield path, tuple(leaf.shape)
-        else:  # its shape does not say how large it is
-            yield path, (leaf.values().numel(),)
 
 
 def _leaves(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (torch.Tensor, bool, str)) or value is None:
-        yield name, value
+    if isinstance(value, (torch.Tensor, bool)) or value is None or type(value).__module__ == "numpy":
+        if hasattr(value, "shape") or isinstance(value, bool) or value is None:
+            yield name, value
     elif depth < _MAX_DEPTH:
         parts: Iterator[tuple[Any, Any]]
         if isinstance(value, Mapping):
@@ -96,6 +97,17 @@ def _leaves(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
             parts = iter(getattr(value, "__dict__", {}).items())
         for key, part in parts:
             yield from _leaves(part, f"{name}.{key}", depth + 1)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of what a tensor of any layout holds."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor.nbytes
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    if tensor.is_nested or tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        return tensor.values().nbytes
+    return tensor.numel() * tensor.element_size()
 
 
 def _is_shape(shape: tuple[Any, ...]) -> bool:

@@ -5,28 +5,31 @@ from typing import Any
 
 import torch
 
-# Convolutions: where their input and their number of groups are among the arguments.
-_CONVOLUTIONS = {torch.ops.aten.convolution.default: (0, 8), torch.ops.aten.convolution_backward.default: (1, 9)}
-# They take their operands as they lie.
-_STRIDED = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "clone", "copy", "_to_copy", "cat", "stack")
-)
+# Convolutions: where their input is among the arguments; the weight comes next, and the others at this distance from it.
+_CONVOLUTIONS = {torch.ops.aten.convolution.default: 0, torch.ops.aten.convolution_backward.default: 1}
+_STRIDE, _GROUPS = 3, 8
+# These copy operands that are not contiguous; most others take them as they lie.
+_CONTIGUOUS = (
+    "native_layer_norm", "native_batch_norm_backward", "native_group_norm", "_softmax", "_log_softmax", "gelu", "upsample",
+    "roll",
+)  # fmt: skip
 
 
 def workspace_bytes(func: Any, args: Any, results: Sequence[torch.Tensor]) -> int:
     """Bytes that a CPU kernel takes for itself while it runs, which no dispatch mode sees: an estimate, rather too large.
 
-    oneDNN's convolutions copy operands and results into a layout of their own, unless channels come last. Most kernels that
-    are neither element by element nor matrix products copy operands that are not contiguous.
+    oneDNN's convolutions copy operands and results into a layout of their own, unless channels come last. Norms,
+    softmax and a few others copy operands that are not contiguous.
     """
     if func in _CONVOLUTIONS:
-        where, groups = _CONVOLUTIONS[func]
-        given = args[where]
-        if args[groups] > 1 or (given.dim() == 4 and given.is_contiguous(memory_format=torch.channels_last)):
+        where = _CONVOLUTIONS[func]
+        given, weight = args[where], args[where + 1]
+        if args[where + _GROUPS] > 1 or (given.dim() == 4 and given.is_contiguous(memory_format=torch.channels_last)):
             return 0
+        if tuple(args[where + _STRIDE]) == tuple(weight.shape[2:]):  # patches: the input is read as it lies
+            return results[0].nbytes if where == 0 else 2 * args[0].nbytes
         return sum(leaf.nbytes for leaf in (*args, *results) if isinstance(leaf, torch.Tensor) and leaf.dim() > 2)
-    name = func._schema.name.removeprefix("aten::")
-    if name in _STRIDED or (torch.Tag.pointwise in func.tags and "gelu" not in name):
+    if not func._schema.name.removeprefix("aten::").startswith(_CONTIGUOUS):
         return 0
     operands = (leaf for leaf in args if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
     return sum(tensor.nbytes for tensor in operands if tensor.dim() > 1 and not tensor.is_contiguous())

@@ -31,7 +31,7 @@ class LeanConfig:
     switches: Sequence[str]
 
     def __post_init__(self) -> None:
-        read: Any = names(f"switches, which are {', '.join(SWITCHES)} and {ALL_EXACT!r}")(
+        read: Any = names(f"switches, which are {', '.join(SWITCHES)} and {ALL_EXACT!r}", or_none=True)(
             "lean_activations", self.switches
         )
         switches = tuple(dict.fromkeys(read))

@@ -181,8 +181,8 @@ def size(*, at_least: int = 0) -> Reader:
     return Reader(read, ALWAYS)
 
 
-def names(what: str, *, alone: Iterable[str] = ()) -> Reader:
-    """Words, as a list or separated by commas; one of the words ``alone`` stays by itself."""
+def names(what: str, *, alone: Iterable[str] = (), or_none: bool = False) -> Reader:
+    """Words, as a list or separated by commas; one of the words ``alone`` stays by itself. ``or_none``: or an empty list."""
     alone = tuple(alone)
 
     def read(name: str, value: Any) -> str | tuple[str, ...]:
@@ -190,7 +190,7 @@ def names(what: str, *, alone: Iterable[str] = ()) -> Reader:
             return value
         parts = value.split(",") if isinstance(value, str) else value
         found = tuple(part.strip() for part in items(parts) if isinstance(part, str) and part.strip())
-        if not found or len(found) != len(items(parts)):
+        if len(found) != len(items(parts)) or not (found or (or_none and isinstance(value, (list, tuple)))):
             said = f", and none of {', '.join(alone)}" if alone else ""
             raise OffloadConfigError(f"{name}={shown(value)} is no list of {what}{said}.")
         return tuple(_checked_text(name, part) for part in found)

@@ -363,6 +363,6 @@ def test_settings_that_cannot_be_meant():
     with pytest.raises(OffloadConfigError, match=r"2 mistakes.*") as refused:
         OffloadConfig(at_disk_write_limit="stop", disk_rated_bytes=0)
     assert "there is no limit: set max_disk_write_bytes" in str(refused.value)
-    assert "disk_rated_bytes=0 is no drive" in str(refused.value)
+    assert "disk_rated_bytes=0 is too small" in str(refused.value)
     with pytest.raises(OffloadConfigError, match="Did you mean 'stop'"):
         OffloadConfig(at_disk_write_limit="stpo", max_disk_write_bytes=1)

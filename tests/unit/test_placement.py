@@ -9,7 +9,7 @@ from made_footprints import MB, footprint_of
 
 from hf_offload.plan.placement import greedy, smallest, solve, uniform
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.problem import Problem
+from hf_offload.plan.problem import Problem, smallest_budget
 from hf_offload.plan.simulate import Channel, Windows
 
 
@@ -28,7 +28,7 @@ def random_problem(seed):
     problem = Problem(footprint, channels, room, 0, windows)
     most = uniform(problem, Placement.KEEP).timeline.peak_bytes
     least = smallest(problem).timeline.stalled_peak_bytes
-    budget = least + int((most - least) * draw.uniform(0.0, 1.0))
+    budget = smallest_budget(least + int((most - least) * draw.uniform(0.0, 1.0)))
     return Problem(footprint, channels, room, budget, windows)
 
 
@@ -81,15 +81,17 @@ def test_the_search_finds_what_brute_force_finds(count):
 def test_nothing_moves_when_everything_fits():
     problem = random_problem(3)
     keep = uniform(problem, Placement.KEEP)
-    roomy = Problem(problem.footprint, problem.channels, problem.room_bytes, keep.timeline.peak_bytes, problem.windows)
+    budget = smallest_budget(keep.timeline.peak_bytes)
+    roomy = Problem(problem.footprint, problem.channels, problem.room_bytes, budget, problem.windows)
     assert set(solve(roomy).placements.values()) == {Placement.KEEP}
 
 
 def test_below_the_smallest_there_is_no_plan():
     problem = random_problem(3)
-    least = smallest(problem).timeline.stalled_peak_bytes
+    least = smallest_budget(smallest(problem).timeline.stalled_peak_bytes)
+    below = least - (1 << 20)
     assert solve(Problem(problem.footprint, problem.channels, problem.room_bytes, least, problem.windows)) is not None
-    assert solve(Problem(problem.footprint, problem.channels, problem.room_bytes, least // 2, problem.windows)) is None
+    assert solve(Problem(problem.footprint, problem.channels, problem.room_bytes, below, problem.windows)) is None
 
 
 def test_a_tier_is_not_filled_beyond_its_room():
@@ -117,7 +119,8 @@ def test_more_memory_never_makes_a_simple_way_slower():
     problem = Problem(footprint, {"ssd": Channel(2e9, 2e9)}, {"ssd": 10**12}, 0, windows)
     # With the narrow window everything can leave; with the wide one only slower ways fit.
     narrow = uniform(Problem(footprint, problem.channels, problem.room_bytes, 0, windows[1:]), Placement.SSD)
-    found = solve(Problem(footprint, problem.channels, problem.room_bytes, narrow.timeline.stalled_peak_bytes, windows))
+    budget = smallest_budget(narrow.timeline.stalled_peak_bytes)
+    found = solve(Problem(footprint, problem.channels, problem.room_bytes, budget, windows))
     assert found.timeline.step_s <= narrow.timeline.step_s
 
 
@@ -127,7 +130,7 @@ def test_among_equals_the_drive_is_spared():
         footprint,
         {"ssd": Channel(1e10, 1e10)},
         {"ssd": 10**12},
-        360 * MB,
+        smallest_budget(360 * MB),
         (Windows(1 * MB, 1 * MB),),
         may_recompute=False,
     )

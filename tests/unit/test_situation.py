@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -40,10 +41,14 @@ NESTINGS = [
     lambda tensor: Pair(tensor, torch.zeros(3)),
     lambda tensor: Holder(tensor),
     lambda tensor: tensor.to_sparse(),
+    lambda tensor: torch.sparse_coo_tensor([[0] * len(tensor)], tensor[:, 0], (4,)),  # not coalesced
+    lambda tensor: tensor.to_sparse_csr(),
+    lambda tensor: tensor.to_mkldnn(),
     lambda tensor: torch.nested.nested_tensor([tensor, tensor], layout=torch.jagged),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("nest", NESTINGS)
 def test_tensors_count_wherever_they_are(nest):
     large, small = (situation(nest(torch.ones(rows, 4))) for rows in (8, 2))
@@ -54,11 +59,23 @@ def test_tensors_count_wherever_they_are(nest):
     assert list(tensors_in(nest(long())))
 
 
-def test_names_count_and_words_and_switches():
+def test_names_count_and_switches_but_no_numbers_and_words():
     assert not situation(a=long()).fits_into(situation(b=long()))
     assert not situation(long(), output_attentions=True).fits_into(situation(long(), output_attentions=False))
-    assert not situation(long(), mode="long").fits_into(situation(long(), mode="short"))
-    assert situation(long(), step=1) == situation(long(), step=2)  # else every step would be another situation
+    # Else every step would be another situation:
+    assert situation(long(), step=1, path="1.png") == situation(long(), step=2, path="2.png")
+
+
+def test_arrays_count():
+    large, small = (situation(np.ones((rows, 4))) for rows in (8, 2))
+    assert small.fits_into(large)
+    assert not large.fits_into(small)
+
+
+def test_sparse_gradients_count():
+    model = nn.Embedding(10, 4, sparse=True)
+    model(torch.tensor([1, 2, 2])).sum().backward()
+    assert situation(long(), model=model).gradient_bytes >= 3 * 4 * 4
 
 
 def test_what_is_trained_counts():
