@@ -175,7 +175,7 @@ class _Enter(_ModuleHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._phases is None or (torch.compiler.is_compiling() and not self._root):
             return
-        if self._root and module.training:
+        if self._root:
             _begin(self._phases, args, kwargs)
         _enter(self._phases, self._unit, self._root)
 

@@ -50,7 +50,11 @@ class Prefetcher:
         self.tape.add(record)
         if kept:
             self.tape.kept.add(record.ordinal)
-        return record.ordinal in self._staying
+        if kept or record.ordinal not in self._staying:
+            return False
+        # The last tape may have been of a smaller batch.
+        self.tape.staying_bytes += record.nbytes
+        return self._fixed is None or self.tape.staying_bytes <= self._fixed
 
     def begin_tape(self) -> None:
         """A new forward begins after a backward."""

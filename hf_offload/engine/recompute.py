@@ -10,7 +10,7 @@ Note: a forward that runs twice
 import functools
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class _Switch:
             return
         self._before = {name: block.__dict__[name] for name in self._ATTRIBUTES if name in block.__dict__}
         block._gradient_checkpointing_func = functools.partial(
-            checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), _Unchanged(self._name, block))
+            checkpoint, use_reentrant=False, context_fn=functools.partial(_contexts, self._name, block)
         )
         block.gradient_checkpointing = True
 
@@ -98,15 +98,69 @@ class _Switch:
                 block.__dict__.pop(name, None)
 
 
-class _Unchanged(AbstractContextManager[None]):
-    """Raises if the block is not what it was when the ``with`` block ends."""
+def _contexts(name: str, block: nn.Module) -> tuple["_Noted", "_Unchanged"]:
+    noted = _Noted(block)
+    return noted, _Unchanged(name, block, noted)
 
-    def __init__(self, name: str, block: nn.Module):
+
+class _Noted(AbstractContextManager[None]):
+    """Around a forward that will be recomputed: what it reads of its block."""
+
+    def __init__(self, block: nn.Module):
+        self._block = block
+        self.state: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self.state = _read_by(self._block)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _read_by(block: nn.Module) -> dict[str, Any]:
+    """What a forward of ``block`` may read. No random numbers: a block that draws Python's or NumPy's is not recomputed."""
+    parameters = dict(block.named_parameters())
+    state = {
+        name: value
+        for name, value in state_of(block).items()
+        if name not in parameters and not name.endswith(("hooks", "random numbers"))
+    }
+    # Sharding puts another parameter in its place between forward and backward: its values are the same.
+    for name, parameter in parameters.items():
+        if type(parameter) is nn.Parameter:
+            state[name] = (id(parameter), parameter._version, parameter.requires_grad)
+    for name, module in block.named_modules():
+        state[f"{name}.training".lstrip(".")] = module.training
+    return state
+
+
+def _rewritten(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first name in both whose state differs; of parameters, only while they are the same objects."""
+    for name in before.keys() & now.keys():
+        one, other = before[name], now[name]
+        is_parameter = isinstance(one, tuple) and len(one) == 3 and isinstance(one[0], int)
+        if one != other and not (is_parameter and one[0] != other[0]):
+            return name
+    return ""
+
+
+class _Unchanged(AbstractContextManager[None]):
+    """Raises if the block is not what its forward read, or not what it was when the ``with`` block ends."""
+
+    def __init__(self, name: str, block: nn.Module, noted: _Noted):
         self._name = name
         self._block = block
+        self._noted = noted
         self._state: dict[str, Any] = {}
 
     def __enter__(self) -> None:
+        changed = _rewritten(self._noted.state, _read_by(self._block))
+        if changed:
+            raise RecomputeError(
+                f"{changed} of {self._name} has been changed between its forward and its backward, so that recomputing it "
+                "would give other values. No weight has been updated with this step. Change it before the forward or after "
+                "the backward, or use tier='ssd' or tier='ram', which recompute nothing."
+            )
         self._state = state_of(self._block)
 
     def __exit__(self, *_: object) -> None:

@@ -19,6 +19,7 @@ class Tape:
         self.kept: set[int] = set()  # ordinals of what stays in memory because the plan says so
         self._kept_bytes: dict[str, int] = {}  # by unit
         self._excess_bytes = 0  # beyond what the plan counts with
+        self.staying_bytes = 0  # of what backward will ask for first
         self.nbytes = 0
         self.largest = 0
         self.asked: list[int] = []

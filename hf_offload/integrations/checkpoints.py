@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import transformers.trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -81,6 +82,8 @@ def _damage_of_file(path: Path) -> str | None:
     try:
         if path.suffix == ".json":
             content = json.loads(path.read_bytes())
+            if path.name == TRAINER_STATE_NAME and not isinstance(content.get("global_step"), int):
+                return "names no step"
             shards = set(content.get("weight_map", {}).values()) if path.name.endswith(".index.json") else set()
             missing = sorted(name for name in shards if not (path.parent / name).is_file())
             return f"names {missing[0]}, which is missing" if missing else None
@@ -89,10 +92,16 @@ def _damage_of_file(path: Path) -> str | None:
         if path.suffix in (".pt", ".pth", ".bin"):
             with path.open("rb") as file:
                 start = file.read(len(_ZIP))
-            # What torch.save() writes is a zip archive, whose directory is at the end; older formats have no end to look at.
-            if _ZIP.startswith(start) and not zipfile.is_zipfile(path):
+            # What torch.save() writes is a zip archive, whose directory is at the end; weights can be of an older format.
+            if path.suffix == ".bin" and not _ZIP.startswith(start):
+                return None
+            if not zipfile.is_zipfile(path):
                 return "is cut off"
-    except (OSError, ValueError, AttributeError) as error:
+            if torch.serialization.get_crc32_options():
+                with zipfile.ZipFile(path) as archive:
+                    broken = archive.testzip()
+                return broken and f"is damaged in {broken}"
+    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
         return f"cannot be read: {error}"
     return None
 

@@ -32,6 +32,7 @@ _SETTLED_STEPS = 1
 # A smaller batch than one that was measured is measured itself when it has come so often in a row.
 _LASTING = 3
 _MOST_CORRECTIONS = 3
+_MOST_PLAYED = 1024
 # What is no faster than this is not worth another plan, and another look at it.
 _GAIN = 1.05
 
@@ -185,10 +186,13 @@ class Feedback:
         with signals_deferred:  # a micro-batch that has begun without its meter would be taken for measured
             is_next = len(situation.forwards) == 1 or not self._played
             if is_next:
+                del self._played[:-_MOST_PLAYED]  # where no step is ever said to end
                 self._played.append(self._begin_micro_batch(situation))
             else:
                 self._go_on(self._played[-1], situation)
             played = self._played[-1]
+            if self._meter is None and played.is_measured and not StepMeter.can_begin():
+                played.is_measured = False  # another step will do
             if self._meter is None and played.is_measured:
                 self._meter = StepMeter(model, self._engine.resident_bytes, self._engine.waited_s)
                 self._engine.observer = self._meter
@@ -329,16 +333,24 @@ class Feedback:
             if not any(other != situation and situation.begins(other) for other in found)  # one plan is enough for both
         ]
         plans: dict[Situation, _Known] = {}
+        refusal: OffloadPlanError | None = None
         for situation in needed:
             metered = found[situation]
             footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
+            if not any(moment.backward for moment in footprint.moments):
+                continue  # a forward for its result alone
             try:
                 plans[situation] = self._find(situation, footprint, 0, 0)
             except OffloadPlanError as error:
-                if not self._need_less():
-                    raise
-                self._log(logging.INFO, "Measuring again, with modules cut by tokens. %s", error)
-                return
+                if refusal is None or (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
+                    refusal = error
+        if refusal is not None:
+            if not self._need_less():
+                raise refusal
+            self._log(logging.INFO, "Measuring again, with modules cut by tokens. %s", refusal)
+            return
+        if not plans:
+            return
         for situation, known in plans.items():
             still = [one for one in self._wanted if not (one.begins(situation) or situation.begins(one))]
             self._wanted = set(still)

@@ -94,13 +94,9 @@ class StepMeter(StepRecorder):
         """Stop observing. Idempotent."""
         if not self.running:
             return
-        self.running = False
+        self.running = self.is_recording = False
         gone = self._model_ref() is None
-        if gone:
-            self.leave()
-        else:
-            self._on_stack = False
-            self.__exit__(None, None, None)
+        self.leave()
         self.unwatch()
         for handle in self._optimizer_hooks:
             handle.remove()
@@ -116,6 +112,15 @@ class StepMeter(StepRecorder):
         if self._on_stack and _get_current_dispatch_mode() is self:
             self._on_stack = False
             self.__exit__(None, None, None)
+
+    @staticmethod
+    def can_begin() -> bool:
+        """Whether this thread's stack of modes is empty: one that is left while ours is on top of it would take ours off."""
+        mode = _get_current_dispatch_mode()
+        while isinstance(mode, StepMeter) and not mode.is_recording:  # its step ended in another thread
+            mode.leave()
+            mode = _get_current_dispatch_mode()
+        return mode is None
 
     def begin_forward(self, inputs: Iterable[torch.Tensor], is_next: bool) -> None:
         """A forward of the whole model begins with ``inputs``; ``is_next``: that of the next micro-batch."""

@@ -79,6 +79,9 @@ class StepRecorder(TorchDispatchMode):
         assert model is not None, "nothing is asked of a recorder whose model has gone"
         return model
 
+    is_recording = True
+    """Whether operations are looked at. A mode stays on the stack of a thread that did not take it off."""
+
     # -- what subclasses add ------------------------------------------------------------------------------------------
 
     def elapsed(self) -> float:
@@ -167,7 +170,7 @@ class StepRecorder(TorchDispatchMode):
         shared = self._effects.before(func, args, kwargs)
         self.bookkeeping_s += time.perf_counter() - begin
         result = func(*args, **kwargs)
-        if self._model_ref() is None:
+        if self._model_ref() is None or not self.is_recording:
             return result
         begin = time.perf_counter()
         self._after(func, args, kwargs, result, shared)

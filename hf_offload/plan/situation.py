@@ -26,11 +26,13 @@ class Situation:
             Switches are there as if they were shapes. Numbers and words are not: they differ from step to step.
         trainable: One bit for each parameter that is trained.
         gradient_bytes: Gradients that are there when the micro-batch begins.
+        training: Whether the model is in training mode.
     """
 
     forwards: tuple[Shapes, ...]
     trainable: int
     gradient_bytes: int
+    training: bool = True
 
     @property
     def elements(self) -> int:
@@ -54,7 +56,11 @@ class Situation:
         )
 
     def _no_less_else(self, other: "Situation") -> bool:
-        return self.trainable & ~other.trainable == 0 and self.gradient_bytes <= other.gradient_bytes
+        return (
+            self.training == other.training
+            and self.trainable & ~other.trainable == 0
+            and self.gradient_bytes <= other.gradient_bytes
+        )
 
 
 def situation_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Situation:
@@ -65,7 +71,7 @@ def situation_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         trainable |= parameter.requires_grad << index
         if parameter.grad is not None:
             gradients += _nbytes(parameter.grad)
-    return Situation((shapes,), trainable, gradients)
+    return Situation((shapes,), trainable, gradients, model.training)
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

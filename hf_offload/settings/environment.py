@@ -36,8 +36,16 @@ def variable(field: str) -> str:
 
 
 def is_on(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the switch ``name`` is on: 1, true, yes or on."""
-    return (os.environ if environ is None else environ).get(name, "").lower() in ("1", "true", "yes", "on")
+    """Whether the switch ``name`` is on: 1, true, yes or on; or off: 0, false, no, off, or not there.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for anything else.
+    """
+    value = (os.environ if environ is None else environ).get(name, "")
+    if value.strip().lower() in ("1", "true", "yes", "on"):
+        return True
+    if value.strip().lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise OffloadConfigError(f"{name}={shown(value)} is neither on nor off: set it to 1 or 0, or leave it out.")
 
 
 def settings_from(environ: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -35,6 +35,10 @@ def parse_bytes(value: int | float | str, name: str = "size") -> int:
                 f"{name}={shown(value)} is not a size: write it as '20GiB', '500MB' or a number of bytes."
             )
         size = float(match[1]) * _UNITS[match[2].lower()]
+        if _UNITS[match[2].lower()] == 1 and math.isfinite(size) and not size.is_integer():
+            raise OffloadConfigError(
+                f"{name}={shown(value)} is no whole number of bytes: is a unit missing, as in '20GiB'?"
+            )
     elif isinstance(value, float) and (math.isnan(value) or (math.isfinite(value) and not value.is_integer())):
         raise OffloadConfigError(
             f"{name}={value!r} is not a size: give a whole number of bytes or text such as '20GiB'."

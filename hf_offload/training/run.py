@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_offload.allocator import current_allocator
-from hf_offload.errors import OffloadConfigError
+from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.outputs import check_output_file, check_output_folder
 from hf_offload.settings.recipes import RANDOM_TOKENS, Recipe
+from hf_offload.settings.shown import cropped
 from hf_offload.training.arguments import build_arguments
 from hf_offload.training.metrics import FROM_LOSS, check_installed, choose_likeliest, make_compute
 from hf_offload.training.model import build_model
@@ -27,6 +28,7 @@ from hf_offload.training.tokenizers import build_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
+    from hf_offload import OffloadCallback
     from hf_offload.reports.memory import MemoryMeter
     from hf_offload.training.recording import Recording
 
@@ -72,7 +74,7 @@ def run_recipe(
     from hf_offload.reports.memory import MemoryMeter
     from hf_offload.training.recording import Recording  # loads the Trainer
 
-    with collect_errors("what the recipe writes") as check:
+    with collect_errors("outputs") as check:
         if report is not None:
             with check:
                 check_output_file(report, "--report")
@@ -111,11 +113,20 @@ def run_recipe(
     completed = True
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
+    except Exception as error:
+        if checkpoint is None or recording.step_losses or isinstance(error, OffloadError):
+            raise
+        raise OffloadConfigError(
+            f"{checkpoint} cannot be resumed with this recipe ({type(error).__name__}: {cropped(str(error))}): it is of "
+            "another model or optimizer, or damaged. Resume with the recipe that wrote it, or train without --resume."
+        ) from error
     except KeyboardInterrupt:
         completed = False
         logger.warning(f"Stopped after {len(recording.step_losses)} steps.")
         # The Trainer leaves this out when training does not come to its end: offloading is still attached.
-        trainer.callback_handler.on_train_end(arguments, trainer.state, trainer.control)
+        callback = _offload_callback(trainer)
+        if callback is not None:
+            callback.on_train_end(arguments, trainer.state, trainer.control, model=trainer.model)
     finally:
         if meter is not None:
             meter.stop()
@@ -212,10 +223,8 @@ def _describe(
     completed: bool,
     metrics: dict[str, float] | None,
 ) -> TrainingReport:
-    from hf_offload import OffloadCallback
-
     losses = recording.losses()
-    callback = next((cb for cb in trainer.callback_handler.callbacks if isinstance(cb, OffloadCallback)), None)
+    callback = _offload_callback(trainer)
     stats = callback.stats if callback is not None else None
     return TrainingReport(
         recipe=recipe.name,
@@ -235,6 +244,12 @@ def _describe(
         forecast=None if callback is None or callback.forecast is None else dataclasses.asdict(callback.forecast),
         metrics=metrics,
     )
+
+
+def _offload_callback(trainer: "Trainer") -> "OffloadCallback | None":
+    from hf_offload import OffloadCallback
+
+    return next((one for one in trainer.callback_handler.callbacks if isinstance(one, OffloadCallback)), None)
 
 
 def _random_tokens(recipe: Recipe, model: torch.nn.Module, arguments: "TrainingArguments") -> RandomTokens:

@@ -1,0 +1,185 @@
+"""What may happen around the steps of a run with a budget: other threads, other modes, other inputs, changes in between."""
+
+import concurrent.futures
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_offload import OffloadConfig, attach
+from hf_offload.engine.recompute import Recompute
+from hf_offload.errors import RecomputeError
+
+WIDTH = 64
+
+
+class Block(GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, hidden):
+        return hidden + self.down(self.dropout(F.gelu(self.up(self.norm(hidden) * self.scale))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, hidden, extra=None):
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden if extra is None else hidden * extra.to_dense().sum()
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(rows=64):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def auto(tmp_path, budget="100MiB"):
+    return OffloadConfig(tier="auto", directory=tmp_path, memory_budget=budget, min_offload_bytes=4096)
+
+
+def train(model, steps=4, session=None, forward=None, rows=lambda step: 64):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        torch.manual_seed(step)
+        hidden = batch(rows(step))
+        (model(hidden) if forward is None else forward(model, hidden, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if session is not None:
+            session.end_step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def is_same(one, other):
+    return all(map(torch.equal, one, other))
+
+
+CHANGES = {
+    "attribute": lambda block: setattr(block, "scale", 0.5),
+    "bias": lambda block: block.up.bias.detach().add_(0.1),
+    "mode": lambda block: block.eval(),
+    "freezing": lambda block: block.up.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_that_was_changed_between_forward_and_backward_is_not_recomputed_wrongly(change):
+    model = net()
+    recompute = Recompute({f"blocks.{index}": block for index, block in enumerate(model.blocks)})
+    recompute.apply(["blocks.2"])
+    loss = model(batch()).square().mean()
+    CHANGES[change](model.blocks[2])
+    with pytest.raises(RecomputeError, match="changed between its forward and its backward"):
+        loss.backward()
+    recompute.remove()
+
+
+def test_a_block_that_stays_as_it_is_is_recomputed():
+    expected = train(net())
+    model = net()
+    recompute = Recompute({f"blocks.{index}": block for index, block in enumerate(model.blocks)})
+    recompute.apply(["blocks.1", "blocks.2"])
+    assert is_same(train(model), expected)
+    recompute.remove()
+
+
+EXTRAS = {
+    "not coalesced": lambda: torch.sparse_coo_tensor([[0, 0, 1]], [1.0, 2.0, 3.0], (4,), check_invariants=True),
+    "strings": lambda: torch.ones(3),
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_inputs_of_any_layout(extra, tmp_path):
+    def forward(model, hidden, step):
+        return model(hidden, EXTRAS[extra]())
+
+    expected = train(net(), forward=forward)
+    model = net()
+    session = attach(model, auto(tmp_path))
+    assert is_same(train(model, session=session, forward=forward), expected)
+    assert session.forecast is not None
+    session.detach()
+
+
+def test_steps_may_run_in_another_thread_than_the_one_that_ends_them(tmp_path):
+    expected = train(net())
+    model = net()
+    session = attach(model, auto(tmp_path))
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        for step in range(4):
+            executor.submit(_one_step, model, step).result()
+            session.end_step()
+    assert session.forecast is not None
+    session.detach()
+    assert is_same(list(model.parameters()), expected)
+
+
+def _one_step(model, step):
+    torch.manual_seed(step)
+    model(batch()).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+
+
+def test_a_mode_of_the_users_is_left_as_it_was_entered(tmp_path):
+    counts = []
+
+    def forward(model, hidden, step):
+        with FlopCounterMode(display=False) as counter:
+            result = model(hidden)
+        counts.append(counter.get_total_flops())
+        return result
+
+    model = net()
+    session = attach(model, auto(tmp_path))
+    train(model, session=session, forward=forward)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert len(set(counts)) == 1
+    assert session.forecast is None  # never measured, so everything moves
+    train(model, steps=1, session=session)
+    assert session.forecast is not None
+    session.detach()
+
+
+def test_a_model_in_evaluation_mode_can_be_trained_within_a_budget(tmp_path):
+    model = net().eval()
+    session = attach(model, auto(tmp_path))
+    train(model, session=session)
+    assert session.forecast is not None
+    session.detach()
+
+
+def test_what_stays_for_a_smaller_batch_is_no_more_of_a_larger_one(tmp_path):
+    model = net()
+    session = attach(model, auto(tmp_path, "2600KiB"))
+    rows = [256, 64, 256, 64, 256, 64, 256]
+    train(model, steps=2, session=session, rows=rows.__getitem__)
+    window, tape = session.plan.read_ahead_bytes, session._engine.prefetch.tape
+    assert window
+    assert tape.staying_bytes <= window
+    model(batch(256)).sum()
+    staying = [
+        record.nbytes
+        for reference in session._engine.prefetch.tape.records
+        if (record := reference()) and record.wanted
+    ]
+    assert sum(staying) <= window
+    session.detach()
