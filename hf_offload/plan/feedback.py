@@ -191,7 +191,8 @@ class Feedback:
             else:
                 self._go_on(self._played[-1], situation)
             played = self._played[-1]
-            if self._meter is None and played.is_measured and not StepMeter.can_begin():
+            # Several processes measure the same steps, whatever is on their stacks.
+            if self._meter is None and not self._ranks.connected and not StepMeter.can_begin():
                 played.is_measured = False  # another step will do
             if self._meter is None and played.is_measured:
                 self._meter = StepMeter(model, self._engine.resident_bytes, self._engine.waited_s)
