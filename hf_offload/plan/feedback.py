@@ -337,9 +337,9 @@ class Feedback:
         refusal: OffloadPlanError | None = None
         for situation in needed:
             metered = found[situation]
+            if not any(self._ranks.gather(meter.has_backward(metered))):
+                continue
             footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
-            if not any(moment.backward for moment in footprint.moments):
-                continue  # a forward for its result alone
             try:
                 plans[situation] = self._find(situation, footprint, 0, 0)
             except OffloadPlanError as error:

@@ -45,6 +45,7 @@ class _MicroBatch:
     saved: tuple[Saved, ...]
     blocks: tuple[BlockSpan, ...]
     peak_live_bytes: int
+    has_backward: bool
 
 
 class StepMeter(StepRecorder):
@@ -150,13 +151,14 @@ class StepMeter(StepRecorder):
             for parameter in self.model.parameters()
             if parameter.requires_grad and parameter.grad is None and id(parameter) not in self._reached
         )
+        has_backward = self.backward or bool(self._reached)
         self._reached.clear()
         moments = tuple(
             dataclasses.replace(moment, live_bytes=moment.live_bytes + missing) if moment.backward else moment
             for moment in self._moments()
         )
         saved, blocks = tuple(self._saved()), tuple(self.block_spans())
-        self._micro_batches.append(_MicroBatch(moments, saved, blocks, self.peak_live_bytes))
+        self._micro_batches.append(_MicroBatch(moments, saved, blocks, self.peak_live_bytes, has_backward))
 
     @property
     def micro_batches(self) -> int:
@@ -254,6 +256,10 @@ class StepMeter(StepRecorder):
     def is_over(self) -> bool:
         """Whether the optimizer has stepped, so that the next forward belongs to another step."""
         return self._optimizing
+
+    def has_backward(self, micro_batch: int) -> bool:
+        """Whether a backward followed: else it was a forward for its result alone."""
+        return self._micro_batches[micro_batch].has_backward
 
     def peak_bytes(self, micro_batch: int) -> int:
         """Most bytes of tensors alive at once in a micro-batch, weights and optimizer state included."""
