@@ -3,8 +3,8 @@
 Note: a forward that runs twice
     A plan names only blocks whose forward can run twice, as far as the measured step showed (``plan/effects.py``). A later
     step may be another one: it may pass a cache, or train a norm that was frozen. So every call is looked at before it is
-    checkpointed, and is not checkpointed if it cannot be; and a recompute that does change something after all raises an
-    error, before the optimizer sees a gradient of that step.
+    checkpointed, and is not checkpointed if it cannot be; and a recompute of a block that is not what its forward read,
+    since the forward or the training has changed it, raises an error, before the optimizer sees a gradient of that step.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import RecomputeError
-from hf_offload.plan.effects import blocking_argument, changed_name, state_of
+from hf_offload.plan.effects import blocking_argument, state_of
 
 
 class Recompute:
@@ -145,30 +145,21 @@ def _rewritten(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 class _Unchanged(AbstractContextManager[None]):
-    """Raises if the block is not what its forward read, or not what it was when the ``with`` block ends."""
+    """Around a recompute: raises if the block is not what its forward read."""
 
     def __init__(self, name: str, block: nn.Module, noted: _Noted):
         self._name = name
         self._block = block
         self._noted = noted
-        self._state: dict[str, Any] = {}
 
     def __enter__(self) -> None:
         changed = _rewritten(self._noted.state, _read_by(self._block))
         if changed:
             raise RecomputeError(
-                f"{changed} of {self._name} has been changed between its forward and its backward, so that recomputing it "
-                "would give other values. No weight has been updated with this step. Change it before the forward or after "
-                "the backward, or use tier='ssd' or tier='ram', which recompute nothing."
+                f"{changed} of {self._name} has been changed since its forward began, by the forward itself or before its "
+                "backward, so that recomputing it would give other values. No weight has been updated with this step. Change "
+                "it before the forward or after the backward, or use tier='ssd' or tier='ram', which recompute nothing."
             )
-        self._state = state_of(self._block)
 
     def __exit__(self, *_: object) -> None:
-        state, self._state = self._state, {}
-        changed = changed_name(state, state_of(self._block))
-        if changed:
-            raise RecomputeError(
-                f"Recomputing {self._name} in backward has changed {changed} a second time, which its forward did not do in "
-                "the step that was measured. No weight has been updated with this step. Start again from the last "
-                "checkpoint with tier='ssd' or tier='ram', which recompute nothing."
-            )
+        pass

@@ -389,7 +389,7 @@ def test_what_a_recompute_changes_in_a_later_step_is_an_error_before_any_weight_
         STEP[0] = step
         weights[:] = [model, [parameter.detach().clone() for parameter in model.parameters()]]
 
-    with pytest.raises(RecomputeError, match=r"Recomputing layers\.\d in backward has changed calls a second time"):
+    with pytest.raises(RecomputeError, match=r"calls of layers\.\d has been changed since its forward began"):
         run(lambda: Model(CountsLater), auto(tmp_path), before=before)
     assert STEP[0] == 3
     model, kept = weights
