@@ -146,3 +146,19 @@ def test_a_plan_says_how_much_it_counts_with():
 def test_a_run_that_would_fit_with_twice_as_much_is_not_looked_at():
     assert plan_for([10 * MB] * 3, 1000 * MB).keeping is None
     assert plan_for([10 * MB] * 3, 150 * MB).keeping is not None
+
+
+def test_what_stays_of_a_smaller_batch_is_no_more_of_a_larger_one():
+    rig = Rig(read_ahead_bytes=2 * ONE)
+    small = leaf()[:16].detach().requires_grad_()
+    with rig:
+        result = chain(small)  # eight records of a quarter each fit into the window
+    rig.settle()
+    result.backward()
+    del result
+    with rig:
+        result = chain(leaf())
+    staying = [record for reference in rig.engine.prefetch.tape.records if (record := reference()) and record.wanted]
+    assert 0 < sum(record.nbytes for record in staying) <= 2 * ONE
+    rig.settle()
+    result.backward()

@@ -165,21 +165,3 @@ def test_a_model_in_evaluation_mode_can_be_trained_within_a_budget(tmp_path):
     train(model, session=session)
     assert session.forecast is not None
     session.detach()
-
-
-def test_what_stays_for_a_smaller_batch_is_no_more_of_a_larger_one(tmp_path):
-    model = net()
-    session = attach(model, auto(tmp_path, "2600KiB"))
-    rows = [256, 64, 256, 64, 256, 64, 256]
-    train(model, steps=2, session=session, rows=rows.__getitem__)
-    window, tape = session.plan.read_ahead_bytes, session._engine.prefetch.tape
-    assert window
-    assert tape.staying_bytes <= window
-    model(batch(256)).sum()
-    staying = [
-        record.nbytes
-        for reference in session._engine.prefetch.tape.records
-        if (record := reference()) and record.wanted
-    ]
-    assert sum(staying) <= window
-    session.detach()
