@@ -247,7 +247,7 @@ class OffloadSession:
             self._engine.follow(plan)
             self._recompute.apply(name for name, placement in plan.placements.items() if placement.recomputes)
 
-    def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool = False) -> None:
         """The model's forward begins, with these inputs."""
         self.end_pending_step()
         if self.must_stop:
@@ -256,6 +256,9 @@ class OffloadSession:
                 "at_disk_write_limit='stop'. The last step is complete: save the model, and raise the limit to go on."
             )
         if self._feedback is not None:
+            model = self._model()
+            assert model is not None, "a forward has a model"
+            _check_eager(model, compiled)  # again: it may have been compiled since
             self._feedback.begin_forward(args, kwargs)
 
     @property
@@ -421,9 +424,10 @@ def _check_model(model: nn.Module, training: object, by: str) -> None:
     )
 
 
-def _check_eager(model: nn.Module) -> None:
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()) or any(
-        type(module).__name__ == "OptimizedModule" for module in model.modules()
+def _check_eager(model: nn.Module, compiled: bool = False) -> None:
+    if compiled or any(
+        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+        for module in model.modules()
     ):
         raise compiled_error()
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 # Before transformers and datasets are imported: they read these once.
@@ -28,6 +29,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 import torch
 import transformers  # noqa: F401  its log handler keeps the stderr of its import, which must outlive a single test
+
+from hf_offload.plan.hardware import Figure, Hardware
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,3 +71,18 @@ def tiny_recipe(tmp_path, monkeypatch):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY_RECIPE)
     return path
+
+
+@pytest.fixture
+def machine_with_drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Takes the machine for one whose drive moves so many bytes a second, however busy it is, and spares its measurement."""
+
+    def take(bytes_per_s: float) -> None:
+        given = {name: Figure(1e11, "given") for name in ("float32", "bfloat16", "float16")}
+        rate = {"ssd": Figure(bytes_per_s, "given")}
+        memory, copies = Figure(4e9, "given"), Figure(1e10, "given")
+        hardware = Hardware("a test", "cpu", memory, given, copies, rate, rate, {"ssd": Figure(1e10, "given")})
+        monkeypatch.setattr("hf_offload.plan.ranks.measure_hardware", lambda directories: hardware)
+        monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: (0.0, 0.0))
+
+    return take

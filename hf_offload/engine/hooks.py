@@ -76,6 +76,7 @@ class Engine:
         self._dead_storages: queue.SimpleQueue[_Identity] = queue.SimpleQueue()
         self._nothing = torch.empty(0, device=device.torch_device)
         self._thread = _Thread()
+        self._forward = 0
         self._reported_room = False
         self.follow(plan)
 
@@ -122,6 +123,10 @@ class Engine:
     def unit(self, name: str) -> None:
         self._thread.unit = name
 
+    def begin_forward(self) -> None:
+        """Another forward of the whole model begins: its inputs may be buffers that have been filled again."""
+        self._forward += 1
+
     # -- autograd's hooks ---------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Handle:
@@ -150,7 +155,7 @@ class Engine:
         if end - begin < self._min_bytes:
             return self._keep(tensor)  # an expanded tensor is smaller than it looks
         storage = tensor.untyped_storage()
-        record = self._find(storage, _root(tensor), tensor._version, begin, end)
+        record = self._find(tensor, storage, begin, end)
         if record is not None:
             # Also where this unit is to keep what it saves: a second hold would pin what the first unit moves.
             self.stats.step.deduplicated_bytes += tensor.nbytes
@@ -211,12 +216,11 @@ class Engine:
         self.prefetch.begin_tape()
         self._weights.refresh()
 
-    def _find(
-        self, storage: torch.UntypedStorage, root: torch.Tensor, version: int, begin: int, end: int
-    ) -> Record | None:
+    def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int) -> Record | None:
         identity = self._identities.get(id(storage))
         if identity is None or identity() is not storage:
             return None
+        root, version = _root(tensor), tensor._version
         for reference in identity.records:
             record = reference()
             if (
@@ -225,6 +229,8 @@ class Engine:
                 and record.root() is root
                 and record.start <= begin
                 and end <= record.start + record.nbytes
+                # NumPy and other processes write to what needs no gradient without a new version.
+                and (record.forward == self._forward or tensor.requires_grad)
             ):
                 return record
         return None
@@ -241,6 +247,7 @@ class Engine:
         if end - begin < whole:
             buffer = buffer[begin:end]
         record = Record(buffer, probe, weakref.ref(_root(tensor)), begin, self.unit, self.transfer.graveyard)
+        record.forward = self._forward
         del buffer
         if self._keeping is not None:
             keep = keep and self.prefetch.tape.may_keep(self.unit, record.nbytes, self._keeping)

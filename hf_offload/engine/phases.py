@@ -34,7 +34,7 @@ class Phases:
         self._unpack = engine.unpack
         self._thread = threading.local()
         self._handles: list[RemovableHandle] = []
-        self._on_forward: Callable[[tuple[Any, ...], Any], None] | None = None
+        self._on_forward: Callable[[tuple[Any, ...], Any, bool], None] | None = None
         self._warned = False
 
     # -- by `with` ----------------------------------------------------------------------------------------------------
@@ -60,9 +60,11 @@ class Phases:
         self,
         model: nn.Module,
         units: Mapping[str, nn.Module],
-        on_forward: Callable[[tuple[Any, ...], Any], None] | None,
+        on_forward: Callable[[tuple[Any, ...], Any, bool], None] | None,
     ) -> None:
-        """Follow the model's forwards from now on. ``on_forward`` is told the inputs of every forward of the whole model."""
+        """Follow the model's forwards from now on. ``on_forward`` gets the inputs of every forward of the whole model, and
+        whether that is compiled.
+        """
         self._on_forward = on_forward
         with signals_deferred:
             for name, module in {type(model).__name__: model, **units}.items():
@@ -81,10 +83,13 @@ class Phases:
         """Leave whatever was entered in this thread: the model has gone, and no other forward will do it. Takes no lock."""
         self._unwind(0)
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
         """A forward of the whole model begins in this thread."""
-        if self._on_forward is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self._on_forward(args, kwargs)
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._engine.begin_forward()
+        if self._on_forward is not None and torch.is_grad_enabled():
+            self._on_forward(args, kwargs, compiled)
 
     def enter(self, unit: str, root: bool) -> None:
         """A module's forward begins in this thread."""
@@ -173,10 +178,11 @@ class _Enter(_ModuleHook):
         self._unit = unit
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._phases is None or (torch.compiler.is_compiling() and not self._root):
+        compiled = torch.compiler.is_compiling()
+        if self._phases is None or (compiled and not self._root):
             return
         if self._root:
-            _begin(self._phases, args, kwargs)
+            _begin(self._phases, args, kwargs, compiled)
         _enter(self._phases, self._unit, self._root)
 
 
@@ -188,8 +194,8 @@ class _Leave(_ModuleHook):
 
 
 @torch._dynamo.disable
-def _begin(phases: Phases, args: Any, kwargs: Any) -> None:
-    phases.begin(args, kwargs)
+def _begin(phases: Phases, args: Any, kwargs: Any, compiled: bool) -> None:
+    phases.begin(args, kwargs, compiled)
 
 
 @torch._dynamo.disable

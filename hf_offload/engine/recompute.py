@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.copied_hooks import InertInCopies
 from hf_offload.errors import RecomputeError
 from hf_offload.plan.effects import blocking_argument, state_of
 
@@ -46,8 +47,8 @@ class Recompute:
             block = self._blocks[name]
             switch = _Switch(name, self._frozen.setdefault(name, frozenset(_frozen(block))))
             self._handles[name] = [
-                block.register_forward_pre_hook(switch.on, with_kwargs=True),
-                block.register_forward_hook(switch.off, always_call=True),
+                block.register_forward_pre_hook(InertInCopies(switch.on), with_kwargs=True),
+                block.register_forward_hook(InertInCopies(switch.off), always_call=True),
             ]
 
     def remove(self) -> None:
@@ -61,7 +62,7 @@ def _frozen(block: nn.Module) -> Iterable[str]:
 
 
 class _Switch:
-    """Turns checkpointing on for one call of a block. In a copy of the model, or in one that was pickled, it does nothing."""
+    """Turns checkpointing on for one call of a block."""
 
     _ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
@@ -70,13 +71,10 @@ class _Switch:
         self._frozen = frozen  # when the block was measured
         self._before: dict[str, Any] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_name": "", "_before": None}
-
     def on(self, block: Any, args: Any, kwargs: Any) -> None:
         """A pre-hook."""
         self.off(block)  # an interrupted call has not done it
-        if not self._name or torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:
             return
         if blocking_argument(args, kwargs) or not self._frozen.issubset(_frozen(block)):
             return

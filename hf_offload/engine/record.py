@@ -67,6 +67,7 @@ class Record:
         "__weakref__",
         "buffer",
         "estate",
+        "forward",
         "nbytes",
         "ordinal",
         "phase",
@@ -104,6 +105,7 @@ class Record:
         self.unit = unit
         self.wanted = False  # backward will need it soon: a store that ends must not drop the buffer
         self.estate = Estate(self, graveyard)
+        self.forward = 0  # the engine's count of forwards when it was saved
         self.ordinal = -1
         self.tape: Any = None
         self._point_at(buffer)

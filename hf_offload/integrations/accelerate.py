@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
+from hf_offload.copied_hooks import InertInCopies
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.summary import summary_lines
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session, compiled_error
@@ -180,7 +181,9 @@ class OffloadedAccelerator:
         for optimizer in accelerator._optimizers:
             register = getattr(optimizer.optimizer, "register_step_post_hook", None)
             if id(optimizer) not in self._optimizers and register is not None:
-                self._optimizers[id(optimizer)] = register(_Stepped(self))
+                self._optimizers[id(optimizer)] = register(
+                    InertInCopies(functools.partial(_stepped, weakref.ref(self)))
+                )
 
     def _attach_model(self, model: nn.Module) -> None:
         accelerator = self._accelerator()
@@ -197,19 +200,10 @@ class OffloadedAccelerator:
             logger.info("Offloading activations of %s: %s.", type(model).__name__, session.plan.reason)
 
 
-class _Stepped:
-    """A hook of an optimizer that survives copies and pickles of it, and does nothing in the copy."""
-
-    def __init__(self, offloaded: OffloadedAccelerator | None):
-        self._offloaded = None if offloaded is None else weakref.ref(offloaded)
-
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        offloaded = None if self._offloaded is None else self._offloaded()
-        if offloaded is not None:
-            offloaded.stepped()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Stepped, (None,)
+def _stepped(offloaded: "weakref.ref[OffloadedAccelerator]", *_: Any) -> None:
+    found = offloaded()
+    if found is not None:
+        found.stepped()
 
 
 _AFTER: dict[str, Callable[..., None]] = {

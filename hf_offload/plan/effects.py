@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.copied_hooks import InertInCopies
+
 # Objects that are looked into, and how deep, before the comparison is content with what it has.
 _MOST_OBJECTS = 5_000
 _MOST_LEVELS = 6
@@ -254,8 +256,8 @@ class Effects:
         """Follow the calls of these blocks until the handles are removed."""
         for name, block in blocks.items():
             enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
-            yield block.register_forward_pre_hook(enter, with_kwargs=True)
-            yield block.register_forward_hook(leave, with_kwargs=True, always_call=True)
+            yield block.register_forward_pre_hook(InertInCopies(enter), with_kwargs=True)
+            yield block.register_forward_hook(InertInCopies(leave), with_kwargs=True, always_call=True)
 
     def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or not block.training:

@@ -1,10 +1,14 @@
 """What counting a step and measuring one have in common: whose turn it is, what is alive, and where one moment ends."""
 
 import contextlib
+import dataclasses
 import queue
+import sys
 import time
+import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.copied_hooks import InertInCopies
 from hf_offload.plan.effects import Effects
 from hf_offload.plan.footprint import BlockSpan, Moment
 from hf_offload.plan.units import find_blocks, find_units
 from hf_offload.plan.workspace import workspace_bytes
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
@@ -30,6 +37,27 @@ class _Seen(weakref.ref[torch.UntypedStorage]):
 
     __slots__ = ("key", "nbytes")
     key: int
+    nbytes: int
+
+
+def _in_python_of_backward() -> bool:
+    """Whether an operation under a dispatch mode was called by a hook or function of Python's, and not by autograd itself."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    frame = frame and frame.f_back
+    while frame is not None and frame.f_globals["__name__"].startswith(("torch._dynamo", "torch._compile")):
+        frame = frame.f_back  # what keeps the mode itself from being compiled
+    return frame is not None and frame.f_code is not _RUN_BACKWARD
+
+
+@dataclasses.dataclass(slots=True)
+class _Sum:
+    """A sum of two gradients that was just made: whether it took the place of the first is seen by whether that is gone."""
+
+    key: int  # of the first one's storage
+    needed: int  # bytes alive, with both of them
+    elsewhere: int
     nbytes: int
 
 
@@ -65,6 +93,7 @@ class StepRecorder(TorchDispatchMode):
         self._reached: set[int] = set()  # ids of the weights that got a gradient
         self.bookkeeping_s = 0.0  # the recorder's own time, which is no compute
         self.peak_live_bytes = 0  # saved tensors included, weights not
+        self._sum: _Sum | None = None
         self._known: set[int] = set()
         self._seen: dict[int, _Seen] = {}
         self._dead: queue.SimpleQueue[_Seen] = queue.SimpleQueue()
@@ -107,8 +136,9 @@ class StepRecorder(TorchDispatchMode):
             if tensor.grad is not None and tensor.grad.layout is torch.strided:
                 self.see(tensor.grad.untyped_storage())  # kept from the step before, or from another micro-batch
         for name, unit in find_units(self.model).items():
-            self._handles.append(unit.module.register_forward_pre_hook(self._enter(name)))
-            self._handles.append(unit.module.register_forward_hook(self._leave(name), always_call=True))
+            enter, leave = InertInCopies(partial(self._enter, name)), InertInCopies(partial(self._leave, name))
+            self._handles.append(unit.module.register_forward_pre_hook(enter))
+            self._handles.append(unit.module.register_forward_hook(leave, always_call=True))
         self._handles += self._effects.watch(find_blocks(self.model))
         for parameter in self.model.parameters():
             if parameter.requires_grad:
@@ -130,32 +160,26 @@ class StepRecorder(TorchDispatchMode):
         finally:
             self.unwatch()
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:
-                return  # a recompute
-            self.end_moment()
-            self._stack.append(self.unit)
-            self.unit = name
-            self.backward = False
-            if name in self._blocks:
-                self._entered.setdefault(name, len(self.moments))
-                # What activation checkpointing keeps of a block: its positional arguments.
-                tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-                self._boundary[name] = sum(nbytes_of(tensor) for tensor in tensors if tensor.is_floating_point())
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a recompute
+        self.end_moment()
+        self._stack.append(self.unit)
+        self.unit = name
+        self.backward = False
+        if name in self._blocks:
+            self._entered.setdefault(name, len(self.moments))
+            # What activation checkpointing keeps of a block: its positional arguments.
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self._boundary[name] = sum(nbytes_of(tensor) for tensor in tensors if tensor.is_floating_point())
 
-        return hook
-
-    def _leave(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() != -1 or not self._stack:
-                return
-            self.end_moment()
-            if name in self._blocks:
-                self._left.setdefault(name, len(self.moments))
-            self.unit = self._stack.pop()
-
-        return hook
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1 or not self._stack:
+            return
+        self.end_moment()
+        if name in self._blocks:
+            self._left.setdefault(name, len(self.moments))
+        self.unit = self._stack.pop()
 
     def _count_gradient(self, parameter: torch.Tensor) -> None:
         self._reached.add(id(parameter))
@@ -191,9 +215,35 @@ class StepRecorder(TorchDispatchMode):
                 if id(tensor.untyped_storage()) not in shared:
                     self._effects.made(id(tensor.untyped_storage()))
         needed = self._live + (workspace_bytes(func, args, results) if fresh and self._device.type == "cpu" else 0)
-        self._most = max(self._most, needed - self.elsewhere())
-        self.peak_live_bytes = max(self.peak_live_bytes, needed)
+        if fresh and self._adds_up_gradients(func, args, kwargs, results):
+            self._sum = _Sum(id(args[0].untyped_storage()), needed, self.elsewhere(), results[0].nbytes)
+        else:
+            self._reach(needed, self.elsewhere())
         self.ran(func, args, kwargs, result, results, fresh)
+
+    def _reach(self, needed: int, elsewhere: int) -> None:
+        self._most = max(self._most, needed - elsewhere)
+        self.peak_live_bytes = max(self.peak_live_bytes, needed)
+
+    def _adds_up_gradients(self, func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> bool:
+        """Whether this may be autograd, adding up the gradients of a tensor that was used twice.
+
+        Where nobody else needs the first of them, it takes the sum, but under a dispatch mode autograd makes a new tensor
+        (torch's ``can_accumulate_inplace``).
+        """
+        return (
+            func is torch.ops.aten.add.Tensor
+            and len(args) == 2
+            and not kwargs
+            and not torch.is_grad_enabled()
+            and torch._C._current_graph_task_id() != -1
+            and isinstance(args[1], torch.Tensor)
+            and args[0].shape == args[1].shape
+            and args[0].dtype == args[1].dtype
+            and args[0].layout is torch.strided
+            and args[0].untyped_storage().nbytes() == results[0].nbytes
+            and not _in_python_of_backward()
+        )
 
     def see(self, storage: torch.UntypedStorage, counts: bool = True) -> bool:
         """Count a storage until it goes; returns whether it is new."""
@@ -217,6 +267,11 @@ class StepRecorder(TorchDispatchMode):
             self._effects.died(seen.key)
             self.died(seen.key)
             self._live -= seen.nbytes
+            if self._sum is not None and self._sum.key == seen.key:
+                self._sum.needed -= self._sum.nbytes
+        if self._sum is not None:
+            self._reach(self._sum.needed, self._sum.elsewhere)
+            self._sum = None
 
     def end_moment(self) -> int:
         """Close the running moment; returns the index of the next one."""

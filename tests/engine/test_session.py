@@ -1,5 +1,6 @@
 """Attaching to real models: where hooks are entered and left, what is refused, and that nothing stays behind."""
 
+import contextlib
 import threading
 
 import pytest
@@ -264,3 +265,23 @@ def test_nothing_but_the_named_tier_is_left_over_after_none(tmp_path):
         model(TOKENS, labels=TOKENS).loss.backward()
     assert hooks_on(model) == 0
     assert session.stats.total.offloaded_bytes == 0
+
+
+def test_an_input_that_numpy_fills_again_is_another_input(tmp_path):
+    def gradient(context):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+        inputs = torch.randn(512, 64)
+        with context(model):
+            earlier = model(inputs).sum()  # never used, and alive
+            inputs.numpy()[:] = 1.0  # which raises no version
+            loss = model(inputs).square().mean()
+            del inputs
+            loss.backward()
+        del earlier
+        return model[0].weight.grad
+
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, read_ahead_bytes=0)
+    expected = gradient(lambda model: contextlib.nullcontext())
+    found = gradient(lambda model: offload_activations(model, config))
+    assert torch.equal(expected, found)

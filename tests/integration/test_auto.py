@@ -11,7 +11,6 @@ from transformers import Trainer
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach, offload_activations
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
-from hf_offload.plan.hardware import Figure, Hardware
 from hf_offload.plan.measuring import StepMeter
 from hf_offload.plan.plan import Placement
 
@@ -19,15 +18,9 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def known_machine(monkeypatch):
-    """Rates as given, so that plans do not depend on how busy the machine is."""
-    given = {name: Figure(1e11, "given") for name in ("float32", "bfloat16", "float16")}
-    rate = {"ssd": Figure(1e9, "given")}
-    hardware = Hardware(
-        "a test", "cpu", Figure(4e9, "given"), given, Figure(1e10, "given"), rate, rate, {"ssd": Figure(1e10, "given")}
-    )
-    monkeypatch.setattr("hf_offload.plan.ranks.measure_hardware", lambda directories: hardware)
-    monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: (0.0, 0.0))
+def known_machine(machine_with_drive):
+    """Plans do not depend on how busy the machine is."""
+    machine_with_drive(1e9)
 
 
 def model_of(name, dropout=0.1):

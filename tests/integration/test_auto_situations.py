@@ -1,6 +1,8 @@
 """What may happen around the steps of a run with a budget: other threads, other modes, other inputs, changes in between."""
 
 import concurrent.futures
+import copy
+import pickle
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.engine.recompute import Recompute
-from hf_offload.errors import RecomputeError
+from hf_offload.errors import OffloadConfigError, RecomputeError
 
 WIDTH = 64
 
@@ -46,6 +48,12 @@ def net():
 
 def batch(rows=64):
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def known_machine(machine_with_drive):
+    """Plans do not depend on how busy the machine is."""
+    machine_with_drive(1e9)
 
 
 def auto(tmp_path, budget="100MiB"):
@@ -165,3 +173,62 @@ def test_a_model_in_evaluation_mode_can_be_trained_within_a_budget(tmp_path):
     train(model, session=session)
     assert session.forecast is not None
     session.detach()
+
+
+COPIES = {"deep": copy.deepcopy, "pickled": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e9, 1e5], ids=["moved", "recomputed"])
+@pytest.mark.parametrize("copied", COPIES)
+def test_copies_of_the_model_are_taken_in_any_step_and_are_not_offloaded(
+    copied, bytes_per_s, machine_with_drive, tmp_path
+):
+    def forward(model, hidden, step):
+        output = model(hidden)
+        with torch.random.fork_rng():
+            clone = COPIES[copied](model)  # with whatever is attached to it, of a step that is measured for one
+            clone(hidden).square().mean().backward()
+        found.append([parameter.grad for parameter in clone.parameters()])
+        return output
+
+    found: list[list[torch.Tensor]] = []
+    plain = train(net(), forward=forward, rows=lambda step: 256)
+    expected, found = found, []
+    machine_with_drive(bytes_per_s)
+    model = net()
+    session = attach(model, auto(tmp_path, "6MiB"))
+    trained = train(model, session=session, forward=forward, rows=lambda step: 256)
+    placed = session.plan.reason
+    session.detach()
+    assert is_same(plain, trained)
+    assert all(map(is_same, expected, found))
+    assert ("ssd" if bytes_per_s > 1e6 else "recompute") in placed
+
+
+def _in_place(model, part):
+    part.compile(backend="eager")
+    return model
+
+
+COMPILED = {
+    "whole": lambda model: torch.compile(model, backend="eager"),
+    "in place": lambda model: _in_place(model, model),
+    "a block": lambda model: _in_place(model, model.blocks[1]),
+}
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_a_model_that_is_compiled_after_all_is_refused_as_one_that_was_before(compiled, when, tmp_path):
+    def forward(model, hidden, step):
+        nonlocal called
+        if step == when:
+            called = COMPILED[compiled](model)
+        return called(hidden)
+
+    called = model = net()
+    session = attach(model, auto(tmp_path))
+    with pytest.raises(OffloadConfigError, match="compiled model"):
+        train(model, session=session, forward=forward)
+    session.detach()
+    torch.compiler.reset()

@@ -16,8 +16,9 @@ from torch.nn.utils import parametrizations
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_offload import OffloadConfig, offload_activations
+from hf_offload.engine.recompute import Recompute
 from hf_offload.errors import OffloadPlanError, RecomputeError
-from hf_offload.plan.hardware import Figure, Hardware
+from hf_offload.plan.units import find_blocks
 
 WIDTH, ROWS = 32, 256
 STEPS = 4
@@ -27,15 +28,9 @@ HIDDEN = types.SimpleNamespace(total=torch.zeros(1))
 
 
 @pytest.fixture(autouse=True)
-def machine_that_recomputes(monkeypatch):
+def machine_that_recomputes(machine_with_drive):
     """A drive so slow that recomputing is always the better way."""
-    given = {name: Figure(1e11, "given") for name in ("float32", "bfloat16", "float16")}
-    rate = {"ssd": Figure(1e6, "given")}
-    hardware = Hardware(
-        "a test", "cpu", Figure(4e9, "given"), given, Figure(1e10, "given"), rate, rate, {"ssd": Figure(1e10, "given")}
-    )
-    monkeypatch.setattr("hf_offload.plan.ranks.measure_hardware", lambda directories: hardware)
-    monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: (0.0, 0.0))
+    machine_with_drive(1e6)
 
 
 class Plain(GradientCheckpointingLayer):
@@ -522,6 +517,20 @@ def test_a_cache_that_is_given_is_used_whenever_it_comes(first, tmp_path):
     found = train_llama(llama(), config, caches)
     assert found[2] == (first > 0)
     assert equal_runs(found, expected)
+
+
+def test_a_cache_is_used_by_blocks_that_are_to_be_recomputed():
+    def step(model):
+        cache, tokens = cache_by_hand(0), torch.arange(4 * TOKENS).reshape(4, TOKENS) % 64
+        torch.manual_seed(0)
+        loss = model(input_ids=tokens, labels=tokens, past_key_values=cache).loss
+        loss.backward()
+        return [loss.item(), cache.get_seq_length()], [parameter.grad for parameter in model.parameters()]
+
+    model = llama()
+    blocks = find_blocks(model)
+    Recompute(blocks).apply(blocks)
+    assert equal_runs(step(model), step(llama()))
 
 
 def test_a_refusal_says_which_blocks_cannot_be_recomputed(tmp_path):

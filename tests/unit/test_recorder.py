@@ -1,0 +1,45 @@
+"""What a measured step is found to need."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_offload.plan.measuring import StepMeter
+
+WIDE = 1 << 20
+
+
+class Added(torch.autograd.Function):
+    """Adds its gradients up itself, in memory of their own."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.view_as(hidden), hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, one, other):
+        return one + other
+
+
+class Twice(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+        self.weight = nn.Parameter(torch.ones(2, WIDE))
+
+    def forward(self, scale):
+        hidden = self.weight * scale
+        one, other = self.parts(hidden)
+        return (one * 2).sum() + (other * 3).sum()
+
+
+@pytest.mark.parametrize(("parts", "buffers"), [(lambda hidden: (hidden, hidden), 3), (Added.apply, 4)])
+def test_the_sum_of_two_gradients_takes_the_place_of_the_first_where_autograd_makes_it(parts, buffers):
+    model = Twice(parts)
+    scale = torch.tensor(0.5)
+    meter = StepMeter(model, lambda: 0, lambda: 0.0)
+    meter.begin()
+    meter.begin_forward([scale], True)
+    model(scale).backward()
+    meter.end()
+    assert meter.peak_bytes(0) / model.weight.nbytes == pytest.approx(buffers, rel=0.01)
