@@ -18,8 +18,9 @@ from hf_offload.engine.watch import ModelWatch
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.lean.apply import Lean
-from hf_offload.plan.feedback import Feedback, Prediction
+from hf_offload.plan.feedback import Feedback
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
+from hf_offload.plan.known import Prediction
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
 from hf_offload.plan.ranks import Ranks, agreed, hardware_of_all
 from hf_offload.plan.units import find_blocks, find_units

@@ -11,12 +11,11 @@ from torch import nn
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.known import Known, Prediction, known_as_measured, known_by_simulating, known_if_kept
 from hf_offload.plan.measuring import StepMeter
-from hf_offload.plan.plan import Placement, Plan
-from hf_offload.plan.planner import find_plan, make_problem, plan_of
-from hf_offload.plan.problem import Problem, Solution
+from hf_offload.plan.plan import Plan
+from hf_offload.plan.planner import windows_for
 from hf_offload.plan.ranks import Ranks
 from hf_offload.plan.simulate import Windows, simulate
 from hf_offload.plan.situation import Situation, situation_of, tensors_in
@@ -61,60 +60,15 @@ class ObservedEngine(Protocol):
 
 
 @dataclasses.dataclass
-class Prediction:
-    """What a plan was predicted to do, and what it did.
-
-    Attributes:
-        peak_bytes: Most bytes of tensors alive at once, weights and optimizer state included.
-        step_s: Time of a whole step.
-        fixed_bytes: Weights, buffers and optimizer state: what no plan can move.
-        measured_peak_bytes: The same, measured in one step under the plan; None before that step.
-        measured_step_s: Times of the steps under the plan, the first one left out.
+class _Played:
+    """A micro-batch of the running step: what it runs under (``known``; where that is None, ``plan``, to be measured), and
+    which of the meter's it is.
     """
 
-    peak_bytes: int
-    step_s: float
-    fixed_bytes: int
-    measured_peak_bytes: int | None = None
-    measured_step_s: list[float] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class _Known:
-    """What is known of one situation."""
-
     situation: Situation
-    footprint: Footprint
-    problem: Problem
-    solution: Solution
-    prediction: Prediction
-    correction_bytes: int = 0
-    corrections: int = 0
-    steps: int = 0
-    pace: float = 1.0  # time of compute beside what was measured at first
-
-    def is_for(self, situation: Situation) -> bool:
-        """Whether it was made for ``situation``, and not for a larger one."""
-        return situation.begins(self.situation)
-
-    @property
-    def compute_s(self) -> float:
-        """Predicted time of a micro-batch without the optimizer's, and without waiting."""
-        return self.footprint.step_s - self.footprint.optimizer_step_s + self.solution.timeline.recompute_s
-
-    @property
-    def micro_batch_s(self) -> float:
-        """Predicted time of a micro-batch without the optimizer's."""
-        return self.solution.timeline.step_s - self.footprint.optimizer_step_s
-
-
-@dataclasses.dataclass
-class _Played:
-    """A micro-batch of the running step: the plan it runs under (None: the safest one), and which of the meter's it is."""
-
-    situation: Situation
-    known: _Known | None
+    known: Known | None
     is_measured: bool = False
+    plan: Plan | None = None
     metered: int | None = None
 
 
@@ -152,11 +106,12 @@ class Feedback:
         self._engine = engine
         self._need_less = need_less
         self._meter: StepMeter | None = None
-        self._known: dict[Situation, _Known] = {}
+        self._known: dict[Situation, Known] = {}
         self._wanted: set[Situation] = set()  # to be measured when they come again
+        self._narrow: dict[Situation, Plan] = {}  # under which they are to be measured
         self._played: list[_Played] = []  # of the running step
-        self._in_force: _Known | None = None
-        self._main: _Known | None = None  # of the last step, where its peak was predicted
+        self._in_force: Known | None = None
+        self._main: Known | None = None  # of the last step, where its peak was predicted
         self._last: Situation | None = None
         self._repeated = 0
         self._slow = 0
@@ -268,8 +223,10 @@ class Feedback:
                 windows = self._windows_to_measure(nearest) or nearest.problem.windows[-1]
             if known is None or windows is not None:
                 self._in_force = None
-                self._apply(self._safest if windows is None else self._moving_all(windows))
-                return _Played(situation, None, is_measured=True)
+                wide = self._safest if windows is None else self._moving_all(windows)
+                plan = self._narrow.get(situation, wide)
+                self._apply(plan)
+                return _Played(situation, None, is_measured=True, plan=plan)
         self._follow(known)
         looked_at = known.is_for(situation) and known.steps == _SETTLED_STEPS
         return _Played(situation, known, is_measured=looked_at)
@@ -288,7 +245,7 @@ class Feedback:
             played.known = known
             self._follow(known)
 
-    def _find_known(self, situation: Situation) -> _Known | None:
+    def _find_known(self, situation: Situation) -> Known | None:
         """A plan that ``situation`` can run under: that of the same micro-batch, or of a larger one."""
         larger = [other for other in self._known if situation.fits_into(other)]
         if not larger:
@@ -298,8 +255,10 @@ class Feedback:
         chosen = max(same, key=_longest) if same else min(larger, key=lambda other: other.elements)
         return self._known[chosen]
 
-    def _windows_to_measure(self, known: _Known) -> Windows | None:
+    def _windows_to_measure(self, known: Known) -> Windows | None:
         """The widest with which everything can be moved within the budget, if there are any: measuring must not break it."""
+        if known.plan is not None:
+            return None  # it is measured as it is
         moved = dict.fromkeys(known.footprint.units, self._safest.default)
         for windows in known.problem.windows:
             if known.problem.fits(known.problem.play(moved, windows, "measured")):
@@ -311,13 +270,10 @@ class Feedback:
             self._safest, read_ahead_bytes=windows.read_ahead_bytes, write_behind_bytes=windows.write_behind_bytes
         )
 
-    def _follow(self, known: _Known | None) -> None:
+    def _follow(self, known: Known | None) -> None:
         if known is not self._in_force:
             self._in_force = known
-            self._apply(self._safest if known is None else self._plan_of(known))
-
-    def _plan_of(self, known: _Known) -> Plan:
-        return plan_of(known.problem, known.solution, self._safest, _reason(known))
+            self._apply(self._safest if known is None else known.plan_like(self._safest))
 
     def _plan_measured(self, meter: StepMeter) -> None:
         """Make plans of the micro-batches that ran under the safest one."""
@@ -333,15 +289,16 @@ class Feedback:
             for situation in found
             if not any(other != situation and situation.begins(other) for other in found)  # one plan is enough for both
         ]
-        plans: dict[Situation, _Known] = {}
+        plans: dict[Situation, Known] = {}
         refusal: OffloadPlanError | None = None
         for situation in needed:
             metered = found[situation]
             if not any(self._ranks.gather(meter.has_backward(metered))):
                 continue
-            footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
             try:
-                plans[situation] = self._find(situation, footprint, 0, 0)
+                known = self._find_measured(situation, meter, metered)
+                if known is not None:
+                    plans[situation] = known
             except OffloadPlanError as error:
                 if refusal is None or (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
                     refusal = error
@@ -364,6 +321,23 @@ class Feedback:
         self._main.prediction.step_s += self._main.footprint.optimizer_step_s
         self._played = []
 
+    def _find_measured(self, situation: Situation, meter: StepMeter, metered: int) -> Known | None:
+        """The plan for a micro-batch that was measured; None if it has to be measured again, as ``self._narrow`` says."""
+        footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
+        hardware = self._with_measured_bandwidth()
+        if not any(self._ranks.gather(meter.walks_again(metered))):
+            return known_by_simulating(situation, footprint, hardware, self._budget, ranks=self._ranks)
+        plan = next(one.plan for one in self._played if one.metered == metered and one.plan is not None)
+        peak = max(self._ranks.gather(meter.peak_bytes(metered)))
+        known = known_if_kept(situation, footprint, hardware, self._budget, plan, peak)
+        if known is not None:
+            return known
+        if situation not in self._narrow:
+            # What it needs then does not depend on how fast the tier is at the moment.
+            self._narrow[situation] = self._moving_all(windows_for(footprint)[-1])
+            return None
+        return known_as_measured(situation, footprint, hardware, self._budget, plan, peak)
+
     def _check_peaks(self, meter: StepMeter) -> None:
         """Look at a step under its plans."""
         peaks: dict[Situation, int] = {}
@@ -374,10 +348,14 @@ class Feedback:
         for situation, peak in peaks.items():
             self._check_peak(self._known[situation], max(self._ranks.gather(peak)))
 
-    def _check_peak(self, known: _Known, peak: int) -> None:
+    def _check_peak(self, known: Known, peak: int) -> None:
         """Was it within the budget, and was compute as fast as in the first step?"""
         known.prediction.measured_peak_bytes = peak
         excess = peak - self._budget
+        if known.plan is not None:
+            if excess > 0:
+                self._log(logging.WARNING, "A step needed %s, with all that can be moved moved.", format_bytes(peak))
+            return
         # The first step was a cold one: caches, the allocator's heap and page tables have been filled since.
         # And what is looked at is slowed down by looking, so the pace is that of the step before.
         footprint = known.footprint.at_pace(known.pace)
@@ -392,7 +370,15 @@ class Feedback:
             self._log(logging.INFO, "The step needed %s, more than the budget: planning again.", needed)
         less = known.correction_bytes + (excess if excess > 0 and may_correct else 0)
         try:
-            other = self._find(known.situation, footprint, less, known.corrections + 1)
+            other = known_by_simulating(
+                known.situation,
+                footprint,
+                self._with_measured_bandwidth(),
+                self._budget,
+                less=less,
+                corrections=known.corrections + 1,
+                ranks=self._ranks,
+            )
         except OffloadPlanError as error:
             self._log(logging.WARNING, "The step needed %s, and no other plan needs less. %s", needed, error)
             known.corrections = _MOST_CORRECTIONS
@@ -407,7 +393,7 @@ class Feedback:
             known.solution = dataclasses.replace(known.solution, timeline=timeline)
             known.prediction.step_s += timeline.step_s - before
 
-    def _check_time(self, main: _Known, seconds: float) -> None:
+    def _check_time(self, main: Known, seconds: float) -> None:
         predicted = main.prediction.step_s
         main.prediction.measured_step_s.append(seconds)
         self._slow = self._slow + 1 if seconds > _SLOWER * predicted else 0
@@ -418,25 +404,12 @@ class Feedback:
             )
             self._wanted |= {one.situation for one in self._played}
 
-    def _find(self, situation: Situation, footprint: Footprint, correction_bytes: int, corrections: int) -> _Known:
-        """The plan for a footprint, with ``correction_bytes`` less than the budget."""
-
-        def solve() -> tuple[Problem, Solution]:
-            problem = make_problem(footprint, self._with_measured_bandwidth(), self._budget - correction_bytes)
-            return problem, find_plan(problem)
-
-        problem, solution = self._ranks.first(solve)
-        prediction = Prediction(solution.timeline.peak_bytes + correction_bytes, 0.0, footprint.base_bytes)
-        known = _Known(situation, footprint, problem, solution, prediction, correction_bytes, corrections)
-        prediction.step_s = known.micro_batch_s + footprint.optimizer_step_s
-        return known
-
-    def _adopt(self, known: _Known) -> None:
+    def _adopt(self, known: Known) -> None:
         """Let the plan be that of its situation, from the next forward on."""
         self._known[known.situation] = known
         self._slow = 0
         kind = "Corrected plan" if known.corrections else "Plan"
-        self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self._budget), _reason(known))
+        self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self._budget), known.reason)
         self._main = known
         self._follow(known)
 
@@ -454,16 +427,6 @@ class Feedback:
             if reached > 0:
                 rates[tier] = dataclasses.replace(rates[tier], value=reached, source="measured")
         return dataclasses.replace(hardware, store_bytes_per_s=store, load_bytes_per_s=load)
-
-
-def _reason(known: _Known) -> str:
-    counts: dict[Placement, int] = {}
-    for unit, placement in known.solution.placements.items():
-        if known.footprint.saved_bytes[unit]:
-            counts[placement] = counts.get(placement, 0) + 1
-    placed = ", ".join(f"{count} units {placement.value}" for placement, count in counts.items())
-    prediction = known.prediction
-    return f"{placed}; predicted {format_bytes(prediction.peak_bytes)} and {prediction.step_s:.2f} s a step"
 
 
 def _longest(situation: Situation) -> tuple[int, int]:

@@ -16,6 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.plan.footprint import BlockSpan, Footprint, Moment, Saved
 from hf_offload.plan.recorder import StepRecorder, nbytes_of
 
+# Share of the saved bytes up to which it may be that another backward needs them again, and is not looked at.
+_AGAIN = 0.02
+
 
 class ObservedRecord(Protocol):
     """What the engine shows of a record. ``buffer`` is None when it holds no memory."""
@@ -35,6 +38,8 @@ class _Times:
     released: int | None = None  # when autograd had let go of it
     dropped: int | None = None  # when the engine let go of the memory it was saved from
     died: int | None = None  # when everybody had
+    walk: int = -1  # autograd's number of the backward that asked for it first
+    is_asked_again: bool = False  # by another backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +51,7 @@ class _MicroBatch:
     blocks: tuple[BlockSpan, ...]
     peak_live_bytes: int
     has_backward: bool
+    walks_again: bool
 
 
 class StepMeter(StepRecorder):
@@ -158,7 +164,9 @@ class StepMeter(StepRecorder):
             for moment in self._moments()
         )
         saved, blocks = tuple(self._saved()), tuple(self.block_spans())
-        self._micro_batches.append(_MicroBatch(moments, saved, blocks, self.peak_live_bytes, has_backward))
+        again = sum(times.nbytes for times in self._times.values() if times.is_asked_again)
+        walks_again = again > _AGAIN * sum(times.nbytes for times in self._times.values())
+        self._micro_batches.append(_MicroBatch(moments, saved, blocks, self.peak_live_bytes, has_backward, walks_again))
 
     @property
     def micro_batches(self) -> int:
@@ -186,7 +194,10 @@ class StepMeter(StepRecorder):
             self.unit = times.unit
         if times is not None and known is not None and known() is record and times.needed is None:
             times.needed = now
+            times.walk = torch._C._current_graph_task_id()
             self._asked.append((known, times))
+        elif times is not None and times.walk != torch._C._current_graph_task_id():
+            times.is_asked_again = True
 
     # -- what the recorder asks ---------------------------------------------------------------------------------------
 
@@ -260,6 +271,10 @@ class StepMeter(StepRecorder):
     def has_backward(self, micro_batch: int) -> bool:
         """Whether a backward followed: else it was a forward for its result alone."""
         return self._micro_batches[micro_batch].has_backward
+
+    def walks_again(self, micro_batch: int) -> bool:
+        """Whether a good part of what was saved was needed by more than one backward."""
+        return self._micro_batches[micro_batch].walks_again
 
     def peak_bytes(self, micro_batch: int) -> int:
         """Most bytes of tensors alive at once in a micro-batch, weights and optimizer state included."""

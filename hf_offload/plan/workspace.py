@@ -8,6 +8,9 @@ import torch
 # Convolutions: where their input is among the arguments; the weight comes next, and the others at this distance from it.
 _CONVOLUTIONS = {torch.ops.aten.convolution.default: 0, torch.ops.aten.convolution_backward.default: 1}
 _STRIDE, _GROUPS = 3, 8
+# oneDNN's LSTM layers: how many times as large as its largest operand of three dimensions what they take is. The gates are
+# four times as wide as the output.
+_LSTM = {torch.ops.aten.mkldnn_rnn_layer.default: 5, torch.ops.aten.mkldnn_rnn_layer_backward.default: 6}
 # These copy operands that are not contiguous; most others take them as they lie.
 _CONTIGUOUS = (
     "native_layer_norm", "native_batch_norm_backward", "native_group_norm", "_softmax", "_log_softmax", "gelu", "upsample",
@@ -21,6 +24,9 @@ def workspace_bytes(func: Any, args: Any, results: Sequence[torch.Tensor]) -> in
     oneDNN's convolutions copy operands and results into a layout of their own, unless channels come last. Norms,
     softmax and a few others copy operands that are not contiguous.
     """
+    if func in _LSTM:
+        operands = (leaf for leaf in (*args, *results) if isinstance(leaf, torch.Tensor) and leaf.dim() == 3)
+        return _LSTM[func] * max((tensor.nbytes for tensor in operands), default=0)
     if func in _CONVOLUTIONS:
         where = _CONVOLUTIONS[func]
         given, weight = args[where], args[where + 1]

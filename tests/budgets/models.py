@@ -1,5 +1,6 @@
 """Small models of many architectures: activations outweigh weights, so that a budget has something to decide about."""
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,20 @@ class SentencePairs(nn.Module):
     def forward(self, features: Inputs) -> dict[str, torch.Tensor]:
         hidden = self.encoder(**features).last_hidden_state
         return {"sentence_embedding": hidden.mean(dim=1)}
+
+
+class Recurrent(nn.Module):
+    """LSTM layers, whose kernels take much memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(64, 64, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(64, 2)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> types.SimpleNamespace:
+        for layer in self.layers:
+            inputs = layer(inputs)[0]
+        return types.SimpleNamespace(loss=nn.functional.cross_entropy(self.head(inputs[:, -1]), labels))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -121,6 +136,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         )
     ),
     "sentence_pairs": SentencePairs,
+    "lstm": Recurrent,
 }  # fmt: skip
 
 
@@ -147,6 +163,8 @@ def batch(name: str, rows: int = 16, seed: int = 0, tokens: int = TOKENS) -> Any
         return [{"input_ids": ids(tokens)}, {"input_ids": ids(tokens // 2)}]
     if name in ("vit", "swin"):
         return {"pixel_values": noise(3, 64, 64), "labels": classes()}
+    if name == "lstm":
+        return {"inputs": noise(tokens, 64), "labels": classes()}
     if name == "segformer":
         return {"pixel_values": noise(3, 128, 128), "labels": classes(128, 128)}
     if name == "clip":

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_offload import OffloadConfig, attach
+from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.engine.recompute import Recompute
-from hf_offload.errors import OffloadConfigError, RecomputeError
+from hf_offload.errors import OffloadConfigError, OffloadPlanError, RecomputeError
 
 WIDTH = 64
 
@@ -232,3 +232,51 @@ def test_a_model_that_is_compiled_after_all_is_refused_as_one_that_was_before(co
         train(model, session=session, forward=forward)
     session.detach()
     torch.compiler.reset()
+
+
+def _gradient_penalty(model, hidden):
+    hidden = hidden.clone().requires_grad_()
+    loss = model(hidden).square().mean()
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    (loss + gradient.square().sum()).backward()
+
+
+def _in_pieces(model, hidden):
+    *parts, last = model(hidden).chunk(4)
+    for part in parts:
+        part.square().mean().backward(retain_graph=True)
+    last.square().mean().backward()
+
+
+@pytest.mark.parametrize("backward", [_gradient_penalty, _in_pieces])
+def test_a_graph_that_is_walked_again_stays_within_the_budget_that_is_named(backward, tmp_path):
+    def steps(session=None):
+        model = net() if session is None else session.model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(5):
+            torch.manual_seed(step)
+            backward(model, batch(512))
+            optimizer.step()
+            optimizer.zero_grad()
+            if session is not None:
+                session.end_step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    def under(budget):
+        model = net()
+        with offload_activations(model, auto(tmp_path, budget)) as session:
+            return steps(session), session
+
+    expected = steps()
+    with pytest.raises(OffloadPlanError, match="walks a graph more than once") as refusal:
+        under("4MiB")
+    smallest = refusal.value.smallest_bytes
+    found, session = under(smallest)
+    assert is_same(expected, found)
+    assert session.forecast.measured_peak_bytes <= smallest
+    assert session.forecast.peak_bytes == pytest.approx(session.forecast.measured_peak_bytes, rel=0.02)
+    assert session.stats.steps[-1].offloaded_bytes > 0
+
+    found, session = under("100MiB")
+    assert is_same(expected, found)
+    assert session.stats.steps[-1].offloaded_bytes == 0

@@ -1,0 +1,162 @@
+"""The plan for a situation, and what it was predicted to do: from a measured micro-batch, a machine and a budget."""
+
+import dataclasses
+
+from hf_offload.errors import OffloadPlanError
+from hf_offload.plan.footprint import Footprint
+from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.plan import Placement, Plan
+from hf_offload.plan.planner import find_plan, make_problem, plan_of
+from hf_offload.plan.problem import Problem, Solution, smallest_budget
+from hf_offload.plan.ranks import Ranks
+from hf_offload.plan.situation import Situation
+from hf_offload.settings.sizes import format_bytes
+
+
+@dataclasses.dataclass
+class Prediction:
+    """What a plan was predicted to do, and what it did.
+
+    Attributes:
+        peak_bytes: Most bytes of tensors alive at once, weights and optimizer state included.
+        step_s: Time of a whole step.
+        fixed_bytes: Weights, buffers and optimizer state: what no plan can move.
+        measured_peak_bytes: The same, measured in one step under the plan; None before that step.
+        measured_step_s: Times of the steps under the plan, the first one left out.
+    """
+
+    peak_bytes: int
+    step_s: float
+    fixed_bytes: int
+    measured_peak_bytes: int | None = None
+    measured_step_s: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Known:
+    """The plan for one situation.
+
+    Attributes:
+        plan: The plan, where it is the one that was measured, and not one that was found by simulating.
+        correction_bytes: How much less than the budget it was made for.
+        steps: How many ran under it.
+        pace: Time of compute beside what was measured at first.
+    """
+
+    situation: Situation
+    footprint: Footprint
+    problem: Problem
+    solution: Solution
+    prediction: Prediction
+    correction_bytes: int = 0
+    corrections: int = 0
+    steps: int = 0
+    pace: float = 1.0
+    plan: Plan | None = None
+
+    def is_for(self, situation: Situation) -> bool:
+        """Whether it was made for ``situation``, and not for a larger one."""
+        return situation.begins(self.situation)
+
+    @property
+    def compute_s(self) -> float:
+        """Predicted time of a micro-batch without the optimizer's, and without waiting."""
+        return self.footprint.step_s - self.footprint.optimizer_step_s + self.solution.timeline.recompute_s
+
+    @property
+    def micro_batch_s(self) -> float:
+        """Predicted time of a micro-batch without the optimizer's."""
+        return self.solution.timeline.step_s - self.footprint.optimizer_step_s
+
+    @property
+    def reason(self) -> str:
+        """What is placed where, in words, and what that is predicted to need."""
+        counts: dict[Placement, int] = {}
+        for unit, placement in self.solution.placements.items():
+            if self.footprint.saved_bytes[unit]:
+                counts[placement] = counts.get(placement, 0) + 1
+        placed = ", ".join(f"{count} units {placement.value}" for placement, count in counts.items())
+        prediction = self.prediction
+        return f"{placed}; predicted {format_bytes(prediction.peak_bytes)} and {prediction.step_s:.2f} s a step"
+
+    def plan_like(self, safest: Plan) -> Plan:
+        """The engine's plan; what this does not say is as in ``safest``."""
+        if self.plan is not None:
+            return dataclasses.replace(self.plan, reason=self.reason)
+        return plan_of(self.problem, self.solution, safest, self.reason)
+
+
+def known_by_simulating(
+    situation: Situation,
+    footprint: Footprint,
+    hardware: Hardware,
+    budget_bytes: int,
+    *,
+    less: int = 0,
+    corrections: int = 0,
+    ranks: Ranks,
+) -> Known:
+    """The plan for a footprint, with ``less`` bytes less than the budget.
+
+    Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
+    """
+
+    def solve() -> tuple[Problem, Solution]:
+        problem = make_problem(footprint, hardware, budget_bytes - less)
+        return problem, find_plan(problem)
+
+    problem, solution = ranks.first(solve)
+    return _known(situation, footprint, problem, solution, solution.timeline.peak_bytes + less, less, corrections)
+
+
+def known_if_kept(
+    situation: Situation, footprint: Footprint, hardware: Hardware, budget_bytes: int, plan: Plan, peak_bytes: int
+) -> Known | None:
+    """The plan that keeps everything, if that fits for certain: if all that is saved fits beside the peak of ``plan``."""
+    kept = peak_bytes + sum(footprint.saved_bytes.values())
+    if kept > make_problem(footprint, hardware, budget_bytes).limit_bytes:
+        return None
+    keeping = dataclasses.replace(plan, default=Placement.KEEP, placements={})
+    return known_as_measured(situation, footprint, hardware, budget_bytes, keeping, kept)
+
+
+def known_as_measured(
+    situation: Situation, footprint: Footprint, hardware: Hardware, budget_bytes: int, plan: Plan, peak_bytes: int
+) -> Known:
+    """The plan of a micro-batch whose graph backward walks more than once: that under which it was measured.
+
+    How long a tensor is needed then, and how often it is loaded, is known of that plan alone.
+
+    Raises :class:`~hf_offload.errors.OffloadPlanError` if it needed more than the budget.
+    """
+    problem = make_problem(footprint, hardware, budget_bytes)
+    if peak_bytes > problem.limit_bytes:
+        least = smallest_budget(peak_bytes)
+        raise OffloadPlanError(
+            f"A memory budget of {format_bytes(budget_bytes)} is too small: with all that can be moved moved, this run needs "
+            f"{least >> 20} MiB. Its backward walks a graph more than once (retain_graph, create_graph), and what such a "
+            "step would need otherwise cannot be predicted. What would lower it: a smaller batch, or one backward for all "
+            "losses of a graph.",
+            least,
+        )
+    all_alike = problem.play(dict.fromkeys(footprint.units, plan.default), problem.windows[0], "measured")
+    timeline = dataclasses.replace(all_alike.timeline, peak_bytes=peak_bytes, stalled_peak_bytes=peak_bytes)
+    known = _known(situation, footprint, problem, dataclasses.replace(all_alike, timeline=timeline), peak_bytes, 0, 0)
+    known.plan = plan
+    return known
+
+
+def _known(
+    situation: Situation,
+    footprint: Footprint,
+    problem: Problem,
+    solution: Solution,
+    peak: int,
+    less: int,
+    corrections: int,
+) -> Known:
+    known = Known(
+        situation, footprint, problem, solution, Prediction(peak, 0.0, footprint.base_bytes), less, corrections
+    )
+    known.prediction.step_s = known.micro_batch_s + footprint.optimizer_step_s
+    return known
