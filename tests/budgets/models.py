@@ -173,7 +173,7 @@ def batch(name: str, rows: int = 16, seed: int = 0, tokens: int = TOKENS) -> Any
         return {"input_features": noise(32, 2 * TOKENS), "labels": ids(tokens // 2)}
     if name == "wav2vec2_conformer":
         return {"input_values": noise(80 * tokens), "labels": classes()}
-    tensor = ids(tokens)
+    tensor = ids(tokens // 2 if name == "mamba" else tokens)  # which goes through them one by one
     return {"input_ids": tensor, "labels": ids(tokens // 2) if name == "pegasus" else tensor}
 
 

@@ -14,11 +14,9 @@ from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
 from tests.budgets.models import batch, build, loss
 
-STEPS = 9
+STEPS = 7
 # How far a prediction may be off: of runs that keep or recompute, and of others.
 EXACT, ROUGH = 0.05, 0.10
-
-Micro = list[Any]
 
 
 class Meter:
@@ -33,9 +31,11 @@ class Meter:
 
 @dataclasses.dataclass
 class Scenario:
-    """How a model is trained. ``prepare`` may change it, ``before_step`` is called with the index of each step."""
+    """How a model is trained: with micro-batches of so many ``rows`` in a step. ``prepare`` may change the model,
+    ``before_step`` is called with the index of each step.
+    """
 
-    micro_batches: Callable[[str, int], Micro] = lambda name, step: [batch(name, seed=step)]
+    rows: Callable[[int], tuple[int, ...]] = lambda step: (16,)
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model
     before_step: Callable[[nn.Module, int], None] = lambda model, step: None
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda weights: torch.optim.AdamW(weights, lr=1e-3)
@@ -62,7 +62,7 @@ def _half_frozen(model: nn.Module) -> nn.Module:
 
 
 def _thaw(model: nn.Module, step: int) -> None:
-    if step == 5:
+    if step == 3:
         model.requires_grad_(True)
 
 
@@ -78,9 +78,9 @@ def _adafactor(weights: Any) -> torch.optim.Optimizer:
 SCENARIOS = {
     "plain": Scenario(),
     "lora": Scenario(prepare=_lora),
-    "large_then_small": Scenario(lambda name, step: [batch(name, rows) for rows in (24, 8)]),
-    "small_then_large": Scenario(lambda name, step: [batch(name, rows) for rows in (8, 24)]),
-    "growing": Scenario(lambda name, step: [batch(name, 12 if step % 4 < 2 else 20)]),
+    "large_then_small": Scenario(rows=lambda step: (24, 8)),
+    "small_then_large": Scenario(rows=lambda step: (8, 24)),
+    "growing": Scenario(rows=lambda step: (12 if step % 4 < 2 else 20,)),
     "unfreezing": Scenario(prepare=_half_frozen, before_step=_thaw),
     "autocast": Scenario(autocast=True),
     "gradients_stay": Scenario(set_to_none=False),
@@ -109,26 +109,24 @@ def train(name: str, scenario: Scenario, config: OffloadConfig, steps: int = STE
     meter = Meter()
     before = meter.live()
     model = scenario.prepare(build(name))
-    micro_batches = [scenario.micro_batches(name, step) for step in range(steps)]
-    inputs = meter.live() - before
     torch.manual_seed(1)
     optimizer = scenario.optimizer(list(model.parameters()))
     losses, peaks, predicted = [], [], []
-    data = inputs - _bytes_of(model)
     with offload_activations(model, config) as session:
         for step in range(steps):
             scenario.before_step(model, step)
             meter.peak()
-            for one in micro_batches[step]:
+            for rows in scenario.rows(step):
+                inputs = batch(name, rows, seed=step)
                 with torch.autocast("cpu", torch.bfloat16, enabled=scenario.autocast):
-                    value = loss(model, one)
+                    value = loss(model, inputs)
                 scenario.backward(value)
                 losses.append(value.item())
-                del value
+                del value, inputs
             optimizer.step()
             optimizer.zero_grad(set_to_none=scenario.set_to_none)
             session.end_step()
-            peaks.append(meter.peak() - before - data)
+            peaks.append(meter.peak() - before)
             predicted.append(0 if session.forecast is None else session.forecast.peak_bytes)
         placed = session.plan.reason
     fixed = _bytes_of(model) + sum(
