@@ -165,10 +165,8 @@ def find_files(data: DataRecipe) -> list[Path]:
 
 def _load_hub(hub: HubData, split: str, data: DataRecipe, cache_dir: Path) -> "Dataset | IterableDataset":
     from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
 
-    # RuntimeError: what `datasets` raises for data sets that are programs.
-    with loading(f"data.hub (split {split})", str(hub.name), DatasetsError, RuntimeError):
+    with loading(f"data.hub (split {split})", str(hub.name)):
         return load_dataset(hub.name, hub.config, split=split, streaming=data.streaming, cache_dir=str(cache_dir))
 
 

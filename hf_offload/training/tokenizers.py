@@ -41,7 +41,11 @@ def build_tokenizer(data: DataRecipe, model_name: str | None, cache_dir: Path) -
             unfinished.rename(kept)
         except OSError:  # another run of the same recipe was faster
             shutil.rmtree(unfinished)
-    return PreTrainedTokenizerFast.from_pretrained(kept)
+    with loading("data.tokenizer", str(kept), " Remove it: the tokenizer is trained again."):
+        found = PreTrainedTokenizerFast.from_pretrained(kept)
+        if found.eos_token != END_OF_TEXT:
+            raise ValueError(f"it has no token {END_OF_TEXT}, which every trained one has")
+        return found
 
 
 def _fingerprint(data: DataRecipe) -> str:
