@@ -135,7 +135,7 @@ def launch(arguments: Sequence[str]) -> None:
             if config is not None:
                 config = checked_config(config, str(path))
     os.environ.update(variables | parent_variables())
-    if not torch.accelerator.is_available() and CHOSEN_VARIABLE not in os.environ:
+    if not torch.accelerator.is_available() and not os.environ.get(CHOSEN_VARIABLE):
         os.environ.update(environment_with("auto"))
     if config is None:
         _launch(chosen, "the options")
