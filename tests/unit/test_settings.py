@@ -35,6 +35,15 @@ def test_what_is_no_size_is_refused_and_named(wrong):
         parse_bytes(wrong, "ram_budget")
 
 
+@pytest.mark.parametrize("wrong", ["1.5", "0.5", ".5b", "20.5 B", 1.5, 0.25])
+def test_a_fraction_of_a_byte_is_refused(wrong):
+    """It is most likely a size whose unit was forgotten."""
+    with pytest.raises(OffloadConfigError, match=r"ram_budget=.* whole number of bytes"):
+        parse_bytes(wrong, "ram_budget")
+    assert parse_bytes("1.5KiB") == 1536
+    assert parse_bytes("7.0") == parse_bytes(7.0) == 7
+
+
 @given(st.integers(min_value=0, max_value=2**53))
 def test_a_number_is_its_own_size(number):
     assert parse_bytes(number) == parse_bytes(str(number)) == number
