@@ -1,8 +1,8 @@
 """What a workload may be asked for, checked without torch, which takes seconds to import."""
 
-from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.recipes import DTYPES, TASKS
+from hf_offload.settings.values import optional, whole
 
 AUTOCAST = ("no", "bf16", "fp16")
 
@@ -23,8 +23,7 @@ def check_options(
     with collect_errors("options") as check:
         for name, value in (("batch", batch), ("sequence", sequence), ("image_size", image_size)):
             with check:
-                if value is not None and value < 1:
-                    raise OffloadConfigError(f"{name}={value} is too small: give 1 or more.")
+                optional(whole(1))(name, value)
         for name, word, allowed in (("dtype", dtype, DTYPES), ("autocast", autocast, AUTOCAST)):
             with check:
                 if word is not None:

@@ -17,8 +17,8 @@ from hf_offload.plan.workload_inputs import default_length
 from hf_offload.settings.load import choose
 from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import TASKS, load_recipe
-from hf_offload.settings.shown import cropped, listed, shown
-from hf_offload.settings.text_files import is_folder
+from hf_offload.settings.shown import listed, shown
+from hf_offload.settings.text_files import is_folder, reason_of
 from hf_offload.settings.values import expand
 from hf_offload.tiling.apply import cut_for
 
@@ -241,8 +241,8 @@ def _config(source: str) -> "PretrainedConfig":
 
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        first = cropped(next(iter(str(error).splitlines()), type(error).__name__))
+    except Exception as error:  # whatever the library raises for what stands in the file
+        first = reason_of(error)
         raise OffloadConfigError(
             f"{shown(source)} is no shipped recipe, no folder with a config.json, and no model the hub gives here: {first} "
             f"Recipes: {listed(recipe_names(), source)}."

@@ -121,6 +121,8 @@ def test_an_error_outside_a_check_wins_over_collected_ones():
 def test_nearest_name():
     assert nearest("recompte", ["keep", "recompute"]) == " Did you mean 'recompute'?"
     assert nearest("zzz", ["keep", "recompute"]) == ""
+    with pytest.raises(OffloadConfigError, match=r"'w7x' is unknown: choose one of w7.* and 45 more\. Did you mean"):
+        choose("name", "w7x", [f"w{n}" for n in range(50)])
     with pytest.raises(OffloadConfigError, match="choose one of a, b"):
         choose("letter", "c", ["a", "b"])
 
