@@ -92,7 +92,7 @@ def restart_with_allocator() -> None:
 
     Returns if there is nothing to do; otherwise it does not return.
     """
-    if sys.platform != "linux" or CHOSEN_VARIABLE in os.environ or current_allocator() != "glibc":
+    if sys.platform != "linux" or os.environ.get(CHOSEN_VARIABLE) or current_allocator() != "glibc":
         return
     import torch
 

@@ -5,14 +5,16 @@ that has this package. Without the variable it does nothing. With it, accelerate
 imported: the one that reads config files learns the section and hands it on as variables; in a process that has such
 variables, every Accelerator offloads.
 
-Nothing is imported here that is not needed, and nothing that goes wrong here may stop ``import torch``.
+Nothing is imported here that is not needed, and nothing that goes wrong here may stop ``import torch``. Wrong settings, which
+only a process that asked for this can have, end it with one message.
 """
 
+import contextlib
 import importlib.machinery
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,8 +27,12 @@ _HAS_ACCELERATOR = "accelerate.accelerator"
 def start() -> None:
     """Watch accelerate's modules, if the variable says so."""
     try:
-        if os.environ.get("HF_OFFLOAD_AUTOLOAD", "").lower() in ("1", "true", "yes", "on"):
-            sys.meta_path.insert(0, _Watch())
+        if os.environ.get("HF_OFFLOAD_AUTOLOAD"):
+            from hf_offload.settings.environment import AUTOLOAD_VARIABLE, is_on
+
+            with _one_message():
+                if is_on(AUTOLOAD_VARIABLE):
+                    sys.meta_path.insert(0, _Watch())
     except Exception:
         logger.warning("hf_offload could not be loaded together with torch.", exc_info=True)
 
@@ -80,18 +86,27 @@ def _understand_section(module: ModuleType) -> None:
     original = module.BaseConfig.process_config
 
     def process_config(config: dict[str, Any]) -> Any:
-        os.environ.update(take_section(config, "the config file"))
+        with _one_message():
+            os.environ.update(take_section(config, "the config file"))
         return original(config)
 
     module.BaseConfig.process_config = staticmethod(process_config)
 
 
 def _guarded(work: Any) -> None:
+    try:
+        with _one_message():
+            work()
+    except Exception:
+        logger.warning("hf_offload could not be loaded together with torch.", exc_info=True)
+
+
+@contextlib.contextmanager
+def _one_message() -> Iterator[None]:
+    """Wrong settings end the process with what is wrong with them, and no traceback: it would show how torch is imported."""
     from hf_offload.errors import OffloadError
 
     try:
-        work()
-    except OffloadError:
-        raise  # wrong settings: whoever switched this on wants to know
-    except Exception:
-        logger.warning("hf_offload could not be loaded together with torch.", exc_info=True)
+        yield
+    except OffloadError as error:
+        sys.exit(f"hf_offload, which HF_OFFLOAD_AUTOLOAD switches on: {error}")

@@ -27,7 +27,7 @@ from hf_offload.plan.units import find_blocks, find_units
 from hf_offload.sampling.convert import Sampling
 from hf_offload.sampling.gradient_cache import GradientCache
 from hf_offload.sampling.sample_ids import carry_sample_ids, drop_sample_ids
-from hf_offload.settings.environment import DISABLE_VARIABLE, is_on
+from hf_offload.settings.environment import DISABLE_VARIABLE, check_variables, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.disk import DiskTier
@@ -395,6 +395,7 @@ class OffloadSession:
 
 
 def _with_environment(config: OffloadConfig) -> OffloadConfig:
+    check_variables()  # a misspelt switch would go unnoticed
     if is_on(DISABLE_VARIABLE):
         logger.warning("%s is set: nothing is offloaded.", DISABLE_VARIABLE)
         return OffloadConfig(tier="none")

@@ -38,7 +38,7 @@ def accuracy(
     Some two hours on two cores. It can be stopped and started again: finished runs are kept.
     """
     with clear_errors():
-        check_output_folder(output_dir, "--output")
+        check_output_folder(output_dir, "--output", "accuracy.md", "accuracy.json")
         from hf_offload.bench.accuracy import COLUMNS, WAYS, bench_accuracy, texts  # slow: it loads torch
         from hf_offload.bench.formats import json_text, markdown_table, write_texts
 

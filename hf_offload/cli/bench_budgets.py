@@ -41,7 +41,7 @@ def budgets(
     """Train under memory budgets: are they kept, were the predictions right, would a simple way be faster?"""
     with clear_errors(), visible_log():
         check_recipes(shapes, overrides, steps, allocator)
-        check_output_folder(output_dir, "--output")
+        check_output_folder(output_dir, "--output", "budgets.json")
         from hf_offload.bench.budgets import COLUMNS, run_budgets, texts  # slow: it loads torch
         from hf_offload.bench.steps import plan_steps
         from hf_offload.bench.strategies import parse_strategies

@@ -51,7 +51,7 @@ def limits(
     """Find the longest sequence or the largest batch that each way can train in a given device memory (CUDA)."""
     with clear_errors(), visible_log():
         check_recipes(shapes, overrides)
-        check_output_folder(output_dir, "--output")
+        check_output_folder(output_dir, "--output", *(f"limits.{kind}" for kind in ("md", "json", "csv")))
         from hf_offload.bench.cell import require_memory_limit  # slow: it loads torch
         from hf_offload.bench.limits import check_limits, find_limits, write_limits
         from hf_offload.bench.steps import plan_steps

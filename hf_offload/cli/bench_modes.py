@@ -47,7 +47,7 @@ def modes(
     Some three hours on two cores. It can be stopped and started again: finished runs are kept.
     """
     with clear_errors():
-        check_output_folder(output_dir, "--output")
+        check_output_folder(output_dir, "--output", "modes.md", "modes.json", "modes.png")
         from hf_offload.bench.formats import json_text, markdown_table, write_texts  # slow: it loads torch
         from hf_offload.bench.modes import MODES, Setup, bench_modes
         from hf_offload.bench.modes_table import COLUMNS, NOTES, SETTINGS_COLUMNS, mode_rows, settings_texts, texts

@@ -14,8 +14,9 @@ from hf_offload.cli.console import output
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.recipe_files import resolve_shape
-from hf_offload.settings.recipes import read_recipe
+from hf_offload.settings.recipes import Recipe, read_recipe
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.training.places import check_directories
 
 if TYPE_CHECKING:
     from hf_offload.bench.steps import Plan
@@ -65,9 +66,12 @@ def check_recipes(
     with collect_errors("benchmark") as check:
         with check:
             choose("allocator", allocator, (FASTEST, *ALLOCATORS))
+        recipes: list[Recipe] = []
         for shape in (part.strip() for part in shapes.split(",")):
             with check:
-                read_recipe(resolve_shape(shape), changes)
+                recipes.append(read_recipe(resolve_shape(shape), changes))
+        with check:
+            check_directories(recipe.offload for recipe in recipes)
 
 
 def bench_table(title: str) -> Table:

@@ -28,7 +28,7 @@ def sampling(
     keep,ours:sampled,ours:lean.
     """
     with clear_errors():
-        check_output_folder(output_dir, "--output")
+        check_output_folder(output_dir, "--output", "sampling.md", "sampling.json")
         from transformers.utils import logging as transformers_log  # slow from here on: it loads torch
 
         from hf_offload.bench.formats import json_text, markdown_table, write_texts

@@ -73,7 +73,7 @@ def steps(
     """Train models in several ways and compare memory, time and, bit by bit, results."""
     with clear_errors(), visible_log():
         check_recipes(shapes, overrides, steps, allocator)
-        check_output_folder(output_dir, "--output")
+        check_output_folder(output_dir, "--output", *(f"table.{kind}" for kind in ("md", "json", "csv")))
         from hf_offload.bench.steps import plan_steps  # slow: it loads torch
         from hf_offload.bench.strategies import parse_strategies
         from hf_offload.bench.tables import write_results

@@ -10,6 +10,7 @@ from rich.prompt import Confirm, IntPrompt, Prompt
 from hf_offload.cli.console import clear_errors, output
 from hf_offload.integrations.launch import SECTION, default_config, find_config, read_config
 from hf_offload.settings.load import from_mapping
+from hf_offload.settings.outputs import check_output_file
 from hf_offload.settings.schema import TIERS, TILED, OffloadConfig
 from hf_offload.settings.yaml_text import dump_yaml
 
@@ -37,6 +38,7 @@ def config(
             typer.echo(find_config(where))
             return
         target = file or default_config()
+        check_output_file(target, "--config_file")
         values = _ask()
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(dump_yaml(values), encoding="utf-8")

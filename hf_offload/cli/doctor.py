@@ -32,6 +32,7 @@ EFFECTS = (
     "Accelerator that offloads: methods of its class are replaced, until the last one is detached or gone",
     "hf_offload.run, command launch, HF_OFFLOAD_AUTOLOAD=1: Accelerator.__init__ is replaced, so that every one offloads",
     "HF_OFFLOAD_AUTOLOAD=1: accelerate's reader of config files understands the section hf_offload_config",
+    "command launch: when it ends, the kernel sends its processes SIGTERM, and half a minute later they are killed",
     "commands train, launch and bench on a CPU: processes may run with a better allocator, by LD_PRELOAD",
 )
 

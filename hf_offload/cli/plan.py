@@ -11,10 +11,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_offload.cli.console import EXIT_REFUSED, clear_errors, messages, output
+from hf_offload.cli.plan_checks import described_machines, refuse_silent_options
 from hf_offload.cli.plan_modes import show_modes
+from hf_offload.plan.hardware import measure_hardware
+from hf_offload.plan.options import check_options
+from hf_offload.settings.lean import lean_activations as parse_lean_activations
+from hf_offload.settings.load import collect_errors
+from hf_offload.settings.outputs import check_output_file
 from hf_offload.settings.recipe_files import recipe_names, resolve_shape
 from hf_offload.settings.recipes import read_recipe
+from hf_offload.settings.sampling import sampled_linear as parse_sampled_linear
+from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes, format_seconds, parse_bytes
+from hf_offload.training.places import check_directories
 
 if TYPE_CHECKING:
     from hf_offload.plan.forecast import Forecast
@@ -104,20 +113,46 @@ def plan(
 ) -> None:
     """Say what would be kept, moved or computed again, and what that costs, without the hardware and without weights."""
     with clear_errors():
-        if Path(source).suffix in (".yaml", ".yml") or resolve_shape(source) in recipe_names():
-            read_recipe(resolve_shape(source), overrides or ())
+        described = {"tflops": tflops, "memory_bandwidth": memory_bandwidth, "pcie": pcie, "ssd": ssd}
+        described |= {"ram": ram, "disk": disk}
+        pictures = {"--plot": plot, "--timeline": timeline}
+        tables = {"--levers": levers, "--modes": modes, "--order": order}
+        table = next((name for name, asked in tables.items() if asked), None)
+        budget_bytes, sampled, lean_config, machines = None, None, None, []
+        with collect_errors("options") as check:
+            with check:
+                if Path(source).suffix in (".yaml", ".yml") or resolve_shape(source) in recipe_names():
+                    read_recipe(resolve_shape(source), overrides or ())
+            with check:
+                check_options(
+                    batch=batch, sequence=sequence, image_size=image_size, dtype=dtype, autocast=autocast, task=task
+                )
+            with check:
+                budget_bytes = None if budget is None else parse_bytes(budget, "budget")
+            with check:
+                sampled = parse_sampled_linear(sampled_linear)
+            with check:
+                lean_config = parse_lean_activations(lean)
+            with check:
+                others = {"--budget": budget, "--gpu": gpu, "--directory": directory}
+                refuse_silent_options(table, {**pictures, **others, **tables})
+            with check:
+                machines = described_machines(table, gpu, cards, described, directory, measure)
+            with check:
+                check_directories([OffloadConfig(directory=directory)] if directory else [])
+            for option, path in pictures.items():
+                with check:
+                    if path is not None:
+                        check_output_file(path, option)
         from transformers.utils import logging as transformers_log  # slow from here on: it loads torch
 
-        from hf_offload.errors import OffloadConfigError
         from hf_offload.plan.forecast import make_forecast
-        from hf_offload.plan.hardware import describe_hardware, measure_hardware
         from hf_offload.plan.workload_sources import find_workload
-        from hf_offload.settings.lean import lean_activations as parse_lean_activations
-        from hf_offload.settings.sampling import sampled_linear as parse_sampled_linear
+        from hf_offload.reports.plots import require_matplotlib
 
+        if plot or timeline:
+            require_matplotlib()
         transformers_log.set_verbosity_error()  # what it says about configurations is not about the plan
-        described = {"--tflops": tflops, "--memory-bandwidth": memory_bandwidth, "--pcie": pcie, "--ssd": ssd}
-        described |= {"--ram": ram, "--disk": disk}
         with messages().status("Reading the configuration"):
             workload = find_workload(
                 source,
@@ -136,47 +171,24 @@ def plan(
             workload,
             tiled_loss=tiled_loss or workload.tiled_loss,
             tiled_mlp=tiled_mlp or workload.tiled_mlp,
-            sampled=parse_sampled_linear(sampled_linear) or workload.sampled,
-            lean=parse_lean_activations(lean) or workload.lean,
+            sampled=sampled or workload.sampled,
+            lean=lean_config or workload.lean,
         )
-        others = {"--plot": plot, "--timeline": timeline, "--budget": budget, "--order": order, "--modes": modes}
         if levers:
-            _refuse("--levers", others | {"--gpu": gpu, "--directory": directory})
-            machines = [
-                describe_hardware(card.strip(), tflops=tflops, pcie=pcie, ssd=ssd, ram=ram, disk=disk)
-                for card in cards.split(",")
-            ]
             _show_levers(workload, machines, json)
             return
         with messages().status("Looking at the machine"):
-            if gpu is not None:
-                if directory or measure:
-                    raise OffloadConfigError("--directory and --measure are for this machine: leave out --gpu.")
-                hardware = describe_hardware(
-                    gpu, tflops=tflops, memory_bandwidth=memory_bandwidth, pcie=pcie, ssd=ssd, ram=ram, disk=disk
-                )
-            else:
-                given = [name for name, value in described.items() if value is not None]
-                if given:
-                    raise OffloadConfigError(f"{', '.join(given)} describe another machine: add --gpu.")
-                hardware = measure_hardware(directory or [Path.cwd()], fresh=measure)
+            hardware = machines[0] if machines else measure_hardware(directory or [Path.cwd()], fresh=measure)
+        budget_bytes = workload.budget_bytes if budget is None else budget_bytes
         if modes:
-            _refuse("--modes", {name: others[name] for name in ("--plot", "--timeline", "--order")})
             names = None if memory_mode is None else [name.strip() for name in memory_mode.split(",")]
-            limit = workload.budget_bytes if budget is None else parse_bytes(budget, "budget")
-            show_modes(workload, hardware, names, memory_mode_kwargs, limit, json)
+            show_modes(workload, hardware, names, memory_mode_kwargs, budget_bytes, json)
             return
         if order:
-            _refuse("--order", {name: others[name] for name in ("--plot", "--budget")})
             _show_orders(workload, hardware, timeline, json)
             return
         with messages().status("Counting a step, then planning"):
-            forecast = make_forecast(
-                workload,
-                hardware,
-                budget_bytes=workload.budget_bytes if budget is None else parse_bytes(budget, "budget"),
-                may_recompute=recompute,
-            )
+            forecast = make_forecast(workload, hardware, budget_bytes=budget_bytes, may_recompute=recompute)
         for picture, path in (("frontier", plot), ("timeline", timeline)):
             if path is not None:
                 with messages().status(f"Drawing {path}"):
@@ -189,16 +201,6 @@ def plan(
         if not json:
             messages().print(f"[bold red]{escape(forecast.refusal)}[/]", highlight=False, soft_wrap=True)
         raise typer.Exit(EXIT_REFUSED)
-
-
-def _refuse(table: str, options: dict[str, object]) -> None:
-    """Options that say nothing to one of the tables that are shown instead of a plan."""
-    from hf_offload.errors import OffloadConfigError
-
-    given = [name for name, value in options.items() if value]
-    if given:
-        hint = ", which has --cards" if table == "--levers" else ""
-        raise OffloadConfigError(f"{', '.join(given)} does not go with {table}{hint}: leave it out.")
 
 
 def _show_levers(workload: "Workload", machines: "list[Hardware]", json: bool) -> None:

@@ -15,13 +15,14 @@ from rich.table import Table
 from hf_offload.cli.console import EXIT_PROBLEM, clear_errors, messages, output, progress_bar
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.settings.layers import BASE, bases_of, drop_nulls, read_layers
-from hf_offload.settings.load import nearest
+from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.merged import layer_name, merged_text, method_of, model_of
+from hf_offload.settings.outputs import check_output_file
 from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_files import find_recipe, recipe_names, shipped_name
 from hf_offload.settings.recipe_header import PROGRAM, Header, read_header, renamed, with_prediction
 from hf_offload.settings.shown import listed, shown
-from hf_offload.settings.text_files import read_text
+from hf_offload.settings.text_files import is_folder, read_text
 from hf_offload.settings.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
@@ -109,12 +110,13 @@ def copy(
     with clear_errors():
         source = find_recipe(name)
         path = target or Path()
-        if path.is_dir():
+        if is_folder(path):
             path = path / f"{(shipped_name(source) or source.stem).replace('/', '_')}.yaml"
         if path.suffix not in (".yaml", ".yml"):
             raise OffloadConfigError(f"{path} is no name of a recipe's file: end it with .yaml, or name a folder.")
         if path.stem.startswith("_"):
             raise OffloadConfigError(f"{path}: an underscore in front makes it a layer, and no recipe: leave it out.")
+        check_output_file(path, "TARGET")
         if path.exists() and not force:
             raise OffloadConfigError(f"{path} is there already: name another file, or replace it with --force.")
         text = _with_merged_layers(source) if merged else _with_shipped_layers(source)
@@ -142,6 +144,12 @@ def predict(
         chosen = (
             [name for name in recipe_names() if _header(name).plan is not None] if everything else list(names or [])
         )
+        with collect_errors("recipes") as check:
+            for name in chosen:
+                with check:
+                    path = find_recipe(name)
+                    if write:
+                        check_output_file(path, "--write")
         from transformers.utils import logging as transformers_log  # slow from here on: it loads torch
 
         from hf_offload.plan.predict import predict_recipe

@@ -11,6 +11,7 @@ from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, output, visib
 from hf_offload.settings.overrides import text_override
 from hf_offload.settings.recipes import load_recipe, read_recipe
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.training.places import check_places
 
 
 def train(
@@ -32,7 +33,7 @@ def train(
     """Train what a recipe describes, evaluate it on the recipe's validation data, and save it."""
     with clear_errors(), visible_log():
         changes = [*(overrides or []), *([] if data_dir is None else [text_override("data.data_dir", str(data_dir))])]
-        read_recipe(recipe, changes)
+        check_places(read_recipe(recipe, changes), report=report, resume=resume)
         if context.obj is not None:
             context.obj()  # starts again with another allocator
         loaded = load_recipe(recipe, changes)

@@ -1,4 +1,7 @@
-"""The machine as a plan sees it: a few figures, each with where it comes from. Measured here, or described by the user."""
+"""The machine as a plan sees it: a few figures, each with where it comes from. Measured here, or described by the user.
+
+A description is read without torch, which takes seconds to import.
+"""
 
 import dataclasses
 import functools
@@ -12,15 +15,16 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.folders import user_folder
 from hf_offload.plan.simulate import Channel
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +106,7 @@ class Hardware:
     room_bytes: Mapping[str, Figure]
     both_bytes_per_s: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
 
-    def seconds(self, flops: int, moved_bytes: int, dtype: torch.dtype) -> float:
+    def seconds(self, flops: int, moved_bytes: int, dtype: "torch.dtype") -> float:
         """How long an operation takes that is bound by arithmetic or by memory, whichever is longer."""
         name = str(dtype).removeprefix("torch.")
         rate = self.flops_per_s.get(name) or self.flops_per_s["float32"]
@@ -297,6 +301,8 @@ def measure_hardware(directories: Sequence[str | os.PathLike[str]], *, fresh: bo
 
 
 def _measure(directories: Sequence[str | os.PathLike[str]], device_type: str) -> dict[str, float]:
+    import torch
+
     from hf_offload.plan.machine import probe_machine
 
     device = torch.device(device_type if device_type == "cuda" else "cpu")
@@ -338,7 +344,9 @@ def _measure(directories: Sequence[str | os.PathLike[str]], device_type: str) ->
     return rates
 
 
-def _median_s(work: Any, device: torch.device) -> float:
+def _median_s(work: Any, device: "torch.device") -> float:
+    import torch
+
     times = []
     for _ in range(_REPEATS):
         if device.type == "cuda":
@@ -358,6 +366,8 @@ def _measured_names(directories: Sequence[str | os.PathLike[str]], device_type: 
 
 
 def _cache_key(device_name: str, directories: Sequence[str | os.PathLike[str]]) -> str:
+    import torch
+
     key = json.dumps(
         [_CACHE_VERSION, platform.node(), device_name, torch.__version__, torch.get_num_threads()]
         + [str(Path(directory).resolve()) for directory in directories]

@@ -20,6 +20,8 @@ from hf_offload.sampling.convert import Sampling
 from hf_offload.settings.lean import LeanConfig
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.shown import cropped
+from hf_offload.settings.text_files import reason_of
 from hf_offload.tiling.apply import Tiling
 from hf_offload.tiling.cut import Cut
 
@@ -110,7 +112,7 @@ class Workload:
                 model = self.model_class._from_config(self.config, **options)
             model.tie_weights()  # which is a part of drawing them
         except (TypeError, ValueError, ImportError) as error:
-            raise OffloadConfigError(f"{self.name} cannot be built for {self.task}: {error}") from error
+            raise OffloadConfigError(f"{self.name} cannot be built for {self.task}: {reason_of(error)}") from error
         mode = self.mode
         return (model if mode is None else prepare_without_data(mode, model)).train()
 
@@ -229,8 +231,8 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
         raise
     except Exception as error:  # a constructor that needs data fails in a way of its own
         raise OffloadPlanError(
-            f"{workload.name} cannot be built without data ({type(error).__name__}: {error}). Its plan has to come from a "
-            "measured step: train with offload='auto'."
+            f"{workload.name} cannot be built without data ({type(error).__name__}: {cropped(str(error))}). Its plan has to "
+            "come from a measured step: train with offload='auto'."
         ) from error
     needs = optimizer_needs(workload, model, hardware)
     mode = workload.mode

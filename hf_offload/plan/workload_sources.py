@@ -11,20 +11,21 @@ import torch
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.memory_modes.registry import NONE
+from hf_offload.plan.options import check_options
 from hf_offload.plan.workload import DEFAULT_OPTIMIZER, Workload, class_for, state_elements
 from hf_offload.plan.workload_inputs import default_length
 from hf_offload.settings.load import choose
 from hf_offload.settings.recipe_files import recipe_names
-from hf_offload.settings.recipes import DTYPES, TASKS, load_recipe
-from hf_offload.settings.shown import cropped, listed, shown
-from hf_offload.settings.text_files import is_folder
+from hf_offload.settings.recipes import TASKS, load_recipe
+from hf_offload.settings.shown import listed, shown
+from hf_offload.settings.text_files import is_folder, reason_of
 from hf_offload.settings.values import expand
 from hf_offload.tiling.apply import cut_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -50,15 +51,9 @@ def find_workload(
 
     Raises :class:`~hf_offload.errors.OffloadConfigError`.
     """
-    if dtype is not None:
-        choose("dtype", dtype, DTYPES)
-    if autocast is not None:
-        choose("autocast", autocast, tuple(AUTOCAST))
+    check_options(batch=batch, sequence=sequence, image_size=image_size, dtype=dtype, autocast=autocast, task=task)
     if task is not None and not _is_class(task):
         choose("task", task, TASKS)
-    for name, value in (("batch", batch), ("sequence", sequence), ("image_size", image_size)):
-        if value is not None and value < 1:
-            raise OffloadConfigError(f"{name}={value} is too small: give 1 or more.")
     preset = f"bench/{source}"
     folder = expand("model", source)
     if is_folder(folder):
@@ -80,7 +75,7 @@ def find_workload(
     }
     found = dataclasses.replace(found, **{name: value for name, value in changes.items() if value is not None})
     if autocast is not None:
-        found = dataclasses.replace(found, autocast=AUTOCAST[autocast])
+        found = dataclasses.replace(found, autocast=_AUTOCAST[autocast])
     if task is not None and sequence is None and folder.suffix not in (".yaml", ".yml"):
         found = dataclasses.replace(found, sequence=min(found.sequence, found.longest or found.sequence))
     if memory_mode is not None or memory_mode_kwargs is not None:
@@ -246,8 +241,8 @@ def _config(source: str) -> "PretrainedConfig":
 
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        first = cropped(next(iter(str(error).splitlines()), type(error).__name__))
+    except Exception as error:  # whatever the library raises for what stands in the file
+        first = reason_of(error)
         raise OffloadConfigError(
             f"{shown(source)} is no shipped recipe, no folder with a config.json, and no model the hub gives here: {first} "
             f"Recipes: {listed(recipe_names(), source)}."

@@ -11,7 +11,9 @@ from typing import Any
 from hf_offload.bench.formats import markdown_table
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.card_memory import MEMORY_PLOT, Comparison, describe_machine, memory_section
-from hf_offload.settings.shown import cropped
+from hf_offload.settings.load import collect_errors
+from hf_offload.settings.outputs import check_output_folder
+from hf_offload.settings.shown import cropped, shown
 from hf_offload.settings.yaml_text import dump_yaml
 from hf_offload.training.report import TrainingReport
 
@@ -27,6 +29,22 @@ _PIPELINES = {
 _SCALES = {"bleu": "0 to 100", "chrf": "0 to 100"}
 _SMOOTHED = 50
 """A curve of losses has about as many points."""
+
+
+_SENTENCES = ("dataset_note", "how", "purpose")
+_LONGEST_NAME = 200
+
+
+def _check_fact(option: str, value: str, is_prose: bool) -> None:
+    """Metadata and headings take a name on one line; a file takes no half characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise OffloadConfigError(f"{option}={shown(value)} holds bytes that are no text in UTF-8.") from error
+    if not is_prose and not (0 < len(value) <= _LONGEST_NAME and value.isprintable() and value == value.strip()):
+        raise OffloadConfigError(
+            f"{option}={shown(value)} is no name: give 1 to {_LONGEST_NAME} characters on one line, without spaces around."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +75,16 @@ class CardFacts:
     base_model: str | None = None
     purpose: str = "It shows what training with activation offloading costs and is no model to build on."
 
+    def __post_init__(self) -> None:
+        with collect_errors("card") as check:
+            for field in dataclasses.fields(self):
+                found = getattr(self, field.name)
+                for value in [found] if isinstance(found, str) else found or ():
+                    with check:
+                        _check_fact(
+                            f"--{field.name.replace('_', '-').removesuffix('s')}", value, field.name in _SENTENCES
+                        )
+
 
 def card_text(
     report: TrainingReport, facts: CardFacts, comparison: Comparison | None, plots: Sequence[str] = ()
@@ -84,6 +112,7 @@ def write_card(report: TrainingReport, facts: CardFacts, comparison_path: Path |
     beside = None if comparison_path is None else comparison_path.parent / MEMORY_PLOT
     plots = [LOSS_PLOT, *([MEMORY_PLOT] if beside is not None and beside.is_file() else [])]
     text = card_of(report, facts, comparison, plots)
+    check_output_folder(folder, "--output", CARD_FILE, *plots)
     folder.mkdir(parents=True, exist_ok=True)
     _plot_losses(report, folder / LOSS_PLOT)
     if beside is not None and MEMORY_PLOT in plots:

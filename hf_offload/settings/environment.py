@@ -11,9 +11,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from hf_offload.allocator import ALLOCATORS, CHOSEN_VARIABLE
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.lean import LeanConfig
-from hf_offload.settings.load import collect_errors, from_mapping, renaming
+from hf_offload.settings.load import choose, collect_errors, from_mapping, renaming
 from hf_offload.settings.sampling import sampled_linear
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, nearest, shown
@@ -26,8 +27,9 @@ FIELDS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
 AUTOLOAD_VARIABLE = f"{PREFIX}AUTOLOAD"
 DISABLE_VARIABLE = f"{PREFIX}DISABLE"
 PARENT_VARIABLE = f"{PREFIX}PARENT"
+SWITCHES = (AUTOLOAD_VARIABLE, DISABLE_VARIABLE)
 # Variables of the package that are no settings of a run.
-_OTHERS = (AUTOLOAD_VARIABLE, DISABLE_VARIABLE, PARENT_VARIABLE, f"{PREFIX}ALLOCATOR")
+_OTHERS = (*SWITCHES, PARENT_VARIABLE, CHOSEN_VARIABLE)
 
 
 def variable(field: str) -> str:
@@ -51,12 +53,30 @@ def is_on(name: str, environ: Mapping[str, str] | None = None) -> bool:
 def settings_from(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The settings that are given as variables, by field; those that are not are not in it.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for a variable that looks like ours and is none.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` as :func:`check_variables` does.
     """
     environ = os.environ if environ is None else environ
-    with collect_errors("environment") as check:
-        _check_names(environ, check)
+    check_variables(environ)
     return _values(environ)
+
+
+def check_variables(environ: Mapping[str, str] | None = None) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for variables that look like ours and are none, and for wrong
+    values of those that are no settings.
+    """
+    environ = os.environ if environ is None else environ
+    known = [variable(field) for field in FIELDS]
+    with collect_errors("environment") as check:
+        for name in sorted(environ):
+            with check:
+                if name.startswith(PREFIX) and name not in (*_OTHERS, *known):
+                    raise OffloadConfigError(f"The variable {cropped(name)} is no setting.{nearest(name, known)}")
+        for name in SWITCHES:
+            with check:
+                is_on(name, environ)
+        with check:
+            if environ.get(CHOSEN_VARIABLE):
+                choose(CHOSEN_VARIABLE, environ[CHOSEN_VARIABLE], ALLOCATORS)
 
 
 def settings_with(
@@ -73,7 +93,8 @@ def settings_with(
     losing, merged = (given, {**given, **found}) if environment_first else (found, {**found, **given})
     of_environment = {field: variable(field) for field in found if environment_first or field not in given}
     with collect_errors(f"{where} and the environment" if found else where) as check:
-        _check_names(environ, check)
+        with check:
+            check_variables(environ)
         for field in sorted(both):
             reader = reader_of(OffloadConfig, field)
             name = f"{where}: {field}" if environment_first else variable(field)
@@ -88,14 +109,6 @@ def settings_with(
 def variables_for(settings: Mapping[str, Any]) -> dict[str, str]:
     """The variables that :func:`settings_from` reads back as ``settings``; ``None`` is left out."""
     return {variable(field): _text(field, value) for field, value in settings.items() if value is not None}
-
-
-def _check_names(environ: Mapping[str, str], check: Any) -> None:
-    known = [variable(field) for field in FIELDS]
-    for name in sorted(environ):
-        with check:
-            if name.startswith(PREFIX) and name not in (*_OTHERS, *known):
-                raise OffloadConfigError(f"The variable {cropped(name)} is no setting.{nearest(name, known)}")
 
 
 def _values(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def choose(name: str, value: object, allowed: Iterable[Any], aliases: Iterable[s
     allowed = list(allowed)
     if not any(isinstance(value, type(one)) and value == one for one in allowed):
         raise OffloadConfigError(
-            f"{name}={shown(value)} is unknown: choose one of {', '.join(map(str, allowed))}."
+            f"{name}={shown(value)} is unknown: choose one of {listed(map(str, allowed), value)}."
             f"{nearest(value, [*map(str, allowed), *aliases]) if isinstance(value, str) else ''}"
         )
 

@@ -8,12 +8,17 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.shown import shown
 
 
-def check_output_folder(path: str | os.PathLike[str], option: str) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` that names ``option`` if no files can be written to ``path``.
+def check_output_folder(path: str | os.PathLike[str], option: str, *files: str) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` that names ``option`` if no files can be written to ``path``, or
+    not those called ``files``.
 
     Nothing is created: what is missing of the path is only checked for whether it could be.
     """
     _refuse(path, option, _problem(path, is_file=False), "name a folder in which you may create files.")
+    for name in files:
+        problem = _problem(Path(path) / name, is_file=True)
+        advice = "remove it, or name another folder."
+        _refuse(path, option, problem and f"{name} is to lie in it, and {problem}", advice)
 
 
 def check_output_file(path: str | os.PathLike[str], option: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.environment import check_variables
 from hf_offload.settings.evaluation import EvaluationRecipe
 from hf_offload.settings.layers import drop_nulls, read_layers
 from hf_offload.settings.load import collect_errors, from_mapping, nearest, renaming
@@ -76,6 +77,8 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     tree = layers.tree
     name = str(path_or_name) if str(path_or_name) in recipe_names() else path.stem
     with collect_errors(f"recipe {name}") as check:
+        with check:  # a recipe reads none, but what is misspelt is not what was meant
+            check_variables()
         for override in overrides:
             with check:
                 apply_override(tree, override)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.shown import cropped
+from hf_offload.settings.shown import LONGEST, cropped
 
 _BLOCK_BYTES = 1 << 20
 
@@ -67,8 +67,10 @@ def parse_json(text: str, where: str) -> Any:
     raise OffloadConfigError(f"{where} is not valid JSON: {problem}.")
 
 
-def reason_of(error: Exception) -> str:
-    """Why the system refuses a path, without the path."""
+def reason_of(error: Exception, most: int = LONGEST) -> str:
+    """Why the system or a library refuses something: of the system's errors without the path."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return cropped(str(error)) or type(error).__name__
+    text = cropped(str(error), most)
+    named = isinstance(error, (LookupError, AttributeError)) or not text  # what they say is the key alone
+    return f"{type(error).__name__}: {text}".removesuffix(": ") if named else text

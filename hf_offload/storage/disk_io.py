@@ -152,6 +152,22 @@ def _try_alignment(fd: int, align: int) -> str | None:
             target.release()
 
 
+def check_can_hold_files(directory: str | os.PathLike[str]) -> None:
+    """Raise the :class:`OffloadConfigError` that :class:`DataFile` would, and leave nothing behind."""
+    check_directory(directory, quiet=True)
+    try:
+        os.close(_open_nameless(Path(directory)))
+    except OSError as error:
+        raise _no_file_in(directory, error) from error
+
+
+def _no_file_in(directory: str | os.PathLike[str], error: OSError) -> OffloadConfigError:
+    return OffloadConfigError(
+        f"directory {str(directory)!r} cannot hold an offload file: {error.strerror} (errno {error.errno}). Name a local "
+        "directory that you can write to."
+    )
+
+
 def _open_nameless(directory: Path) -> int:
     """A new, empty file that nobody else can open, with no name from the beginning: a process that is killed at any
     moment leaves nothing. Where the file system cannot do that, the name is there for an instant.
@@ -199,10 +215,7 @@ class DataFile:
             )
             self._open()
         except OSError as error:
-            raise OffloadConfigError(
-                f"directory {str(self.directory)!r} cannot hold an offload file: {error.strerror} (errno "
-                f"{error.errno}). Name a local directory that you can write to."
-            ) from error
+            raise _no_file_in(self.directory, error) from error
         logger.info("Offload file in %s (%s): %s.", self.directory, self.file_system, self.direct.reason)
 
     def _open(self) -> None:

@@ -58,8 +58,11 @@ def file_system_of(path: Path, mountinfo: str | None = None) -> str:
     return best_type
 
 
-def check_directory(path: str | os.PathLike[str], mountinfo: str | None = None) -> str:
-    """Return the directory's file-system type, or raise :class:`OffloadConfigError` that says why it cannot be used."""
+def check_directory(path: str | os.PathLike[str], mountinfo: str | None = None, *, quiet: bool = False) -> str:
+    """Return the directory's file-system type, or raise :class:`OffloadConfigError` that says why it cannot be used.
+
+    One in RAM is warned of, unless ``quiet``.
+    """
     path = Path(path)
     if sys.platform != "linux":
         raise OffloadConfigError(
@@ -91,7 +94,7 @@ def check_directory(path: str | os.PathLike[str], mountinfo: str | None = None) 
         raise OffloadConfigError(
             f"directory {str(path)!r} is not writable for this user: change its mode, or name another."
         )
-    if kind in MEMORY_FILE_SYSTEMS:
+    if kind in MEMORY_FILE_SYSTEMS and not quiet:
         logger.warning(
             "directory %s is a %s: it works, but it is RAM, so nothing leaves memory. Name a directory on a drive.",
             path,

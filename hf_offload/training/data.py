@@ -113,7 +113,7 @@ def _with_columns(
     """
     if any("." in column for column in columns) and hasattr(rows, "flatten"):
         rows = rows.flatten()
-    with _reading(f"{what} cannot be read"):
+    with reading(f"{what} cannot be read"):
         there = column_names(rows)
     if not there or (hasattr(rows, "__len__") and len(rows) == 0):
         raise OffloadConfigError(f"There are no rows in {what}.")
@@ -126,18 +126,21 @@ def _with_columns(
         kind = getattr((rows.features or {}).get(column), "dtype", None)
         if column in columns and column != data.messages_column and rows.features is not None and kind not in _TEXT:
             raise OffloadConfigError(
-                f"The column {shown(column)} of {what} holds {_kind_of(rows.features[column])}: text is needed."
+                f"The column {shown(column)} of {what} holds {kind_of(rows.features[column])}: text is needed."
             )
     return rows
 
 
-def _kind_of(feature: Any) -> str:
+def kind_of(feature: Any) -> str:
+    """What a column holds, in words."""
     kind = str(getattr(feature, "dtype", None) or type(feature).__name__)
-    return {"null": "nothing", "dict": "mappings", "list": "lists"}.get(kind, f"values of type {cropped(kind)}")
+    return {"null": "nothing", "dict": "mappings", "list": "lists", "List": "lists", "LargeList": "lists"}.get(
+        kind, f"values of type {cropped(kind)}"
+    )
 
 
 @contextlib.contextmanager
-def _reading(what: str) -> Iterator[None]:
+def reading(what: str) -> Iterator[None]:
     """Say in a few words, after ``what``, whatever the readers of `datasets` raise for files they cannot take."""
     try:
         yield
@@ -165,10 +168,8 @@ def find_files(data: DataRecipe) -> list[Path]:
 
 def _load_hub(hub: HubData, split: str, data: DataRecipe, cache_dir: Path) -> "Dataset | IterableDataset":
     from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
 
-    # RuntimeError: what `datasets` raises for data sets that are programs.
-    with loading(f"data.hub (split {split})", str(hub.name), DatasetsError, RuntimeError):
+    with loading(f"data.hub (split {split})", str(hub.name)):
         return load_dataset(hub.name, hub.config, split=split, streaming=data.streaming, cache_dir=str(cache_dir))
 
 
@@ -180,18 +181,29 @@ def _load_files(paths: list[Path], setting: str, data: DataRecipe, cache_dir: Pa
     if len(readers) > 1:
         raise OffloadConfigError(f"{setting} mixes {' and '.join(sorted(readers))} files: give files of one kind.")
     (reader,) = readers
-    if reader != "parquet":
-        for (
-            path
-        ) in paths:  # a reader may put other characters where it cannot decode, or fail in the middle of a stream
-            check_text(path, f"{setting}: the file")
+    for path in paths:  # a reader may put other characters where it cannot decode, or fail in the middle of a stream
+        (_check_parquet if reader == "parquet" else check_text)(path, f"{setting}: the file")
     where: dict[str, Any] = {"streaming": data.streaming, "cache_dir": str(cache_dir)}
     if reader == "text":
         where |= {"sample_by": "document"}
-    with _reading(f"{setting} cannot be read as {reader}"):
+    with reading(f"{setting} cannot be read as {reader}"):
         if reader == "parquet" and not sum(parquet.read_metadata(path).num_rows for path in paths):
             raise OffloadConfigError(f"There are no rows in {setting}.")
         return load_dataset(reader, data_files=[str(path) for path in paths], split="train", **where)
+
+
+def _check_parquet(path: Path, what: str) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for damaged pages, and text that is not UTF-8."""
+    from pyarrow import dataset
+
+    # As `datasets` reads a stream: what another reader of Arrow's takes may fail there.
+    options = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
+    files = dataset.ParquetFileFormat(default_fragment_scan_options=options)
+    with reading(f"{what} {cropped(str(path))} cannot be read"), path.open("rb") as file:
+        fragment = files.make_fragment(file)
+        for group in fragment.row_groups:
+            for batch in fragment.subset(row_group_ids=[group.id]).to_batches(batch_readahead=0, fragment_readahead=0):
+                batch.validate(full=True)
 
 
 def _find(setting: str, patterns: Any, data_dir: str | None) -> list[Path]:

@@ -26,16 +26,20 @@ _HINTS = (
 
 
 @contextlib.contextmanager
-def loading(setting: str, name: str, *also: type[Exception]) -> Iterator[None]:
-    """Turn what transformers and the hub raise for ``name``, and ``also`` other errors, into a configuration error."""
-    kinds: tuple[type[Exception], ...] = (OSError, ValueError, TypeError, ImportError, *also)
+def loading(setting: str, name: str, hint: str = "") -> Iterator[None]:
+    """Turn whatever the libraries raise for ``name`` into a configuration error: for a damaged file they may raise anything.
+
+    ``hint`` says what to do about it; without one, the words of the error decide.
+    """
     try:
         yield
     except OffloadConfigError:
         raise
-    except kinds as error:
+    except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        hint = next((hint for words, hint in _HINTS if any(word in reason.lower() for word in words)), "")
+        if isinstance(error, (AttributeError, LookupError)):
+            reason = f"a file of it is damaged ({type(error).__name__}: {reason})"
+        hint = hint or next((hint for words, hint in _HINTS if any(word in reason.lower() for word in words)), "")
         if len(reason) > _LONGEST_REASON:
             reason = reason[:_LONGEST_REASON].rpartition(" ")[0] + " ..."
         raise OffloadConfigError(f"{setting}: {name!r} cannot be loaded: {reason.rstrip('.')}.{hint}") from error

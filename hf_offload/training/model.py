@@ -8,7 +8,8 @@ import torch
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipes import Recipe
-from hf_offload.settings.shown import LONGEST, cropped
+from hf_offload.settings.shown import LONGEST
+from hf_offload.settings.text_files import reason_of
 from hf_offload.training.loading import loading
 from hf_offload.training.tasks.table import find_task
 
@@ -54,7 +55,7 @@ def build_model(
             with torch.device(device) if device is not None and device.type != "cpu" else contextlib.nullcontext():
                 built = auto.from_config(config, **options)
         except Exception as error:  # whatever a model raises for a configuration that it cannot take
-            raise OffloadConfigError(f"{recipe.name}, section model: {cropped(str(error), 2 * LONGEST)}") from error
+            raise OffloadConfigError(f"{recipe.name}, section model: {reason_of(error, 2 * LONGEST)}") from error
     if labels is not None and tokenizer is not None and getattr(built.config, "pad_token_id", None) is None:
         built.config.pad_token_id = tokenizer.pad_token_id  # decoders look at the last token that is none
     rows = cast(torch.Tensor, built.get_input_embeddings().weight).shape[0]

@@ -17,11 +17,13 @@ class Recording(TrainerCallback):
 
     Attributes:
         around: Entered for each micro-batch.
+        begun: Whether there was a micro-batch.
         step_losses: Losses of the micro-batches of each step.
     """
 
     def __init__(self) -> None:
         self.around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.begun = False
         self.step_losses: list[list[torch.Tensor]] = []
         self._micro_losses: list[torch.Tensor] = []
 
@@ -48,6 +50,7 @@ class RecordingTrainer(Trainer):
         super().__init__(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._recording.begun = True
         with self._recording.around:
             loss = super().training_step(*args, **kwargs)
         self._recording.add(loss)

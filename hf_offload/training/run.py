@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,13 @@ import torch
 
 from hf_offload.allocator import current_allocator
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.settings.load import collect_errors
-from hf_offload.settings.outputs import check_output_file, check_output_folder
 from hf_offload.settings.recipes import RANDOM_TOKENS, Recipe
-from hf_offload.settings.shown import cropped
+from hf_offload.settings.shown import LONGEST, cropped
+from hf_offload.settings.text_files import reason_of
 from hf_offload.training.arguments import build_arguments
 from hf_offload.training.metrics import FROM_LOSS, check_installed, choose_likeliest, make_compute
 from hf_offload.training.model import build_model
+from hf_offload.training.places import check_places, nothing_to_resume
 from hf_offload.training.prepare import Prepared, prepare_data
 from hf_offload.training.random_tokens import RandomTokens
 from hf_offload.training.report import TrainingReport, describe_machine, describe_versions, parameter_digest
@@ -74,17 +74,7 @@ def run_recipe(
     from hf_offload.reports.memory import MemoryMeter
     from hf_offload.training.recording import Recording  # loads the Trainer
 
-    with collect_errors("outputs") as check:
-        if report is not None:
-            with check:
-                check_output_file(report, "--report")
-        if save:
-            with check:
-                check_output_folder(recipe.output_dir, "training.output_dir")
-        if recipe.data.source != RANDOM_TOKENS:
-            with check:
-                named = "data.cache_dir" if recipe.data.cache_dir else "training.output_dir"
-                check_output_folder(recipe.cache_dir, named)
+    check_places(recipe, report=report, save=save, resume=resume)
     arguments = build_arguments(recipe)
     if not save:
         arguments.save_strategy = "no"
@@ -104,7 +94,8 @@ def run_recipe(
     set_seed(arguments.seed)
     model = build_model(recipe, tokenizer, arguments.device, None if prepared is None else prepared.setup.labels)
     recording = Recording()
-    trainer = _build_trainer(recipe, model, arguments, tokenizer, prepared, recording, callbacks)
+    with _beginning(recipe, recording):
+        trainer = _build_trainer(recipe, model, arguments, tokenizer, prepared, recording, callbacks)
     if around_step is not None:
         recording.around = around_step(model)
     meter = MemoryMeter() if measure or report is not None else None
@@ -112,7 +103,8 @@ def run_recipe(
         meter.install(trainer)
     completed = True
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with _beginning(recipe, recording) if checkpoint is None else contextlib.nullcontext():
+            trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
         if checkpoint is None or recording.step_losses or isinstance(error, OffloadError):
             raise
@@ -143,6 +135,21 @@ def run_recipe(
     if report is not None:
         result.write(report)
     return result
+
+
+@contextlib.contextmanager
+def _beginning(recipe: Recipe, recording: "Recording") -> Iterator[None]:
+    """What the Trainer raises before its first micro-batch is about the settings it was given."""
+    try:
+        yield
+    except OffloadError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+        if recording.begun:
+            raise
+        raise OffloadConfigError(
+            f"{recipe.name}: the training cannot begin as the section training says: {reason_of(error, 2 * LONGEST)}"
+        ) from error
 
 
 def _build_trainer(
@@ -206,10 +213,7 @@ def _last_checkpoint(recipe: Recipe) -> str:
     folder = recipe.output_dir
     found = last_complete_checkpoint(folder) if folder.is_dir() else None
     if found is None:
-        raise OffloadConfigError(
-            f"There is no complete checkpoint in {folder} to go on from: start without --resume. Checkpoints are written "
-            "as training.save_strategy and training.save_steps say."
-        )
+        raise nothing_to_resume(folder)
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.settings.recipe_data import DataRecipe, HubData
-from hf_offload.training.data import find_files, load_parts
+from hf_offload.training.data import find_files, load_parts, reading
 from hf_offload.training.loading import loading
 
 if TYPE_CHECKING:
@@ -41,7 +41,11 @@ def build_tokenizer(data: DataRecipe, model_name: str | None, cache_dir: Path) -
             unfinished.rename(kept)
         except OSError:  # another run of the same recipe was faster
             shutil.rmtree(unfinished)
-    return PreTrainedTokenizerFast.from_pretrained(kept)
+    with loading("data.tokenizer", str(kept), " Remove it: the tokenizer is trained again."):
+        found = PreTrainedTokenizerFast.from_pretrained(kept)
+        if found.eos_token != END_OF_TEXT:
+            raise ValueError(f"it has no token {END_OF_TEXT}, which every trained one has")
+        return found
 
 
 def _fingerprint(data: DataRecipe) -> str:
@@ -69,7 +73,9 @@ def _train_bpe(data: DataRecipe, cache_dir: Path) -> "PreTrainedTokenizerBase":
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(load_parts(data, columns, cache_dir)[0], columns), trainer)
+    rows, _ = load_parts(data, columns, cache_dir)
+    with reading("The data cannot be read"):
+        tokenizer.train_from_iterator(_sample(rows, columns), trainer)
     if tokenizer.get_vocab_size() < (data.train_bpe or 0):
         logger.warning(
             f"data.tokenizer asks for {data.train_bpe} tokens; the data yields only {tokenizer.get_vocab_size()}."

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 HERE = Path(__file__).parent
-METERED = "HF_OFFLOAD_TESTS_METERED"
+METERED = "TESTS_BUDGETS_METERED"
 
 
 def build_meter(folder: Path) -> Path:

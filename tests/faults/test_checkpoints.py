@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import zipfile
 
 import pytest
 import torch
@@ -74,6 +75,47 @@ def test_every_damage_to_a_checkpoint_is_noticed(whole, tmp_path, caplog):
         assert last_complete_checkpoint(folder) == str(folder / BEFORE), f"{kind} {name}"
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert f"{NEWEST} is incomplete and skipped (" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_byte_that_has_changed_is_noticed(whole, tmp_path, caplog, name):
+    """As long as before, and still an archive: only its checksums say so."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder)
+    path = folder / NEWEST / name
+    with zipfile.ZipFile(path) as archive:
+        entry = next(
+            entry for entry in archive.infolist() if "/data/" in entry.filename or entry.filename.endswith(".pkl")
+        )
+    content = bytearray(path.read_bytes())
+    header = entry.header_offset
+    start = header + 30 + sum(int.from_bytes(content[header + at : header + at + 2], "little") for at in (26, 28))
+    content[start] ^= 0xFF
+    path.write_bytes(content)
+    assert last_complete_checkpoint(folder) == str(folder / BEFORE)
+    assert f"{name} is damaged in {entry.filename}" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["{}", '{"global_step": null}', '{"global_step": "4"}', "[]", "4", "null"])
+def test_a_state_that_names_no_step_is_noticed(whole, tmp_path, caplog, content):
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder)
+    (folder / NEWEST / "trainer_state.json").write_text(content)
+    assert last_complete_checkpoint(folder) == str(folder / BEFORE)
+    assert "trainer_state.json names no step" in caplog.text or "trainer_state.json cannot be read" in caplog.text
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_to_do(tiny_recipe, tmp_path):
+    changes = ["training.save_strategy=steps", "training.save_steps=2", "training.max_steps=2"]
+    assert CliRunner().invoke(app, ["train", str(tiny_recipe), *changes]).exit_code == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    changes = [*changes[:2], "training.max_steps=4", "model.config.n_embd=32"]
+    result = CliRunner().invoke(app, ["train", str(tiny_recipe), *changes, "--resume"])
+    said = " ".join(result.stderr.split())
+    assert result.exit_code == 2, result.output
+    assert "checkpoint-2 cannot be resumed with this recipe (" in said
+    assert "Resume with the recipe that wrote it, or train without --resume." in said
+    assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])

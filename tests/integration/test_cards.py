@@ -285,6 +285,36 @@ def test_what_is_no_record_is_explained(record, tmp_path):
     assert not (tmp_path / "card").exists()
 
 
+@pytest.mark.parametrize(
+    ("changed", "part"),
+    [
+        (["--name", "a\udcff"], "--name='a\\udcff' holds bytes that are no text"),
+        (["--dataset-url", "\udcff"], "--dataset-url="),
+        (["--how", "\udcff"], "--how="),
+        (["--name", "x" * 5000], "is no name: give 1 to 200 characters on one line"),
+        (["--name", "a\nb: ["], "is no name"),
+        (["--dataset", ""], "--dataset='' is no name"),
+        (["--language", "en,,de"], "--language='' is no name"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_is_said_of_a_model_is_text(record, tmp_path, changed, part):
+    result = command("card", record, "--output", tmp_path / "card", *FACTS, *changed)
+    assert result.exit_code == 2
+    assert part in " ".join(result.stderr.split())
+    assert len(result.stderr) < 900
+    assert not (tmp_path / "card").exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "loss.png"])
+def test_a_folder_in_a_files_place_is_an_error(record, tmp_path, name):
+    (tmp_path / "card" / name).mkdir(parents=True)
+    result = command("card", record, "--output", tmp_path / "card", *FACTS)
+    assert result.exit_code == 2
+    assert f"{name} is to lie in it, and it is a folder" in " ".join(result.stderr.split())
+    assert [path.name for path in (tmp_path / "card").iterdir()] == [name]
+
+
 JUNK = (None, "x", -1, 1.5, [], ["x"], {}, {"x": 1}, True, "9" * 5000)
 
 

@@ -169,6 +169,32 @@ def test_mistakes_are_told_before_anything_runs(command, variables, part, place)
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("section", "variables", "part"),
+    [
+        ({"tier": "tape"}, {}, "the config file, section hf_offload_config: tier='tape' is unknown"),
+        ({"tier": "ram"}, {"HF_OFFLOAD_VERIFI": "off"}, "Did you mean 'HF_OFFLOAD_VERIFY'?"),
+        (None, {"HF_OFFLOAD_TIER": "tape"}, "HF_OFFLOAD_TIER='tape' is unknown"),
+        (None, {"HF_OFFLOAD_AUTOLOAD": "ture"}, "HF_OFFLOAD_AUTOLOAD='ture' is neither on nor off"),
+    ],
+)
+def test_wrong_settings_of_a_plain_launch_are_one_message(place, section, variables, part):
+    config = (
+        CONFIG | {"distributed_type": "NO", "num_processes": 1} | ({"hf_offload_config": section} if section else {})
+    )
+    (place / "wrong.yaml").write_text(yaml.safe_dump(config))
+    (place / "begins.py").write_text("from accelerate import Accelerator\nAccelerator()\nprint('reached')")
+    done = run(
+        place, *ACCELERATE, "--config_file", "wrong.yaml", "begins.py", **{"HF_OFFLOAD_AUTOLOAD": "1"} | variables
+    )
+    assert done.returncode != 0
+    assert "reached" not in done.stdout
+    message, *rest = done.stderr.splitlines()
+    assert message.startswith("hf_offload, which HF_OFFLOAD_AUTOLOAD switches on: ")
+    assert part in message
+    assert not any("hf_offload/" in line for line in rest)  # what follows is accelerate's, on a script that failed
+
+
 def test_help(place):
     assert "python -m hf_offload.run train.py" in run(place, "-m", "hf_offload.run", "--help").stdout
 

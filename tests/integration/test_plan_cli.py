@@ -180,6 +180,8 @@ def test_orders_and_what_none_can_beat(tmp_path):
         (["gpt2-small", "--gpu", "rtx9999"], "gpu='rtx9999' is unknown"),
         (["gpt2-small", "--tflops", "80"], "describe another machine: add --gpu"),
         (["gpt2-small", *CARD, "--batch", "0"], "batch=0 is too small"),
+        (["gpt2-small", *CARD, "--batch", str(10**20)], "batch=100000000000000000000 is too large"),
+        (["gpt2-small", *CARD, "--gpu", "foo", "--batch", "0", "--plot", "/proc/x"], "3 mistakes in the options"),
         (["gpt2-small", *CARD, "--sequence", "5000"], "has 1024 positions"),
         (["gpt2-small", *CARD, "--dtype", "int8"], "dtype='int8' is unknown"),
         (["gpt2-small", *CARD, "--optimizer", "magic"], "optimizer 'magic' holds in memory is not known"),
@@ -215,6 +217,16 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
     result = run(str(tmp_path), *CARD)
     assert result.exit_code == 2
     assert "has no config.json" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "3", "null", '{"model_type": 3}', '{"model_type": "gpt2", "n_layer": "many"}', "\\udcff"]
+)
+def test_a_damaged_configuration_is_refused(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    result = run(str(tmp_path), *CARD)
+    assert result.exit_code == 2, result.output
+    assert "no folder with a config.json" in " ".join(result.stderr.split())
 
 
 def test_half_a_checkpoint_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """``hf-offload train`` from the command line to the files it leaves."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,10 @@ from typer.testing import CliRunner
 from hf_offload.allocator import current_allocator, environment_with, find_tcmalloc
 from hf_offload.bench.strategies import find_strategy
 from hf_offload.cli.main import app
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.report import TrainingReport
+from hf_offload.training.run import run_recipe
 
 
 def run(*arguments):
@@ -216,3 +220,29 @@ def test_train_starts_itself_again_with_the_best_allocator_once(tiny_recipe):
         done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
         assert "kernels" not in done.stderr, "of 4-bit weights, which nobody asked for"
         assert TrainingReport.read(Path("report.json")).allocator == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        (["training.fsdp=full_shard"], "Using fsdp only works in distributed training"),
+        (["training.optim_args=foo"], "the training cannot begin as the section training says: not enough values"),
+        (["training.lr_scheduler_kwargs={a: 1}"], "the training cannot begin as the section training says: "),
+        (["model.config.activation_function=foo"], "section model: KeyError: 'foo'"),
+    ],
+)
+def test_settings_that_only_the_trainer_refuses_are_an_error_of_the_recipe(tiny_recipe, changes, part):
+    result = CliRunner().invoke(app, ["train", str(tiny_recipe), *changes])
+    assert result.exit_code == 2, result.output
+    assert part in " ".join(result.stderr.split())
+
+
+def test_what_a_step_raises_keeps_its_traceback(tiny_recipe):
+    @contextlib.contextmanager
+    def around():
+        raise ValueError("of the step")
+        yield
+
+    with pytest.raises(ValueError, match="of the step") as raised:
+        run_recipe(load_recipe(tiny_recipe), around_step=lambda model: around())
+    assert not isinstance(raised.value, OffloadConfigError)

@@ -19,10 +19,11 @@ from hf_offload import (
     OffloadPlugin,
     SampledLinearConfig,
 )
+from hf_offload.allocator import CHOSEN_VARIABLE
 from hf_offload.integrations.arguments import OffloadArguments
 from hf_offload.integrations.launch import SECTION, take_section
 from hf_offload.memory_modes.registry import MODES, memory_mode
-from hf_offload.settings.environment import FIELDS, variable
+from hf_offload.settings.environment import FIELDS, PREFIX, SWITCHES, variable
 from hf_offload.settings.evaluation import EvaluationRecipe, Generation
 from hf_offload.settings.library_source import training_fields
 from hf_offload.settings.recipe_data import DataRecipe, HubData
@@ -260,6 +261,23 @@ def from_environment(draw):
         os.environ.pop(variable(field), None)
 
 
+def from_variables_beside_a_recipe(draw):
+    known = [variable(field) for field in FIELDS]
+    name = draw(st.sampled_from([*known, *SWITCHES, CHOSEN_VARIABLE]))
+    if draw(st.booleans()):
+        place = draw(st.integers(len(PREFIX), len(name)))
+        name = name[:place] + draw(st.sampled_from("AXZ_")) + name[place + draw(st.integers(0, 1)) :]
+    Path("drawn.yaml").write_text(RECIPE)
+    text = draw(st.sampled_from(WORDS)).replace("\0", "")
+    os.environ[name] = text
+    try:
+        refused = refuses_or_takes(name, lambda: load_recipe("drawn.yaml"))
+    finally:
+        os.environ.pop(name)
+    assert refused or name in (*known, *SWITCHES, CHOSEN_VARIABLE)
+    return refused
+
+
 def from_section(draw):
     field = draw(st.sampled_from([*FIELDS, "tire"]))
     value = parse_yaml(dump_yaml(draw(NESTED.filter(writable))), "c.yaml")
@@ -309,6 +327,7 @@ SOURCES = [
     from_python,
     from_training_arguments,
     from_environment,
+    from_variables_beside_a_recipe,
     from_section,
     from_recipe_file,
     from_override,

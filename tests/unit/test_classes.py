@@ -53,6 +53,11 @@ def test_classes_are_numbered_in_order(rows, labels, expected):
         ([0.5, 1.5], "0.5 is neither text nor a whole number"),
         (["a", None], "a row has none"),
         (["a", "a"], "holds one class only, 'a'"),
+        ([["a"], ["b"]], "it holds lists: text or whole numbers are needed"),
+        ([{"a": 1}, {"a": 2}], "it holds mappings: text or whole numbers are needed"),
+        ([b"a", b"b"], "b'a' is neither text nor a whole number"),
+        (["a" * 5000, None], "a row has none"),
+        (["a" * 5000, "a" * 5000], r"one class only, 'a+\.\.\."),
     ],
 )
 def test_columns_that_hold_no_classes(labels, part):

@@ -3,9 +3,21 @@
 import dataclasses
 
 import pytest
+import torch
 
-from hf_offload import OffloadConfig, OffloadConfigError
-from hf_offload.settings.environment import FIELDS, is_on, settings_from, settings_with, variable, variables_for
+from hf_offload import OffloadConfig, OffloadConfigError, OffloadPlugin, offload_activations
+from hf_offload.allocator import ALLOCATORS, CHOSEN_VARIABLE
+from hf_offload.parents import parent_variables
+from hf_offload.settings.environment import (
+    FIELDS,
+    check_variables,
+    is_on,
+    settings_from,
+    settings_with,
+    variable,
+    variables_for,
+)
+from hf_offload.settings.recipes import read_recipe
 
 EVERYTHING = {
     "tier": "auto",
@@ -89,3 +101,53 @@ def test_switches():
         False
     ] * 3
     assert not is_on("A", {})
+
+
+@pytest.mark.parametrize("value", ["ture", "2", "-1", "enable", "y", "None", "1 1", "x" * 5000])
+def test_a_switch_is_on_or_off_and_nothing_else(value):
+    with pytest.raises(
+        OffloadConfigError, match=r"^A='.*is neither on nor off: set it to 1 or 0, or leave it out\.$"
+    ) as refused:
+        is_on("A", {"A": value})
+    assert len(str(refused.value)) < 400
+
+
+WRONG_VARIABLES = [
+    ("HF_OFFLOAD_TIRE", "ssd", "The variable HF_OFFLOAD_TIRE is no setting. Did you mean 'HF_OFFLOAD_TIER'?"),
+    ("HF_OFFLOAD_AUTOLOAD", "ture", "HF_OFFLOAD_AUTOLOAD='ture' is neither on nor off"),
+    ("HF_OFFLOAD_DISABLE", "please", "HF_OFFLOAD_DISABLE='please' is neither on nor off"),
+    ("HF_OFFLOAD_ALLOCATOR", "foo", "HF_OFFLOAD_ALLOCATOR='foo' is unknown: choose one of auto, tcmalloc"),
+]
+
+
+def begin_a_session():
+    with offload_activations(torch.nn.Linear(2, 2), OffloadConfig(tier="none")):
+        pass
+
+
+READERS = {
+    "plugin": OffloadPlugin,
+    "recipe": lambda: read_recipe("gpt/demo"),
+    "session": begin_a_session,
+    "variables": settings_from,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_VARIABLES)
+def test_a_variable_that_says_nothing_is_refused_wherever_settings_come_from(monkeypatch, reader, name, value, message):
+    READERS[reader]()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(OffloadConfigError) as refused:
+        READERS[reader]()
+    assert message in str(refused.value)
+
+
+def test_variables_of_the_package_are_accepted(monkeypatch):
+    for name, value in parent_variables().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(CHOSEN_VARIABLE, "")  # as not set
+    check_variables()
+    for allocator in ALLOCATORS:
+        monkeypatch.setenv(CHOSEN_VARIABLE, allocator)
+        check_variables()

@@ -1,7 +1,11 @@
 """Config files of accelerate with a section of ours: how they are found, read, asked for, and handed on."""
 
 import json
+import math
 import os
+import subprocess
+import types
+import typing
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ from hf_offload.integrations.launch import (
     shipped_configs,
     take_section,
 )
+from hf_offload.settings.yaml_text import dump_yaml
 
 
 @pytest.fixture
@@ -153,6 +158,128 @@ def test_nothing_is_started_with_wrong_settings(arguments, environ, part, launch
     assert result.exit_code == 2
     assert part in " ".join(result.stderr.split())
     assert launched == []
+
+
+@pytest.fixture
+def started(monkeypatch, clean):
+    """The commands and environments that accelerate would start processes with."""
+    calls = []
+
+    def process(command, env):
+        calls.append((command, env))
+        return types.SimpleNamespace(wait=lambda: None, returncode=0)
+
+    fake = types.SimpleNamespace(Popen=process, CalledProcessError=subprocess.CalledProcessError)
+    monkeypatch.setattr("accelerate.commands.launch.subprocess", fake)
+    monkeypatch.setattr("torch.distributed.run.run", lambda arguments: calls.append((["torchrun"], {})))
+    return calls
+
+
+BASES = [
+    {"distributed_type": "NO", "num_processes": 1, "use_cpu": True},
+    {"distributed_type": "MULTI_GPU", "num_processes": 2, "use_cpu": True},
+]
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    3,
+    10**400,
+    0.5,
+    math.nan,
+    "",
+    "no",
+    "foo",
+    "3",
+    "x" * 5000,
+    [],
+    ["a"],
+    {},
+    {"a": 1},
+]
+KEYS = [*typing.get_type_hints(ClusterConfig), "fp16", "dynamo_backend", "nonsense"]
+
+
+def refusal_of(base, key, value, started):
+    """What is said of a config file with that value, or None if it was launched."""
+    Path("mine.yaml").write_text(dump_yaml(base | {key: value}), encoding="utf-8")
+    started.clear()
+    try:
+        launch(["--config_file", "mine.yaml", "train.py"])
+    except OffloadConfigError as error:
+        return str(error)
+    return None
+
+
+def check_values(step, started):
+    """Every ``step``-th of all values of all keys."""
+    combinations = [(base, key, value) for base in BASES for key in KEYS for value in VALUES]
+    variables, refused = dict(os.environ), set()
+    for base, key, value in combinations[::step]:
+        said = refusal_of(base, key, value, started)
+        if said is None:
+            ((command, environment),) = started
+            assert all(isinstance(word, str) for word in [*command, *environment.values()]), (key, value)
+        else:
+            assert "mine.yaml" in said, (key, value, said)
+            assert "/proc/self" not in said
+            assert len(said) < 900
+            assert not started
+            refused.add(key)
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+    assert {"distributed_type", "num_processes", "use_cpu", "mixed_precision", "fsdp_config", "nonsense"} <= refused
+
+
+def test_a_value_of_any_kind_is_launched_or_refused_with_the_users_file(started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_values(13, started)
+
+
+@pytest.mark.full
+def test_every_value_of_every_key_is_launched_or_refused_with_the_users_file(started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_values(1, started)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("num_procesess: 1", "mine.yaml: unknown key 'num_procesess'. Did you mean 'num_processes'?"),
+        ("num_processes: many", "mine.yaml: num_processes='many' is not a whole number."),
+        ("use_cpu: perhaps", "mine.yaml: use_cpu='perhaps' is neither true nor false."),
+        ("fsdp_config: 2", "mine.yaml: fsdp_config=2 is not a mapping."),
+        ("mixed_precision: fp12", "accelerate refuses mine.yaml: Unknown mixed_precision mode: fp12."),
+        ("gpu_ids: 1", "mine.yaml: gpu_ids=1 is not text."),
+    ],
+)
+def test_wrong_fields_of_accelerates_own_name_the_file_and_the_field(text, part, started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(f"distributed_type: NO\n{text}\n")
+    with pytest.raises(OffloadConfigError) as refused:
+        launch(["--config_file", "mine.yaml", "train.py"])
+    assert str(refused.value).startswith(part)
+
+
+def test_accelerates_mistakes_and_ours_come_together(started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("num_machines: few\nuse_cup: true\n")
+    monkeypatch.setenv("HF_OFFLOAD_TIER", "tape")
+    with pytest.raises(OffloadConfigError, match="4 mistakes in the settings") as refused:
+        launch(["--config_file", "mine.yaml", "train.py"])
+    for part in ("HF_OFFLOAD_TIER='tape'", "num_machines='few'", "'use_cup'", "distributed_type is missing"):
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(("text", "number"), [("no", "false"), ("off", "false"), ("yes", "true"), ("on", "true")])
+def test_what_is_false_in_accelerates_yaml_is_false_here(text, number, launched, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(f"distributed_type: NO\nsame_network: {text}\nuse_cpu: {text}\n")
+    launch(["--config_file", "mine.yaml", "train.py"])
+    ((_, config, _),) = launched
+    assert config == {"distributed_type": "NO", "same_network": number == "true", "use_cpu": number == "true"}
 
 
 # ---------------------------------------------------------------------------------------------------------------- asking

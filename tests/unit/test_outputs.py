@@ -59,6 +59,12 @@ def test_a_folder_is_no_file_and_a_file_no_folder(place):
         check_output_folder(place / "file", "--output")
 
 
+def test_files_that_are_to_lie_in_a_folder_are_looked_at(place):
+    check_output_folder(place / "folder", "--output", "table.md", "table.json")
+    with pytest.raises(OffloadConfigError, match=r"--output=.*: inside is to lie in it, and it is a folder; remove it"):
+        check_output_folder(place / "folder", "--output", "table.md", "inside")
+
+
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_what_can_be_made_is_accepted_and_not_made(place, name):
     before = sorted(place.rglob("*"))
@@ -150,3 +156,45 @@ def test_benchmarks_say_it_before_they_run(tmp_path, command):
     assert result.exit_code == 2, result.output
     assert "--output=" in result.stderr
     assert "is not a folder" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["bench", "steps", "gpt2-small"], "table.csv"),
+        (["bench", "budgets", "gpt2-small"], "budgets.json"),
+        (["bench", "limits", "gpt2-small"], "limits.json"),
+        (["bench", "accuracy", "--data-dir", "."], "accuracy.md"),
+        (["bench", "modes", "--data-dir", "."], "modes.png"),
+        (["bench", "sampling"], "sampling.json"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[1],
+)
+def test_benchmarks_look_at_the_files_they_write_last(tmp_path, command, name):
+    (tmp_path / "out" / name).mkdir(parents=True)
+    result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    assert f"{name} is to lie in it, and it is a folder" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["plan", "gpt/demo", "--plot"], "--plot"),
+        (["plan", "gpt/demo", "--timeline"], "--timeline"),
+        (["plan", "gpt/demo", "--order", "--timeline"], "--timeline"),
+        (["config", "--config_file"], "--config_file"),
+        (["recipes", "copy", "gpt/demo"], "TARGET"),
+        (["train", "gpt/demo", "--report"], "--report"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("kind", ["below a file", "a long name"])
+def test_every_file_that_is_written_is_checked_first(tmp_path, command, option, kind):
+    (tmp_path / "file").write_text("")
+    target = tmp_path / "file" / "x.yaml" if kind == "below a file" else tmp_path / f"{LONG}.yaml"
+    result = CliRunner().invoke(app, [*command, str(target)])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""  # `config` asks nothing
+    assert f"{option}=" in result.stderr
+    assert "cannot be written to" in " ".join(result.stderr.split())

@@ -35,6 +35,15 @@ def test_what_is_no_size_is_refused_and_named(wrong):
         parse_bytes(wrong, "ram_budget")
 
 
+@pytest.mark.parametrize("wrong", ["1.5", "0.5", ".5b", "20.5 B", 1.5, 0.25])
+def test_a_fraction_of_a_byte_is_refused(wrong):
+    """It is most likely a size whose unit was forgotten."""
+    with pytest.raises(OffloadConfigError, match=r"ram_budget=.* whole number of bytes"):
+        parse_bytes(wrong, "ram_budget")
+    assert parse_bytes("1.5KiB") == 1536
+    assert parse_bytes("7.0") == parse_bytes(7.0) == 7
+
+
 @given(st.integers(min_value=0, max_value=2**53))
 def test_a_number_is_its_own_size(number):
     assert parse_bytes(number) == parse_bytes(str(number)) == number
@@ -112,6 +121,8 @@ def test_an_error_outside_a_check_wins_over_collected_ones():
 def test_nearest_name():
     assert nearest("recompte", ["keep", "recompute"]) == " Did you mean 'recompute'?"
     assert nearest("zzz", ["keep", "recompute"]) == ""
+    with pytest.raises(OffloadConfigError, match=r"'w7x' is unknown: choose one of w7.* and 45 more\. Did you mean"):
+        choose("name", "w7x", [f"w{n}" for n in range(50)])
     with pytest.raises(OffloadConfigError, match="choose one of a, b"):
         choose("letter", "c", ["a", "b"])
 

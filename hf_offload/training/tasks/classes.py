@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.shown import cropped, shown
+from hf_offload.training.data import kind_of
 from hf_offload.training.tasks.task import PAD_TO_MULTIPLE, Collator, Setup, map_rows, texts_of
 
 if TYPE_CHECKING:
@@ -22,16 +24,22 @@ def find_labels(rows: "Rows", column: str) -> tuple[str, ...]:
         return tuple(names)
     if not hasattr(rows, "unique"):
         raise OffloadConfigError(
-            f"data.label_column={column!r}: the classes of a stream are known at its end only: drop data.streaming."
+            f"data.label_column={shown(column)}: the classes of a stream are known at its end only: drop data.streaming."
         )
-    values = rows.unique(column)
+    try:
+        values = rows.unique(column)
+    except Exception as error:  # of lists, mappings and more there is no set
+        raise OffloadConfigError(
+            f"data.label_column={shown(column)} must hold the class of every row, and it holds "
+            f"{kind_of((rows.features or {})[column])}: text or whole numbers are needed."
+        ) from error
     for value in values:
         if not isinstance(value, (str, int)):
-            why = "a row has none" if value is None else f"{value!r} is neither text nor a whole number"
-            raise OffloadConfigError(f"data.label_column={column!r} must hold the class of every row: {why}.")
+            why = "a row has none" if value is None else f"{shown(value)} is neither text nor a whole number"
+            raise OffloadConfigError(f"data.label_column={shown(column)} must hold the class of every row: {why}.")
     if len(values) < 2:
         raise OffloadConfigError(
-            f"data.label_column={column!r} holds one class only, {values[0]!r}: two are the least."
+            f"data.label_column={shown(column)} holds one class only, {shown(values[0])}: two are the least."
         )
     # Text and numbers are not mixed: a column has one type.
     return tuple(str(value) for value in sorted(values))
@@ -76,10 +84,10 @@ def _encode(
     given = batch[label]
     if names is not None:  # the data set counts its classes itself; -1 hides one
         given = [names[value] if value is not None and 0 <= value < len(names) else value for value in given]
-    unseen = sorted({repr(value) for value in given if str(value) not in numbers})
+    unseen = sorted({shown(value) for value in given if str(value) not in numbers})
     if unseen:
         raise OffloadConfigError(
-            f"data.label_column={label!r}: {where} has classes that the training data has not: {_few(unseen)}. "
+            f"data.label_column={shown(label)}: {where} has classes that the training data has not: {_few(unseen)}. "
             f"In the training data: {_few(labels)}."
         )
     texts = [texts_of(batch, column, where) for column in columns]
@@ -87,4 +95,4 @@ def _encode(
 
 
 def _few(names: Sequence[str]) -> str:
-    return ", ".join([*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
+    return ", ".join([*map(cropped, names[:_SHOWN]), *(["..."] if len(names) > _SHOWN else [])])

@@ -74,7 +74,12 @@ def map_rows(rows: "Rows", function: Callable[..., Any], **arguments: Any) -> "R
     """``function`` of batches of ``rows``; its result takes the place of all columns."""
     from hf_offload.training.data import column_names
 
-    return rows.map(function, batched=True, remove_columns=column_names(rows), fn_kwargs=arguments)
+    try:
+        return rows.map(function, batched=True, remove_columns=column_names(rows), fn_kwargs=arguments)
+    except UnicodeDecodeError as error:  # Arrow does not look at the text of data sets in its own format
+        raise OffloadConfigError(
+            f"Text of {arguments['where']} cannot be read: it is not UTF-8 ({error.reason})."
+        ) from error
 
 
 def report_dropped(before: "Rows", after: "Rows", where: str, why: str) -> None:
