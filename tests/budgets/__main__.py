@@ -1,16 +1,23 @@
 """Budgets of many architectures, metered from outside: ``python -m tests.budgets --models opt,vit --scenarios plain``.
 
-Prints a line a run: the most that any step after the first had alive, as a share of the budget, and what was predicted.
+Prints a line a run: the most that any step after the first had alive, as a share of the budget, and what was predicted; and
+a table of the models.
 """
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from tests.budgets.runs import Outcome
 
 HERE = Path(__file__).parent
 METERED = "TESTS_BUDGETS_METERED"
@@ -35,6 +42,27 @@ def run_metered(arguments: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, env=environment, cwd=HERE.parents[1], check=False, stdout=sys.stdout, text=True)
 
 
+def _table(found: "dict[str, list[Outcome]]") -> Table:
+    """A row a model: how much of their budgets its runs took, and how far off the predictions were."""
+    table = Table(
+        "model", "runs", "refused first", "most of a budget", "other bits", "off: keep, recompute", "off: ssd"
+    )
+    for name, outcomes in found.items():
+        worst = max(outcome.worst for outcome in outcomes)
+        different = sum(not outcome.is_same for outcome in outcomes)
+        refused = sum(outcome.refusals > 0 for outcome in outcomes)
+        errors = [_spread([one.error for one in outcomes if one.moves is moves]) for moves in (False, True)]
+        table.add_row(name, str(len(outcomes)), str(refused), f"{worst:.3f}", str(different), *errors)
+    return table
+
+
+def _spread(errors: list[float]) -> str:
+    """Least, median, most."""
+    if not errors:
+        return ""
+    return f"{min(errors):+.1%} {statistics.median(errors):+.1%} {max(errors):+.1%}"
+
+
 def main(
     models: Annotated[str, typer.Option(help="Names, with commas between. Default: all.")] = "",
     scenarios: Annotated[str, typer.Option(help="Names, with commas between. Default: all.")] = "",
@@ -52,6 +80,7 @@ def main(
 
     torch.set_num_threads(1)
     failed = 0
+    found: dict[str, list[Outcome]] = {}
     wanted = [float(share) for share in shares.split(",")]
     with tempfile.TemporaryDirectory() as folder:  # one for all: how fast it is, is measured once
         for name in models.split(",") if models else MODELS:
@@ -59,10 +88,12 @@ def main(
                 try:
                     for outcome in budgets(name, SCENARIOS[scenario], wanted, folder):
                         failed += not outcome.is_right(strict)
+                        found.setdefault(name, []).append(outcome)
                         typer.echo(f"{name:18} {scenario:16} {outcome}")
                 except Exception as error:
                     failed += 1
                     typer.echo(f"{name:18} {scenario:16} {type(error).__name__}: {str(error)[:300]}")
+    Console().print(_table(found))
     typer.echo(f"{failed} failed")
     raise typer.Exit(failed > 0)
 

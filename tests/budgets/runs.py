@@ -160,20 +160,27 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """What was predicted of the last plan, beside what was metered of its steps."""
-        last = self.run.predicted[-1]
-        peaks = [peak for peak, one in zip(self.run.peaks, self.run.predicted, strict=True) if one == last]
-        # The first of them may be the one that the plan was made from.
-        return last / statistics.median(peaks[1:] or peaks) - 1
+        """What was predicted of the last plan that was followed for a step, beside what was metered then."""
+        predicted = self.run.predicted
+        # The first step with a prediction may be the one that its plan was made from.
+        followed = [index for index in range(1, len(predicted)) if predicted[index] in predicted[:index]]
+        last = predicted[followed[-1]] if followed else predicted[-1]
+        steps = [index for index in followed if predicted[index] == last] or [-1]
+        return last / statistics.median(self.run.peaks[index] for index in steps) - 1
 
     @property
     def is_same(self) -> bool:
         """Whether losses and weights are those of the other run, to the bit."""
         return self.run.losses == self.keep.losses and all(map(torch.equal, self.run.weights, self.keep.weights))
 
+    @property
+    def moves(self) -> bool:
+        """Whether the last plan moves anything."""
+        return "ssd" in self.run.placed
+
     def is_right(self, strict: bool) -> bool:
         """Whether the budget was kept and nothing changed; ``strict``: and the prediction was good."""
-        tolerance = ROUGH if "ssd" in self.run.placed else EXACT
+        tolerance = ROUGH if self.moves else EXACT
         return self.is_same and self.worst <= 1 and not (strict and abs(self.error) > tolerance)
 
     def __str__(self) -> str:
