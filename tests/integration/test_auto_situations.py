@@ -280,3 +280,23 @@ def test_a_graph_that_is_walked_again_stays_within_the_budget_that_is_named(back
     found, session = under("100MiB")
     assert is_same(expected, found)
     assert session.stats.steps[-1].offloaded_bytes == 0
+
+
+@pytest.mark.parametrize("rows", [(64, 512), (512, 64)])
+def test_of_micro_batches_that_do_not_fit_the_largest_names_the_budget(rows, tmp_path):
+    def steps(budget, count):
+        model = net()
+        with offload_activations(model, auto(tmp_path, budget)) as session:
+            optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(count):
+                for size in rows:
+                    model(batch(size)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                session.end_step()
+            return session.forecast.measured_peak_bytes
+
+    with pytest.raises(OffloadPlanError) as refusal:
+        steps("2MiB", 1)
+    smallest = refusal.value.smallest_bytes
+    assert steps(smallest, 4) <= smallest
