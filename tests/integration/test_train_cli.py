@@ -181,6 +181,22 @@ def test_ctrl_c_gives_a_summary_of_what_was_done(tiny_recipe, monkeypatch):
     assert report.offload["written_bytes"] > 0
 
 
+@pytest.mark.parametrize("method", ["create_optimizer", "get_train_dataloader", "_inner_training_loop"])
+def test_ctrl_c_before_the_first_step_is_no_error_either(method, tiny_recipe, monkeypatch):
+    from transformers import Trainer
+
+    def interrupted(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, method, interrupted)
+    result = run("train", tiny_recipe, *OFFLOAD, "--report", "report.json")
+    assert result.exit_code == 130
+    assert "tiny: stopped" in result.output
+    report = TrainingReport.read(Path("report.json"))
+    assert not report.completed
+    assert report.steps == 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
 @pytest.mark.parametrize("name", ["glibc-tuned", "glibc", "tcmalloc"])
 def test_a_child_runs_with_the_allocator_that_was_asked_for(name, monkeypatch):
