@@ -7,6 +7,7 @@ Note: a forward that runs twice
     since the forward or the training has changed it, raises an error, before the optimizer sees a gradient of that step.
 """
 
+import contextvars
 import functools
 import weakref
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_offload.copied_hooks import InertInCopies
 from hf_offload.errors import RecomputeError
-from hf_offload.plan.effects import blocking_argument, state_of
+from hf_offload.plan.effects import blocking_argument, inputs_read_again, read_by, rewritten_name
 
 
 class Recompute:
@@ -79,9 +80,7 @@ class _Switch:
         if blocking_argument(args, kwargs) or not self._frozen.issubset(_frozen(block)):
             return
         self._before = {name: block.__dict__[name] for name in self._ATTRIBUTES if name in block.__dict__}
-        block._gradient_checkpointing_func = functools.partial(
-            checkpoint, use_reentrant=False, context_fn=functools.partial(_contexts, self._name, block)
-        )
+        block._gradient_checkpointing_func = functools.partial(_checkpointed, self._name, block)
         block.gradient_checkpointing = True
 
     def off(self, block: Any, *_: Any) -> None:
@@ -96,62 +95,53 @@ class _Switch:
                 block.__dict__.pop(name, None)
 
 
-def _contexts(name: str, block: nn.Module) -> tuple["_Noted", "_Unchanged"]:
-    noted = _Noted(block)
-    return noted, _Unchanged(name, block, noted)
+def _checkpointed(name: str, block: nn.Module, forward: Any, *args: Any) -> Any:
+    """What the layer calls instead of ``forward``, which holds the arguments by keyword."""
+    inputs = inputs_read_again(args, getattr(forward, "keywords", {}))
+    contexts = functools.partial(_contexts, name, block, inputs)
+    # They may be others where backward is called, and are in its threads.
+    variables = contextvars.copy_context()
+
+    def in_context(*args: Any) -> Any:
+        is_recompute = torch._C._current_graph_task_id() != -1
+        return variables.copy().run(forward, *args) if is_recompute else forward(*args)
+
+    return checkpoint(in_context, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _contexts(name: str, block: nn.Module, inputs: Any) -> tuple["_Noted", "_Unchanged"]:
+    noted = _Noted(block, inputs)
+    return noted, _Unchanged(name, noted)
 
 
 class _Noted(AbstractContextManager[None]):
-    """Around a forward that will be recomputed: what it reads of its block."""
+    """Around a forward that will be recomputed: what it reads of its block and its inputs."""
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, block: nn.Module, inputs: Any):
         self._block = block
-        self.state: dict[str, Any] = {}
+        self._inputs = inputs
+        self._state: dict[str, Any] = {}
 
     def __enter__(self) -> None:
-        self.state = _read_by(self._block)
+        self._state = read_by(self._block, self._inputs)
 
     def __exit__(self, *_: object) -> None:
         pass
 
-
-def _read_by(block: nn.Module) -> dict[str, Any]:
-    """What a forward of ``block`` may read. No random numbers: a block that draws Python's or NumPy's is not recomputed."""
-    parameters = dict(block.named_parameters())
-    state = {
-        name: value
-        for name, value in state_of(block).items()
-        if name not in parameters and not name.endswith(("hooks", "random numbers"))
-    }
-    # Sharding puts another parameter in its place between forward and backward: its values are the same.
-    for name, parameter in parameters.items():
-        if type(parameter) is nn.Parameter:
-            state[name] = (id(parameter), parameter._version, parameter.requires_grad)
-    for name, module in block.named_modules():
-        state[f"{name}.training".lstrip(".")] = module.training
-    return state
-
-
-def _rewritten(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first name in both whose state differs; of parameters, only while they are the same objects."""
-    for name in before.keys() & now.keys():
-        one, other = before[name], now[name]
-        is_parameter = isinstance(one, tuple) and len(one) == 3 and isinstance(one[0], int)
-        if one != other and not (is_parameter and one[0] != other[0]):
-            return name
-    return ""
+    def changed(self) -> str:
+        """The first of it that is not what it was; empty if all is."""
+        return rewritten_name(self._state, read_by(self._block, self._inputs))
 
 
 class _Unchanged(AbstractContextManager[None]):
     """Around a recompute: raises if the block is not what its forward read."""
 
-    def __init__(self, name: str, block: nn.Module, noted: _Noted):
+    def __init__(self, name: str, noted: _Noted):
         self._name = name
-        self._block = block
         self._noted = noted
 
     def __enter__(self) -> None:
-        changed = _rewritten(self._noted.state, _read_by(self._block))
+        changed = self._noted.changed()
         if changed:
             raise RecomputeError(
                 f"{changed} of {self._name} has been changed since its forward began, by the forward itself or before its "

@@ -7,6 +7,7 @@ its state before and after one call, and by looking at every operation in betwee
 """
 
 import collections
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -15,11 +16,14 @@ import random
 import sys
 import types
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import _cur_sdpa_kernel_backends
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -36,6 +40,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype,
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 # Their attributes are torch's own business, or that of a log.
 _OPAQUE = (type, types.ModuleType, logging.Logger, weakref.ReferenceType)
+_GENERATORS = (torch.Tensor, torch.Generator, random.Random)
+_NUMPYS = "numpy.random"
 # What every module has; hooks are looked at one by one.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -95,6 +101,76 @@ def changed_name(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     return ""
 
 
+def inputs_read_again(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Mapping[str, Any]]:
+    """What a recompute takes as it is then. Tensors by position are not among it: checkpointing saves them as autograd does,
+    with their versions.
+    """
+    return [value for value in args if not isinstance(value, torch.Tensor)], kwargs
+
+
+def read_by(block: nn.Module, inputs: object) -> dict[str, Any]:
+    """What a forward of ``block`` with ``inputs`` may read. No random numbers: a block that draws Python's or NumPy's is not
+    recomputed.
+    """
+    parameters = dict(block.named_parameters())
+    state = {
+        name: value
+        for name, value in state_of(block, inputs).items()
+        if name not in parameters and not name.endswith(("hooks", "random numbers"))
+    }
+    for name, parameter in parameters.items():
+        if type(parameter) is nn.Parameter or not _may_be_sharded():
+            state[name] = _Read(id(parameter), parameter._version, parameter.requires_grad)
+    for name, module in block.named_modules():
+        state[f"{name}.training".lstrip(".")] = module.training
+    state["the contents of an input"] = [zlib.crc32(_bytes_of(one)) for one in tree_leaves(inputs) if _is_anyones(one)]
+    state["the default dtype"] = torch.get_default_dtype()
+    state["the choice of attention kernels"] = _cur_sdpa_kernel_backends()
+    state["the stack of function modes"] = [_Same(mode) for mode in _get_current_function_mode_stack()]
+    return state
+
+
+def _is_anyones(value: Any) -> bool:
+    """Whether ``value`` is a tensor that others may write to without a new version: NumPy, or another process."""
+    return (
+        type(value) is torch.Tensor
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and not value.requires_grad
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
+
+
+def rewritten_name(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first name that both have and whose state differs; empty if none does.
+
+    Sharding puts another parameter in the place of one between forward and backward: its values are the same. What else does
+    (``torch.func.functional_call``) means other values, or other leaves for the gradients.
+    """
+    for name in before.keys() & now.keys():
+        one, other = before[name], now[name]
+        if one != other and not (isinstance(one, _Read) and one.key != other.key and _may_be_sharded()):
+            return name
+    return ""
+
+
+def _may_be_sharded() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """A parameter when it was read. ``key`` is its id."""
+
+    key: int
+    version: int
+    requires_grad: bool
+
+
 class _Look:
     def __init__(self, values: bool):
         self._values = values
@@ -115,6 +191,9 @@ class _Look:
             if name:  # the block's own hooks do not run in a recompute
                 hooks = [hook for key in _HOOKS for hook in vars(module)[key].values()]
                 found[f"{prefix}hooks"] = [self._token(hook) for hook in hooks]
+                for hook in hooks:
+                    if isinstance(hook, types.FunctionType):
+                        self._look_at_globals(hook, found)
         for cls, prefix in classes.items():
             self._look_at_class(cls, prefix, found)
         found["Python's random numbers"] = random.getstate()
@@ -137,13 +216,21 @@ class _Look:
         if function.__code__ in self._functions:
             return
         self._functions.add(function.__code__)
-        for name in function.__code__.co_names:
+        names = function.__code__.co_names
+        for name in names:
             value = function.__globals__.get(name)
-            if isinstance(value, types.FunctionType):
-                if value.__module__ == function.__module__:
-                    self._look_at_globals(value, found)
-            elif isinstance(value, (*_CONTAINERS, int, float, torch.Tensor)):
-                found[f"the global {name}"] = self._token(value)
+            if isinstance(value, types.ModuleType) and _is_users(value.__name__):
+                for attribute in names:
+                    self._look_at_global(f"{name}.{attribute}", getattr(value, attribute, None), function, found)
+            else:
+                self._look_at_global(name, value, function, found)
+
+    def _look_at_global(self, name: str, value: Any, function: Any, found: dict[str, Any]) -> None:
+        if isinstance(value, types.FunctionType):
+            if value.__module__ == function.__module__ or _is_users(value.__module__):
+                self._look_at_globals(value, found)
+        elif isinstance(value, (*_CONTAINERS, int, float, *_GENERATORS)) or type(value).__module__.startswith(_NUMPYS):
+            found[f"the global {name}"] = self._token(value)
 
     def _token(self, value: Any, levels: int = _MOST_LEVELS) -> Any:
         """Something that equals the token of the same value in the same state."""
@@ -155,7 +242,7 @@ class _Look:
             return bytes(value.get_state().tolist())
         if isinstance(value, random.Random):
             return value.getstate()
-        if type(value).__module__.startswith("numpy.random"):
+        if type(value).__module__.startswith(_NUMPYS):
             return _comparable(_state_of_generator(value))
         if isinstance(value, itertools.count):
             return repr(value)
@@ -176,8 +263,7 @@ class _Look:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
         if not self._values or not plain or tensor.nbytes > _SMALL_BYTES:
             return (_Same(tensor), version)
-        content = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
-        return (_Same(tensor), version, content.view(torch.uint8).numpy().tobytes())
+        return (_Same(tensor), version, _bytes_of(tensor.detach().cpu()).tobytes())
 
 
 def _state_of_generator(generator: Any) -> Any:
@@ -219,6 +305,15 @@ def _parts(value: Any) -> Iterator[Any]:
                 yield getattr(value, name, None)
 
 
+@functools.cache
+def _is_users(name: str) -> bool:
+    """Whether the module of that name is neither of a library nor of Python's."""
+    module = sys.modules.get(name)
+    file = str(getattr(module, "__file__", None) or "")
+    top = name.partition(".")[0]
+    return bool(file) and top not in sys.stdlib_module_names and top != "hf_offload" and "site-packages" not in file
+
+
 class _Same:
     """Equal to another one of the same living object. Does not keep it, where that is possible."""
 
@@ -237,6 +332,16 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of a block, and what it has read."""
+
+    name: str
+    block: "weakref.ref[nn.Module]"
+    inputs: tuple[list[Any], Mapping[str, Any]]
+    read: dict[str, Any]
+
+
 class Effects:
     """Watches calls of blocks under a dispatch mode that reports every operation to :meth:`ran`.
 
@@ -251,6 +356,7 @@ class Effects:
         self._state: dict[str, Any] = {}
         self._writes = ""
         self._own: set[int] = set()  # ids of storages that the running call has made
+        self._calls: list[_Call] = []  # whose backward has not begun
 
     def watch(self, blocks: Mapping[str, nn.Module]) -> Iterator[RemovableHandle]:
         """Follow the calls of these blocks until the handles are removed."""
@@ -273,7 +379,21 @@ class Effects:
         if self._state and name not in self.found:
             changed = changed_name(self._state, state_of(block, (args, kwargs), values=True))
             self._note(f"its forward changes {changed}" if changed else self._writes)
+        if name not in self.found:
+            # What requires a gradient may be large, and would be kept alive.
+            few = {key: value for key, value in kwargs.items() if not getattr(value, "requires_grad", False)}
+            inputs = inputs_read_again(args, few)
+            self._calls.append(_Call(name, weakref.ref(block), inputs, read_by(block, inputs)))
         self._block, self._state = "", {}
+
+    def backward_begins(self) -> None:
+        """See whether blocks and their inputs are still what forwards have read."""
+        calls, self._calls = self._calls, []
+        for call in calls:
+            block = call.block()
+            changed = "" if block is None else rewritten_name(call.read, read_by(block, call.inputs))
+            if changed:
+                self.found.setdefault(call.name, f"{changed} is another one, or has changed, when backward begins")
 
     def _note(self, reason: str) -> None:
         if reason:

@@ -189,6 +189,8 @@ class StepMeter(StepRecorder):
         """Backward is about to use a saved tensor."""
         times, known = self._times.get(id(record)), self._records.get(id(record))
         now = self.end_moment()
+        if not self.backward:
+            self._effects.backward_begins()
         self.backward = True
         if times is not None:
             self.unit = times.unit

@@ -1,6 +1,8 @@
 """What may happen around the steps of a run with a budget: other threads, other modes, other inputs, changes in between."""
 
 import concurrent.futures
+import contextlib
+import contextvars
 import copy
 import pickle
 
@@ -8,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -300,3 +304,105 @@ def test_of_micro_batches_that_do_not_fit_the_largest_names_the_budget(rows, tmp
         steps("2MiB", 1)
     smallest = refusal.value.smallest_bytes
     assert steps(smallest, 4) <= smallest
+
+
+LEVEL = contextvars.ContextVar("LEVEL", default=1.0)
+
+
+class ConditionedBlock(Block):
+    def forward(self, hidden, options, *, mask):
+        return torch.sin((super().forward(hidden) + mask[0]) * options["scale"] * LEVEL.get())
+
+
+class Conditioned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(ConditionedBlock() for _ in range(4))
+
+    def forward(self, hidden, options, mask):
+        for block in self.blocks:
+            hidden = block(hidden, options, mask=[mask])
+        return hidden
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is F.gelu else result
+
+
+@contextlib.contextmanager
+def _level(value):
+    token = LEVEL.set(value)
+    try:
+        yield
+    finally:
+        LEVEL.reset(token)
+
+
+def _write(options, mask):
+    mask.mul_(2)
+
+
+def _write_by_numpy(options, mask):
+    mask.numpy()[:] = 0
+
+
+AROUND = {
+    "nothing": contextlib.nullcontext,
+    "a context variable": lambda: _level(2.0),
+    "a function mode": Doubled,
+    "kernels of attention": lambda: sdpa_kernel(SDPBackend.MATH),
+}
+AFTER = {
+    "a dictionary": lambda options, mask: options.update(scale=2.0),
+    "a tensor": _write,
+    "a tensor, by NumPy": _write_by_numpy,
+}
+WEIGHTS = {"other weights": lambda one: one, "other parameters": nn.Parameter}
+HARMLESS = ("nothing", "a context variable")
+
+
+def _conditioned_step(model, between, step):
+    """Gradients. Between forward and backward, something is changed that autograd by itself does not look at again."""
+    torch.manual_seed(step)
+    options, mask = {"scale": 0.5}, torch.full((WIDTH,), 1.5)
+    leaves = dict(model.named_parameters())
+    with AROUND.get(between, contextlib.nullcontext)():
+        if between in WEIGHTS:
+            leaves = {name: WEIGHTS[between]((one.detach() * 0.5).requires_grad_()) for name, one in leaves.items()}
+            output = torch.func.functional_call(model, leaves, (batch(256), options, mask))
+        else:
+            output = model(batch(256), options, mask)
+    if between in AFTER:
+        AFTER[between](options, mask)
+    output.square().mean().backward()
+    gradients = [leaf.grad for leaf in leaves.values()]
+    model.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("between", [*AROUND, *AFTER, *WEIGHTS])
+def test_what_a_recompute_would_read_otherwise_is_not_recomputed(between, first, machine_with_drive, tmp_path):
+    def gradients(session=None):
+        torch.manual_seed(0)
+        model = Conditioned() if session is None else session.model
+        found = []
+        for step in range(5):
+            found.append(_conditioned_step(model, between if step >= first else "nothing", step))
+            if session is not None:
+                session.end_step()
+        return found
+
+    machine_with_drive(1e5)
+    torch.manual_seed(0)
+    model = Conditioned()
+    with offload_activations(model, auto(tmp_path, "3MiB")) as session:
+        if first and between not in HARMLESS:
+            with pytest.raises(RecomputeError, match="has been changed since its forward began"):
+                gradients(session)
+        else:
+            found = gradients(session)
+            assert ("recompute" in session.plan.reason) == (between in HARMLESS)
+            assert all(map(is_same, gradients(), found))
