@@ -237,7 +237,8 @@ class _Counter(StepRecorder):
         flops = counted(*args, **kwargs, out_val=result) if counted is not None else 0
         moved = sum(nbytes_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         moved += sum(map(nbytes_of, results))
-        self._see_operation((args, kwargs), results)
+        if not self._adds_up_gradients(func, args, kwargs, results):  # it may need no memory for its result
+            self._see_operation((args, kwargs), results)
         self._seconds += self._cost(int(flops), moved, results[0].dtype)
 
     def _see_operation(self, operands: Any, results: Sequence[torch.Tensor]) -> None:

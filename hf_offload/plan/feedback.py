@@ -7,13 +7,22 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.known import Known, Prediction, known_as_measured, known_by_simulating, known_if_kept
+from hf_offload.plan.known import (
+    Known,
+    Prediction,
+    known_as_measured,
+    known_by_simulating,
+    known_if_kept,
+    known_with_more_state,
+)
 from hf_offload.plan.measuring import StepMeter
+from hf_offload.plan.optimizer_state import OptimizerState
 from hf_offload.plan.plan import Plan
 from hf_offload.plan.planner import windows_for
 from hf_offload.plan.ranks import Ranks
@@ -105,6 +114,7 @@ class Feedback:
         self._apply = apply
         self._engine = engine
         self._need_less = need_less
+        self._state = OptimizerState(next((one.device for one in model.parameters()), torch.device("cpu")))
         self._meter: StepMeter | None = None
         self._known: dict[Situation, Known] = {}
         self._wanted: set[Situation] = set()  # to be measured when they come again
@@ -150,7 +160,7 @@ class Feedback:
             if self._meter is None and not self._ranks.connected and not StepMeter.can_begin():
                 played.is_measured = False  # another step will do
             if self._meter is None and played.is_measured:
-                self._meter = StepMeter(model, self._engine.resident_bytes, self._engine.waited_s)
+                self._meter = StepMeter(model, self._engine.resident_bytes, self._engine.waited_s, self._state.nbytes)
                 self._engine.observer = self._meter
                 self._meter.begin()
             if self._meter is not None:
@@ -192,6 +202,7 @@ class Feedback:
     def close(self) -> None:
         """Stop observing, whatever happened."""
         self._stop_measuring()
+        self._state.close()
 
     def leave_thread(self) -> None:
         """The model has gone in the middle of whatever this thread does: stop looking at it. Takes no lock."""
@@ -214,6 +225,8 @@ class Feedback:
         self._repeated = self._repeated + 1 if situation == self._last else 1
         self._last = situation
         known = self._find_known(situation)
+        if known is not None:
+            known = self._with_all_state(known)
         lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
         if known is None or lasting or any(situation.begins(wanted) for wanted in self._wanted):
             windows = None if known is None else self._windows_to_measure(known)
@@ -254,6 +267,20 @@ class Feedback:
         # How many forwards follow is not known: the plan for most of them suits fewer.
         chosen = max(same, key=_longest) if same else min(larger, key=lambda other: other.elements)
         return self._known[chosen]
+
+    def _with_all_state(self, known: Known) -> Known | None:
+        """``known``, planned again where optimizers hold more by now than it was made for; None if that does not fit."""
+        more = max(self._ranks.gather(self._state.nbytes())) - known.footprint.state_bytes
+        if more <= 0:
+            return known
+        del self._known[known.situation]
+        try:
+            other = known_with_more_state(known, more, self._with_measured_bandwidth(), self._budget, ranks=self._ranks)
+        except OffloadPlanError:
+            return None  # it is measured, and refused if need be
+        self._log(logging.INFO, "Optimizer state has grown by %s: planning again.", format_bytes(more))
+        self._adopt(other)
+        return other
 
     def _windows_to_measure(self, known: Known) -> Windows | None:
         """The widest with which everything can be moved within the budget, if there are any: measuring must not break it."""

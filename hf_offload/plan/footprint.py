@@ -82,7 +82,7 @@ class Footprint:
         largest_operation_bytes: What the operation with the largest operands and results has in memory, weights left out: no
             order of operations needs less.
         tiled: Modules that are computed a few tokens at a time.
-        state_bytes: How much of ``base_bytes`` is optimizer state; 0 where that was not told apart (measured).
+        state_bytes: How much of ``base_bytes`` is optimizer state.
         sampled: Linear layers whose weight gradient is estimated from a part of their input.
     """
 

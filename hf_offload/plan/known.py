@@ -146,6 +146,29 @@ def known_as_measured(
     return known
 
 
+def known_with_more_state(known: Known, nbytes: int, hardware: Hardware, budget_bytes: int, *, ranks: Ranks) -> Known:
+    """The plan for the same micro-batch, beside ``nbytes`` more of optimizer state.
+
+    Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
+    """
+    before = known.footprint
+    footprint = dataclasses.replace(
+        before, base_bytes=before.base_bytes + nbytes, state_bytes=before.state_bytes + nbytes
+    )
+    if known.plan is not None:
+        peak = known.prediction.peak_bytes + nbytes
+        return known_as_measured(known.situation, footprint, hardware, budget_bytes, known.plan, peak)
+    return known_by_simulating(
+        known.situation,
+        footprint,
+        hardware,
+        budget_bytes,
+        less=known.correction_bytes,
+        corrections=known.corrections,
+        ranks=ranks,
+    )
+
+
 def _known(
     situation: Situation,
     footprint: Footprint,

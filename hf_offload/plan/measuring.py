@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.plan.footprint import BlockSpan, Footprint, Moment, Saved
+from hf_offload.plan.optimizer_state import missing_state, state_of
 from hf_offload.plan.recorder import StepRecorder, nbytes_of
 
 # Share of the saved bytes up to which it may be that another backward needs them again, and is not looked at.
@@ -58,13 +59,21 @@ class StepMeter(StepRecorder):
     """Observes one step of a training that offloads, each of its micro-batches for itself.
 
     ``resident_bytes`` says how many bytes of saved tensors the engine holds in memory, ``waited_s`` how long it has kept the
-    training waiting in all: neither is the model's doing.
+    training waiting in all: neither is the model's doing. ``state_bytes`` says how many the optimizers hold.
     """
 
-    def __init__(self, model: nn.Module, resident_bytes: Callable[[], int], waited_s: Callable[[], float]):
+    def __init__(
+        self,
+        model: nn.Module,
+        resident_bytes: Callable[[], int],
+        waited_s: Callable[[], float],
+        state_bytes: Callable[[], int],
+    ):
         super().__init__(model)
         self._resident_bytes = resident_bytes
         self._waited_s = waited_s
+        self._find_state_bytes = state_bytes
+        self._state_bytes = 0
         self._times: dict[int, _Times] = {}
         self._records: dict[int, weakref.ref[Any]] = {}  # by id, which may be used again
         self._held: list[tuple[weakref.ref[Any], _Times]] = []
@@ -73,11 +82,10 @@ class StepMeter(StepRecorder):
         self._clock = self._now()
         self._optimizer_hooks: list[RemovableHandle] = []
         self._optimizing = False
-        self._before_live = 0
+        self._before_optimizing = (0, 0, 0)  # live bytes, those of the running moment, the peak
         self._optimizer_s = 0.0
         self._optimizer_bytes = 0
-        self._state_bytes: dict[int, int] = {}
-        self._missing_state_bytes = 0
+        self._missing_state_bytes: dict[int, int] = {}  # by optimizer's id
         self._micro_batches: list[_MicroBatch] = []
         self.running = False
         self._begun = False
@@ -111,6 +119,7 @@ class StepMeter(StepRecorder):
             if not self._optimizing:
                 self.end_moment()
             self._close_micro_batch()
+            self._state_bytes = self._find_state_bytes()
 
     def leave(self) -> None:
         """Take the mode off this thread's stack if it is on top of it. For a model that has gone: takes no lock, and may be
@@ -249,21 +258,25 @@ class StepMeter(StepRecorder):
             return
         self.end_moment()
         self._optimizing = True
-        for state in _state_of(optimizer):
+        for state in state_of(optimizer):
             self._known.add(id(state.untyped_storage()))  # it was there before
-        self._before_live = self._live
+        self._before_optimizing = (self._live, self._most, self.peak_live_bytes)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._model_ref() is None:
             return
-        # By storage, whose object lives as long as it does: an optimizer inside of another one has the same state.
-        state = {id(tensor.untyped_storage()): nbytes_of(tensor) for tensor in _state_of(optimizer) if tensor.dim() > 0}
         self._bury()
-        grown = self._live - self._before_live
-        self._optimizer_s += self.elapsed()
-        self._optimizer_bytes = max(self._optimizer_bytes, self._most - self._before_live - max(0, grown))
-        self._state_bytes |= state
-        self._missing_state_bytes = _missing_state(optimizer)
+        if self._optimizing:  # else the whole step ran inside of the optimizer's, in a closure
+            live, least, peak = self._before_optimizing
+            needed = max(0, self._most - least - max(0, self._live - live))
+            self._optimizer_s += self.elapsed()
+            self._optimizer_bytes = max(self._optimizer_bytes, needed)
+            self.peak_live_bytes = max(peak, live + needed)
+        self._optimizing = True
+        self._missing_state_bytes[id(optimizer)] = missing_state(optimizer)
+        for state in state_of(optimizer):
+            self.forget(state.untyped_storage())  # what has come is counted as state from now on
+        self._most = self._live - self.elsewhere()
 
     @property
     def is_over(self) -> bool:
@@ -286,12 +299,17 @@ class StepMeter(StepRecorder):
 
     def _base_bytes(self) -> int:
         weights = sum(nbytes_of(tensor) for tensor in {*self.model.parameters(), *self.model.buffers()})
-        return weights + sum(self._state_bytes.values())
+        return weights + self._state_bytes
 
     def footprint(self, micro_batch: int) -> Footprint:
         """One micro-batch of the step that was observed."""
         found = self._micro_batches[micro_batch]
-        gradients = sum(nbytes_of(tensor) for tensor in self.model.parameters() if tensor.requires_grad)
+        gradients = sum(
+            nbytes_of(tensor)
+            for tensor in self.model.parameters()
+            if tensor.requires_grad and id(tensor) not in self._used_up
+        )
+        missing = sum(self._missing_state_bytes.values())
         return Footprint(
             moments=found.moments,
             saved=found.saved,
@@ -299,11 +317,12 @@ class StepMeter(StepRecorder):
             units=self.units,
             kinds=self.kinds,
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
-            base_bytes=self._base_bytes() + self._missing_state_bytes,
+            base_bytes=self._base_bytes() + missing,
             gradient_bytes=gradients,
             optimizer_step_bytes=max(0, self._optimizer_bytes),
             optimizer_step_s=self._optimizer_s,
             source="measured",
+            state_bytes=self._state_bytes + missing,
         )
 
     def _saved(self) -> Iterator[Saved]:
@@ -330,21 +349,3 @@ class StepMeter(StepRecorder):
                 more[times.dropped] -= times.nbytes
         for moment, nbytes in zip(self.moments, itertools.accumulate(more), strict=False):
             yield dataclasses.replace(moment, live_bytes=moment.live_bytes + nbytes)
-
-
-def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for values in optimizer.state.values():
-        yield from (value for value in values.values() if isinstance(value, torch.Tensor))
-
-
-def _missing_state(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state that weights which have had no gradient yet will have, by what the others have of it."""
-    with_state = without = state = 0
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        found = optimizer.state.get(parameter) or {}
-        if not found and parameter.requires_grad:
-            without += nbytes_of(parameter)
-        elif found:
-            with_state += nbytes_of(parameter)
-            state += sum(nbytes_of(value) for value in found.values() if isinstance(value, torch.Tensor))
-    return without * state // max(1, with_state)

@@ -43,15 +43,23 @@ def solve(problem: Problem) -> Solution | None:
 
 
 def smallest(problem: Problem) -> Solution:
-    """What needs the least memory, however slow: the best of the simple ways, with single units placed otherwise."""
+    """What needs the least memory, however slow: the best of the simple ways, with single units placed otherwise.
+
+    No tier is filled beyond its room: what does not fit into it is kept, from the end of the model on.
+    """
     choices = Choices(problem)
+
+    def size(solution: Solution) -> tuple[bool, int, float]:
+        timeline = solution.timeline
+        return not problem.has_room(solution), timeline.stalled_peak_bytes, timeline.step_s
+
     best = min(
         (
-            problem.play(choices.uniform(placement), windows, placement.value)
+            _as_many_as_fit(problem, choices, placement, windows)
             for placement in choices.options
             for windows in _windows_for(problem, placement)
         ),
-        key=_size,
+        key=size,
     )
     work = _POLISH_WORK // (len(problem.footprint.moments) + len(problem.footprint.saved) + 1)
     improved = True
@@ -62,15 +70,32 @@ def smallest(problem: Problem) -> Solution:
                 continue
             work -= 1
             other = problem.play(choices.changed(best.placements, unit, placement), best.windows, best.method)
-            if _size(other) < _size(best):
+            if size(other) < size(best):
                 best, improved = other, True
             if work <= 0:
                 break
     return best
 
 
-def _size(solution: Solution) -> tuple[int, float]:
-    return solution.timeline.stalled_peak_bytes, solution.timeline.step_s
+def _as_many_as_fit(problem: Problem, choices: Choices, placement: Placement, windows: Windows) -> Solution:
+    """Every unit placed alike, or only a first part of them: as many as the tier has room for."""
+
+    def prefix(parts: int) -> Solution:
+        return problem.play(choices.place(dict.fromkeys(choices.parts[:parts], placement)), windows, placement.value)
+
+    best = prefix(len(choices.parts))
+    if problem.has_room(best):
+        return best
+    low, high = 0, len(choices.parts)
+    best = prefix(low)
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = prefix(middle)
+        if problem.has_room(tried):
+            low, best = middle, tried
+        else:
+            high = middle
+    return best
 
 
 def uniform(problem: Problem, placement: Placement) -> Solution | None:

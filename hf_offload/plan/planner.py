@@ -1,6 +1,7 @@
 """From a footprint, a machine and a budget to a placement, and what it is compared with."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 
 from hf_offload.errors import OffloadPlanError
@@ -109,18 +110,26 @@ def too_small(problem: Problem, least: Solution) -> str:
     elif problem.footprint.units.get(where) is None and where != "the optimizer":
         advice.insert(0, f"the peak is in {where}, outside of the blocks: a smaller vocabulary, or tiled_loss='on'")
     advice += _about_blocks(footprint)
-    full = [
-        f"{tier} has room for {format_bytes(problem.room_bytes.get(tier, 0))} of {format_bytes(nbytes)}"
-        for tier, nbytes in timeline.tier_bytes.items()
-        if nbytes > problem.room_bytes.get(tier, 0)
-    ]
-    if full and timeline.stalled_peak_bytes <= problem.limit_bytes:
-        return f"Nothing fits: {'; '.join(full)}. Give the tier more room, or a larger memory budget."
+    advice += _about_room(problem, least)
     return (
         f"A memory budget of {format_bytes(problem.budget_bytes)} is too small: the least this run can do with is "
         f"{smallest_budget(timeline.stalled_peak_bytes) >> 20} MiB (the peak is in {where}). What would lower it: "
         f"{'; '.join(advice)}."
     )
+
+
+def _about_room(problem: Problem, least: Solution) -> list[str]:
+    """Tiers in which more room would do."""
+    unlimited = dataclasses.replace(problem, room_bytes=dict.fromkeys(problem.channels, sys.maxsize))
+    roomy = smallest(unlimited).timeline
+    if roomy.stalled_peak_bytes >= least.timeline.stalled_peak_bytes:
+        return []
+    return [
+        f"more room in the {tier} tier, {format_bytes(nbytes)} instead of {format_bytes(problem.room_bytes.get(tier, 0))}, "
+        f"with which {smallest_budget(roomy.stalled_peak_bytes) >> 20} MiB would do"
+        for tier, nbytes in roomy.tier_bytes.items()
+        if nbytes > problem.room_bytes.get(tier, 0)
+    ]
 
 
 def _about_blocks(footprint: Footprint) -> list[str]:

@@ -62,10 +62,11 @@ class Problem:
 
     def fits(self, solution: Solution) -> bool:
         """Whether memory, even where the tier stops writing for a while, and every tier stay within their limits."""
-        timeline = solution.timeline
-        return timeline.stalled_peak_bytes <= self.limit_bytes and all(
-            nbytes <= self.room_bytes.get(tier, 0) for tier, nbytes in timeline.tier_bytes.items()
-        )
+        return solution.timeline.stalled_peak_bytes <= self.limit_bytes and self.has_room(solution)
+
+    def has_room(self, solution: Solution) -> bool:
+        """Whether every tier stays within its limit."""
+        return all(nbytes <= self.room_bytes.get(tier, 0) for tier, nbytes in solution.timeline.tier_bytes.items())
 
 
 def smallest_budget(peak_bytes: int) -> int:

@@ -91,6 +91,7 @@ class StepRecorder(TorchDispatchMode):
         self._handles: list[RemovableHandle] = []
         self._live = self._most = self._gradients = 0
         self._reached: set[int] = set()  # ids of the weights that got a gradient
+        self._used_up: set[int] = set()  # and of those whose gradient was used up at once
         self.bookkeeping_s = 0.0  # the recorder's own time, which is no compute
         self.peak_live_bytes = 0  # saved tensors included, weights not
         self._sum: _Sum | None = None
@@ -183,7 +184,9 @@ class StepRecorder(TorchDispatchMode):
 
     def _count_gradient(self, parameter: torch.Tensor) -> None:
         self._reached.add(id(parameter))
-        if parameter.grad is not None:  # not used up at once
+        if parameter.grad is None:
+            self._used_up.add(id(parameter))
+        else:
             self._gradients += nbytes_of(parameter)
 
     # -- operations ---------------------------------------------------------------------------------------------------
@@ -257,6 +260,13 @@ class StepRecorder(TorchDispatchMode):
         self._seen[key] = seen = _Seen(storage, self._dead.put)
         seen.key, seen.nbytes = key, nbytes
         return True
+
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage no more."""
+        seen = self._seen.get(id(storage))
+        if seen is not None:
+            self._live -= seen.nbytes
+            seen.nbytes = 0
 
     def _bury(self) -> None:
         while not self._dead.empty():

@@ -22,17 +22,22 @@ class Situation:
     """The inputs' shapes of every forward of a micro-batch, what is trained, and the gradients that are there already.
 
     Attributes:
-        forwards: For each forward, the name and the shape of every tensor or array in its inputs, wherever in them it is.
-            Switches are there as if they were shapes. Numbers and words are not: they differ from step to step.
+        forwards: For each forward, name, type and shape of every tensor or array in its inputs, wherever in them it is, and
+            the length of every list. Switches are there as if they were shapes. Numbers and words are not: they differ from
+            step to step.
         trainable: One bit for each parameter that is trained.
         gradient_bytes: Gradients that are there when the micro-batch begins.
+        weight_bytes: Weights and buffers.
+        autocast: The type that autocast casts to; empty where it is off.
         training: Whether the model is in training mode.
     """
 
     forwards: tuple[Shapes, ...]
     trainable: int
     gradient_bytes: int
-    training: bool = True
+    weight_bytes: int
+    autocast: str
+    training: bool
 
     @property
     def elements(self) -> int:
@@ -58,6 +63,8 @@ class Situation:
     def _no_less_else(self, other: "Situation") -> bool:
         return (
             self.training == other.training
+            and self.autocast == other.autocast
+            and self.weight_bytes <= other.weight_bytes
             and self.trainable & ~other.trainable == 0
             and self.gradient_bytes <= other.gradient_bytes
         )
@@ -66,12 +73,16 @@ class Situation:
 def situation_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Situation:
     """The situation in which a forward of ``model`` begins with these inputs."""
     shapes = tuple(_shapes(({str(index): value for index, value in enumerate(args)} | dict(kwargs)), ""))
-    trainable, gradients = 0, 0
+    trainable, gradients, weights = 0, 0, sum(map(_nbytes, model.buffers()))
+    device = "cpu"
     for index, parameter in enumerate(model.parameters()):
+        device = parameter.device.type
         trainable |= parameter.requires_grad << index
+        weights += _nbytes(parameter)
         if parameter.grad is not None:
             gradients += _nbytes(parameter.grad)
-    return Situation((shapes,), trainable, gradients, model.training)
+    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+    return Situation((shapes,), trainable, gradients, weights, autocast, model.training)
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -83,15 +94,20 @@ def _shapes(value: Any, name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for path, leaf in _leaves(value, name, 0):
         if isinstance(leaf, bool) or leaf is None:
             yield path, (repr(leaf),)
+        elif isinstance(leaf, int):
+            yield path, (leaf,)
         elif isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
-            yield path, (_nbytes(leaf),)  # its shape does not say how large it is
+            yield f"{path}: {leaf.dtype}", (_nbytes(leaf),)  # its shape does not say how large it is
         else:
-            yield path, tuple(leaf.shape)
+            yield f"{path}: {leaf.dtype}", tuple(leaf.shape)
 
 
 def _leaves(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (torch.Tensor, bool)) or value is None or type(value).__module__ == "numpy":
-        if hasattr(value, "shape") or isinstance(value, bool) or value is None:
+    """Tensors, arrays, switches and the lengths of lists, with their names."""
+    if isinstance(value, (torch.Tensor, bool)) or value is None:
+        yield name, value
+    elif type(value).__module__ == "numpy":
+        if hasattr(value, "shape"):
             yield name, value
     elif depth < _MAX_DEPTH:
         parts: Iterator[tuple[Any, Any]]
@@ -99,10 +115,20 @@ def _leaves(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
             parts = iter(value.items())
         elif isinstance(value, (list, tuple)):
             parts = enumerate(value)
+            yield name, len(value)
         else:
-            parts = iter(getattr(value, "__dict__", {}).items())
+            parts = _attributes(value)
         for key, part in parts:
             yield from _leaves(part, f"{name}.{key}", depth + 1)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                yield name, getattr(value, name)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -1,5 +1,6 @@
 """The search for a placement, against every placement there is."""
 
+import dataclasses
 import itertools
 import random
 import statistics
@@ -7,8 +8,10 @@ import statistics
 import pytest
 from made_footprints import MB, footprint_of
 
+from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.placement import greedy, smallest, solve, uniform
 from hf_offload.plan.plan import Placement
+from hf_offload.plan.planner import find_plan
 from hf_offload.plan.problem import Problem, smallest_budget
 from hf_offload.plan.simulate import Channel, Windows
 
@@ -102,6 +105,24 @@ def test_a_tier_is_not_filled_beyond_its_room():
     found = solve(Problem(footprint, channels, {"ram": 60 * MB, "ssd": 10**12}, budget, windows, may_recompute=False))
     assert found.timeline.tier_bytes["ram"] <= 60 * MB
     assert found.timeline.tier_bytes["ssd"] > 0
+
+
+def test_the_smallest_budget_is_for_tiers_as_full_as_they_may_be():
+    footprint = footprint_of([50 * MB] * 6, [0.05] * 6, [1 * MB] * 6)
+    problem = Problem(
+        footprint,
+        {"ssd": Channel(1e9, 1e9)},
+        {"ssd": 120 * MB},
+        10 * MB,
+        (Windows(20 * MB, 20 * MB),),
+        may_recompute=False,
+    )
+    with pytest.raises(OffloadPlanError, match="more room in the ssd tier, 238") as refusal:
+        find_plan(problem)
+    named = refusal.value.smallest_bytes
+    assert find_plan(dataclasses.replace(problem, budget_bytes=named)).timeline.tier_bytes["ssd"] <= 120 * MB
+    with pytest.raises(OffloadPlanError):
+        find_plan(dataclasses.replace(problem, budget_bytes=named - (1 << 20)))
 
 
 def test_without_leave_to_recompute_nothing_is_recomputed():

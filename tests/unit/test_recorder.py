@@ -37,7 +37,7 @@ class Twice(nn.Module):
 def test_the_sum_of_two_gradients_takes_the_place_of_the_first_where_autograd_makes_it(parts, buffers):
     model = Twice(parts)
     scale = torch.tensor(0.5)
-    meter = StepMeter(model, lambda: 0, lambda: 0.0)
+    meter = StepMeter(model, lambda: 0, lambda: 0.0, lambda: 0)
     meter.begin()
     meter.begin_forward([scale], True)
     model(scale).backward()

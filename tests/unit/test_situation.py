@@ -18,6 +18,11 @@ class Pair:
     other: torch.Tensor
 
 
+@dataclasses.dataclass(slots=True)
+class Slots:
+    one: torch.Tensor
+
+
 class Holder:
     def __init__(self, tensor):
         self.tensor = tensor
@@ -40,6 +45,7 @@ NESTINGS = [
     lambda tensor: BatchEncoding({"input_ids": tensor}),
     lambda tensor: Pair(tensor, torch.zeros(3)),
     lambda tensor: Holder(tensor),
+    lambda tensor: Slots(tensor),
     lambda tensor: tensor.to_sparse(),
     lambda tensor: torch.sparse_coo_tensor([[0] * len(tensor)], tensor[:, 0], (4,)),  # not coalesced
     lambda tensor: tensor.to_sparse_csr(),
@@ -64,6 +70,33 @@ def test_names_count_and_switches_but_no_numbers_and_words():
     assert not situation(long(), output_attentions=True).fits_into(situation(long(), output_attentions=False))
     # Else every step would be another situation:
     assert situation(long(), step=1, path="1.png") == situation(long(), step=2, path="2.png")
+
+
+def test_types_count():
+    assert situation(long()) != situation(long().bfloat16())
+    assert not situation(long().bfloat16()).fits_into(situation(long()))
+
+
+def test_lengths_of_lists_count():
+    large, small = (situation([[1] * rows, [2]]) for rows in (8, 2))
+    assert small.fits_into(large)
+    assert not large.fits_into(small)
+
+
+def test_autocast_counts():
+    without = situation(long())
+    with torch.autocast("cpu", torch.bfloat16):
+        beside = situation(long())
+    assert not without.fits_into(beside)
+    assert not beside.fits_into(without)
+
+
+def test_larger_weights_count():
+    model = nn.BatchNorm1d(4)
+    small = situation(long(), model=model)
+    large = situation(long(), model=model.double())
+    assert small.fits_into(large)
+    assert not large.fits_into(small)
 
 
 def test_arrays_count():
