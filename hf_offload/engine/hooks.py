@@ -71,6 +71,7 @@ class Engine:
         self.transfer = Transfer(device, tier, mover, self.stats)
         self.prefetch = Prefetcher(self.transfer)
         self.observer: Observer | None = None
+        self._made_graph = False
         # id of a storage's Python object -> records of that storage. The weak reference tells a reused id.
         self._identities: dict[int, _Identity] = {}
         self._dead_storages: queue.SimpleQueue[_Identity] = queue.SimpleQueue()
@@ -106,6 +107,11 @@ class Engine:
         """Whether graphs of forwards are alive whose backward has not begun: another forward now joins them."""
         self.transfer.reap()
         return self.transfer.live_records > 0 and not self.prefetch.tape.in_backward
+
+    def made_graph(self) -> bool:
+        """Whether a backward has made a graph of itself (``create_graph``) since this was asked last."""
+        made, self._made_graph = self._made_graph, False
+        return made
 
     def bandwidth(self) -> tuple[float, float]:
         """Bytes a second that the tier has stored and loaded so far; zero where it has not."""
@@ -172,6 +178,8 @@ class Engine:
         """Called when backward needs what :meth:`pack` packed. Any thread, any number of times."""
         if self._thread.unfinished:
             self.operation_ended()
+        if torch.is_grad_enabled():
+            self._made_graph = True
         if isinstance(handle, KeptTensor):
             tensor = handle.tensor
             if tensor._version != handle.version:

@@ -62,6 +62,10 @@ class ObservedEngine(Protocol):
         """Bytes a second that the tier stored and loaded so far; zero where unknown."""
         ...
 
+    def made_graph(self) -> bool:
+        """Whether a backward has made a graph of itself since this was asked last."""
+        ...
+
     @property
     def awaits_backward(self) -> bool:
         """Whether another forward now joins those whose backward has not begun."""
@@ -119,6 +123,7 @@ class Feedback:
         self._known: dict[Situation, Known] = {}
         self._wanted: set[Situation] = set()  # to be measured when they come again
         self._narrow: dict[Situation, Plan] = {}  # under which they are to be measured
+        self._with_graphs: set[Situation] = set()  # in which backward makes a graph of itself, though not in every step
         self._played: list[_Played] = []  # of the running step
         self._in_force: Known | None = None
         self._main: Known | None = None  # of the last step, where its peak was predicted
@@ -222,6 +227,8 @@ class Feedback:
 
     def _begin_micro_batch(self, situation: Situation) -> _Played:
         """Decide under which plan it runs, and let it be followed."""
+        if any(self._ranks.gather(self._engine.made_graph())):
+            self._expect_graph()
         self._repeated = self._repeated + 1 if situation == self._last else 1
         self._last = situation
         known = self._find_known(situation)
@@ -267,6 +274,17 @@ class Feedback:
         # How many forwards follow is not known: the plan for most of them suits fewer.
         chosen = max(same, key=_longest) if same else min(larger, key=lambda other: other.elements)
         return self._known[chosen]
+
+    def _expect_graph(self) -> None:
+        """Backward has made a graph of itself: where the plan is for steps that do not, another is for those that do."""
+        known, last = self._in_force, self._last
+        if known is None or known.plan is not None or last is None:
+            return
+        self._log(logging.INFO, "Backward made a graph of itself for the first time: measuring until it does so again.")
+        for situation in (known.situation, last):
+            self._known.pop(situation, None)
+            self._with_graphs.add(situation)
+            self._narrow[situation] = self._moving_all(known.problem.windows[-1])
 
     def _with_all_state(self, known: Known) -> Known | None:
         """``known``, planned again where optimizers hold more by now than it was made for; None if that does not fit."""
@@ -353,6 +371,8 @@ class Feedback:
         footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
         hardware = self._with_measured_bandwidth()
         if not any(self._ranks.gather(meter.walks_again(metered))):
+            if situation in self._with_graphs:
+                return None
             return known_by_simulating(situation, footprint, hardware, self._budget, ranks=self._ranks)
         plan = next(one.plan for one in self._played if one.metered == metered and one.plan is not None)
         peak = max(self._ranks.gather(meter.peak_bytes(metered)))

@@ -286,6 +286,36 @@ def test_a_graph_that_is_walked_again_stays_within_the_budget_that_is_named(back
     assert session.stats.steps[-1].offloaded_bytes == 0
 
 
+def test_a_graph_that_some_steps_make_is_planned_for(tmp_path):
+    """A gradient penalty in every fourth step: the plan for the others would need far more than the budget then."""
+
+    def steps(config):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        seen = []
+        with offload_activations(model, config) as session:
+            for step in range(16):
+                torch.manual_seed(step)
+                if step % 4 == 3:
+                    _gradient_penalty(model, batch(512))
+                else:
+                    model(batch(512)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                session.end_step()
+                seen.append((sum(step.offloaded_bytes for step in list(session.stats.steps)[-1:]), session.forecast))
+        return [parameter.detach().clone() for parameter in model.parameters()], seen
+
+    expected, _ = steps(OffloadConfig(tier="none"))
+    budget = 16 << 20
+    found, seen = steps(auto(tmp_path, budget))
+    assert is_same(expected, found)
+    assert seen[3][0] < 1 << 20  # nothing said that a penalty would come
+    assert all(offloaded > 1 << 20 for offloaded, _ in seen[4:])
+    before, after = seen[3][1].peak_bytes, seen[-1][1].peak_bytes
+    assert 1.5 * before < after <= budget
+
+
 @pytest.mark.parametrize("rows", [(64, 512), (512, 64)])
 def test_of_micro_batches_that_do_not_fit_the_largest_names_the_budget(rows, tmp_path):
     def steps(budget, count):
