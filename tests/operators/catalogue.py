@@ -99,6 +99,31 @@ def calls_of(operator: Any, samples: int | None = None, variants: Iterable[str] 
             yield Call(name, variant, function, arguments, sample.kwargs, autocast, part)
 
 
+def enlarged(call: Call, nbytes: int) -> Iterator[Call]:
+    """The call with so many rows that its largest tensor has ``nbytes``: in all tensors, and in the first alone.
+
+    Not every operator takes that, and some need too much memory for it.
+    """
+    tensors = [one for one in tree_leaves((call.arguments, call.keywords)) if _has_rows(one)]
+    if not tensors:
+        return
+    times = -(-nbytes // max(one.nbytes for one in tensors))
+    for which in (tensors, tensors[:1]):
+        ids = {id(one) for one in which}
+
+        def repeated(tensor: Tensor, ids: set[int] = ids) -> Tensor:
+            if id(tensor) not in ids:
+                return tensor
+            return tensor.detach().repeat(times, *[1] * (tensor.dim() - 1)).requires_grad_(tensor.requires_grad)
+
+        arguments, keywords = tree_map_only(Tensor, repeated, (call.arguments, call.keywords))
+        yield dataclasses.replace(call, arguments=arguments, keywords=keywords)
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.dim() > 0 and value.numel() > 0
+
+
 # ------------------------------------------------------------------------------------------- what torch's list does not have
 
 

@@ -11,7 +11,7 @@ import resource
 import pytest
 import torch
 
-from tests.operators.catalogue import calls_of, differentiable, others
+from tests.operators.catalogue import calls_of, differentiable, enlarged, others
 from tests.operators.probes import Comparison, Saved, Trouble, mutable_arguments_saved, train
 
 logger = logging.getLogger(__name__)  # what was compared and what was left out: --log-cli-level=INFO
@@ -85,6 +85,20 @@ def test_every_call_of_every_operator(tier, comparison):
     every.compare(others())
     assert_same(every.tally)
     assert every.tally.saved <= every.tally.moved
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("tier", ["ssd", "ram"])
+@pytest.mark.usefixtures("bounded_memory")
+def test_large_tensors_of_every_operator_at_the_default_minimum(tier, comparison):
+    every = comparison(tier, None)
+    for operator in differentiable():
+        for call in calls_of(operator, samples=2, variants=["usual"]):
+            every.compare(enlarged(call, 1 << 20))
+    every.compare(others(rows=768))
+    assert every.tally.different == []
+    assert len(every.tally.moved) > 300
 
 
 # ------------------------------------------------------------------------------------------------- when bytes become final
