@@ -17,6 +17,8 @@ class Moment:
             nothing else holds.
         gradient_bytes: How much of that are gradients of weights.
         seconds: How long it takes.
+        measured_bytes: How many more are alive while a step is measured: autograd makes new tensors then where else it adds
+            up in place.
     """
 
     unit: str
@@ -24,6 +26,7 @@ class Moment:
     live_bytes: int
     gradient_bytes: int
     seconds: float
+    measured_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -276,7 +276,7 @@ class StepMeter(StepRecorder):
         self._missing_state_bytes[id(optimizer)] = missing_state(optimizer)
         for state in state_of(optimizer):
             self.forget(state.untyped_storage())  # what has come is counted as state from now on
-        self._most = self._live - self.elsewhere()
+        self._most = self._most_measured = self._live - self.elsewhere()
 
     @property
     def is_over(self) -> bool:

@@ -59,6 +59,7 @@ class _Sum:
     needed: int  # bytes alive, with both of them
     elsewhere: int
     nbytes: int
+    spared: int = 0  # where the mode does not keep autograd from it
 
 
 class StepRecorder(TorchDispatchMode):
@@ -89,7 +90,7 @@ class StepRecorder(TorchDispatchMode):
         self._effects = Effects(self._device)
         self._stack: list[str] = []
         self._handles: list[RemovableHandle] = []
-        self._live = self._most = self._gradients = 0
+        self._live = self._most = self._most_measured = self._gradients = 0
         self._reached: set[int] = set()  # ids of the weights that got a gradient
         self._used_up: set[int] = set()  # and of those whose gradient was used up at once
         self.bookkeeping_s = 0.0  # the recorder's own time, which is no compute
@@ -224,9 +225,10 @@ class StepRecorder(TorchDispatchMode):
             self._reach(needed, self.elsewhere())
         self.ran(func, args, kwargs, result, results, fresh)
 
-    def _reach(self, needed: int, elsewhere: int) -> None:
-        self._most = max(self._most, needed - elsewhere)
-        self.peak_live_bytes = max(self.peak_live_bytes, needed)
+    def _reach(self, needed: int, elsewhere: int, spared: int = 0) -> None:
+        self._most_measured = max(self._most_measured, needed - elsewhere)
+        self._most = max(self._most, needed - spared - elsewhere)
+        self.peak_live_bytes = max(self.peak_live_bytes, needed - spared)
 
     def _adds_up_gradients(self, func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> bool:
         """Whether this may be autograd, adding up the gradients of a tensor that was used twice.
@@ -278,9 +280,9 @@ class StepRecorder(TorchDispatchMode):
             self.died(seen.key)
             self._live -= seen.nbytes
             if self._sum is not None and self._sum.key == seen.key:
-                self._sum.needed -= self._sum.nbytes
+                self._sum.spared = self._sum.nbytes
         if self._sum is not None:
-            self._reach(self._sum.needed, self._sum.elsewhere)
+            self._reach(self._sum.needed, self._sum.elsewhere, self._sum.spared)
             self._sum = None
 
     def end_moment(self) -> int:
@@ -289,8 +291,9 @@ class StepRecorder(TorchDispatchMode):
         seconds = self.elapsed()
         live = self._live - self.elsewhere()
         if seconds > 0 or self._most > live or not self.moments:
-            self.moments.append(Moment(self.unit, self.backward, max(0, self._most), self._gradients, seconds))
-        self._most = live
+            more = max(0, self._most_measured - self._most)
+            self.moments.append(Moment(self.unit, self.backward, max(0, self._most), self._gradients, seconds, more))
+        self._most = self._most_measured = live
         return len(self.moments)
 
     def block_spans(self) -> Iterator[BlockSpan]:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from hf_offload.plan.footprint import Footprint, Moment
+from hf_offload.plan.footprint import Footprint
 
 
 class Family:
@@ -46,14 +46,17 @@ class Family:
             return values
 
         live = of(lambda footprint: [moment.live_bytes - moment.gradient_bytes for moment in footprint.moments])
+        measured = of(lambda footprint: [moment.measured_bytes for moment in footprint.moments])
         seconds = of(lambda footprint: [moment.seconds for moment in footprint.moments])
         saved = of(lambda footprint: [one.nbytes for one in footprint.saved])
         boundaries = of(lambda footprint: [span.boundary_bytes for span in footprint.blocks])
         return dataclasses.replace(
             counted,
             moments=tuple(
-                Moment(moment.unit, moment.backward, round(nbytes) + moment.gradient_bytes, moment.gradient_bytes, time)
-                for moment, nbytes, time in zip(counted.moments, live, seconds, strict=True)
+                dataclasses.replace(
+                    moment, live_bytes=round(nbytes) + moment.gradient_bytes, measured_bytes=round(more), seconds=time
+                )
+                for moment, nbytes, more, time in zip(counted.moments, live, measured, seconds, strict=True)
             ),
             saved=tuple(
                 dataclasses.replace(one, nbytes=round(nbytes)) for one, nbytes in zip(counted.saved, saved, strict=True)

@@ -52,7 +52,8 @@ class Timeline:
 
     ``memory`` holds (seconds, bytes) at every moment, base included; ``tier_bytes`` the most that lies in each tier at once;
     ``resident_bytes`` the most that the engine holds of saved tensors at once, whatever else holds them, too.
-    ``stalled_peak_bytes`` is the peak if the tier stopped writing at the worst moment of forward, until forward has to wait.
+    ``stalled_peak_bytes`` is the peak if the tier stopped writing at the worst moment of forward, until forward has to wait,
+    and if the step is measured.
     """
 
     step_s: float
@@ -233,8 +234,9 @@ class _Player:
                 self._read_ahead(index)
             memory = base_bytes + moment.live_bytes + self._resident
             # Most moments are no peak, even with all that may wait to be written on top.
-            if details or memory > self._peak or memory + behind_bytes > self._stalled_peak:
-                self._note(moment.unit, moment.live_bytes)
+            more = behind_bytes + moment.measured_bytes
+            if details or memory > self._peak or memory + more > self._stalled_peak:
+                self._note(moment.unit, moment.live_bytes, moment.measured_bytes)
             if details:
                 self._advance("compute", moment.unit, moment.seconds)
             else:
@@ -303,15 +305,14 @@ class _Player:
             self._stop_leaving(item)
             self._be_ahead(item)
 
-    def _note(self, unit: str, live_bytes: int) -> None:
+    def _note(self, unit: str, live_bytes: int, measured_bytes: int = 0) -> None:
         memory = self._footprint.base_bytes + live_bytes + self._resident
         if memory > self._peak:
             self._peak, self._peak_unit = memory, unit
         stalled = 0
         if self._left_bytes and not self._loads:
             stalled = min(self._left_bytes, max(0, self._windows.write_behind_bytes - self._leaving_bytes))
-        if memory + stalled > self._stalled_peak:
-            self._stalled_peak = memory + stalled
+        self._stalled_peak = max(self._stalled_peak, memory + stalled + measured_bytes)
         if self._details:
             self._memory.append((self._now, memory))
 

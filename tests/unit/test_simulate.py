@@ -47,6 +47,15 @@ def test_a_tier_that_stops_writing_holds_up_to_the_window_in_memory(write_behind
     assert timeline.stalled_peak_bytes == stalled * MB
 
 
+def test_what_measuring_takes_is_no_part_of_the_peak_but_has_to_fit():
+    footprint = footprint_of([10 * MB] * 2, [0.1] * 2, [1 * MB] * 2)
+    *moments, last = footprint.moments
+    footprint = dataclasses.replace(footprint, moments=(*moments, dataclasses.replace(last, measured_bytes=30 * MB)))
+    timeline = play(footprint, Placement.KEEP)
+    assert timeline.peak_bytes == (100 + 20 + 1) * MB
+    assert timeline.stalled_peak_bytes == (100 + 10 + 1 + 30) * MB  # one of two is released by then
+
+
 def test_loads_that_cannot_be_hidden_are_waited_for():
     footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
     # Reading takes 4 s a tensor. What the last unit saved is still on its way out when it is needed: taken from memory. The
