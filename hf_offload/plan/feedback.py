@@ -227,13 +227,16 @@ class Feedback:
 
     def _begin_micro_batch(self, situation: Situation) -> _Played:
         """Decide under which plan it runs, and let it be followed."""
-        if any(self._ranks.gather(self._engine.made_graph())):
+        made_graph, state_bytes = zip(
+            *self._ranks.gather((self._engine.made_graph(), self._state.nbytes())), strict=True
+        )
+        if any(made_graph):
             self._expect_graph()
         self._repeated = self._repeated + 1 if situation == self._last else 1
         self._last = situation
         known = self._find_known(situation)
         if known is not None:
-            known = self._with_all_state(known)
+            known = self._with_all_state(known, max(state_bytes))
         lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
         if known is None or lasting or any(situation.begins(wanted) for wanted in self._wanted):
             windows = None if known is None else self._windows_to_measure(known)
@@ -286,9 +289,9 @@ class Feedback:
             self._with_graphs.add(situation)
             self._narrow[situation] = self._moving_all(known.problem.windows[-1])
 
-    def _with_all_state(self, known: Known) -> Known | None:
+    def _with_all_state(self, known: Known, state_bytes: int) -> Known | None:
         """``known``, planned again where optimizers hold more by now than it was made for; None if that does not fit."""
-        more = max(self._ranks.gather(self._state.nbytes())) - known.footprint.state_bytes
+        more = state_bytes - known.footprint.state_bytes
         if more <= 0:
             return known
         del self._known[known.situation]
