@@ -31,18 +31,25 @@ case ${1:-} in
 esac
 failed=0
 
+# A folder that only a real run makes is checked as the one that it would be made in.
+there=$OFFLOAD_DIR
+until [[ -e $there ]]; do
+    there=$(dirname -- "$there")
+done
+
 # bench SECONDS ARGUMENTS...: one benchmark command, for at most its share and what is left of the whole.
 bench() {
-    local share=$1 left=$((DEADLINE_S - SECONDS))
+    local share=$1 left=$((DEADLINE_S - SECONDS)) directory=offload.directory
     shift
-    echo "+ hf-offload bench $*   (at most $share s)"
+    echo "+ hf-offload bench $* $directory=$OFFLOAD_DIR   (at most $share s)"
     if [[ $DRY ]]; then
-        "$PYTHON" -m hf_offload bench "$@" --dry-run || failed=1
+        "$PYTHON" -m hf_offload bench "$@" "$directory=$there" --dry-run || failed=1
     elif ((left < 20)); then
         echo "skipped: no time is left" >&2
         failed=1
     else
-        timeout --signal=INT --kill-after=30 "$((share < left ? share : left))" "$PYTHON" -m hf_offload bench "$@" || failed=1
+        timeout --signal=INT --kill-after=30 "$((share < left ? share : left))" \
+            "$PYTHON" -m hf_offload bench "$@" "$directory=$OFFLOAD_DIR" || failed=1
     fi
 }
 
@@ -55,15 +62,15 @@ else
 fi
 
 # Short sequences first: should time run out, what is left out is one slow cell.
-bench 165 steps $MODEL "offload.directory=$OFFLOAD_DIR" --batch 1 --sequence 2048,8192 --steps 5 \
+bench 165 steps $MODEL --batch 1 --sequence 2048,8192 --steps 5 \
     --strategies "$STRATEGIES" --output "$WORK/steps"
-bench 110 steps $MODEL "offload.directory=$OFFLOAD_DIR" --batch 1 --sequence 32768 --steps 3 \
+bench 110 steps $MODEL --batch 1 --sequence 32768 --steps 3 \
     --strategies "$STRATEGIES" --output "$WORK/steps_long"
 for limit in 24GB 48GB; do
-    bench 60 limits $MODEL $SMALL_HEAD "offload.directory=$OFFLOAD_DIR" --vary sequence --sequence 16384 --most 131072 \
+    bench 60 limits $MODEL $SMALL_HEAD --vary sequence --sequence 16384 --most 131072 \
         --strategies keep,recompute,ours:ram --memory-limit $limit --output "$WORK/limits_$limit"
 done
-bench 45 steps $MODEL "offload.directory=$OFFLOAD_DIR" --batch 1 --sequence 2048 --steps 3 \
+bench 45 steps $MODEL --batch 1 --sequence 2048 --steps 3 \
     --strategies keep,ours:ssd --trace --output "$WORK/trace"
 
 [[ $DRY ]] && exit $failed

@@ -6,7 +6,7 @@ Note: Ctrl-C inside the engine
     the engine and the tiers do their bookkeeping in a section, ``with signals_deferred:``, in which a handler only notes its
     signal; it runs when the outermost section ends, and where a section waits (:meth:`_Deferral.deliver`).
     Callbacks of weak references are no place for a section: what is raised before it begins is discarded by Python. They are
-    functions of C, which run no handlers.
+    functions of C, which run no handlers. Where one has to be more (watch.py), it looks out for what is raised itself.
 """
 
 import importlib
@@ -27,28 +27,72 @@ _SIGNALS = tuple(
 _Handler = Callable[[int, FrameType | None], object]
 
 
+class _Held:
+    """The handlers that one section has taken, and the signals that have come since."""
+
+    __slots__ = ("_arrived", "_handlers", "outer")
+
+    def __init__(self, outer: "_Held | None") -> None:
+        self.outer = outer
+        self._handlers: dict[int, _Handler] = {}  # to be put back
+        self._arrived: set[int] = set()
+
+    @property
+    def has_signals(self) -> bool:
+        """Whether one has come."""
+        return bool(self._arrived)
+
+    def take(self) -> None:
+        """Note the signals from now on."""
+        for number in _SIGNALS:
+            handler = _signal.getsignal(number)
+            if callable(handler):  # else the process ends, or nothing happens
+                self._handlers[number] = handler
+                _signal.signal(number, self._note)
+
+    def give_back(self) -> None:
+        """Put the handlers back, and run those of the signals that have come."""
+        try:
+            _put_back(list(self._handlers.items()))
+        finally:
+            handlers, self._handlers = self._handlers, {}
+            arrived, self._arrived = self._arrived, set()
+            if arrived:
+                _run([(handlers[number], number) for number in arrived])
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._arrived.add(number)
+
+
 class _Deferral:
     """A section without signal handlers, in the main thread; elsewhere none runs anyway. Sections may be nested.
 
     Nothing is installed for longer than a section: outside, the process's handlers are whatever its owner has set.
+
+    While handlers are taken or put back, the garbage collector can run a finalizer, or a signal its handler, with a section
+    of its own: it takes what it finds, which may be the other's note, and has put it back when the other one goes on.
     """
 
     def __init__(self) -> None:
         self._depth = 0
-        self._handlers: dict[int, _Handler] = {}  # to be put back
-        self._arrived: set[int] = set()
+        self._held: _Held | None = None
 
     def __enter__(self) -> None:
         if threading.get_ident() == threading.main_thread().ident:
             if self._depth == 0:
-                self._hold()
+                self._begin()
             self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == threading.main_thread().ident:
             self._depth -= 1
-            if self._depth == 0:
-                self._release()
+            held = self._held
+            if self._depth == 0 and held is not None:
+                # Not deeper in calls than the beginning was: at the limit of recursion, what was taken can be put back.
+                try:
+                    held.give_back()
+                finally:
+                    self._held = held.outer
 
     @property
     def is_on(self) -> bool:
@@ -57,40 +101,38 @@ class _Deferral:
 
     def deliver(self) -> None:
         """Run the handlers of the signals that have arrived: the section can be left here by what they raise."""
-        if self._arrived and self.is_on:
+        held = self._held
+        if held is not None and held.has_signals and self.is_on:
+            depth, self._depth = self._depth, 0  # a handler's sections are its own
             try:
-                self._release()
+                try:
+                    held.give_back()
+                finally:
+                    held.take()
             finally:
-                self._hold()
+                self._depth = depth
 
-    def _hold(self) -> None:
+    def _begin(self) -> None:
+        self._held = held = _Held(self._held)
         try:
-            for number in _SIGNALS:
-                handler = _signal.getsignal(number)
-                if callable(handler):  # else the process ends, or nothing happens
-                    self._handlers[number] = handler
-                    _signal.signal(number, self._note)
-        except BaseException:  # of a handler that was not held yet
-            self._release()
+            held.take()
+        except BaseException:  # of a handler that was not taken yet
+            try:
+                held.give_back()
+            finally:
+                self._held = held.outer
             raise
 
-    def _release(self) -> None:
-        handlers, self._handlers = self._handlers, {}
-        try:
-            try:
-                for number, handler in handlers.items():
-                    _signal.signal(number, handler)
-            except BaseException:  # of a handler that was back already
-                for number, handler in handlers.items():
-                    _signal.signal(number, handler)
-                raise
-        finally:
-            arrived, self._arrived = self._arrived, set()
-            if arrived:
-                _run([(handlers[number], number) for number in arrived])
 
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self._arrived.add(number)
+def _put_back(handlers: list[tuple[int, _Handler]]) -> None:
+    """All of them, also after one that is back already and raises."""
+    try:
+        while handlers:
+            _signal.signal(*handlers[-1])
+            handlers.pop()
+    finally:
+        if handlers:
+            _put_back(handlers)
 
 
 def _run(handlers: list[tuple[_Handler, int]]) -> None:

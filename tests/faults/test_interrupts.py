@@ -4,11 +4,15 @@ Python runs a signal's handler where it calls a function or returns from one of 
 signal can be sent at every such point of the package, one after the other.
 """
 
+import contextlib
+import gc
+import importlib
 import random
 import signal
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import hf_offload
-from hf_offload import OffloadConfig, SampledLinearConfig, attach
+from hf_offload import OffloadConfig, SampledLinearConfig, attach, interrupts
 from hf_offload.interrupts import signals_deferred
 from hf_offload.storage.tier import Tier
 from tests.faults.failing_calls import Hang
@@ -25,6 +29,8 @@ from tests.threads import OurThreads
 from tests.tiny_models import gradients, tiny_batch, tiny_model
 
 PACKAGE = str(Path(hf_offload.__file__).parent)
+INTERRUPTS = interrupts.__file__
+SET = importlib.import_module("_signal").signal
 TIMEOUT_S = 60
 QUICK_POINTS = 12
 QUICK_SIGNALS = 30
@@ -295,6 +301,150 @@ def test_a_section_can_be_left_where_it_waits_and_stays_a_section_until_then(rai
             reached.append("cleaned up")
     assert reached == ["cleaned up"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_a_handler_sets_where_a_section_waits_stays_set():
+    """The first Ctrl-C is asked for, the second is to end the process."""
+    before = signal.signal(signal.SIGUSR2, lambda number, _: signal.signal(number, signal.SIG_IGN))
+    try:
+        with signals_deferred:
+            signal.raise_signal(signal.SIGUSR2)
+            signals_deferred.deliver()
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_handler_that_runs_where_a_section_waits_has_sections_of_its_own(raising):
+    reached = []
+
+    def save(number, frame):
+        with signals_deferred:
+            signal.raise_signal(signal.SIGINT)
+            reached.append("saved")
+
+    signal.signal(signal.SIGUSR1, save)
+    with pytest.raises(KeyboardInterrupt), signals_deferred:
+        signal.raise_signal(signal.SIGUSR1)
+        signals_deferred.deliver()
+    assert reached == ["saved"]
+    assert not signals_deferred.is_on
+
+
+class Instructions:
+    """Calls ``act`` before each instruction with which a section begins and ends."""
+
+    def __init__(self, act):
+        self._act = act
+        self.passed = 0
+
+    def __enter__(self):
+        sys.settrace(self._event)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _event(self, frame, event, _):
+        if frame.f_code.co_filename != INTERRUPTS:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.passed += 1
+            self._act(self.passed)
+        return self._event
+
+
+def handlers():
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGALRM)}
+
+
+def test_sections_in_the_middle_of_the_beginning_and_the_end_of_another(raising):
+    """As of a finalizer that the garbage collector runs there: no signal is kept from its handler, then or later."""
+    before, inside, ran_inside = handlers(), [], []
+    signal.signal(signal.SIGUSR2, lambda number, _: ran_inside.append(bool(inside)))
+
+    def finalizer(number):
+        inside.append(number)
+        with signals_deferred:
+            pass
+        inside.clear()
+
+    instructions = Instructions(finalizer)
+    try:
+        with instructions, signals_deferred:
+            signal.raise_signal(signal.SIGUSR2)
+        assert instructions.passed > 50
+        assert handlers() == before
+        assert ran_inside == [False]
+        with pytest.raises(KeyboardInterrupt), signals_deferred:
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def test_a_model_that_goes_in_the_middle_of_a_section():
+    """It is garbage with its session, whose hooks leave this thread in a section."""
+    gone = []
+    for point in range(10, 200, 20):
+        gc.disable()  # what is young is found at once
+        model = tiny_model("gpt2")
+        session = attach(model, OffloadConfig(tier="ram"))
+        weakref.finalize(model, gone.append, point)
+        model.__dict__["itself"] = model
+        del model
+        instructions = Instructions(lambda passed, point=point: gc.collect(0) if passed == point else None)
+        with instructions, signals_deferred:
+            pass
+        gc.enable()
+        session.detach()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, point
+        if instructions.passed < point:
+            break
+        assert gone[-1] == point
+    assert len(gone) > 3
+
+
+def test_handlers_are_put_back_wherever_two_of_them_raise(raising):
+    """One of a signal that comes while they are put back, and one while that is mended."""
+    before = handlers()
+    instructions = Instructions(lambda passed: None)
+    with instructions, signals_deferred:
+        pass
+    assert instructions.passed > 50
+    for point in range(1, instructions.passed + 1):
+        sent = []
+
+        def send(number, point=point, sent=sent):
+            if number == point:
+                sent.append(number)
+                signal.raise_signal(signal.SIGALRM)
+
+        def send_again(frame, event, called, sent=sent):
+            if event == "c_call" and called is SET and len(sent) == 1:
+                sent.append("again")
+                signal.raise_signal(signal.SIGALRM)
+
+        with contextlib.suppress(InterruptedError), Instructions(send):
+            sys.setprofile(send_again)
+            with signals_deferred:
+                pass
+        sys.setprofile(None)
+        assert handlers() == before, point
+        assert not signals_deferred.is_on
+
+
+def test_handlers_are_put_back_at_the_limit_of_recursion(raising):
+    before = handlers()
+
+    def recur():
+        with signals_deferred:
+            pass
+        recur()
+
+    with pytest.raises(RecursionError):
+        recur()
+    assert handlers() == before
+    assert not signals_deferred.is_on
 
 
 def test_signals_without_a_handler_are_left_alone():

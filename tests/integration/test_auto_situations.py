@@ -341,7 +341,8 @@ LEVEL = contextvars.ContextVar("LEVEL", default=1.0)
 
 class ConditionedBlock(Block):
     def forward(self, hidden, options, *, mask):
-        return torch.sin((super().forward(hidden) + mask[0]) * options["scale"] * LEVEL.get())
+        shift = torch.linspace(0.1, 1.0, WIDTH).to(hidden.dtype)  # made in the default dtype
+        return torch.sin((super().forward(hidden) + mask[0] * shift) * options["scale"] * LEVEL.get())
 
 
 class Conditioned(nn.Module):
@@ -370,6 +371,16 @@ def _level(value):
         LEVEL.reset(token)
 
 
+@contextlib.contextmanager
+def _default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _write(options, mask):
     mask.mul_(2)
 
@@ -383,6 +394,7 @@ AROUND = {
     "a context variable": lambda: _level(2.0),
     "a function mode": Doubled,
     "kernels of attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "the default dtype": lambda: _default_dtype(torch.float64),
 }
 AFTER = {
     "a dictionary": lambda options, mask: options.update(scale=2.0),
@@ -396,14 +408,14 @@ HARMLESS = ("nothing", "a context variable")
 def _conditioned_step(model, between, step):
     """Gradients. Between forward and backward, something is changed that autograd by itself does not look at again."""
     torch.manual_seed(step)
-    options, mask = {"scale": 0.5}, torch.full((WIDTH,), 1.5)
+    hidden, options, mask = batch(256), {"scale": 0.5}, torch.full((WIDTH,), 1.5)
     leaves = dict(model.named_parameters())
     with AROUND.get(between, contextlib.nullcontext)():
         if between in WEIGHTS:
             leaves = {name: WEIGHTS[between]((one.detach() * 0.5).requires_grad_()) for name, one in leaves.items()}
-            output = torch.func.functional_call(model, leaves, (batch(256), options, mask))
+            output = torch.func.functional_call(model, leaves, (hidden, options, mask))
         else:
-            output = model(batch(256), options, mask)
+            output = model(hidden, options, mask)
     if between in AFTER:
         AFTER[between](options, mask)
     output.square().mean().backward()

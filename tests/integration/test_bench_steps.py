@@ -612,24 +612,31 @@ def test_limits_refuses_what_makes_no_sense(recipe, arguments, part):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell script")
-def test_the_script_for_a_gpu_checks_itself(recipe):
-    """Every command in it is understood, and nothing is written."""
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_script_for_a_gpu_checks_itself(recipe, exists):
+    """Every command in it is understood, and nothing is written: not the folder either that only a real run makes."""
+    directory, there = recipe.parent / "not" / "yet", recipe.parent
+    if exists:
+        directory = there = recipe.parent / "tier"
+        directory.mkdir()
     # Starting Python for each command takes longer than checking it: a stand-in notes them.
     python = recipe.parent / "python"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$*" >> "$COMMANDS"\n[ "$*" != "$FAIL" ]\n')
     python.chmod(0o755)
     commands = recipe.parent / "commands"
     environment = os.environ | {"PYTHON": str(python), "COMMANDS": str(commands), "RESULTS": str(recipe.parent / "r")}
+    environment["OFFLOAD_DIR"] = str(directory)
     script = ["bash", REPOSITORY / "examples" / "bench_gpu.sh", "--dry-run"]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tests/gpu" in done.stdout
+    assert f"offload.directory={directory}   (" in done.stdout
     noted = commands.read_text().splitlines()
     assert len(noted) >= 4
     said = ""
     for command in noted:
         module, *arguments = command.removeprefix("-m ").split()
-        assert (module, arguments[-1]) == ("hf_offload", "--dry-run")
+        assert (module, *arguments[-2:]) == ("hf_offload", f"offload.directory={there}", "--dry-run")
         result = run(*arguments)
         assert result.exit_code == 0, result.stderr
         said += result.stdout
@@ -637,6 +644,7 @@ def test_the_script_for_a_gpu_checks_itself(recipe):
     for part in ("llama-1b 1 x 32768, ours:ssd", "llama-1b 1 x 2048, trl", "22.35 GiB", "44.70 GiB"):
         assert part in said
     assert not (recipe.parent / "r").exists()
+    assert not (recipe.parent / "not").exists()
     # One command that is refused fails the whole.
     done = subprocess.run(script, env=environment | {"FAIL": noted[1]}, capture_output=True)
     assert done.returncode == 1

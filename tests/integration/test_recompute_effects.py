@@ -6,11 +6,13 @@ import itertools
 import random
 import types
 
+import noise
 import numpy
 import pytest
 import torch
 import transformers
 from live_bytes import peak_live_bytes
+from noise import draw
 from torch import nn
 from torch.nn.utils import parametrizations
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -250,6 +252,7 @@ def reset():
     HIDDEN.total = torch.zeros(1)
     ClassCounter.calls = 0
     random.seed(0)
+    noise.reset()
     numpy.random.seed(0)  # noqa: NPY002
     torch.manual_seed(0)
 
@@ -328,6 +331,28 @@ def test_a_block_without_side_effects_is_recomputed_exactly(tmp_path):
 def test_a_block_that_changes_something_is_not_recomputed(block, tmp_path):
     expected = run(lambda: Model(block), NONE)
     found = run(lambda: Model(block), auto(tmp_path, block))
+    assert not found[2]
+    assert same(found, expected)
+
+
+def scaled_by_noise(module, args, output):
+    return output * noise.GENERATOR.uniform(0.9, 1.1)
+
+
+def scaled_by_a_draw(module, args, output):
+    return output * draw()
+
+
+@pytest.mark.parametrize("hook", [scaled_by_noise, scaled_by_a_draw])
+def test_a_block_with_a_hook_that_draws_from_another_modules_generator_is_not_recomputed(hook, tmp_path):
+    def make():
+        model = Model(Plain)
+        for layer in model.layers:
+            layer.down.register_forward_hook(hook)
+        return model
+
+    expected = run(make, NONE)
+    found = run(make, auto(tmp_path))
     assert not found[2]
     assert same(found, expected)
 
