@@ -40,6 +40,8 @@ _SETTLED_STEPS = 1
 # A smaller batch than one that was measured is measured itself when it has come so often in a row.
 _LASTING = 3
 _MOST_CORRECTIONS = 3
+# A gradient penalty comes every sixteenth step or more often, where it comes again at all.
+_MOST_WITHOUT_GRAPH = 32
 _MOST_PLAYED = 1024
 # What is no faster than this is not worth another plan, and another look at it.
 _GAIN = 1.05
@@ -123,7 +125,8 @@ class Feedback:
         self._known: dict[Situation, Known] = {}
         self._wanted: set[Situation] = set()  # to be measured when they come again
         self._narrow: dict[Situation, Plan] = {}  # under which they are to be measured
-        self._with_graphs: set[Situation] = set()  # in which backward makes a graph of itself, though not in every step
+        # In which backward makes a graph of itself, though not in every step, and how many to wait for one that does.
+        self._with_graphs: dict[Situation, int] = {}
         self._played: list[_Played] = []  # of the running step
         self._in_force: Known | None = None
         self._main: Known | None = None  # of the last step, where its peak was predicted
@@ -286,7 +289,7 @@ class Feedback:
         self._log(logging.INFO, "Backward made a graph of itself for the first time: measuring until it does so again.")
         for situation in (known.situation, last):
             self._known.pop(situation, None)
-            self._with_graphs.add(situation)
+            self._with_graphs[situation] = _MOST_WITHOUT_GRAPH
             self._narrow[situation] = self._moving_all(known.problem.windows[-1])
 
     def _with_all_state(self, known: Known, state_bytes: int) -> Known | None:
@@ -374,7 +377,8 @@ class Feedback:
         footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
         hardware = self._with_measured_bandwidth()
         if not any(self._ranks.gather(meter.walks_again(metered))):
-            if situation in self._with_graphs:
+            if self._with_graphs.get(situation, 0) > 0:
+                self._with_graphs[situation] -= 1
                 return None
             return known_by_simulating(situation, footprint, hardware, self._budget, ranks=self._ranks)
         plan = next(one.plan for one in self._played if one.metered == metered and one.plan is not None)

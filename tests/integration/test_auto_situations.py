@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.engine.recompute import Recompute
 from hf_offload.errors import OffloadConfigError, OffloadPlanError, RecomputeError
+from hf_offload.plan import feedback
 
 WIDTH = 64
 
@@ -286,34 +287,46 @@ def test_a_graph_that_is_walked_again_stays_within_the_budget_that_is_named(back
     assert session.stats.steps[-1].offloaded_bytes == 0
 
 
+def _steps_with_penalties(config, steps, has_penalty):
+    """The weights, and of every step how many bytes moved, and what was forecast."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    with offload_activations(model, config) as session:
+        for step in range(steps):
+            torch.manual_seed(step)
+            if has_penalty(step):
+                _gradient_penalty(model, batch(512))
+            else:
+                model(batch(512)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+            moved = session.stats.steps[-1].offloaded_bytes if session.stats.steps else 0
+            seen.append((moved, session.forecast))
+    return [parameter.detach().clone() for parameter in model.parameters()], seen
+
+
 def test_a_graph_that_some_steps_make_is_planned_for(tmp_path):
-    """A gradient penalty in every fourth step: the plan for the others would need far more than the budget then."""
+    """The plan for the others would need far more than the budget in a step with a gradient penalty."""
 
-    def steps(config):
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        seen = []
-        with offload_activations(model, config) as session:
-            for step in range(16):
-                torch.manual_seed(step)
-                if step % 4 == 3:
-                    _gradient_penalty(model, batch(512))
-                else:
-                    model(batch(512)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                session.end_step()
-                seen.append((sum(step.offloaded_bytes for step in list(session.stats.steps)[-1:]), session.forecast))
-        return [parameter.detach().clone() for parameter in model.parameters()], seen
+    def has_penalty(step):
+        return step % 4 == 3
 
-    expected, _ = steps(OffloadConfig(tier="none"))
     budget = 16 << 20
-    found, seen = steps(auto(tmp_path, budget))
+    expected, _ = _steps_with_penalties(OffloadConfig(tier="none"), 12, has_penalty)
+    found, seen = _steps_with_penalties(auto(tmp_path, budget), 12, has_penalty)
     assert is_same(expected, found)
     assert seen[3][0] < 1 << 20  # nothing said that a penalty would come
-    assert all(offloaded > 1 << 20 for offloaded, _ in seen[4:])
+    assert all(moved > 1 << 20 for moved, _ in seen[4:])
     before, after = seen[3][1].peak_bytes, seen[-1][1].peak_bytes
     assert 1.5 * before < after <= budget
+
+
+def test_a_graph_that_does_not_come_again_is_not_awaited_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(feedback, "_MOST_WITHOUT_GRAPH", 2)
+    _, seen = _steps_with_penalties(auto(tmp_path, 16 << 20), 9, lambda step: step == 3)
+    assert [moved > 1 << 20 for moved, _ in seen] == [True, False, False, False, True, True, True, False, False]
 
 
 @pytest.mark.parametrize("rows", [(64, 512), (512, 64)])
