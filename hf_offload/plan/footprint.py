@@ -87,6 +87,7 @@ class Footprint:
         tiled: Modules that are computed a few tokens at a time.
         state_bytes: How much of ``base_bytes`` is optimizer state.
         sampled: Linear layers whose weight gradient is estimated from a part of their input.
+        skipped_blocks: Blocks that did not run, and may run in another step (layer drop).
     """
 
     moments: tuple[Moment, ...]
@@ -104,6 +105,7 @@ class Footprint:
     tiled: tuple[str, ...] = ()
     sampled: tuple[str, ...] = ()
     state_bytes: int = 0
+    skipped_blocks: tuple[str, ...] = ()
 
     @functools.cached_property
     def recomputable(self) -> tuple[BlockSpan, ...]:

@@ -51,6 +51,7 @@ class _MicroBatch:
     saved: tuple[Saved, ...]
     blocks: tuple[BlockSpan, ...]
     peak_live_bytes: int
+    skipped_blocks: tuple[str, ...]
     has_backward: bool
     walks_again: bool
 
@@ -175,7 +176,10 @@ class StepMeter(StepRecorder):
         saved, blocks = tuple(self._saved()), tuple(self.block_spans())
         again = sum(times.nbytes for times in self._times.values() if times.is_asked_again)
         walks_again = again > _AGAIN * sum(times.nbytes for times in self._times.values())
-        self._micro_batches.append(_MicroBatch(moments, saved, blocks, self.peak_live_bytes, has_backward, walks_again))
+        skipped = tuple(sorted(self._blocks - self._left.keys()))
+        self._micro_batches.append(
+            _MicroBatch(moments, saved, blocks, self.peak_live_bytes, skipped, has_backward, walks_again)
+        )
 
     @property
     def micro_batches(self) -> int:
@@ -323,6 +327,7 @@ class StepMeter(StepRecorder):
             optimizer_step_s=self._optimizer_s,
             source="measured",
             state_bytes=self._state_bytes + missing,
+            skipped_blocks=found.skipped_blocks,
         )
 
     def _saved(self) -> Iterator[Saved]:

@@ -79,7 +79,8 @@ def plan_of(problem: Problem, solution: Solution, like: Plan, reason: str) -> Pl
 
 def _keeping(problem: Problem, solution: Solution) -> Keeping | None:
     footprint, timeline = problem.footprint, solution.timeline
-    spare = max(0, problem.limit_bytes - timeline.peak_bytes)
+    needed = timeline.stalled_peak_bytes if footprint.skipped_blocks else timeline.peak_bytes
+    spare = max(0, problem.limit_bytes - needed)
     kept = {
         unit: 0 if one.recomputes else footprint.saved_bytes[unit]
         for unit, one in solution.placements.items()

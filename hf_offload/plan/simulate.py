@@ -53,7 +53,7 @@ class Timeline:
     ``memory`` holds (seconds, bytes) at every moment, base included; ``tier_bytes`` the most that lies in each tier at once;
     ``resident_bytes`` the most that the engine holds of saved tensors at once, whatever else holds them, too.
     ``stalled_peak_bytes`` is the peak if the tier stopped writing at the worst moment of forward, until forward has to wait,
-    and if the step is measured.
+    if the step is measured, or if a block runs that did not run when it was measured.
     """
 
     step_s: float
@@ -243,6 +243,11 @@ class _Player:
                 self._now += moment.seconds
         self._note("the optimizer", footprint.gradient_bytes + footprint.optimizer_step_bytes)
         self._advance("compute", "the optimizer", footprint.optimizer_step_s)
+        if footprint.skipped_blocks:
+            # Such a block needs what others do, beside all that may be in memory then.
+            in_blocks = (moment for moment in footprint.moments if footprint.units[moment.unit] is not None)
+            live = max((moment.live_bytes + moment.measured_bytes for moment in in_blocks), default=0)
+            self._stalled_peak = max(self._stalled_peak, base_bytes + live + self._most_held)
         return Timeline(
             step_s=self._now,
             peak_bytes=self._peak,
