@@ -4,6 +4,7 @@ Candidates come from a mixed-integer linear program and from a greedy search; bo
 decides between them, and a local search improves the winner. The work is counted, not timed: the same plan on every machine.
 """
 
+import bisect
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -83,19 +84,11 @@ def _as_many_as_fit(problem: Problem, choices: Choices, placement: Placement, wi
     def prefix(parts: int) -> Solution:
         return problem.play(choices.place(dict.fromkeys(choices.parts[:parts], placement)), windows, placement.value)
 
-    best = prefix(len(choices.parts))
-    if problem.has_room(best):
-        return best
-    low, high = 0, len(choices.parts)
-    best = prefix(low)
-    while high - low > 1:
-        middle = (low + high) // 2
-        tried = prefix(middle)
-        if problem.has_room(tried):
-            low, best = middle, tried
-        else:
-            high = middle
-    return best
+    count = len(choices.parts)
+    if problem.has_room(every := prefix(count)):
+        return every
+    too_many = bisect.bisect_left(range(count), True, lo=1, key=lambda parts: not problem.has_room(prefix(parts)))
+    return prefix(too_many - 1)
 
 
 def uniform(problem: Problem, placement: Placement) -> Solution | None:
