@@ -82,4 +82,4 @@ bench-cpu: $(STAMP)  ## All tables of the README (more than an hour); ROUNDS=1 f
 	$(BIN)/hf-offload bench overhead
 
 clean:  ## Remove the environment and all results
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs tests/accelerator/.build

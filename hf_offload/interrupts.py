@@ -5,6 +5,9 @@ Note: Ctrl-C inside the engine
     two counters, or between a lock and the ``try`` that releases it, would leave room, bytes or a lock behind for good. So
     the engine and the tiers do their bookkeeping in a section, ``with signals_deferred:``, in which a handler only notes its
     signal; it runs when the outermost section ends, and where a section waits (:meth:`_Deferral.deliver`).
+    PyTorch's modes (gradients, autocast, hooks of saved tensors, dispatch) are switched by Python code, and a signal in the
+    midst of that leaves them switched, for the rest of the process. So the package switches them in a section, for a module
+    or a piece of the loss at a time.
     Callbacks of weak references are no place for a section: what is raised before it begins is discarded by Python. They are
     functions of C, which run no handlers. Where one has to be more (watch.py), it looks out for what is raised itself.
 """

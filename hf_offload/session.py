@@ -94,7 +94,9 @@ def _attach(
         return OffloadSession(model, config, plan, sampling, lean, tiling, ranks)
     if automatic:
         _check_eager(model)
-    tier, disk = open_tier(config, on_host=device.is_host)
+    if not device.is_host:
+        _check_no_graphs(model)
+    tier, disk = open_tier(config, device.is_host, ranks.local_count)
     if device.is_host:
         logger.info("CPU allocator: %s.", tune_running_allocator())
     engine = Engine(model, plan, device, tier)
@@ -103,7 +105,7 @@ def _attach(
     session.watch_writes(disk)
     units: Mapping[str, nn.Module] = blocks
     if automatic:
-        session.plan_while_training(hardware_of_all(config, ranks), Recompute(blocks))
+        session.plan_while_training(hardware_of_all(config, ranks, device.torch_device), Recompute(blocks))
         units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
     with signals_deferred:
         phases.install(model, units, session.begin_forward)
@@ -325,6 +327,11 @@ class OffloadSession:
             with self._phases.scope():
                 yield
 
+    def settle(self) -> None:
+        """Wait until whatever is on its way out has left memory: backward then has to bring all of it back."""
+        if self._engine is not None:
+            self._engine.transfer.settle()
+
     def end_step(self) -> None:
         """Mark the end of a training step: ``stats.step`` moves to ``stats.steps``."""
         self._end_counters()
@@ -432,6 +439,19 @@ def _check_eager(model: nn.Module, compiled: bool = False) -> None:
         for module in model.modules()
     ):
         raise compiled_error()
+
+
+def _check_no_graphs(model: nn.Module) -> None:
+    """Refuse compile modes that replay CUDA graphs: what they save lives in memory that the next replay writes to."""
+    for module in model.modules():
+        call: Any = module if hasattr(module, "get_compiler_config") else getattr(module, "_compiled_call_impl", None)
+        options = call.get_compiler_config() if hasattr(call, "get_compiler_config") else None
+        if options and options.get("triton.cudagraphs"):
+            raise OffloadConfigError(
+                f"{type(module).__name__} is compiled with CUDA graphs (mode 'reduce-overhead' or 'max-autotune'), whose "
+                "saved tensors live in memory that the next replay overwrites: compile it with mode='default' or "
+                "'max-autotune-no-cudagraphs'."
+            )
 
 
 def compiled_error() -> OffloadConfigError:

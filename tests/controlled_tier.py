@@ -125,11 +125,16 @@ class Rig:
         min_bytes: int = 0,
         keep_units: frozenset[str] = frozenset(),
         read_ahead_bytes: int | None = None,
-        write_behind_bytes: int = 1 << 40,
+        write_behind_bytes: int | None = None,
         keeping: Keeping | None = None,
         device: Device | None = None,
     ):
         self.tier = tier or ControlledTier()
+        device = device or CpuDevice()
+        if (
+            write_behind_bytes is None
+        ):  # of a host's own memory nothing is held back, of a device's not much may be left
+            write_behind_bytes = 1 << 40 if device.is_host else 32 << 10
         plan = Plan(
             default=Placement.SSD,
             placements=dict.fromkeys(keep_units, Placement.KEEP),
@@ -139,7 +144,7 @@ class Rig:
             keeping=keeping,
             reason="a test",
         )
-        self.engine = Engine(model or nn.Identity(), plan, device or CpuDevice(), self.tier)
+        self.engine = Engine(model or nn.Identity(), plan, device, self.tier)
         self.transfer = self.engine.transfer
 
     def __enter__(self) -> "Rig":

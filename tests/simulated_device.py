@@ -100,6 +100,12 @@ class SimulatedDevice(Device):
 
     # -- what the engine asks ---------------------------------------------------------------------------------------------
 
+    def make_current(self) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        return False
+
     def allocate(self, nbytes, phase):
         self._turn()
         with self._lock:
@@ -153,6 +159,11 @@ class SimulatedDevice(Device):
             block = self._block(tensor)
             if block is not None and block.owner is not stream:
                 block.users.add(stream)
+
+    def has_happened(self, event):
+        self._turn()
+        with self._lock:
+            return event.happened
 
     def synchronize(self, event):
         self._turn()

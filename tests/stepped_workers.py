@@ -60,7 +60,7 @@ class Workers:
                 return super().result(0)
 
         class Pool(_Pool):
-            def __init__(self, name, threads):
+            def __init__(self, name, threads, initializer=None):
                 super().__init__(workers, name, threads)
 
         class Ring(_PINNED_RING):

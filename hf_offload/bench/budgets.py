@@ -18,6 +18,11 @@ _FIRST_STEPS = 4
 _TOO_SMALL = OffloadPlanError.__name__
 
 
+def is_refusal(problem: str) -> bool:
+    """Whether a budget was too small, which is a result and no failure."""
+    return _TOO_SMALL in problem
+
+
 @dataclasses.dataclass(frozen=True)
 class BudgetRow:
     """One budget. Bytes are those of live tensors, weights and optimizer state included; seconds are of a whole step.
@@ -198,7 +203,7 @@ def texts(row: BudgetRow) -> list[str]:
             f"{row.share:.0%}",
             budget,
             "-",
-            "refused" if _TOO_SMALL in row.problem else "failed",
+            "refused" if is_refusal(row.problem) else "failed",
             *["-"] * 6,
         ]
     predicted, measured = row.predicted_peak_bytes, row.measured_peak_bytes

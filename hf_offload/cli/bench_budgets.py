@@ -42,7 +42,7 @@ def budgets(
     with clear_errors(), visible_log():
         check_recipes(shapes, overrides, steps, allocator)
         check_output_folder(output_dir, "--output", "budgets.json")
-        from hf_offload.bench.budgets import COLUMNS, run_budgets, texts  # slow: it loads torch
+        from hf_offload.bench.budgets import COLUMNS, is_refusal, run_budgets, texts  # slow: it loads torch
         from hf_offload.bench.steps import plan_steps
         from hf_offload.bench.strategies import parse_strategies
 
@@ -80,8 +80,9 @@ def budgets(
         output().print(f"wrote {plan.output / 'budgets.json'}", highlight=False, soft_wrap=True)
     problems = [problem for one in results for problem in one.problems()]
     for problem in problems:
-        messages().print(f"[bold red]{escape(problem)}[/]", highlight=False)
-    if problems:
+        style = "yellow" if is_refusal(problem) else "bold red"
+        messages().print(f"[{style}]{escape(problem)}[/]", highlight=False)
+    if not all(map(is_refusal, problems)):
         raise typer.Exit(EXIT_PROBLEM)
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from hf_offload.cli.console import EXIT_PROBLEM, messages, output
+from hf_offload.cli.console import EXIT_PROBLEM, clear_errors, messages, output, progress_bar
 from hf_offload.errors import OffloadError
 from hf_offload.settings.sizes import format_bytes
 
@@ -45,8 +45,14 @@ def doctor(
     measure: Annotated[
         bool, typer.Option(help="Write and read 256 MiB in each directory, also at once, to measure it.")
     ] = True,
+    check: Annotated[
+        bool, typer.Option("--check", help="Try offloading on this machine's device, in about a minute.")
+    ] = False,
 ) -> None:
-    """Show what this machine offers to offloading: memory, drives, direct I/O, versions."""
+    """Show what this machine offers to offloading: memory, drives, direct I/O, versions. Or try it, with --check."""
+    if check:
+        _check(directory or [Path.cwd()], json)
+        return
     from hf_offload.plan.machine import SAMPLE_BYTES, probe_machine  # slow: it loads torch
 
     try:
@@ -59,6 +65,33 @@ def doctor(
         typer.echo(json_format.dumps(facts, indent=2, default=str))
         return
     _show(machine)
+
+
+def _check(directories: list[Path], json: bool) -> None:
+    with clear_errors(), progress_bar(counted=False) as progress:
+        from hf_offload.plan.machine import default_device  # slow: it loads torch
+        from hf_offload.reports.self_test import run_checks
+        from hf_offload.storage.file_systems import check_directory
+
+        for one in directories:
+            check_directory(one)
+        device = default_device()
+        task = progress.add_task("starting", total=None)
+        checks = run_checks(directories, device, lambda name: progress.update(task, description=escape(name)))
+    passed = all(check.passed for check in checks)
+    if json:
+        rows = [dataclasses.asdict(check) for check in checks]
+        typer.echo(json_format.dumps({"device": str(device), "passed": passed, "checks": rows}, indent=2))
+    else:
+        table = Table(title=f"Offloading on {device}", show_header=False)
+        for check in checks:
+            verdict = "[green]passed[/]" if check.passed else "[bold red]failed[/]"
+            table.add_row(verdict, escape(check.name), escape(check.detail), f"{check.seconds:.1f} s")
+        output().print(table, highlight=False)
+        verdict = "[green]Everything works on this device.[/]" if passed else "[bold red]Do not train with it here.[/]"
+        output().print(verdict, "" if passed else "Please report the lines above, with `hf-offload doctor --json`.")
+    if not passed:
+        raise typer.Exit(EXIT_PROBLEM)
 
 
 def _show(machine: "Machine") -> None:

@@ -1,6 +1,7 @@
 """The few things the transfer layer asks of a device. Small, so that a simulated device can stand in for it in tests."""
 
 import abc
+import time
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from hf_offload.storage.buffers import PAGE, empty_at_phase
 Stream = Any
 Event = Any
 
+_SHORTEST_PAUSE_S = 20e-6
+_LONGEST_PAUSE_S = 1e-3
 _NO_STREAMS = OffloadError("The CPU has no streams and events: copies need none there. This is a bug in hf_offload.")
 
 
@@ -24,12 +27,20 @@ class Device(abc.ABC):
     is_host: bool
 
     @abc.abstractmethod
+    def make_current(self) -> None:
+        """Make this the device of the calling thread, which is one of the engine's own."""
+
+    @abc.abstractmethod
     def allocate(self, nbytes: int, phase: int) -> torch.Tensor:
         """A ``uint8`` buffer on the device, on the current stream, at address ``phase`` modulo what kernels care about."""
 
     @abc.abstractmethod
     def current_stream(self) -> Stream:
         """The stream on which this thread computes now. Never keep it: the user may switch at any time."""
+
+    @abc.abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether what this thread computes now becomes part of a graph that is replayed later."""
 
     @abc.abstractmethod
     def new_stream(self) -> Stream:
@@ -52,6 +63,10 @@ class Device(abc.ABC):
         """Tell the allocator that ``stream`` uses ``tensor``, which was allocated on another one."""
 
     @abc.abstractmethod
+    def has_happened(self, event: Event) -> bool:
+        """Whether ``event`` has happened, without waiting."""
+
+    @abc.abstractmethod
     def synchronize(self, event: Event) -> None:
         """Let the host wait for ``event``. Safe in threads that have no current stream or device."""
 
@@ -62,8 +77,14 @@ class CpuDevice(Device):
     torch_device = torch.device("cpu")
     is_host = True
 
+    def make_current(self) -> None:
+        pass
+
     def allocate(self, nbytes: int, phase: int) -> torch.Tensor:
         return empty_at_phase(nbytes, phase % PAGE)
+
+    def is_capturing(self) -> bool:
+        return False
 
     # The transfer layer asks a host device for none of these.
     def current_stream(self) -> Stream:
@@ -84,6 +105,9 @@ class CpuDevice(Device):
     def use(self, tensor: torch.Tensor, stream: Stream) -> None:
         raise _NO_STREAMS
 
+    def has_happened(self, event: Event) -> bool:
+        raise _NO_STREAMS
+
     def synchronize(self, event: Event) -> None:
         raise _NO_STREAMS
 
@@ -98,6 +122,11 @@ class AcceleratorDevice(Device):
     def __init__(self, device: torch.device):
         self.torch_device = device
 
+    def make_current(self) -> None:
+        # In a thread without one, whatever names a device goes back to device 0 afterwards, which wakes it: on CUDA, some
+        # 500 MiB of GPU 0 for each rank.
+        torch.accelerator.set_device_index(self.torch_device)
+
     def allocate(self, nbytes: int, phase: int) -> torch.Tensor:
         phase %= self._ALIGNMENT
         raw = torch.empty(nbytes + phase, dtype=torch.uint8, device=self.torch_device)
@@ -105,6 +134,12 @@ class AcceleratorDevice(Device):
 
     def current_stream(self) -> Stream:
         return torch.accelerator.current_stream(self.torch_device)
+
+    def is_capturing(self) -> bool:
+        if self.torch_device.type == "cuda":
+            return torch.cuda.is_current_stream_capturing()
+        asked = getattr(self.current_stream(), "is_capturing", None)  # newer versions of PyTorch
+        return asked is not None and asked()
 
     def new_stream(self) -> Stream:
         return torch.Stream(device=self.torch_device)
@@ -116,14 +151,25 @@ class AcceleratorDevice(Device):
         stream.wait_event(event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        with stream:  # names the stream and its device for this thread; nothing is asked of what was current
+        # What was current is remembered in the object that is entered, and several threads copy on one stream.
+        entered = torch.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+        with entered:
             target.copy_(source, non_blocking=True)
 
     def use(self, tensor: torch.Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)
 
+    def has_happened(self, event: Event) -> bool:
+        return event.query()
+
     def synchronize(self, event: Event) -> None:
-        event.synchronize()
+        # An event's own wait keeps a core busy on CUDA, and those that do not are CUDA's own.
+        pause_s = _SHORTEST_PAUSE_S
+        while not event.query():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -87,8 +87,7 @@ class Engine:
         self._tier_of = {unit: placement.tier for unit, placement in plan.placements.items()}
         self._default_tier = plan.default.tier
         self._keeping = plan.keeping
-        # On an accelerator, what waits to be written has left the device: the ring is what bounds it.
-        self._write_behind_bytes = plan.write_behind_bytes if self._device.is_host else _RING_BYTES
+        self._write_behind_bytes = plan.write_behind_bytes
         self.prefetch.follow(plan.read_ahead_bytes, plan.keeping.resident_bytes if plan.keeping else None)
 
     # -- what an observer asks ----------------------------------------------------------------------------------------
@@ -113,10 +112,9 @@ class Engine:
         made, self._made_graph = self._made_graph, False
         return made
 
-    def bandwidth(self) -> tuple[float, float]:
-        """Bytes a second that the tier has stored and loaded so far; zero where it has not."""
-        total = self.stats.total
-        return total.write_bytes_per_s, total.read_bytes_per_s
+    def bandwidth(self) -> dict[str, tuple[float, float]]:
+        """Bytes a second that each part of the tier has stored and loaded so far; zero where that is not known."""
+        return {part.name: part.stats.bytes_per_s for part in self.transfer.tier.parts}
 
     # -- where forward is ---------------------------------------------------------------------------------------------
 
@@ -149,7 +147,8 @@ class Engine:
             return self._keep(tensor)
         if tensor in self._weights:
             return _keep_plain(tensor)
-        if torch._C._get_dispatch_mode(_TRACING) is not None:
+        if torch._C._get_dispatch_mode(_TRACING) is not None or self._device.is_capturing():
+            # A replay would neither move it nor wait for it.
             return self._keep(tensor)
         with signals_deferred:
             return self._pack_activation(tensor)
@@ -193,7 +192,8 @@ class Engine:
         version = record.probe._version
         if version != record.version:
             raise _modified(version, record.version, str(handle.dtype), handle.size, record.unit)
-        if not record.tape.in_backward:
+        is_first = not record.tape.in_backward
+        if is_first:
             self._report_room(record.tape)
         if self.observer is not None:
             self.observer.asked(record)
@@ -201,6 +201,8 @@ class Engine:
         tensor = handle.view(*self.transfer.fetch(record))
         self.transfer.reap()
         self.prefetch.fill(record.tape)
+        if is_first:  # what is not needed early goes now: nothing is stored any more that would push it out
+            self.transfer.let_go()
         self.transfer.evict_beyond(self.prefetch.window(record.tape) + 2 * record.tape.largest)
         return tensor
 

@@ -2,22 +2,28 @@
 
 Note: stream order
     A device block may go back to the allocator only when no queued work reads it any more, and the allocator knows only
-    of the stream on which the block was made. So the block is dropped in *stream order*: a few stores later the compute
-    stream waits for the copy's event, then the reference goes. Whatever is allocated there afterwards is ordered behind
-    the copy. Polling from the host, or ``record_stream``, would hold blocks while later allocations are already made, and
-    the peak would not fall. In the other direction the target is allocated on the compute stream in the hook's thread;
-    the load stream waits for an event recorded there, so that it cannot write into memory whose former user still runs;
-    compute waits for the load's own event.
+    of the stream on which the block was made. So the block is dropped in *stream order*: once more bytes are on their way
+    out than the plan allows, the compute stream waits for the copy's event, then the reference goes. Whatever is allocated
+    there afterwards is ordered behind the copy. Polling from the host alone, or ``record_stream``, would hold blocks while
+    later allocations are already made, and the peak would not fall. In the other direction the target is allocated on the
+    compute stream in the hook's thread; the load stream waits for an event recorded there, so that it cannot write into
+    memory whose former user still runs; compute waits for the load's own event.
 
 Note: several compute streams
     Reading ahead loads on the stream of whoever reads ahead, and another one may use what was loaded: it waits for the load,
     too, and the allocator is told. The memory of a slot that is copied to and from directly is ordered slot by slot, for
     no compute stream need be behind another: a load waits for the copy into the slot, and once a slot is free the next
     copy into its memory waits for the last one out of it.
+
+Note: chunks
+    What goes through the ring goes in chunks, each with a slot of its own: while one is written, the next is copied. A
+    record as large as the ring would leave drive and link waiting for each other, and a larger one would pin its size.
 """
 
 import abc
 import collections
+import dataclasses
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -29,6 +35,7 @@ import torch
 
 from hf_offload.engine.device import Device, Event, Stream
 from hf_offload.errors import TierFullError
+from hf_offload.storage.buffers import PAGE
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.tier import Slot, Tier
 from hf_offload.storage.workers import WorkerPool
@@ -46,6 +53,17 @@ class Arrival(NamedTuple):
 class Mover(abc.ABC):
     """Moves bytes for the transfer layer. A load's future gives what compute has to wait for, or None."""
 
+    def __init__(self, tier: Tier):
+        self._tier = tier
+
+    def reserve(self, nbytes: int, place: str | None = None) -> Slot:
+        """Room for a buffer, in the part of the tier named ``place``. Raises as the tier does."""
+        return self._tier.reserve(nbytes, place)
+
+    def free(self, slot: Slot) -> None:
+        """Give the room back, as the tier does."""
+        self._tier.free(slot)
+
     @abc.abstractmethod
     def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
         """Start writing. ``drop`` is called in a training thread as soon as the engine may let go of ``buffer``, unless
@@ -60,11 +78,11 @@ class Mover(abc.ABC):
     def arrive(self, arrival: Arrival | None, storage: torch.UntypedStorage) -> None:
         """Order the calling thread's compute behind a load into ``storage``."""
 
-    def advance(self, everything: bool = False) -> None:  # noqa: B027  nothing to do where nothing is copied
-        """Let go of device buffers whose copies are behind us in stream order. Called in training threads."""
+    def advance(self, limit_bytes: int | None = None) -> None:  # noqa: B027  nothing to do where nothing is copied
+        """Let go of device buffers that have been copied, without waiting. Called in training threads.
 
-    def forget(self, slot: Slot) -> None:  # noqa: B027  nothing to forget where nothing is rescued
-        """The slot is about to be freed."""
+        Beyond ``limit_bytes``, compute waits for copies that have not ended, oldest first, and those buffers go, too.
+        """
 
     drops_early: bool
     """Whether buffers go through ``drop``. If not, the buffer is free when the store's future is done."""
@@ -79,9 +97,6 @@ class HostMover(Mover):
 
     drops_early = False
 
-    def __init__(self, tier: Tier):
-        self._tier = tier
-
     def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
         return self._tier.write(slot, buffer)
 
@@ -95,6 +110,13 @@ class HostMover(Mover):
         pass
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class ChunkedSlot(Slot):
+    """Room for a buffer that is moved in chunks: their slots, in order."""
+
+    chunks: list[Slot]
+
+
 class StagedMover(Mover):
     """Device memory, pinned memory, tier: copies on side streams, disk I/O behind them on worker threads.
 
@@ -103,7 +125,7 @@ class StagedMover(Mover):
     """
 
     drops_early = True
-    _LAG = 2  # stores between a copy and compute's wait for it: long enough that compute rarely waits
+    _CHUNK_BYTES = 32 << 20
 
     def __init__(
         self,
@@ -113,10 +135,11 @@ class StagedMover(Mover):
         report: Callable[[BaseException, int], None],
         pinned: bool = True,
     ):
+        super().__init__(tier)
         self._device = device
-        self._tier = tier
-        self._store_stream = device.new_stream()
-        self._load_stream = device.new_stream()
+        self.store_stream = device.new_stream()
+        self.load_stream = device.new_stream()
+        self._chunk_bytes = max(PAGE, min(self._CHUNK_BYTES, PinnedRing.shared(ring_bytes)) // PAGE * PAGE)
         self._ring = PinnedRing(ring_bytes, pinned)
         self._ring.behind = tier
         self._report = report
@@ -124,37 +147,73 @@ class StagedMover(Mover):
         self._in_use: set[Slot] = set()
         self._last_copy: dict[Slot, Event] = {}  # into or out of a slot's own memory
         # Event waits and ring waits of the two directions never share a thread: neither can hold the other up.
-        self._store_workers = WorkerPool("hf_offload-store", 1)
-        self._load_workers = WorkerPool("hf_offload-load", 1)
-        self._urgent_workers = WorkerPool("hf_offload-urgent", 1)  # never behind a prefetch that waits for room
-        self._arrival_workers = WorkerPool("hf_offload-arrive", 1)
+        self._store_workers = WorkerPool("hf_offload-store", 1, device.make_current)
+        self._load_workers = WorkerPool("hf_offload-load", 1, device.make_current)
+        # Never behind a prefetch that waits for room.
+        self._urgent_workers = WorkerPool("hf_offload-urgent", 1, device.make_current)
+        self._arrival_workers = WorkerPool("hf_offload-arrive", 1, device.make_current)
         self._leaving: collections.deque[tuple[Event, Stream, torch.Tensor, Callable[[], None]]] = collections.deque()
+        self._leaving_bytes = 0
         self._leaving_lock = threading.Lock()
 
-    def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
-        device = self._device
-        done: Future[None] = Future()
-        self._in_use.add(slot)
-        view = self._tier.host_view(slot)
-        staging = view if view is not None else self._ring.acquire(buffer.numel())
-        compute = device.current_stream()
-        device.wait(self._store_stream, device.record(compute))
-        device.copy(staging, buffer, self._store_stream)
-        copied = device.record(self._store_stream)
-        self._leaving.append((copied, compute, buffer, drop))
-        self.advance()
-        if view is not None:
-            # In stream order the bytes are there already; nobody on the host has to wait for them.
-            self._last_copy[slot] = copied
-            self._tier.stats.count("write", buffer.numel())
-            done.set_result(None)
-        else:
-            self._store_workers.submit(partial(self._write, slot, staging, copied, done))
-        return done
+    # -- slots --------------------------------------------------------------------------------------------------------
 
-    def _write(self, slot: Slot, staging: torch.Tensor, copied: Event, done: "Future[None]") -> None:
+    def reserve(self, nbytes: int, place: str | None = None) -> Slot:
+        slot = self._tier.reserve(nbytes, place)
+        if nbytes <= self._chunk_bytes or self._tier.host_view(slot) is not None:
+            return slot
+        self._tier.free(slot)
+        chunked = ChunkedSlot(nbytes, [])
+        try:
+            for begin in range(0, nbytes, self._chunk_bytes):
+                chunked.chunks.append(self._tier.reserve(min(self._chunk_bytes, nbytes - begin), place))
+        except BaseException:
+            for chunk in chunked.chunks:
+                self._tier.free(chunk)
+            raise
+        return chunked
+
+    def free(self, slot: Slot) -> None:
+        for chunk, _, _ in _chunks(slot):
+            self._in_use.discard(chunk)
+            self._rescued.pop(chunk, None)
+            last = self._last_copy.pop(chunk, None)
+            if last is not None:
+                self._device.wait(self.store_stream, last)
+            self._tier.free(chunk)
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
+        device, chunks = self._device, _chunks(slot)
+        store = _Store(len(chunks))
+        compute = device.current_stream()
+        device.wait(self.store_stream, device.record(compute))
+        try:
+            for chunk, begin, end in chunks:
+                self._in_use.add(chunk)
+                view = self._tier.host_view(chunk)
+                staging = view if view is not None else self._ring.acquire(end - begin)
+                device.copy(staging, buffer[begin:end], self.store_stream)
+                copied = device.record(self.store_stream)
+                if view is not None:
+                    # In stream order the bytes are there already; nobody on the host has to wait for them.
+                    self._last_copy[chunk] = copied
+                    self._tier.copied(chunk, "write")
+                    store.end()
+                else:
+                    self._store_workers.submit(partial(self._write, chunk, staging, copied, store))
+        except BaseException:  # no room any more, or Ctrl-C while it was waited for: chunks on their way need not go on
+            store.done.cancel()
+            raise
+        with self._leaving_lock:
+            self._leaving.append((copied, compute, buffer, drop))
+            self._leaving_bytes += buffer.numel()
+        return store.done
+
+    def _write(self, slot: Slot, staging: torch.Tensor, copied: Event, store: "_Store") -> None:
         self._device.synchronize(copied)
-        if not done.set_running_or_notify_cancel():
+        if not store.begin() or slot not in self._in_use:
             self._ring.release(staging)
             return
 
@@ -172,90 +231,85 @@ class StagedMover(Mover):
                 )
             finally:
                 self._ring.release(staging)
-                done.set_result(None)
+                store.end()
 
         _then(lambda: self._tier.write(slot, staging), written)
 
-    def advance(self, everything: bool = False) -> None:
-        keep = 0 if everything else self._LAG
-        while len(self._leaving) > keep:
+    def advance(self, limit_bytes: int | None = None) -> None:
+        while self._leaving:
             with self._leaving_lock:
-                if len(self._leaving) <= keep:
+                if not self._leaving:
                     return
-                copied, compute, buffer, drop = self._leaving.popleft()
-                # The stream on which the block was in use, so that whoever gets it next is behind the copy.
-                self._device.wait(compute, copied)
+                copied, compute, buffer, drop = self._leaving[0]
+                if not self._device.has_happened(copied):
+                    if limit_bytes is None or self._leaving_bytes <= limit_bytes:
+                        return
+                    # The stream on which the block was in use, so that whoever gets it next is behind the copy.
+                    self._device.wait(compute, copied)
+                self._leaving.popleft()
+                self._leaving_bytes -= buffer.numel()
             drop()
             del buffer
 
-    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Arrival] | Future[None]":
-        device = self._device
-        arrived: Future[Arrival] = Future()
-        compute = device.current_stream()
-        free = Arrival(device.record(compute), compute)
-        view = self._rescued.get(slot)
-        if view is None:
-            view = self._tier.host_view(slot)
-        if view is None:
-            workers = self._urgent_workers if urgent else self._load_workers
-            workers.submit(partial(self._read, slot, target, urgent, free, arrived))
-            return arrived
-        last = self._last_copy.get(slot)
-        if last is not None:
-            device.wait(self._load_stream, last)
-        arrival = self._copy_in(view, target, free)
-        self._last_copy[slot] = arrival.event
-        # Both ends must outlive the copy even if backward drops them at once: a thread holds them until then.
-        self._arrival_workers.submit(partial(_hold, device, arrival.event, target, view))
-        self._tier.stats.count("read", target.numel())
-        arrived.set_result(arrival)
-        return arrived
+    # -- in -----------------------------------------------------------------------------------------------------------
 
-    def _read(self, slot: Slot, target: torch.Tensor, urgent: bool, free: Arrival, arrived: "Future[Arrival]") -> None:
-        if not arrived.set_running_or_notify_cancel():
+    def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Arrival] | Future[None]":
+        device, chunks = self._device, _chunks(slot)
+        compute = device.current_stream()
+        free = device.record(compute)
+        load = _Load(len(chunks), lambda: Arrival(device.record(self.load_stream), compute))
+        workers = self._urgent_workers if urgent else self._load_workers
+        for chunk, begin, end in chunks:
+            piece = target[begin:end]
+            view = self._rescued.get(chunk)
+            if view is None:
+                view = self._tier.host_view(chunk)
+            if view is None:
+                workers.submit(partial(self._read, chunk, piece, urgent, free, load))
+                continue
+            last = self._last_copy.get(chunk)
+            if last is not None:
+                device.wait(self.load_stream, last)
+            copied = self._copy_in(view, piece, free)
+            self._last_copy[chunk] = copied
+            # Both ends must outlive the copy even if backward drops them at once: a thread holds them until then.
+            self._arrival_workers.submit(partial(_hold, device, copied, piece, view))
+            self._tier.copied(chunk, "read")
+            load.end()
+        return load.arrived
+
+    def _read(self, slot: Slot, target: torch.Tensor, urgent: bool, free: Event, load: "_Load") -> None:
+        if not load.begin():
             return
         try:
             staging = self._ring.acquire(target.numel(), urgent)
         except BaseException as error:  # whoever waits for the load has to hear of it
-            arrived.set_exception(error)
+            load.end(error)
             return
 
         def read(error: BaseException | None) -> None:
-            self._arrival_workers.submit(partial(self._arrive, error, staging, target, free, arrived))
+            self._arrival_workers.submit(partial(self._arrive, error, staging, target, free, load))
 
         _then(lambda: self._tier.read(slot, staging, urgent), read)
 
     def _arrive(
-        self,
-        error: BaseException | None,
-        staging: torch.Tensor,
-        target: torch.Tensor,
-        free: Arrival,
-        arrived: "Future[Arrival]",
+        self, error: BaseException | None, staging: torch.Tensor, target: torch.Tensor, free: Event, load: "_Load"
     ) -> None:
         try:
             if error is not None:
                 raise error
-            arrival = self._copy_in(staging, target, free)
-            arrived.set_result(arrival)
-            self._device.synchronize(arrival.event)
+            copied = self._copy_in(staging, target, free)
+            load.end()
+            self._device.synchronize(copied)
         except BaseException as failure:  # of the read or of the device: whoever waits has to hear of it
-            if not arrived.done():
-                arrived.set_exception(failure)
+            load.end(failure)
         finally:
             self._ring.release(staging)
 
-    def _copy_in(self, source: torch.Tensor, target: torch.Tensor, free: Arrival) -> Arrival:
-        self._device.wait(self._load_stream, free.event)
-        self._device.copy(target, source, self._load_stream)
-        return Arrival(self._device.record(self._load_stream), free.stream)
-
-    def forget(self, slot: Slot) -> None:
-        self._in_use.discard(slot)
-        self._rescued.pop(slot, None)
-        last = self._last_copy.pop(slot, None)
-        if last is not None:
-            self._device.wait(self._store_stream, last)
+    def _copy_in(self, source: torch.Tensor, target: torch.Tensor, free: Event) -> Event:
+        self._device.wait(self.load_stream, free)
+        self._device.copy(target, source, self.load_stream)
+        return self._device.record(self.load_stream)
 
     def arrive(self, arrival: Arrival | None, storage: torch.UntypedStorage) -> None:
         if arrival is None:
@@ -267,7 +321,7 @@ class StagedMover(Mover):
             self._device.use(target, compute)
 
     def close(self) -> None:
-        self._device.synchronize(self._device.record(self._load_stream))
+        self._device.synchronize(self._device.record(self.load_stream))
         for pool in (self._store_workers, self._load_workers, self._urgent_workers, self._arrival_workers):
             pool.close()
         while self._leaving:
@@ -277,11 +331,76 @@ class StagedMover(Mover):
         self._ring.close()
 
 
-class PinnedRing:
-    """Pinned staging buffers of any size, bounded in bytes; acquiring one waits until there is room.
+def _chunks(slot: Slot) -> list[tuple[Slot, int, int]]:
+    """The slots of a buffer's chunks, and where in the buffer each begins and ends."""
+    slots = slot.chunks if isinstance(slot, ChunkedSlot) else [slot]
+    ends = list(itertools.accumulate(chunk.nbytes for chunk in slots))
+    return list(zip(slots, [0, *ends[:-1]], ends, strict=True))
 
-    A buffer larger than the ring is served when nothing else is out. Demand loads (``urgent``) may use the last part,
-    which stores and prefetches leave alone: a prefetch that waits for room never starves the load that backward needs.
+
+class _Store:
+    """A buffer on its way out: :attr:`done` when its last chunk is."""
+
+    def __init__(self, chunks: int):
+        self.done: Future[None] = Future()
+        self._left = chunks
+        self._goes_on: bool | None = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> bool:
+        """A chunk is about to be written. Whether it still is to be."""
+        with self._lock:
+            if self._goes_on is None:
+                self._goes_on = self.done.set_running_or_notify_cancel()
+            return self._goes_on
+
+    def end(self) -> None:
+        """A chunk is where it belongs."""
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
+            self.done.set_result(None)
+
+
+class _Load:
+    """A buffer on its way in: :attr:`arrived` when the copies of all its chunks are queued, or one has failed."""
+
+    def __init__(self, chunks: int, arrival: Callable[[], Arrival]):
+        self.arrived: Future[Arrival] = Future()
+        self._arrival = arrival
+        self._left = chunks
+        self._goes_on: bool | None = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> bool:
+        """A chunk is about to be read. Whether it still is to be."""
+        with self._lock:
+            if self._goes_on is None:
+                self._goes_on = self.arrived.set_running_or_notify_cancel()
+            return self._goes_on and not self.arrived.done()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The copy of a chunk is queued, or will never be. The last one's event stands for all: they share a stream."""
+        with self._lock:
+            if self.arrived.done():
+                return
+            self._left -= 1
+            if error is None and self._left > 0:
+                return
+            arrival = None if error is not None else self._arrival()
+        if error is not None:
+            self.arrived.set_exception(error)
+        else:
+            assert arrival is not None
+            self.arrived.set_result(arrival)
+
+
+class PinnedRing:
+    """Pinned staging buffers of any size, cut from one piece of memory; acquiring one waits until there is room.
+
+    Demand loads (``urgent``) may use the last part, which stores and prefetches leave alone: a prefetch that waits for room
+    never starves the load that backward needs.
     """
 
     _RESERVED = 0.25
@@ -289,19 +408,22 @@ class PinnedRing:
     """The tier whose transfers make room: whoever waits for room stops waiting when it comes to a standstill."""
 
     def __init__(self, capacity_bytes: int, pinned: bool = True):
-        self._capacity = capacity_bytes
-        self._memory = RamTier(pinned=pinned)
+        self._capacity = -(-capacity_bytes // PAGE) * PAGE
+        self._memory = RamTier(pinned=pinned, budget_bytes=self._capacity, arena_bytes=self._capacity)
         self._slots: dict[int, Slot] = {}
         self._used = 0
+        self._released = 0
         self._room = threading.Condition()
 
+    @classmethod
+    def shared(cls, capacity_bytes: int) -> int:
+        """The part of a ring that stores and prefetches may use, in bytes."""
+        return int(capacity_bytes * (1 - cls._RESERVED))
+
     def acquire(self, nbytes: int, urgent: bool = False) -> torch.Tensor:
-        limit = self._capacity if urgent else self._capacity * (1 - self._RESERVED)
+        limit = self._capacity if urgent else self.shared(self._capacity)
         with self._room:
-            (self.behind or self._memory).wait_for(
-                lambda seconds: self._room.wait_for(lambda: self._used == 0 or self._used + nbytes <= limit, seconds)
-            )
-            slot = self._memory.reserve(nbytes)
+            slot = self._take(nbytes, limit)
             view = self._memory.host_view(slot)
             if view is None:
                 raise TierFullError("The pinned ring has no memory of its own to copy to.")
@@ -309,10 +431,26 @@ class PinnedRing:
             self._used += nbytes
             return view
 
+    def _take(self, nbytes: int, limit_bytes: int) -> Slot:
+        tried = -1  # how often room had been given back then
+
+        def may_fit() -> bool:
+            return self._released != tried and (not self._used or self._used + nbytes <= limit_bytes)
+
+        while True:
+            (self.behind or self._memory).wait_for(lambda seconds: self._room.wait_for(may_fit, seconds))
+            try:
+                return self._memory.reserve(nbytes)
+            except TierFullError:  # there is room, but in several pieces
+                if not self._used:
+                    raise
+                tried = self._released
+
     def release(self, buffer: torch.Tensor) -> None:
         with self._room:
             self._memory.free(self._slots.pop(buffer.data_ptr()))
             self._used -= buffer.numel()
+            self._released += 1
             self._room.notify_all()
 
     def close(self) -> None:
@@ -325,13 +463,16 @@ def _hold(device: Device, event: Event, target: torch.Tensor, source: torch.Tens
 
 def _then(start: "Callable[[], Future[None]]", finish: Callable[[BaseException | None], None]) -> None:
     """Call ``finish`` with the error, or None, once what ``start`` begins has ended, or at once if it cannot begin."""
+    callbacks = [finish]
+    del finish
 
     def ended(future: "Future[None]") -> None:
-        finish(CancelledError() if future.cancelled() else future.exception())
+        # A future keeps its callbacks, and whoever holds it would hold the buffers of this one.
+        callbacks.pop()(CancelledError() if future.cancelled() else future.exception())
 
     try:
         future = start()
     except BaseException as error:  # a buffer is to be given back, and somebody may wait for what it brings
-        finish(error)
+        callbacks.pop()(error)
     else:
         future.add_done_callback(ended)

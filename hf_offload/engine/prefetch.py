@@ -75,6 +75,8 @@ class Prefetcher:
 
     def window(self, tape: Tape) -> int:
         """Bytes that may be in memory ahead of the backward of ``tape``."""
+        if tape.narrowed_bytes is not None:
+            return tape.narrowed_bytes
         return tape.usual_records(self._USUAL_RECORDS) if self._fixed is None else self._fixed
 
     def asked(self, record: Record) -> None:
@@ -99,6 +101,7 @@ class Prefetcher:
         """Start loads, in order, as far as the window allows."""
         transfer = self._transfer
         window = self.window(tape)
+        may_exceed = tape.narrowed_bytes is None
         with transfer.lock:
             while tape.next < len(tape.order):
                 record = tape.records[tape.order[tape.next]]()
@@ -107,7 +110,7 @@ class Prefetcher:
                         return  # between the device and the tier: next time
                     # What still leaves is in memory, too, until it has left; keeping it then adds nothing.
                     more = 0 if record.estate.leaving else record.nbytes
-                    has_room = transfer.own_bytes + more <= window or transfer.own_bytes == 0
+                    has_room = transfer.own_bytes + more <= window or (transfer.own_bytes == 0 and may_exceed)
                     if record.estate.kept:
                         pass  # it never leaves, unless room has to be made for others
                     elif record.state in (State.STORING, State.RESIDENT):
@@ -120,5 +123,7 @@ class Prefetcher:
                         try:
                             transfer.start_load(record)
                         except torch.OutOfMemoryError:
-                            return  # reading ahead is a convenience; what is needed now has its memory
+                            # Reading ahead is a convenience. To try as much again would only flush the allocator's cache.
+                            tape.narrowed_bytes = window // 2
+                            return
                 tape.next += 1

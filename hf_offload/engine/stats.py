@@ -77,8 +77,7 @@ class OffloadStats:
         _add(total, self.step)
         tier = self._tier
         if tier is not None:
-            total.write_bytes_per_s = _rate(tier.written_bytes, tier.write_busy_s)
-            total.read_bytes_per_s = _rate(tier.read_bytes, tier.read_busy_s)
+            total.write_bytes_per_s, total.read_bytes_per_s = tier.bytes_per_s
         return total
 
     @property
@@ -97,7 +96,7 @@ class OffloadStats:
         ended = self.step
         tier = self._tier
         if tier is not None:
-            now = (tier.written_bytes, tier.read_bytes, tier.write_busy_s, tier.read_busy_s)
+            now = (tier.timed_written_bytes, tier.timed_read_bytes, tier.write_busy_s, tier.read_busy_s)
             ended.write_bytes_per_s = _rate(now[0] - self._seen[0], now[2] - self._seen[2])
             ended.read_bytes_per_s = _rate(now[1] - self._seen[1], now[3] - self._seen[3])
             self._seen = now

@@ -22,6 +22,7 @@ class Tape:
         self.staying_bytes = 0  # of what backward will ask for first
         self.nbytes = 0
         self.largest = 0
+        self.narrowed_bytes: int | None = None  # reading ahead found no memory: its window since then
         self.asked: list[int] = []
         self._seen: set[int] = set()
         self.order: Sequence[int] = ()

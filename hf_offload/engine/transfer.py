@@ -25,7 +25,7 @@ from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadError, StandstillError, StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.storage.tier import Slot, Tier
+from hf_offload.storage.tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -78,18 +78,16 @@ class Transfer:
         Waits until at most ``write_behind_bytes`` wait to be written, this one among them where they wait in the memory that
         is short. Raises :class:`~hf_offload.errors.StandstillError` if none of them are any more.
         """
-        if not self._device.is_host:
-            self._wait_for_writes(write_behind_bytes)
         buffer = record.buffer
         assert buffer is not None, "a resident record holds its bytes"
         reference = weakref.ref(record)
         slot = None
         try:
-            slot = self.tier.reserve(record.nbytes, place)
+            slot = self._mover.reserve(record.nbytes, place)
             future = self._mover.store(buffer, slot, partial(self._drop_source, reference))
         except BaseException as error:  # Ctrl-C, too, which may come while a place in the queue is waited for
             if slot is not None:
-                self._free(slot)
+                self._mover.free(slot)
             if isinstance(error, StandstillError) or not isinstance(error, (TierFullError, StorageError)):
                 raise
             self.refused(record.nbytes, record.unit, error)
@@ -106,21 +104,27 @@ class Transfer:
             self._writes_in_flight.append(settled)
         self._stats.step.offloaded_bytes += record.nbytes
         future.add_done_callback(partial(self._settle, settled, reference, record.nbytes))
-        if self._device.is_host:
-            self._wait_for_writes(write_behind_bytes)
+        self._wait_for_writes(write_behind_bytes)
 
     def _wait_for_writes(self, limit_bytes: int) -> None:
-        """Hold forward back while too much is on its way out: a slow disk must not raise the peak."""
-        self._mover.advance()
+        """Hold forward back while too much is on its way out of the memory that is short: a slow tier must not raise the
+        peak. From an accelerator it has left once it is copied, and then its mover's staging memory is the limit.
+        """
+        self._mover.advance(limit_bytes)
         oldest = self._oldest_write()
-        if self._pending_bytes <= limit_bytes:
+        if not self._device.is_host or self._pending_bytes <= limit_bytes:
             return
         begin = time.perf_counter()
-        self._mover.advance(everything=True)
         while self._pending_bytes > limit_bytes and oldest is not None:
             self._wait_for(oldest)  # a failed store has been dealt with by its callback; it is no error of this one
             oldest = self._oldest_write()
         self._stats.step.store_stall_s += time.perf_counter() - begin
+
+    def settle(self) -> None:
+        """Wait until whatever is on its way out has left memory. Raises StandstillError if it never will."""
+        self._mover.advance(0)
+        while (oldest := self._oldest_write()) is not None:
+            self._wait_for(oldest)
 
     def _oldest_write(self) -> "Future[None] | None":
         with self.lock:
@@ -181,11 +185,7 @@ class Transfer:
         record.state = State.RESIDENT
         self._count_not_leaving(record)
         if slot is not None:
-            self._free(slot)
-
-    def _free(self, slot: Slot) -> None:
-        self._mover.forget(slot)
-        self.tier.free(slot)
+            self._mover.free(slot)
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 
@@ -213,8 +213,9 @@ class Transfer:
             if oldest is None:
                 return
             begin = time.perf_counter()
-            self._mover.advance(everything=True)
-            self._wait_for(oldest)
+            self._mover.advance(0)
+            if self.resident_bytes > limit_bytes:
+                self._wait_for(oldest)
             self._stats.step.store_stall_s += time.perf_counter() - begin
             self.reap()
 
@@ -241,6 +242,10 @@ class Transfer:
             self._stats.step.forwarded_bytes += record.nbytes
             if record.state is State.STORING and record.future is not None and record.future.cancel():
                 self._become_resident(record)
+
+    def let_go(self) -> None:
+        """Forward has ended: give back all memory whose bytes are on their way out."""
+        self._mover.advance(0)
 
     def start_load(self, record: Record, urgent: bool = False) -> None:
         """Begin to load a stored record. The caller holds the lock and has seen state STORED and no memory."""
@@ -359,7 +364,8 @@ class Transfer:
                 try:
                     self._bury(self.graveyard.get_nowait())
                 except queue.Empty:
-                    return
+                    break
+        self._mover.advance()
 
     def _bury(self, estate: Estate) -> None:
         with self.lock:
@@ -374,7 +380,7 @@ class Transfer:
             if estate.slot is not None:
                 if estate.future is not None:
                     estate.future.cancel()
-                self._free(estate.slot)
+                self._mover.free(estate.slot)
 
     def _hold(self, nbytes: int) -> None:
         self.resident_bytes += nbytes
@@ -417,6 +423,7 @@ class Transfer:
             threading.Thread(target=self._outlive, name="hf_offload-outlive", daemon=True).start()
 
     def _outlive(self) -> None:
+        self._device.make_current()
         while self.live_records > 0:
             self._bury(self.graveyard.get())
         self._close()

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from hf_offload.interrupts import signals_deferred
 from hf_offload.lean.recipes import Recipe, Recipes, as_it_is, autocast_as_now
 
 # ---------------------------------------------------------------------------------- modules made of several operations
@@ -28,7 +29,7 @@ def recomputed(forward: Callable[[Tensor], Tensor], inputs: Tensor, parameters: 
     """
     originals = (inputs, *parameters)
     uses = _Uses(originals)
-    with torch.no_grad(), uses:
+    with signals_deferred, torch.no_grad(), uses:
         result = forward(inputs)
     run = _Run(forward, tuple(parameters), autocast_as_now(inputs.device), uses.order[::-1])
     return _Recomputed.apply([result], run, *(originals[which] for which in run.uses))
@@ -88,7 +89,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, *parameters = ctx.saved_tensors
         uses = _Uses((inputs, *ctx.run.parameters), (inputs, *parameters))
-        with torch.enable_grad(), ctx.run.autocast(), uses:
+        with signals_deferred, torch.enable_grad(), ctx.run.autocast(), uses:
             result = ctx.run.forward(inputs)
         needed = [leaf for leaf, needs in zip(reversed(uses.leaves), ctx.needs_input_grad[2:], strict=True) if needs]
         found = iter(torch.autograd.grad(result, needed, gradient, allow_unused=True))
@@ -286,7 +287,7 @@ class _CoarseActivation(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         leaf = inputs.detach().requires_grad_()
         # This graph ends here: what it saves is nobody else's.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        with signals_deferred, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
             result = forward(leaf)
             (derivative,) = torch.autograd.grad(result, leaf, torch.ones_like(result))
         ctx.save_for_backward(*to_codes(derivative))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.pytorch_utils import Conv1D
 
+from hf_offload.interrupts import signals_deferred
 from hf_offload.lean.functions import Products, coarse_activation, dropped, packed_dropout, packed_relu, recomputed
 from hf_offload.lean.recipes import Recipe, Recipes, autocast_as_now
 from hf_offload.sampling.linear import LinearOfPart, Part
@@ -40,7 +41,7 @@ class Gate(LeanModule):
     """The module around an activation function: products inside are made again where they would be saved."""
 
     def leanly(self, *args: Any, **kwargs: Any) -> Any:
-        with Products(self.recipes):
+        with signals_deferred, Products(self.recipes):
             return self.own_forward(*args, **kwargs)
 
 
@@ -110,7 +111,7 @@ class Again:
         self._autocast = autocast_as_now(inputs.device)
 
     def __call__(self, inputs: Tensor, *_: Tensor) -> Tensor:
-        with self._autocast():
+        with signals_deferred, self._autocast():
             return self._forward(inputs)
 
 

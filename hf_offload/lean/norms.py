@@ -80,7 +80,7 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     count = torch.Size(shape).numel()
-    return (0.5 + 0.37 * torch.arange(count)).sin().view(shape).to(dtype)
+    return (0.5 + 0.37 * torch.arange(count, device="cpu")).sin().view(shape).to(dtype)
 
 
 def _own(module: nn.Module) -> dict[str, Any]:

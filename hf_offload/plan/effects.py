@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.copied_hooks import InertInCopies
+from hf_offload.interrupts import signals_deferred
 
 # Objects that are looked into, and how deep, before the comparison is content with what it has.
 _MOST_OBJECTS = 5_000
@@ -89,7 +90,7 @@ def state_of(block: nn.Module, inputs: object = (), *, values: bool = False) -> 
     modules, the generators of Python and NumPy, and ``inputs``. With ``values``, small tensors are compared by what is in
     them, and not only by their version.
     """
-    with _disable_current_modes(), torch.no_grad():
+    with signals_deferred, _disable_current_modes(), torch.no_grad():
         return _Look(values).at(block, inputs)
 
 

@@ -60,8 +60,8 @@ class ObservedEngine(Protocol):
         """Seconds it has kept the training waiting since the session began."""
         ...
 
-    def bandwidth(self) -> tuple[float, float]:
-        """Bytes a second that the tier stored and loaded so far; zero where unknown."""
+    def bandwidth(self) -> Mapping[str, tuple[float, float]]:
+        """Bytes a second that each tier stored and loaded so far; zero where unknown."""
         ...
 
     def made_graph(self) -> bool:
@@ -474,12 +474,11 @@ class Feedback:
 
     def _with_measured_bandwidth(self) -> Hardware:
         hardware = self._hardware
-        tier = self._safest.default.tier
-        assert tier is not None
         store, load = dict(hardware.store_bytes_per_s), dict(hardware.load_bytes_per_s)
-        for rates, reached in zip((store, load), self._engine.bandwidth(), strict=True):
-            if reached > 0:
-                rates[tier] = dataclasses.replace(rates[tier], value=reached, source="measured")
+        for tier, reached in self._engine.bandwidth().items():
+            for rates, rate in zip((store, load), reached, strict=True):
+                if rate > 0 and tier in rates:
+                    rates[tier] = dataclasses.replace(rates[tier], value=rate, source="measured")
         return dataclasses.replace(hardware, store_bytes_per_s=store, load_bytes_per_s=load)
 
 

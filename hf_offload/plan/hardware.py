@@ -38,10 +38,13 @@ _MATMUL_SHARE = 0.5
 _MEMORY_SHARE = 0.75
 _DEFAULT_SSD = 3e9
 _DEFAULT_PCIE = 20e9
-_CACHE_VERSION = 2
-_MATMUL_SIZE = {"cpu": 768, "cuda": 8192}
-_COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+_CACHE_VERSION = 3
+_MATMUL_SIZE = 768
+_COPY_BYTES = 64 << 20
 _REPEATS = 7
+# Accelerators are measured with twice the size until it takes so long: what is shorter measures the launch.
+_LONG_ENOUGH_S = 1e-3
+_LARGEST = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Hardware:
 
     Attributes:
         name: For people.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: Its type, such as ``"cpu"`` or ``"cuda"``.
         memory_bytes: Memory of the device that training may use.
         flops_per_s: Matrix multiplication, per dtype.
         memory_bytes_per_s: Reading and writing in the device's memory, for everything else.
@@ -263,34 +266,44 @@ def _bandwidths(name: str, text: str) -> tuple[float, float]:
 # -- measured ----------------------------------------------------------------------------------------------------------
 
 
-def measure_hardware(directories: Sequence[str | os.PathLike[str]], *, fresh: bool = False) -> Hardware:
-    """This machine, its device and the drives under ``directories``. Takes some seconds; the result is kept in the user's
-    cache folder per machine and directory, and measured again with ``fresh``.
+def measure_hardware(
+    directories: Sequence[str | os.PathLike[str]], device: "torch.device | None" = None, *, fresh: bool = False
+) -> Hardware:
+    """This machine, ``device`` (default: the current accelerator, or the CPU) and the drives under ``directories``.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used.
+    Takes some seconds; the result is kept in the user's cache folder per machine and directory, and measured again with
+    ``fresh``.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used, and for a device on which there
+    is no room to measure, or that does not say how much memory it has.
     """
-    from hf_offload.plan.machine import probe_machine
+    from hf_offload.plan.machine import default_device, probe_machine
+    from hf_offload.storage.host_memory import RAM_SHARE
 
-    machine = probe_machine(directories, sample_bytes=0)
+    device = device or default_device()
+    machine = probe_machine(directories, sample_bytes=0, device=device)
+    if machine.device.usable_bytes is None:
+        raise OffloadConfigError(
+            f"{machine.device.name} does not say how much memory it has, so nothing can be planned for it: set tier='ram' or "
+            "tier='ssd'."
+        )
     key = _cache_key(machine.device.name, directories)
     rates = None if fresh else _read(key)
     if rates is None or not rates.keys() >= _measured_names(directories, machine.device.type):
-        rates = _measure(directories, machine.device.type)
+        rates = _measure(directories, device)
         _write(key, rates)
-    device = machine.device.type if machine.device.type == "cuda" else "cpu"
     measured = {name: Figure(value, "measured") for name, value in rates.items()}
     store, load, both, room = {}, {}, {}, {}
-    if device == "cuda":
+    if device.type != "cpu":
         store["ram"], load["ram"], both["ram"] = (measured[f"ram {way}"] for way in ("store", "load", "both"))
-        room["ram"] = Figure((machine.ram_available_bytes or 0) * 0.8, "measured")
+        room["ram"] = Figure((machine.ram_available_bytes or 0) * RAM_SHARE, "measured")
     if machine.drives:
         store["ssd"], load["ssd"], both["ssd"] = (measured[f"ssd {way}"] for way in ("store", "load", "both"))
         room["ssd"] = Figure(sum({drive.free_bytes for drive in machine.drives}), "measured")
-    free = machine.device.free_bytes or 0
     return Hardware(
         name=machine.device.name,
-        device=device,
-        memory_bytes=Figure(free, "measured"),
+        device=device.type,
+        memory_bytes=Figure(machine.device.usable_bytes, "measured"),
         flops_per_s={dtype: measured[f"matmul {dtype}"] for dtype in DTYPES},
         memory_bytes_per_s=measured["memory"],
         store_bytes_per_s=store,
@@ -300,35 +313,90 @@ def measure_hardware(directories: Sequence[str | os.PathLike[str]], *, fresh: bo
     )
 
 
-def _measure(directories: Sequence[str | os.PathLike[str]], device_type: str) -> dict[str, float]:
+def _measure(directories: Sequence[str | os.PathLike[str]], device: "torch.device") -> dict[str, float]:
+    rates = _measure_cpu(device) if device.type == "cpu" else _measure_accelerator(device)
+    return rates | _measure_drives(directories)
+
+
+def _measure_cpu(device: "torch.device") -> dict[str, float]:
+    rates = {f"matmul {name}": _matmul_rate(name, _MATMUL_SIZE, device)[0] for name in DTYPES}
+    return rates | {"memory": _memory_rate(_COPY_BYTES, device)[0]}
+
+
+def _measure_accelerator(device: "torch.device") -> dict[str, float]:
     import torch
 
-    from hf_offload.plan.machine import probe_machine
+    with torch.accelerator.device_index(device.index):
+        try:
+            rates = {f"matmul {name}": _at_length(_matmul_rate, name, device=device) for name in DTYPES}
+            rates["memory"] = _at_length(_memory_rate, device=device)
+            return rates | link_rates(device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.accelerator.get_memory_info(device)
+            raise OffloadConfigError(
+                f"{device} cannot be measured: {format_bytes(free)} of {format_bytes(total)} are free. End what else uses it "
+                "(nvidia-smi lists processes), or plan before the model is there."
+            ) from error
+        finally:
+            # What was only needed here would be missing in training.
+            torch.accelerator.empty_cache()
+            if hasattr(torch.accelerator, "empty_host_cache"):
+                torch.accelerator.empty_host_cache()
 
-    device = torch.device(device_type if device_type == "cuda" else "cpu")
-    rates: dict[str, float] = {}
-    size = _MATMUL_SIZE[device.type]
-    for name in DTYPES:
-        dtype = getattr(torch, name)
-        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        seconds = _median_s(lambda left=left, right=right: left @ right, device)
-        rates[f"matmul {name}"] = 2 * size**3 / seconds
-    nbytes = _COPY_BYTES[device.type]
+
+def _at_length(measure: Any, *args: Any, device: "torch.device") -> float:
+    """The rate at the first size that takes long enough."""
+    size = _MATMUL_SIZE if measure is _matmul_rate else _COPY_BYTES
+    rate, seconds = measure(*args, size, device)
+    while seconds < _LONG_ENOUGH_S and 2 * size <= (_LARGEST if measure is _matmul_rate else 4 * _COPY_BYTES):
+        size *= 2
+        rate, seconds = measure(*args, size, device)
+    return rate
+
+
+def _matmul_rate(name: str, size: int, device: "torch.device") -> tuple[float, float]:
+    """Operations a second, and the seconds it took."""
+    import torch
+
+    left, right = (torch.ones(size, size, dtype=getattr(torch, name), device=device) for _ in range(2))
+    seconds = _median_s(lambda: left @ right, device)
+    return 2 * size**3 / seconds, seconds
+
+
+def _memory_rate(nbytes: int, device: "torch.device") -> tuple[float, float]:
+    import torch
+
     source = torch.ones(nbytes // 4, device=device)
     target = torch.empty_like(source)
-    rates["memory"] = 2 * nbytes / _median_s(lambda: torch.mul(source, 2.0, out=target), device)
-    if device.type == "cuda":
-        host = torch.empty(nbytes // 4, pin_memory=True)
-        rates["ram store"] = nbytes / _median_s(lambda: host.copy_(source, non_blocking=True), device)
-        rates["ram load"] = nbytes / _median_s(lambda: source.copy_(host, non_blocking=True), device)
-        other, stream = torch.empty_like(host, pin_memory=True), torch.cuda.Stream()
+    seconds = _median_s(lambda: torch.mul(source, 2.0, out=target), device)
+    return 2 * nbytes / seconds, seconds
 
-        def both_ways() -> None:
-            with torch.cuda.stream(stream):
-                other.copy_(target, non_blocking=True)
-            source.copy_(host, non_blocking=True)
 
-        rates["ram both"] = 2 * nbytes / _median_s(both_ways, device)
+def link_rates(device: "torch.device") -> dict[str, float]:
+    """Bytes a second between ``device`` and pinned memory: ``"ram store"``, ``"ram load"``, and ``"ram both"`` at once."""
+    import torch
+
+    nbytes = _COPY_BYTES
+    source, target = torch.ones(nbytes // 4, device=device), torch.ones(nbytes // 4, device=device)
+    host, other = (torch.empty(nbytes // 4, device="cpu", pin_memory=True) for _ in range(2))
+    stream = torch.Stream(device=device)
+
+    def both_ways() -> None:
+        with stream:
+            other.copy_(target, non_blocking=True)
+        source.copy_(host, non_blocking=True)
+
+    return {
+        "ram store": nbytes / _median_s(lambda: host.copy_(source, non_blocking=True), device),
+        "ram load": nbytes / _median_s(lambda: source.copy_(host, non_blocking=True), device),
+        "ram both": 2 * nbytes / _median_s(both_ways, device),
+    }
+
+
+def _measure_drives(directories: Sequence[str | os.PathLike[str]]) -> dict[str, float]:
+    from hf_offload.plan.machine import probe_machine
+
+    rates: dict[str, float] = {}
     if directories:
         drives = probe_machine(directories).drives
         for name, kind in (("store", "write"), ("load", "read"), ("both", "both")):
@@ -347,20 +415,22 @@ def _measure(directories: Sequence[str | os.PathLike[str]], device_type: str) ->
 def _median_s(work: Any, device: "torch.device") -> float:
     import torch
 
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
     times = []
     for _ in range(_REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         begin = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         times.append(time.perf_counter() - begin)
     return sorted(times)[len(times) // 2]
 
 
 def _measured_names(directories: Sequence[str | os.PathLike[str]], device_type: str) -> set[str]:
-    tiers = [*(["ram"] if device_type == "cuda" else []), *(["ssd"] if directories else [])]
+    tiers = [*(["ram"] if device_type != "cpu" else []), *(["ssd"] if directories else [])]
     ways = [f"{tier} {way}" for tier in tiers for way in ("store", "load", "both")]
     return {*(f"matmul {name}" for name in DTYPES), "memory", *ways}
 

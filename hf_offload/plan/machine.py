@@ -18,6 +18,7 @@ from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.disk_io import DirectIo
 from hf_offload.storage.file_systems import check_directory, free_disk_bytes
+from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.versions import find_versions
 
 PACKAGES = (
@@ -47,12 +48,15 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
-    """The device that trains. ``free_bytes`` is what other processes and this one leave now."""
+    """The device that trains. ``free_bytes`` is what other processes and this one leave now, ``usable_bytes`` the most that
+    this process can have in all, what it has already included.
+    """
 
     name: str
     type: str
     total_bytes: int | None
     free_bytes: int | None
+    usable_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,16 +103,22 @@ class Machine:
     versions: dict[str, str | None]
 
 
-def probe_machine(directories: Sequence[str | os.PathLike[str]] = (), *, sample_bytes: int = SAMPLE_BYTES) -> Machine:
-    """Look at the machine; write and read ``sample_bytes`` in each directory (0: do not measure).
+def probe_machine(
+    directories: Sequence[str | os.PathLike[str]] = (),
+    *,
+    sample_bytes: int = SAMPLE_BYTES,
+    device: torch.device | None = None,
+) -> Machine:
+    """Look at the machine and ``device`` (default: the current accelerator, or the CPU); write and read ``sample_bytes`` in
+    each directory (0: do not measure).
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used.
     """
     for directory in directories:  # all of them before the first is measured
         check_directory(directory)
-    ram_total, ram_available = _ram()
+    ram_total, ram_available = ram_bytes()
     return Machine(
-        device=_device(ram_total, ram_available),
+        device=_device(device or default_device(), ram_total, ram_available),
         cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         ram_total_bytes=ram_total,
         ram_available_bytes=ram_available,
@@ -119,14 +129,24 @@ def probe_machine(directories: Sequence[str | os.PathLike[str]] = (), *, sample_
     )
 
 
-def _device(ram_total: int | None, ram_available: int | None) -> DeviceFacts:
+def default_device() -> torch.device:
+    """The current accelerator, or the CPU where there is none."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is not None and found.type == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return DeviceFacts(torch.cuda.get_device_name(), "cuda", total, free)
-    if found is not None:
-        return DeviceFacts(str(found), found.type, None, None)
-    return DeviceFacts(_cpu_name(), "cpu", ram_total, ram_available)
+    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def _device(device: torch.device, ram_total: int | None, ram_available: int | None) -> DeviceFacts:
+    if device.type == "cpu":
+        return DeviceFacts(_cpu_name(), "cpu", ram_total, ram_available, ram_available)
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else device.type
+    try:
+        free, total = torch.accelerator.get_memory_info(device)
+        reserved = torch.accelerator.memory_reserved(device)
+    except (RuntimeError, NotImplementedError):  # not every backend tells
+        return DeviceFacts(name, device.type, None, None, None)
+    share = torch.cuda.get_per_process_memory_fraction(device) if is_cuda else 1.0
+    return DeviceFacts(name, device.type, total, free, min(free + reserved, int(share * total)))
 
 
 def _cpu_name() -> str:
@@ -135,24 +155,6 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _ram() -> tuple[int | None, int | None]:
-    """Total and available bytes, a container's limit taken into account."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None, None
-    fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-    total, available = fields["MemTotal"], fields.get("MemAvailable", fields["MemFree"])
-    for limit_file, used_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-            limit, used = int(Path(limit_file).read_text()), int(Path(used_file).read_text())
-            total, available = min(total, limit), min(available, max(limit - used, 0))
-    return total, available
 
 
 def _drive(directory: Path, sample_bytes: int) -> DriveFacts:

@@ -241,17 +241,24 @@ class StepMeter(StepRecorder):
             times.died = len(self.moments)
 
     def elapsed(self) -> float:
-        now = self._now()
-        seconds, self._clock = now - self._clock, now
+        """Seconds of compute since this was asked last. What moves bytes beside it takes none of them: copies have ended when
+        the clock starts, and only the compute stream is waited for when it stops.
+        """
+        if self._device.type == "cpu":
+            now = self._now()
+            seconds, self._clock = now - self._clock, now
+        else:
+            # Kernels run behind the host's back: what they take is known when they are done.
+            torch.accelerator.current_stream(self._device).synchronize()
+            seconds = self._now() - self._clock
+            torch.accelerator.synchronize(self._device)
+            self._clock = self._now()
         return max(0.0, seconds)
 
     def elsewhere(self) -> int:
         return self._resident_bytes()
 
     def _now(self) -> float:
-        if self._device.type != "cpu":
-            # Kernels run behind the host's back: what they take is known when they are done.
-            torch.accelerator.synchronize(self._device)
         return time.perf_counter() - self._waited_s() - self.bookkeeping_s
 
     # -- the optimizer ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hf_offload.errors import OffloadConfigError, OffloadError
@@ -145,12 +146,14 @@ def _refuse_differences(everyone: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def hardware_of_all(config: OffloadConfig, ranks: Ranks) -> Hardware:
-    """The machine that the plan of every process is made for: its part of the smallest one, within the settings' budgets."""
+def hardware_of_all(config: OffloadConfig, ranks: Ranks, device: torch.device) -> Hardware:
+    """The machine that the plan of every process is made for: its part of the smallest one, within the settings' budgets.
+    ``device`` is the model's.
+    """
     directories = config.directories or [tempfile.gettempdir()]
     # The first one alone: side by side, each would see what the others leave. The others find what it has written down.
-    ranks.first(lambda: measure_hardware(directories))
-    hardware = measure_hardware(directories).shared_by(ranks.local_count)
+    ranks.first(lambda: measure_hardware(directories, device))
+    hardware = measure_hardware(directories, device).shared_by(ranks.local_count)
     hardware = ranks.largest(hardware, lambda one: -one.memory_bytes.value)
     room = dict(hardware.room_bytes)
     for tier, budget in (("ram", config.ram_budget), ("ssd", config.disk_budget)):

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.sampling.estimator import draw_rows, signs
 from hf_offload.sampling.gradient_cache import GradientCache, SampleRows
 from hf_offload.settings.sampling import GRADIENT_CACHE, SampledLinearConfig
@@ -121,12 +122,12 @@ def draw_part(
         return None
     if config.estimator == "rad":
         # From the CPU's generator, so that no accelerator is waited for; checkpointing restores it, too.
-        seed = int(torch.randint(2**62, ()).item())
+        seed = int(torch.randint(2**62, (), device="cpu").item())
     else:
         random = torch.rand(count, dtype=torch.float64, device=inputs.device)
     if not torch.is_grad_enabled():
         return None
-    with torch.no_grad():
+    with signals_deferred, torch.no_grad():
         rows = inputs.detach().reshape(-1, width).to(dtype)
         if config.estimator == "rad":
             return _project(rows, count, seed)

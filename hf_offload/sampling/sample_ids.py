@@ -91,7 +91,7 @@ class _Collator:
 
     def __call__(self, rows: list[tuple[int, Any]]) -> Any:
         batch = self.collate([row for _, row in rows])
-        ids = torch.tensor([number for number, _ in rows])
+        ids = torch.tensor([number for number, _ in rows], device="cpu")
         if not hasattr(batch, "keys"):
             raise OffloadConfigError(
                 f"The collator makes a {type(batch).__name__}, where sample ids have no place: let it make a mapping of the "

@@ -63,7 +63,8 @@ class OffloadConfig:
             included. On a CPU it counts tensors. Default: 90 % of what is free when training begins.
         directory: One directory, or several to stripe over, for ``tier="ssd"`` and ``"auto"``. Default: the
             system's temporary folder, named in the log.
-        ram_budget: Most bytes of RAM the RAM tier may take. With ``tier="ssd"`` the disk is used when it is full.
+        ram_budget: Most bytes of RAM the RAM tier may take. With ``tier="ssd"`` the disk is used when it is full. Default on
+            an accelerator: 60 % of the RAM that is available, in equal parts for the machine's processes.
         disk_budget: Most bytes of disk the run may occupy at any time, over all directories.
         min_offload_bytes: Smaller tensors stay where they are.
         keep_last_count: How many of the model's last blocks keep their activations: backward needs those first.

@@ -9,6 +9,7 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.file_systems import free_disk_bytes
+from hf_offload.storage.host_memory import default_ram_budget
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
@@ -16,14 +17,17 @@ from hf_offload.storage.tier import Tier
 logger = logging.getLogger(__name__)
 
 
-def open_tier(config: OffloadConfig, on_host: bool) -> tuple[Tier, DiskTier | None]:
-    """The tier that the settings ask for, and the part of it that writes to drives. ``on_host``, the model is in RAM itself.
+def open_tier(config: OffloadConfig, on_host: bool, processes: int = 1) -> tuple[Tier, DiskTier | None]:
+    """The tier that the settings ask for, and the part of it that writes to drives. ``on_host``, the model is in RAM itself;
+    ``processes`` train on this machine.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used, or one without the room that
     ``disk_budget`` asks for.
     """
     checksum = config.verify == "checksum"
     ram_budget = None if config.ram_budget is None else int(config.ram_budget)
+    if ram_budget is None and not on_host and config.tier in ("ram", "auto"):
+        ram_budget = default_ram_budget(processes)
     if config.tier == "ram":
         if on_host:
             logger.warning("The model is on the CPU: moving activations from RAM to RAM saves no memory.")
@@ -44,7 +48,7 @@ def open_tier(config: OffloadConfig, on_host: bool) -> tuple[Tier, DiskTier | No
             raise
     if not config.directories:
         logger.warning("No directory was named for activations: they go to %s.", directories[0])
-    if ram_budget or (config.tier == "auto" and not on_host):
+    if ram_budget:
         return SpillTier(RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), disk), disk
     return disk, disk
 

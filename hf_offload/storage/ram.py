@@ -15,6 +15,7 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.extents import Extents
+from hf_offload.storage.host_memory import pinned_empty
 from hf_offload.storage.queued import QueuedSlot, QueuedTier, QueuedTransfer, memory
 from hf_offload.storage.tier import Slot
 
@@ -45,12 +46,11 @@ class RamSlot(QueuedSlot):
 class RamTier(QueuedTier):
     """A tier in host memory.
 
-    Slots are rounded up to whole pages and cut from arenas. torch's pinned allocator rounds each request up to a power
-    of two; arenas are powers of two themselves, so that none of it is wasted.
+    Slots are rounded up to whole pages and cut from arenas.
 
     Args:
         budget_bytes: Most bytes of host memory, free room in the arenas included. Default: no limit.
-        pinned: Page-locked memory, which a CUDA device can copy to and from by itself (:meth:`host_view`).
+        pinned: Page-locked memory, which an accelerator can copy to and from by itself (:meth:`host_view`).
         arena_bytes: Size of an arena; a larger slot gets its own.
         retained_bytes: Arenas without a slot are kept warm for reuse up to this many bytes. Default: all of them if
             pinned, because pinning is slow, otherwise 1 GiB.
@@ -100,7 +100,7 @@ class RamTier(QueuedTier):
         if self.checksum:
             return None
         if slot.arena is None:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         slot.filled = True
         return slot.arena.data[slot.offset : slot.offset + slot.nbytes]
 
@@ -128,23 +128,16 @@ class RamTier(QueuedTier):
     def _arena_size(self, room: int) -> int | None:
         """Bytes of the next arena, at least ``room``; None when the budget has no place for it."""
         size = max(room, self._arena_bytes)
-        if self.pinned:
-            size = 1 << (size - 1).bit_length()
-        if self.budget_bytes is None:
-            return size
-        left = (self.budget_bytes - self.occupied_bytes) // PAGE * PAGE
-        if size > left:
-            size = 1 << (left.bit_length() - 1) if self.pinned and left > 0 else left
+        if self.budget_bytes is not None:
+            size = min(size, (self.budget_bytes - self.occupied_bytes) // PAGE * PAGE)
         return size if size >= room else None
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         try:
-            if self.pinned:
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            return empty_at_phase(nbytes, 0)
+            return pinned_empty(nbytes) if self.pinned else empty_at_phase(nbytes, 0)
         except RuntimeError as error:
-            if self.pinned and not torch.cuda.is_available():
-                raise OffloadConfigError("Pinned memory needs a CUDA device: use pinned=False on CPU.") from error
+            if self.pinned and not torch.accelerator.is_available():
+                raise OffloadConfigError("Pinned memory needs an accelerator: use pinned=False on a CPU.") from error
             raise TierFullError(
                 f"The system gave no {format_bytes(nbytes)} of {'pinned ' if self.pinned else ''}memory: {error}. Set "
                 "a smaller ram_budget."

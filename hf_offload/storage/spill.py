@@ -8,7 +8,16 @@ import torch
 from hf_offload.errors import TierFullError
 from hf_offload.storage.tier import Slot, Tier, TierStats
 
-_SUMMED = ("used_bytes", "written_bytes", "read_bytes", "write_busy_s", "read_busy_s", "ended_calls")
+_SUMMED = (
+    "used_bytes",
+    "written_bytes",
+    "read_bytes",
+    "timed_written_bytes",
+    "timed_read_bytes",
+    "write_busy_s",
+    "read_busy_s",
+    "ended_calls",
+)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -36,7 +45,7 @@ class SpillTier(Tier):
 
     @property
     def stats(self) -> TierStats:  # type: ignore[override]  # computed, so it cannot be assigned
-        """A snapshot: both tiers' counters added up. The parts are ``first.stats`` and ``then.stats``."""
+        """A snapshot: both tiers' counters added up; counting into it is lost. See :attr:`parts`."""
         both = TierStats()
         for name in _SUMMED:
             setattr(both, name, getattr(self.first.stats, name) + getattr(self.then.stats, name))
@@ -81,6 +90,14 @@ class SpillTier(Tier):
     def host_view(self, slot: Slot) -> torch.Tensor | None:
         assert isinstance(slot, SpillSlot)
         return slot.tier.host_view(slot.inner)
+
+    def copied(self, slot: Slot, kind: str) -> None:
+        assert isinstance(slot, SpillSlot)
+        slot.tier.copied(slot.inner, kind)
+
+    @property
+    def parts(self) -> tuple[Tier, Tier]:
+        return self.first, self.then
 
     def close(self) -> None:
         try:

@@ -18,7 +18,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -55,6 +55,8 @@ class TierStats:
         self.peak_used_bytes = 0
         self.written_bytes = 0
         self.read_bytes = 0
+        self.timed_written_bytes = 0  # without those that a device moved
+        self.timed_read_bytes = 0
         self.write_busy_s = 0.0
         self.read_busy_s = 0.0
         self.ended_calls = 0
@@ -97,10 +99,18 @@ class TierStats:
             busy_s = time.perf_counter() - self._since[kind] if self._active[kind] == 0 else 0.0
             if kind == "write":
                 self.written_bytes += nbytes
+                self.timed_written_bytes += nbytes
                 self.write_busy_s += busy_s
             elif kind == "read":
                 self.read_bytes += nbytes
+                self.timed_read_bytes += nbytes
                 self.read_busy_s += busy_s
+
+    @property
+    def bytes_per_s(self) -> tuple[float, float]:
+        """Bandwidth of writes and of reads; zero where nothing was timed."""
+        write = self.timed_written_bytes / self.write_busy_s if self.write_busy_s else 0.0
+        return write, self.timed_read_bytes / self.read_busy_s if self.read_busy_s else 0.0
 
 
 class Tier(abc.ABC):
@@ -210,6 +220,15 @@ class Tier(abc.ABC):
     def host_view(self, slot: Slot) -> torch.Tensor | None:
         """The slot's own memory, where the tier is host memory a device can copy to and from directly."""
         return None
+
+    def copied(self, slot: Slot, kind: str) -> None:
+        """Count that a device has copied to (``"write"``) or from (``"read"``) the slot's :meth:`host_view`."""
+        self.stats.count(kind, slot.nbytes)
+
+    @property
+    def parts(self) -> Sequence["Tier"]:
+        """The tiers that this one is made of, each with counters of its own."""
+        return (self,)
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -13,13 +13,15 @@ class WorkerPool:
 
     Threads start at the first :meth:`submit`, so a pool that is never used costs nothing. A job reports its own outcome
     (it sets a future); one that raises anyway is logged and the thread goes on. Jobs must not wait for other jobs.
+    ``initializer`` is called at the start of each thread.
     """
 
-    def __init__(self, name: str, threads: int):
+    def __init__(self, name: str, threads: int, initializer: Callable[[], None] = lambda: None):
         if threads < 1:
             raise ValueError(f"WorkerPool {name!r}: threads={threads} must be at least 1.")
         self.name = name
         self.threads = threads
+        self._initializer = initializer
         self._jobs: collections.deque[Callable[[], None]] = collections.deque()
         self._ready = threading.Condition()
         self._workers: list[threading.Thread] = []
@@ -57,6 +59,7 @@ class WorkerPool:
                     worker.join()
 
     def _run(self) -> None:
+        self._initializer()
         while True:
             with self._ready:
                 while not self._jobs and not self._closed:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.tiling.cut import Cut
 from hf_offload.tiling.logits import TiledLogits
@@ -75,7 +76,7 @@ class TiledHead(ReplacedForward):
         width = getattr(self.module, "out_features", None)
         if isinstance(width, int):
             return width, autocast or hidden.dtype
-        with torch.no_grad():
+        with signals_deferred, torch.no_grad():
             one = self.own_forward(hidden.detach()[..., :1, :].reshape(1, -1)[:1, : hidden.shape[-1]])
         return one.shape[-1], one.dtype
 

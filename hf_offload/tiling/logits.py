@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hf_offload.interrupts import signals_deferred
 from hf_offload.tiling.loss import Projection, tiled_cross_entropy
 
 
@@ -197,7 +198,7 @@ def _token_by_token(func: Any, logits: TiledLogits, *others: Any, **kwargs: Any)
     if kwargs or any(not _alike_for_tokens(other, logits) for other in others):
         return NotImplemented
     tiny = torch.zeros(1, dtype=logits.dtype, device=logits.device)
-    with torch.no_grad():
+    with signals_deferred, torch.no_grad():
         dtype = func(tiny, *(other.flatten()[:1] if isinstance(other, Tensor) else other for other in others)).dtype
 
     def function(tile: Tensor) -> Tensor:
@@ -251,7 +252,7 @@ def _argmax(func: Any, logits: TiledLogits, dim: int | None = None, keepdim: boo
     if dim is None or dim % logits.dim() != logits.dim() - 1:
         return NotImplemented
     hidden = logits._hidden
-    with torch.no_grad():
+    with signals_deferred, torch.no_grad():
         rows = hidden.reshape(-1, hidden.shape[-1])
         pieces = rows.split(logits._projection.tile_rows(len(rows)))
         found = [logits._projection.logits(piece).argmax(-1) for piece in pieces]

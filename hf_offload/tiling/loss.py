@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from hf_offload.interrupts import signals_deferred
 from hf_offload.tiling.cut import Cut
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -151,12 +152,15 @@ class _CrossEntropy(torch.autograd.Function):
             scale, ctx.left = digits * _FLOAT16_SCALE, torch.ldexp(torch.ones_like(share), exponent) / _FLOAT16_SCALE
         rows_gradient = torch.empty_like(hidden, dtype=_wide_dtype(hidden)) if rows_wanted else None
         sums = [_Sum(parameter) for parameter in parameters] if wanted else []
-        tile = _linear_tile(rule, parameters) if projection.linear is not None else _any_tile(rule, parameters)
+        with signals_deferred:
+            tile = _linear_tile(rule, parameters) if projection.linear is not None else _any_tile(rule, parameters)
         total = _wide(hidden.new_zeros(()))
         step = projection.tile_rows(len(hidden))
         for begin in range(0, len(hidden), step):
             end = begin + step
-            loss, gradient = tile(hidden[begin:end], labels[begin:end], scale if wanted else None, sums, rows_wanted)
+            rows, targets = hidden[begin:end], labels[begin:end]
+            with signals_deferred:
+                loss, gradient = tile(rows, targets, scale if wanted else None, sums, rows_wanted)
             total += loss
             if rows_gradient is not None and gradient is not None:
                 rows_gradient[begin:end] = gradient

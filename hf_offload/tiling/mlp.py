@@ -136,7 +136,7 @@ def why_not(module: nn.Module) -> str | None:
 def _try(module: nn.Module, width: int, like: Tensor) -> str | None:
     training = module.training
     # The same numbers in every run, and no draw from the run's own generator.
-    rows = torch.linspace(-1, 1, _TRIAL_TOKENS * width).sin_().view(1, _TRIAL_TOKENS, width).to(like.device, like.dtype)
+    rows = torch.linspace(-1, 1, _TRIAL_TOKENS * width, device="cpu").sin_().view(1, _TRIAL_TOKENS, width).to(like)
     changed = rows.clone()
     changed[:, 0] += 1
     module.eval()

@@ -34,7 +34,8 @@ class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             labels = self._draw(generator)
         elif self._task == "masked-lm":
             # Never none: the mean over no label is not a number.
-            kept = torch.randperm(self._length, generator=generator)[: max(1, round(MASKED_SHARE * self._length))]
+            count = max(1, round(MASKED_SHARE * self._length))
+            kept = torch.randperm(self._length, generator=generator, device="cpu")[:count]
             labels = torch.full_like(input_ids, NO_LABEL)
             labels[kept] = input_ids[kept]
         else:
@@ -42,4 +43,4 @@ class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": input_ids, "labels": labels}
 
     def _draw(self, generator: torch.Generator) -> torch.Tensor:
-        return torch.randint(self._vocabulary, (self._length,), generator=generator)
+        return torch.randint(self._vocabulary, (self._length,), generator=generator, device="cpu")

@@ -27,7 +27,7 @@ logging.basicConfig(format="%(levelname)s %(message)s")
 os.setreuid({NOBODY}, 0)
 from hf_offload.plan import hardware
 from hf_offload.storage import wear
-hardware._measure = lambda directories, device: {{name: 1e9 for name in hardware._measured_names(directories, device)}}
+hardware._measure = lambda directories, device: {{name: 1e9 for name in hardware._measured_names(directories, device.type)}}
 wear.drive_of = lambda directory: wear.Drive("made_up", "a made-up drive")
 from hf_offload import OffloadConfig, offload_activations
 from tests.tiny_models import tiny_batch, tiny_model
@@ -67,7 +67,7 @@ def made_up(monkeypatch):
 
     def measure(directories, device):
         measured.append(directories)
-        return dict.fromkeys(hardware._measured_names(directories, device), 1e9)
+        return dict.fromkeys(hardware._measured_names(directories, device.type), 1e9)
 
     monkeypatch.setattr(hardware, "_measure", measure)
     monkeypatch.setattr(wear, "drive_of", lambda directory: Drive("made_up", "a made-up drive"))

@@ -44,7 +44,7 @@ def test_gradients_are_exact(config, dtype):
     assert session.stats.total.loaded_bytes > 0
 
 
-@pytest.mark.parametrize("stream", ["_store_stream", "_load_stream"])
+@pytest.mark.parametrize("stream", ["store_stream", "load_stream"])
 def test_a_stalled_stream_costs_time_not_correctness(config, stream):
     model = network()
     x = torch.randn(1024, 512, device="cuda")
@@ -63,7 +63,7 @@ def test_memory_is_not_reused_under_a_copy(config):
     expected = gradients(model, x)
     with offload_activations(model, config) as session:
         model.zero_grad()
-        with session._engine.transfer._mover._store_stream:
+        with session._engine.transfer._mover.store_stream:
             torch.cuda._sleep(_STALL_CYCLES)
         y = model(x).square().sum()
         waste = [torch.full((1024, 2048), float("nan"), device="cuda") for _ in range(32)]

@@ -287,7 +287,7 @@ def test_gradients_that_are_there_already_count(tmp_path):
 
 def test_on_a_drive_that_turns_out_slow_blocks_are_recomputed_exactly_and_put_back(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "hf_offload.engine.hooks.Engine.bandwidth", lambda engine: (1e6, 1e6)
+        "hf_offload.engine.hooks.Engine.bandwidth", lambda engine: {"ssd": (1e6, 1e6)}
     )  # reached, of 1e9 expected
     fixed, activations = live_peaks("gpt2")
     expected = train(model_of("gpt2"), OffloadConfig(tier="none"))

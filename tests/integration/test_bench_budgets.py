@@ -54,7 +54,7 @@ def test_a_budget_that_fits_is_kept_and_compared(done):
 def test_a_budget_that_does_not_fit_says_what_would(done):
     result, (_, row) = done
     assert "is too small: the least this run can do with is" in row["problem"]
-    assert result.exit_code == 1
+    assert result.exit_code == 0, "a refusal is a result, and the tables after it are still to be made"
     assert "80%" in result.stdout
     assert "refused" in result.stdout
     assert "too small" in " ".join(result.stderr.split())

@@ -35,6 +35,7 @@ class Case:
     room_bytes: int
     ring_bytes: int
     read_ahead_bytes: int | None
+    write_behind_bytes: int
     failing_writes: float
     scenes: tuple[Scene, ...]
 
@@ -54,6 +55,7 @@ class Case:
             room_bytes=rng.choice((1 << 30, 1 << 30, 8 << 10)),
             ring_bytes=rng.choice((1 << 10, 6 << 10, 1 << 20)),
             read_ahead_bytes=rng.choice((None, 0, 2 << 10, 1 << 20)),
+            write_behind_bytes=rng.choice((0, 1 << 10, 4 << 10, 1 << 20)),
             failing_writes=rng.choice((0.0, 0.0, 0.2)),
             scenes=tuple(scenes),
         )
@@ -136,7 +138,9 @@ def run(seed: int, trace: list[str] | None = None) -> list[str]:
             tier = RamTier(budget_bytes=case.room_bytes, arena_bytes=32 << 10)
         else:
             tier = _FailingTier(rng, case.failing_writes, case.room_bytes)
-        rig = Rig(tier, read_ahead_bytes=case.read_ahead_bytes, device=device)
+        rig = Rig(
+            tier, read_ahead_bytes=case.read_ahead_bytes, write_behind_bytes=case.write_behind_bytes, device=device
+        )
         rig.transfer.lock = workers.lock()
         device.every_turn = workers.turn
         device.trace = workers.trace = trace

@@ -76,8 +76,8 @@ def test_all_mistakes_are_reported_at_once():
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(hardware, "_MATMUL_SIZE", {"cpu": 64, "cuda": 64})
-    monkeypatch.setattr(hardware, "_COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
+    monkeypatch.setattr(hardware, "_MATMUL_SIZE", 64)
+    monkeypatch.setattr(hardware, "_COPY_BYTES", 1 << 16)
     monkeypatch.setattr("hf_offload.plan.machine.SAMPLE_BYTES", 1 << 20)
     return tmp_path
 
