@@ -86,3 +86,27 @@ def machine_with_drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
         monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: {})
 
     return take
+
+
+def _modes() -> dict[str, object]:
+    """What PyTorch's Python code switches for the whole process; a nesting of autocast keeps casts of weights for ever."""
+    torch.autocast_increment_nesting()
+    return {
+        "autocast's nesting": torch.autocast_decrement_nesting(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast's cache": torch.is_autocast_cache_enabled(),
+        "gradients": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "dispatch modes": torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+        "function modes": torch.overrides._get_current_function_mode_stack(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def modes_left_as_they_were():
+    """A mode that one test leaves switched would make another one fail, far away."""
+    before = _modes()
+    yield
+    assert _modes() == before

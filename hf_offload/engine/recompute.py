@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.checkpointing import checkpoint
 from hf_offload.copied_hooks import InertInCopies
 from hf_offload.errors import RecomputeError
 from hf_offload.plan.effects import blocking_argument, inputs_read_again, read_by, rewritten_name
@@ -106,7 +106,7 @@ def _checkpointed(name: str, block: nn.Module, forward: Any, *args: Any) -> Any:
         is_recompute = torch._C._current_graph_task_id() != -1
         return variables.copy().run(forward, *args) if is_recompute else forward(*args)
 
-    return checkpoint(in_context, *args, use_reentrant=False, context_fn=contexts)
+    return checkpoint(in_context, *args, context_fn=contexts)
 
 
 def _contexts(name: str, block: nn.Module, inputs: Any) -> tuple["_Noted", "_Unchanged"]:

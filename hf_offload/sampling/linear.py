@@ -235,7 +235,7 @@ class LinearOfPart(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         of_inputs = of_weight = of_bias = None
-        with torch.autocast(gradient.device.type, enabled=False):
+        with signals_deferred, torch.autocast(gradient.device.type, enabled=False):
             rows = gradient.reshape(-1, gradient.shape[-1])
             if ctx.needs_input_grad[0]:
                 matrix = (weight.t() if ctx.transposed else weight).to(gradient.dtype)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
+from hf_offload.checkpointing import checkpoint
 from hf_offload.interrupts import signals_deferred
 from hf_offload.tiling.cut import Cut
 
@@ -134,7 +134,7 @@ def _by_rows(hidden: Tensor, labels: Tensor, rule: _Rule) -> Tensor:
 
     rows = rule.projection.tile_rows(len(hidden))
     pieces = zip(hidden.split(rows), labels.split(rows), strict=True)
-    losses = [checkpoint(piece, part, targets, use_reentrant=False) for part, targets in pieces]
+    losses = [checkpoint(piece, part, targets) for part, targets in pieces]
     return torch.cat(losses).to(rule.projection.dtype) if losses else hidden.new_zeros(0)
 
 

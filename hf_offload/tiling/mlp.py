@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
+from hf_offload.checkpointing import checkpoint
 from hf_offload.errors import OffloadConfigError
 from hf_offload.plan.units import find_units
 from hf_offload.tiling.replaced import ReplacedForward
@@ -74,7 +74,7 @@ class TiledModule(ReplacedForward):
         if whole or rows >= tokens:
             return self.own_forward(hidden, *args, **kwargs)
         pieces = hidden.reshape(1, tokens, width).split(rows, dim=1)
-        done = [checkpoint(self.own_forward, piece, use_reentrant=False) for piece in pieces]
+        done = [checkpoint(self.own_forward, piece) for piece in pieces]
         return torch.cat(done, dim=1).reshape(*hidden.shape[:-1], -1)
 
 

@@ -21,7 +21,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import hf_offload
 from hf_offload import OffloadConfig, SampledLinearConfig, attach, interrupts
+from hf_offload.engine.recompute import Recompute
 from hf_offload.interrupts import signals_deferred
+from hf_offload.plan.units import find_blocks
 from hf_offload.storage.tier import Tier
 from tests.faults.failing_calls import Hang
 from tests.faults.test_faulty_steps import assert_nothing_left
@@ -43,7 +45,8 @@ SETTINGS = {
     "auto": {"tier": "auto", "memory_budget": "1MiB"},
     "sampled": {"tier": "ssd", "sampled_linear": SampledLinearConfig(ratio=0.5)},
     "lean": {"tier": "ssd", "lean_activations": "exact"},
-    "tiled": {"tier": "ssd", "tiled_loss": "on", "tile_bytes": "4KiB"},
+    "tiled": {"tier": "ssd", "tiled_loss": "on", "tiled_mlp": "on", "tile_bytes": "4KiB"},
+    "recompute": {"tier": "ssd"},
 }
 
 
@@ -51,6 +54,7 @@ class Run:
     """Steps of a tiny model, each of which gives the same gradients unless it is interrupted."""
 
     def __init__(self, folder, kind):
+        self.kind = kind
         self.model = tiny_model("gpt2")
         self.batch = tiny_batch("gpt2")
         changes_bits = kind in ("sampled", "tiled")
@@ -59,6 +63,10 @@ class Run:
         where = {} if kind == "ram" else {"directory": folder}
         self._config = OffloadConfig(min_offload_bytes=0, **where, **SETTINGS[kind])
         self._measures = kind == "auto"
+        if kind == "recompute":
+            self.model.config.use_cache = False  # what fills a cache cannot run twice
+            blocks = dict(find_blocks(self.model))
+            Recompute(blocks).apply(blocks)
         self.session = attach(self.model, self._config)
         if changes_bits:
             self.expected = self.step()
@@ -84,6 +92,8 @@ class Run:
         """Nothing of an interrupted step is left, and the next one is right."""
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert not signals_deferred.is_on
+        torch.autocast_increment_nesting()
+        assert torch.autocast_decrement_nesting() == 0  # or casts of weights would stay for good
         torch.ones(1, requires_grad=True).sum().backward()  # autograd keeps the nodes that were next in line
         assert_nothing_left(self.session)
         found = self.step()
@@ -138,7 +148,7 @@ class Points:
 def _point(frame, event):
     """Where ``frame`` is, and the line of the package that led there; None outside of the package."""
     here = (frame.f_code.co_filename, frame.f_code.co_name, frame.f_lasti, event)
-    for _ in range(6):
+    for _ in range(10):
         if frame is None:
             return None
         if frame.f_code.co_filename.startswith(PACKAGE):
@@ -183,7 +193,7 @@ def test_ctrl_c_at_a_point_of_a_step_is_noticed_and_leaves_nothing(run):
     assert interrupt_at(run, some) > QUICK_POINTS / 2
 
 
-@pytest.mark.parametrize("run", ["auto", "sampled", "lean", "tiled"], indirect=True)
+@pytest.mark.parametrize("run", ["auto", "sampled", "lean", "tiled", "recompute"], indirect=True)
 def test_ctrl_c_while_a_mode_is_switched_is_noticed_and_leaves_nothing(run):
     """Python code of PyTorch's switches gradients, autocast and hooks: left half done, they stay switched for good."""
     switches = {"grad_mode.py", "autocast_mode.py", "_python_dispatch.py", "graph.py", "overrides.py"}
@@ -192,8 +202,11 @@ def test_ctrl_c_while_a_mode_is_switched_is_noticed_and_leaves_nothing(run):
         for point in points_of(run)
         if point[1] in ("__init__", "__enter__", "__exit__") and Path(point[0]).name in switches
     ]
+    of_autocast = [point for point in points if Path(point[0]).name == "autocast_mode.py"]
     assert len(points) > 5
+    assert of_autocast or run.kind == "auto"
     assert interrupt_at(run, random.Random(0).sample(points, min(len(points), QUICK_MODES))) > 0
+    interrupt_at(run, random.Random(0).sample(of_autocast, min(len(of_autocast), QUICK_MODES)))
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.projected import rules
 from hf_offload.optimizers.projected.checks import check_numbers, check_parameters, check_state_dict, sharded
 from hf_offload.optimizers.projected.methods import (
@@ -173,7 +174,7 @@ class ProjectedAdamW(Optimizer):
     def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """One step of one parameter with its ``grad``, and the group's numbers as they are now."""
         # A step may be asked for under autocast, whose matrix products would be rounded.
-        with torch.autocast(parameter.device.type, enabled=False):
+        with signals_deferred, torch.autocast(parameter.device.type, enabled=False):
             self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:

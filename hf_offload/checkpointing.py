@@ -1,0 +1,36 @@
+"""PyTorch's activation checkpointing, in sections that no signal handler interrupts.
+
+It switches autocast, hooks of saved tensors and generators, when a function runs and when it runs again. Ctrl-C in the midst
+of that would leave them switched (``interrupts.py``): with autocast's nesting one too deep, every later step would read casts
+of weights as they were before the optimizer's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as _torch
+
+from hf_offload.interrupts import signals_deferred
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """:func:`torch.utils.checkpoint.checkpoint` without reentrance; both runs of ``function`` are a section."""
+    is_recompute = False
+
+    def run(*args: Any) -> Any:
+        nonlocal is_recompute
+        if is_recompute or not torch.is_grad_enabled():
+            return function(*args)
+        is_recompute = True
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def unpack_in_section(held: Any) -> Any:
+            with signals_deferred:
+                return unpack(held)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack_in_section):
+            return function(*args)
+
+    with signals_deferred:
+        return _torch.checkpoint(run, *args, use_reentrant=False, **options)
