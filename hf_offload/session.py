@@ -89,15 +89,16 @@ def _attach(
     blocks = find_blocks(model)
     device = open_device(device_of(model))
     automatic = config.tier == "auto"
-    plan = safest_plan(config, device.is_host) if automatic else plan_from_settings(config, list(blocks))
+    on_host = device.is_host
+    plan = safest_plan(config, on_host) if automatic else plan_from_settings(config, list(blocks), on_host)
     if not plan.moves or not _has_work(model):
         return OffloadSession(model, config, plan, sampling, lean, tiling, ranks)
     if automatic:
         _check_eager(model)
-    if not device.is_host:
+    if not on_host:
         _check_no_graphs(model)
-    tier, disk = open_tier(config, device.is_host, ranks.local_count)
-    if device.is_host:
+    tier, disk = open_tier(config, on_host, ranks.local_count)
+    if on_host:
         logger.info("CPU allocator: %s.", tune_running_allocator())
     engine = Engine(model, plan, device, tier)
     phases = Phases(engine)

@@ -155,7 +155,7 @@ def _ours() -> list[Strategy]:
         Strategy(
             "ours:auto",
             (*_AUTO, *plain),
-            "OffloadConfig(tier='auto'): within the recipe's memory_budget, otherwise 90 % of the device's free memory",
+            "OffloadConfig(tier='auto'): within the recipe's memory_budget, otherwise 90 % of what the device can give",
             REFERENCE,
         ),
         Strategy(

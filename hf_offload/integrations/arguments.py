@@ -58,7 +58,7 @@ class OffloadArguments:
         default=None, metadata={"help": "With offload=auto: most memory of the device, weights and all, e.g. 20GiB."}
     )
     offload_dir: str | None = dataclasses.field(
-        default=None, metadata={"help": "Directory for offload=ssd; several, separated by commas, are striped."}
+        default=None, metadata={"help": "Directory for offload=ssd or auto; several, separated by commas, are striped."}
     )
     offload_ram_budget: str | None = dataclasses.field(
         default=None, metadata={"help": "Most RAM to use, e.g. 20GiB. With offload=ssd, RAM is filled first."}
@@ -66,7 +66,9 @@ class OffloadArguments:
     offload_disk_budget: str | None = dataclasses.field(
         default=None, metadata={"help": "Most disk space to use, e.g. 200GiB."}
     )
-    offload_min_bytes: str = dataclasses.field(default="256KiB", metadata={"help": "Smaller tensors stay in memory."})
+    offload_min_bytes: str | None = dataclasses.field(
+        default=None, metadata={"help": "Smaller tensors stay in memory. Default: 256KiB on a CPU, 2MiB on a GPU."}
+    )
     offload_keep_last_count: int = dataclasses.field(
         default=0, metadata={"help": "How many of the last blocks keep their activations in memory."}
     )

@@ -15,6 +15,7 @@ from hf_offload.plan.problem import Problem, Solution
 from hf_offload.plan.scaling import Family
 from hf_offload.plan.simulate import Timeline
 from hf_offload.plan.workload import Workload, count_workload
+from hf_offload.settings.schema import smallest_bytes
 
 _MOST_ROWS = 1 << 14
 _MOST_TOKENS = 1 << 22
@@ -151,6 +152,6 @@ def _of_another_length(workload: Workload, hardware: Hardware, limit: int | None
     if sequence == 0:
         return None
     # The same tensors are to be moved at both lengths, so what counts as small grows along.
-    small = workload.min_offload_bytes * sequence // workload.sequence
+    small = smallest_bytes(workload.min_offload_bytes, hardware.device == "cpu") * sequence // workload.sequence
     other = dataclasses.replace(workload.resized(workload.batch, sequence), min_offload_bytes=small)
     return sequence, count_workload(other, hardware)

@@ -12,6 +12,7 @@ from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import largest, make_problem
 from hf_offload.plan.scaling import Family
 from hf_offload.plan.workload import Workload, count_workload
+from hf_offload.settings.schema import smallest_bytes
 from hf_offload.tiling.cut import Cut
 
 PIECES = (128, 16)
@@ -78,7 +79,7 @@ def pull_levers(
 def _family(workload: Workload, hardware: Hardware) -> Family:
     def counted(length: int) -> Footprint:
         # The same tensors are to be moved at both lengths, so what counts as small grows along.
-        small = workload.min_offload_bytes * length // _LENGTHS[0]
+        small = smallest_bytes(workload.min_offload_bytes, hardware.device == "cpu") * length // _LENGTHS[0]
         return count_workload(
             dataclasses.replace(workload.resized(workload.batch, length), min_offload_bytes=small), hardware
         )

@@ -18,7 +18,7 @@ from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.disk_io import DirectIo
 from hf_offload.storage.file_systems import check_directory, free_disk_bytes
-from hf_offload.storage.host_memory import ram_bytes
+from hf_offload.storage.host_memory import process_bytes, ram_bytes
 from hf_offload.versions import find_versions
 
 PACKAGES = (
@@ -137,7 +137,8 @@ def default_device() -> torch.device:
 
 def _device(device: torch.device, ram_total: int | None, ram_available: int | None) -> DeviceFacts:
     if device.type == "cpu":
-        return DeviceFacts(_cpu_name(), "cpu", ram_total, ram_available, ram_available)
+        usable = None if ram_available is None else ram_available + process_bytes()
+        return DeviceFacts(_cpu_name(), "cpu", ram_total, ram_available, usable)
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else device.type
     try:

@@ -83,7 +83,7 @@ class Plan:
         return any(placement.tier is not None for placement in (self.default, *self.placements.values()))
 
 
-def plan_from_settings(config: OffloadConfig, block_names: Sequence[str]) -> Plan:
+def plan_from_settings(config: OffloadConfig, block_names: Sequence[str], on_host: bool) -> Plan:
     """The plan that the settings spell out: everything goes to the tier but the last ``keep_last_count`` blocks.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` if more blocks are to be kept than there are.
@@ -101,7 +101,7 @@ def plan_from_settings(config: OffloadConfig, block_names: Sequence[str]) -> Pla
     return Plan(
         default=Placement.KEEP if config.tier == "none" else Placement(config.tier),
         placements=dict.fromkeys(kept, Placement.KEEP),
-        min_offload_bytes=int(config.min_offload_bytes),
+        min_offload_bytes=config.smallest_bytes(on_host),
         read_ahead_bytes=None if config.read_ahead_bytes is None else int(config.read_ahead_bytes),
         write_behind_bytes=WRITE_BEHIND_BYTES,
         reason=reason,
@@ -112,7 +112,7 @@ def safest_plan(config: OffloadConfig, on_host: bool) -> Plan:
     """Everything leaves, and little is on its way: what a run begins with, before its first step is measured."""
     return Plan(
         default=Placement.SSD if on_host else Placement.RAM,
-        min_offload_bytes=int(config.min_offload_bytes),
+        min_offload_bytes=config.smallest_bytes(on_host),
         read_ahead_bytes=None,
         write_behind_bytes=_SAFE_WRITE_BEHIND_BYTES,
         reason="everything moves until the first step has been measured",

@@ -125,9 +125,10 @@ def _about_room(problem: Problem, least: Solution) -> list[str]:
     roomy = smallest(unlimited).timeline
     if roomy.stalled_peak_bytes >= least.timeline.stalled_peak_bytes:
         return []
+    drive = "" if "ssd" in problem.channels else ", or a directory on a drive"
     return [
-        f"more room in the {tier} tier, {format_bytes(nbytes)} instead of {format_bytes(problem.room_bytes.get(tier, 0))}, "
-        f"with which {smallest_budget(roomy.stalled_peak_bytes) >> 20} MiB would do"
+        f"more room in the {tier} tier, {format_bytes(nbytes)} instead of {format_bytes(problem.room_bytes.get(tier, 0))}"
+        f"{drive}, with which {smallest_budget(roomy.stalled_peak_bytes) >> 20} MiB would do"
         for tier, nbytes in roomy.tier_bytes.items()
         if nbytes > problem.room_bytes.get(tier, 0)
     ]

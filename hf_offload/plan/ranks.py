@@ -7,7 +7,6 @@ that gathers alone waits for ever. Nor may each take the whole of a budget that 
 import dataclasses
 import datetime
 import socket
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.plan.hardware import Figure, Hardware, measure_hardware
 from hf_offload.settings.schema import OffloadConfig
+from hf_offload.storage.opening import drives_for
 
 T = TypeVar("T")
 
@@ -150,7 +150,7 @@ def hardware_of_all(config: OffloadConfig, ranks: Ranks, device: torch.device) -
     """The machine that the plan of every process is made for: its part of the smallest one, within the settings' budgets.
     ``device`` is the model's.
     """
-    directories = config.directories or [tempfile.gettempdir()]
+    directories = drives_for(config, device.type == "cpu")
     # The first one alone: side by side, each would see what the others leave. The others find what it has written down.
     ranks.first(lambda: measure_hardware(directories, device))
     hardware = measure_hardware(directories, device).shared_by(ranks.local_count)

@@ -19,7 +19,7 @@ from hf_offload.plan.workload_inputs import describe_batch, length_unit, longest
 from hf_offload.sampling.convert import Sampling
 from hf_offload.settings.lean import LeanConfig
 from hf_offload.settings.sampling import SampledLinearConfig
-from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.schema import OffloadConfig, smallest_bytes
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import reason_of
 from hf_offload.tiling.apply import Tiling
@@ -54,7 +54,7 @@ class Workload:
         autocast: Dtype of mixed precision, or None.
         attention: Attention implementation, or None for the model's own choice.
         optimizer: A name of the Trainer's ``optim``.
-        min_offload_bytes: Smaller tensors stay in memory.
+        min_offload_bytes: Smaller tensors stay in memory; None where the device decides.
         weights: Parameters by dtype as found in a checkpoint, if one was read.
         memory_mode: One of :data:`~hf_offload.memory_modes.registry.MODES`; ``none`` trains every weight with ``optimizer``,
             the others have an optimizer of their own.
@@ -78,7 +78,7 @@ class Workload:
     autocast: torch.dtype | None = None
     attention: str | None = None
     optimizer: str = DEFAULT_OPTIMIZER
-    min_offload_bytes: int = 256 << 10
+    min_offload_bytes: int | None = None
     weights: Mapping[str, int] | None = None
     memory_mode: str = NONE
     memory_mode_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -243,7 +243,7 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
         batch,
         cost=hardware.seconds,
         optimizer=needs,
-        min_offload_bytes=workload.min_offload_bytes,
+        min_offload_bytes=smallest_bytes(workload.min_offload_bytes, hardware.device == "cpu"),
         as_on_cuda=hardware.device != "cpu",
         autocast=workload.autocast,
         update_in_backward=workload.update_in_backward or updates_in_backward(mode),

@@ -38,7 +38,7 @@ def method_of(tree: Mapping[str, Any]) -> str:
     """How a recipe trains and where activations go, in words: ``lora + ssd, tiled``."""
     offload = tree.get("offload") or {}
     words = [str((tree.get("memory") or {}).get("mode", "full"))]
-    tier = str(offload.get("tier", "ssd")) if "offload" in tree else "none"
+    tier = str(offload.get("tier", "auto")) if "offload" in tree else "none"
     if tier != "none":
         words.append(tier)
     extras = []

@@ -38,6 +38,11 @@ SIZES = (
 )
 """The settings that are sizes in bytes."""
 
+MIN_OFFLOAD_BYTES = 256 << 10
+MIN_OFFLOAD_BYTES_OF_ACCELERATORS = 2 << 20
+"""Storing and loading a tensor takes its host some 80 us, in which a link of 25 GB/s moves this much: the host of an
+accelerator, which it must keep busy, would spend longer on smaller tensors than the link does."""
+
 Directory = str | os.PathLike[str]
 
 
@@ -56,17 +61,18 @@ class OffloadConfig:
     reported in one :class:`~hf_offload.errors.OffloadConfigError`.
 
     Args:
-        tier: Where activations go: ``"ssd"`` (files; with ``ram_budget``, RAM first), ``"ram"`` (pinned memory on CUDA),
-            ``"none"``, or ``"auto"``: only as much as ``memory_budget`` needs, wherever it costs least time. ``cpu`` is
-            accepted for ``ram``; ``disk`` and ``nvme`` for ``ssd``.
+        tier: Where activations go: ``"auto"``: only as much as ``memory_budget`` needs, wherever it costs least time;
+            ``"ram"`` (pinned memory on an accelerator), ``"ssd"`` (files; with ``ram_budget``, RAM first), or ``"none"``.
+            ``cpu`` is accepted for ``ram``; ``disk`` and ``nvme`` for ``ssd``.
         memory_budget: With ``tier="auto"``: most memory of the device for everything, weights and optimizer state
-            included. On a CPU it counts tensors. Default: 90 % of what is free when training begins.
+            included. On a CPU it counts tensors. Default: 90 % of what the device can give this process, including what it
+            has already.
         directory: One directory, or several to stripe over, for ``tier="ssd"`` and ``"auto"``. Default: the
-            system's temporary folder, named in the log.
+            system's temporary folder, named in the log; on an accelerator, ``"auto"`` without a directory writes no files.
         ram_budget: Most bytes of RAM the RAM tier may take. With ``tier="ssd"`` the disk is used when it is full. Default on
             an accelerator: 60 % of the RAM that is available, in equal parts for the machine's processes.
         disk_budget: Most bytes of disk the run may occupy at any time, over all directories.
-        min_offload_bytes: Smaller tensors stay where they are.
+        min_offload_bytes: Smaller tensors stay where they are. Default: 256 KiB on a CPU, 2 MiB on an accelerator.
         keep_last_count: How many of the model's last blocks keep their activations: backward needs those first.
         read_ahead_bytes: How far backward reads ahead. Default: six tensors of usual size, enough not to wait.
         verify: ``"checksum"`` compares a CRC-32 of every buffer before the store and after the load.
@@ -87,12 +93,12 @@ class OffloadConfig:
             :class:`~hf_offload.LeanConfig` explains them.
     """
 
-    tier: str = setting("ssd", one_of(TIERS, TIER_ALIASES))
+    tier: str = setting("auto", one_of(TIERS, TIER_ALIASES))
     memory_budget: int | str | None = setting(None, size())
     directory: Directory | Sequence[Directory] | None = setting(None, folders())
     ram_budget: int | str | None = setting(None, size())
     disk_budget: int | str | None = setting(None, size())
-    min_offload_bytes: int | str = setting("256KiB", size())
+    min_offload_bytes: int | str | None = setting(None, size())
     keep_last_count: int = setting(0, whole(0, "of blocks"))
     read_ahead_bytes: int | str | None = setting(None, size())
     verify: str = setting("off", one_of(VERIFY))
@@ -137,8 +143,8 @@ class OffloadConfig:
         with check:
             if self.tier == "auto" and (self.keep_last_count or self.read_ahead_bytes is not None):
                 raise OffloadConfigError(
-                    "tier='auto' decides itself what is kept and how far is read ahead: drop keep_last_count and "
-                    "read_ahead_bytes."
+                    "tier='auto', the default, decides itself what is kept and how far is read ahead: drop keep_last_count "
+                    "and read_ahead_bytes, or set tier='ram' or 'ssd'."
                 )
         with check:
             if check.good("tiled_mlp") and self.tiled_mlp == "auto" and self.tier != "auto":
@@ -178,7 +184,18 @@ class OffloadConfig:
         """What is saved in fewer bytes, if anything is."""
         return self.lean_activations  # type: ignore[return-value]  # __post_init__ made it one
 
+    def smallest_bytes(self, on_host: bool) -> int:
+        """Bytes of the smallest tensor that is moved; ``on_host``, the model is in RAM itself."""
+        return smallest_bytes(self.min_offload_bytes, on_host)
+
     @property
     def directories(self) -> tuple[Path, ...]:
         """The directories to stripe over; empty when none was named."""
         return self.directory or ()  # type: ignore[return-value]  # __post_init__ made it a tuple of paths
+
+
+def smallest_bytes(asked: int | str | None, on_host: bool) -> int:
+    """Bytes of the smallest tensor that is moved where ``min_offload_bytes`` is ``asked``."""
+    if asked is None:
+        return MIN_OFFLOAD_BYTES if on_host else MIN_OFFLOAD_BYTES_OF_ACCELERATORS
+    return int(asked)

@@ -27,6 +27,15 @@ def ram_bytes() -> tuple[int | None, int | None]:
     return total, available
 
 
+def process_bytes() -> int:
+    """Bytes of RAM that this process has itself, without files that are mapped; 0 if unknown."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 def _limits() -> list[tuple[Path, Path]]:
     """Files with the limit and the use of each group that the process is in, whichever version of them."""
     root = Path("/sys/fs/cgroup")

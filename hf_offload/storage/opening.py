@@ -28,12 +28,11 @@ def open_tier(config: OffloadConfig, on_host: bool, processes: int = 1) -> tuple
     ram_budget = None if config.ram_budget is None else int(config.ram_budget)
     if ram_budget is None and not on_host and config.tier in ("ram", "auto"):
         ram_budget = default_ram_budget(processes)
-    if config.tier == "ram":
+    directories = drives_for(config, on_host)
+    if not directories:
         if on_host:
             logger.warning("The model is on the CPU: moving activations from RAM to RAM saves no memory.")
         return RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), None
-    # Files have no names and no other user can open them: they need no directory of their own, not even in /tmp.
-    directories = config.directories or (Path(tempfile.gettempdir()),)
     disk = DiskTier(
         directories,
         budget_bytes=None if config.disk_budget is None else int(config.disk_budget),
@@ -51,6 +50,17 @@ def open_tier(config: OffloadConfig, on_host: bool, processes: int = 1) -> tuple
     if ram_budget:
         return SpillTier(RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), disk), disk
     return disk, disk
+
+
+def drives_for(config: OffloadConfig, on_host: bool) -> tuple[Path, ...]:
+    """The directories that files go to; empty where none are written."""
+    of_files = (config.disk_budget, config.max_disk_write_bytes, config.disk_rated_bytes)
+    # Nobody asked for a drive: a step of a large model would write more to it than a drive takes for long.
+    spares_drives = config.tier == "auto" and not on_host and config.ram_budget != 0 and of_files == (None, None, None)
+    if config.directories or config.tier in ("none", "ram") or spares_drives:
+        return config.directories
+    # Files have no names and no other user can open them: they need no directory of their own, not even in /tmp.
+    return (Path(tempfile.gettempdir()),)
 
 
 def _check_room(budget_bytes: int, disk: DiskTier) -> None:

@@ -84,7 +84,7 @@ def test_units_name_blocks_and_keep_last_count_keeps_them(tmp_path):
     assert list(find_blocks(model)) == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
     sizes = []
     for keep in (0, 1, 3):
-        config = OffloadConfig(directory=tmp_path, min_offload_bytes=0, keep_last_count=keep)
+        config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, keep_last_count=keep)
         with offload_activations(model, config) as session:
             seen = set()
             original = session._engine._new_record
@@ -95,7 +95,7 @@ def test_units_name_blocks_and_keep_last_count_keeps_them(tmp_path):
         sizes.append(session.stats.total.offloaded_bytes)
     assert sizes[0] > sizes[1] > sizes[2]
     with pytest.raises(OffloadConfigError, match=r"keep_last_count=4.*3 blocks"):
-        attach(model, OffloadConfig(directory=tmp_path, keep_last_count=4))
+        attach(model, OffloadConfig(tier="ssd", directory=tmp_path, keep_last_count=4))
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -8,6 +8,7 @@ import torch
 from hf_offload.errors import OffloadConfigError
 from hf_offload.plan import hardware
 from hf_offload.plan.hardware import CARDS, describe_hardware, measure_hardware
+from hf_offload.plan.machine import probe_machine
 
 
 def test_a_card_brings_its_figures():
@@ -113,6 +114,18 @@ def test_a_spoilt_cache_is_measured_again(quick):
     (kept,) = (quick / "cache" / "hf_offload").glob("machine-*.json")
     kept.write_text('{"memory": -1.0}')
     assert measure_hardware([quick]).memory_bytes_per_s.value > 0
+
+
+def test_what_the_process_has_already_is_part_of_what_it_may_use():
+    """Else weights that are in RAM when training begins would be counted twice."""
+
+    def own_bytes():
+        facts = probe_machine([], sample_bytes=0).device
+        return facts.usable_bytes - facts.free_bytes
+
+    before = own_bytes()
+    weights = torch.ones(256 << 20, dtype=torch.uint8)
+    assert own_bytes() - before >= 0.9 * weights.nbytes
 
 
 def test_a_directory_that_is_not_there_is_refused(quick):

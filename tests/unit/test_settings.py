@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,6 +7,7 @@ from hypothesis import strategies as st
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadTrainingArguments
 from hf_offload.settings.load import choose, collect_errors, from_mapping, nearest
 from hf_offload.settings.sizes import format_bytes, parse_bytes
+from hf_offload.storage.opening import drives_for
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,35 @@ def test_config_holds_bytes_and_paths():
     assert [str(path) for path in config.directories] == ["/a"]
     assert (config.ram_budget, config.min_offload_bytes) == (2**30, 4096)
     assert OffloadConfig().directories == ()
+
+
+def test_without_settings_only_what_a_budget_needs_is_moved_and_more_on_a_host():
+    assert OffloadConfig().tier == "auto"
+    assert OffloadConfig().smallest_bytes(on_host=True) == 256 << 10
+    assert OffloadConfig().smallest_bytes(on_host=False) == 2 << 20
+    for on_host in (True, False):
+        assert OffloadConfig(min_offload_bytes="1KiB").smallest_bytes(on_host) == 1024
+
+
+@pytest.mark.parametrize(
+    ("on_host", "settings", "drives"),
+    [
+        (False, {}, ()),
+        (False, {"tier": "ram"}, ()),
+        (False, {"ram_budget": "1GiB"}, ()),
+        (False, {"directory": "/nvme"}, ("/nvme",)),
+        (False, {"tier": "ssd"}, ("/tmp",)),
+        (False, {"ram_budget": 0}, ("/tmp",)),
+        (False, {"disk_budget": "1GiB"}, ("/tmp",)),
+        (False, {"max_disk_write_bytes": "1GiB"}, ("/tmp",)),
+        (True, {}, ("/tmp",)),
+        (True, {"tier": "ram"}, ()),
+    ],
+    ids=str,
+)
+def test_an_accelerators_run_writes_to_a_drive_only_where_one_is_meant(on_host, settings, drives, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    assert drives_for(OffloadConfig(**settings), on_host) == tuple(map(Path, drives))
 
 
 def test_config_cannot_change():

@@ -90,6 +90,23 @@ def test_ram_is_limited_where_no_budget_says_how(late, monkeypatch):
     assert ram_bytes()[1] > 0
 
 
+def test_without_settings_large_tensors_go_to_ram_and_none_to_a_drive(small, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "there is none"))
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(DEVICE)
+    large, less = torch.ones(8192, 64, device=DEVICE), torch.ones(8191, 64, device=DEVICE)
+    model(large).sum().backward()
+    expected = [parameter.grad.cpu() for parameter in model.parameters()]
+    for inputs, moved in ((large, True), (less, False)):
+        model.zero_grad()
+        session = attach(model, OffloadConfig())  # its first step moves all that it may
+        model(inputs).sum().backward()
+        assert (session.stats.step.offloaded_bytes > 0) is moved
+        assert session.written() == []
+        if moved:
+            assert all(map(torch.equal, expected, [parameter.grad.cpu() for parameter in model.parameters()]))
+        session.detach()
+
+
 def test_memory_that_cannot_be_pinned_leaves_tensors_where_they_are(late, caplog):
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to("late:0")
     x = torch.ones(64, 64, device="late:0")
