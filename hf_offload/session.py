@@ -87,12 +87,12 @@ def _attach(
     model: nn.Module, config: OffloadConfig, sampling: Sampling, lean: Lean, tiling: Tiling, ranks: Ranks
 ) -> "OffloadSession":
     blocks = find_blocks(model)
-    device = open_device(device_of(model))
+    on_host = device_of(model).type == "cpu"
     automatic = config.tier == "auto"
-    on_host = device.is_host
     plan = safest_plan(config, on_host) if automatic else plan_from_settings(config, list(blocks), on_host)
     if not plan.moves or not _has_work(model):
         return OffloadSession(model, config, plan, sampling, lean, tiling, ranks)
+    device = open_device(device_of(model))
     if automatic:
         _check_eager(model)
     if not on_host:

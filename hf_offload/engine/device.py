@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_offload.errors import OffloadError
+from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 
 Stream = Any
@@ -179,5 +179,20 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 def open_device(device: torch.device) -> Device:
-    """The :class:`Device` for a torch device."""
-    return CpuDevice() if device.type == "cpu" else AcceleratorDevice(device)
+    """The :class:`Device` for a torch device.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for one whose copies cannot run beside its computations.
+    """
+    if device.type == "cpu":
+        return CpuDevice()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    try:
+        if accelerator is None or accelerator.type != device.type:
+            raise RuntimeError(f"the accelerator here is {accelerator}")
+        torch.Stream(device=device)
+    except RuntimeError as error:
+        raise OffloadConfigError(
+            f"The model is on {device}, which has no streams for copies to run on ({error}). Move it to the device that trains "
+            "it before offloading is attached; on one without streams, set tier='none'."
+        ) from error
+    return AcceleratorDevice(device)

@@ -234,6 +234,9 @@ def test_refusals(tmp_path, monkeypatch, caplog):
     session.detach()
     with pytest.raises(OffloadConfigError, match=r"disk_budget=.* free"):
         attach(model, OffloadConfig(directory=tmp_path, disk_budget="8000TiB"))
+    with pytest.raises(OffloadConfigError, match=r"on meta, which has no streams.*tier='none'"):
+        attach(tiny_gpt2().to("meta"), OffloadConfig(tier="ram"))
+    assert not attach(tiny_gpt2().to("meta"), OffloadConfig(tier="none")).active
     with pytest.raises(OffloadConfigError, match="not there"):
         attach(model, OffloadConfig(directory=tmp_path / "not there"))
     frozen = tiny_gpt2().requires_grad_(False)
