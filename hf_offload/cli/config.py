@@ -63,11 +63,17 @@ def _ask() -> dict[str, Any]:
     tier = _choose("Where do activations go? auto: as a memory budget needs", TIERS, values[SECTION]["tier"])
     section: dict[str, Any] = {"tier": tier}
     if tier in ("ssd", "auto"):
-        section["directory"] = Prompt.ask("Directory on an SSD (empty: the temporary folder)", default="")
+        section["directory"] = Prompt.ask(
+            "Directory on an SSD (empty: the temporary folder; with auto on a GPU, none)", default=""
+        )
     if tier == "auto":
-        section["memory_budget"] = Prompt.ask("Memory budget, such as 20GiB (empty: 90 % of what is free)", default="")
+        section["memory_budget"] = Prompt.ask(
+            "Memory budget, such as 20GiB (empty: 90 % of what the device can give)", default=""
+        )
     if tier != "none":
-        section["ram_budget"] = Prompt.ask("Most RAM to use, such as 64GiB (empty: as little as needed)", default="")
+        section["ram_budget"] = Prompt.ask(
+            "Most RAM to use, such as 64GiB (empty: on a GPU 60 % of what is available)", default=""
+        )
     section["tiled_loss"] = _choose("Compute the loss in pieces, without all logits?", TILED, "off")
     values[SECTION] = {name: value for name, value in section.items() if value not in ("", "off")}
     from_mapping(OffloadConfig, values[SECTION], "answers")
