@@ -231,12 +231,17 @@ def _kernels_scale(device: torch.device, dtype: torch.dtype, probability: float)
         values = _telling_values(dtype).to(device)
         result, mask = torch.native_dropout(values, probability, True)
         expected = result.cpu().view(torch.uint8)
-        rounded = torch.tensor(1 - probability, dtype=torch.float32, device="cpu").item()
-        for scale in (1 / (1 - probability), 1 / rounded):
+        kept = 1 - probability
+        # As backward does it; the reciprocal of 32 bits; in the tensor's own precision.
+        for scale in (1 / kept, 1 / _rounded(kept, torch.float32), _rounded(1 / kept, dtype)):
             found = torch.ops.aten.native_dropout_backward(values, mask, scale)
             if torch.equal(found.cpu().view(torch.uint8), expected):
                 return scale
     return None
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=dtype, device="cpu").item()
 
 
 def _telling_values(dtype: torch.dtype) -> Tensor:
