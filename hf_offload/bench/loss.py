@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_offload.bench.measure import now_s, peak_bytes
 from hf_offload.errors import OffloadConfigError
+from hf_offload.plan.machine import default_device
 from hf_offload.settings.load import choose
 from hf_offload.tiling.cut import Cut
 from hf_offload.tiling.head import TiledHead
@@ -59,7 +60,7 @@ def bench_loss(
     """
     choose("shape", shape, SHAPES)
     vocabulary, width, tokens = SHAPES[shape]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, device=device).to(dtype).requires_grad_()
     labels = torch.randint(0, vocabulary, (tokens,), device=device)

@@ -9,13 +9,13 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], Any], device: torch.device) -> int:
-    """Most bytes alive at once during ``work``, above those before. On CUDA it is called twice."""
-    if device.type == "cuda":
+    """Most bytes alive at once during ``work``, above those before. On an accelerator it is called twice."""
+    if device.type != "cpu":
         work()  # what libraries take once
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
         work()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.accelerator.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     live = peak = 0
@@ -28,6 +28,6 @@ def peak_bytes(work: Callable[[], Any], device: torch.device) -> int:
 
 def now_s(device: torch.device) -> float:
     """The clock, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()

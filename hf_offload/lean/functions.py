@@ -7,17 +7,24 @@ Note: gradients that are added up
 """
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from hf_offload.engine.device import open_device
 from hf_offload.interrupts import signals_deferred
 from hf_offload.lean.recipes import Recipe, Recipes, as_it_is, autocast_as_now
+
+logger = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------- modules made of several operations
 
@@ -186,12 +193,63 @@ def packed_dropout(inputs: Tensor, probability: float) -> tuple[Tensor, Tensor]:
     return _PackedDropout.apply(inputs, probability)
 
 
-def dropped(inputs: Tensor, bits: Tensor, probability: float) -> Tensor:
-    """``inputs`` (or a gradient) with the mask that :func:`packed_dropout` has drawn, scaled."""
+def dropped(inputs: Tensor, bits: Tensor, probability: float, scale: float | None = None) -> Tensor:
+    """``inputs`` with the mask that :func:`packed_dropout` has drawn, scaled; on accelerators by ``scale``.
+
+    Without a scale, as backward does it with a gradient; on a CPU that is what forward does, too.
+    """
     mask = unpack_bits(bits, inputs.shape)
     if inputs.device.type == "cpu":
         return inputs * mask.to(inputs.dtype).div_(1 - probability)
-    return torch.ops.aten.native_dropout_backward(inputs, mask, 1 / (1 - probability))
+    return torch.ops.aten.native_dropout_backward(inputs, mask, 1 / (1 - probability) if scale is None else scale)
+
+
+def dropout_again(inputs: Tensor, probability: float) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """What makes a result of :func:`packed_dropout` from its input and its bits again, to the last bit; None if nothing does.
+
+    Backward scales by ``1 / (1 - probability)`` on every accelerator, forward as each one's kernel pleases: CUDA's rounds
+    ``1 - probability`` to 32 bits first, which is another scale for p = 0.15, say. What a kernel does is found out by trying.
+    """
+    again = functools.partial(dropped, probability=probability)
+    if inputs.device.type == "cpu" or isinstance(inputs, FakeTensor):  # a fake one has a size, and no bits
+        return again
+    if open_device(inputs.device).is_capturing():  # the generator's state can neither be read nor put back
+        return None
+    try:
+        scale = _kernels_scale(inputs.device, inputs.dtype, probability)
+    except Exception as error:  # a backend may lack what trying takes
+        logger.debug("dropout on %s cannot be tried, its results are saved: %s", inputs.device, error)
+        return None
+    return None if scale is None else functools.partial(again, scale=scale)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernels_scale(device: torch.device, dtype: torch.dtype, probability: float) -> float | None:
+    """By what the device's dropout multiplies; None if it does something else. Random numbers go on as before."""
+    forked = torch.random.fork_rng(devices=[device.index], device_type=device.type)
+    with _disable_current_modes(), torch.no_grad(), forked:
+        values = _telling_values(dtype).to(device)
+        result, mask = torch.native_dropout(values, probability, True)
+        expected = result.cpu().view(torch.uint8)
+        kept = 1 - probability
+        # As backward does it; the reciprocal of 32 bits; in the tensor's own precision.
+        for scale in (1 / kept, 1 / _rounded(kept, torch.float32), _rounded(1 / kept, dtype)):
+            found = torch.ops.aten.native_dropout_backward(values, mask, scale)
+            if torch.equal(found.cpu().view(torch.uint8), expected):
+                return scale
+    return None
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=dtype, device="cpu").item()
+
+
+def _telling_values(dtype: torch.dtype) -> Tensor:
+    """Numbers that tell one scale from another: all that 16 bits can hold, as few differ by rounding; 65536 of wider ones."""
+    if dtype.itemsize > 2:
+        return torch.linspace(-2, 2, 1 << 16, dtype=dtype, device="cpu")
+    values = torch.arange(1 << 16, device="cpu").to(torch.int16).view(dtype)
+    return values[values.isfinite()]
 
 
 def pack_bits(mask: Tensor) -> Tensor:

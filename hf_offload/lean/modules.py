@@ -10,7 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.interrupts import signals_deferred
-from hf_offload.lean.functions import Products, coarse_activation, dropped, packed_dropout, packed_relu, recomputed
+from hf_offload.lean.functions import (
+    Products,
+    coarse_activation,
+    dropout_again,
+    packed_dropout,
+    packed_relu,
+    recomputed,
+)
 from hf_offload.lean.recipes import Recipe, Recipes, autocast_as_now
 from hf_offload.sampling.linear import LinearOfPart, Part
 from hf_offload.tiling.replaced import ReplacedForward
@@ -148,20 +155,21 @@ class LeanDropout(Elementary):
             return self.own_forward(inputs)
         result, bits = packed_dropout(inputs, probability)
         recipe = self.recipes.of(inputs)
-        if recipe is not None:
-            self.recipes.remember(result, Recipe((bits, *recipe.tensors), _Dropped(recipe, probability)))
+        again = None if recipe is None else dropout_again(inputs, probability)
+        if recipe is not None and again is not None:
+            self.recipes.remember(result, Recipe((bits, *recipe.tensors), _Dropped(recipe, again)))
         return result
 
 
 class _Dropped:
     """A result of dropout, from bits and what its input is made from."""
 
-    def __init__(self, recipe: Recipe, probability: float):
+    def __init__(self, recipe: Recipe, again: Callable[[Tensor, Tensor], Tensor]):
         self._build = recipe.build
-        self._probability = probability
+        self._again = again
 
     def __call__(self, bits: Tensor, *tensors: Tensor) -> Tensor:
-        return dropped(self._build(*tensors), bits, self._probability)
+        return self._again(self._build(*tensors), bits)
 
 
 class LeanLinear(Elementary):

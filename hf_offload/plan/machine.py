@@ -135,18 +135,25 @@ def default_device() -> torch.device:
     return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
+def device_name(device: torch.device) -> str:
+    """What its backend calls it, such as ``"NVIDIA H100 80GB HBM3"``; its type where the backend has no names, as the CPU."""
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name_of is None else name_of(device)
+
+
 def _device(device: torch.device, ram_total: int | None, ram_available: int | None) -> DeviceFacts:
     if device.type == "cpu":
         usable = None if ram_available is None else ram_available + process_bytes()
         return DeviceFacts(_cpu_name(), "cpu", ram_total, ram_available, usable)
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else device.type
+    name = device_name(device)
     try:
         free, total = torch.accelerator.get_memory_info(device)
         reserved = torch.accelerator.memory_reserved(device)
     except (RuntimeError, NotImplementedError):  # not every backend tells
         return DeviceFacts(name, device.type, None, None, None)
-    share = torch.cuda.get_per_process_memory_fraction(device) if is_cuda else 1.0
+    # torch.accelerator has no word for the share that a process may have at most.
+    share_of = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", lambda device: 1.0)
+    share = share_of(device)
     return DeviceFacts(name, device.type, total, free, min(free + reserved, int(share * total)))
 
 

@@ -199,7 +199,7 @@ def _rows_of_the_run(report: TrainingReport) -> Iterator[tuple[str, ...]]:
 
 
 def _counts_in_use(device: str) -> bool:
-    """Whether the peak is the process's, which says less than what its allocator counts; on CUDA the peak is the latter."""
+    """Whether the peak is the process's, which says less than what its allocator counts; an accelerator's is the latter."""
     return device == "cpu"
 
 

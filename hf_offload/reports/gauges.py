@@ -3,7 +3,7 @@
 On a CPU the level is the process's resident memory, the peak is the kernel's own high-water mark (a spike of a
 microsecond counts), and how freed memory is kept depends on the allocator, which every report names. An allocator that
 keeps freed memory at hand shows a flat line there, so the bytes that are in use according to the allocator itself are
-read beside it. On CUDA all of these are PyTorch's counters.
+read beside it. On an accelerator all of these are PyTorch's counters.
 """
 
 import ctypes
@@ -82,45 +82,50 @@ class _LinuxGauge(Gauge):
         return None if self._in_use is None else self._in_use()
 
 
-class _CudaGauge(Gauge):
-    """PyTorch's counters of allocated and reserved memory."""
+class _AcceleratorGauge(Gauge):
+    """PyTorch's counters of allocated and reserved memory. Raises where a backend has none."""
 
-    peak_source = "torch.cuda.max_memory_allocated"
+    peak_source = "torch.accelerator.max_memory_allocated"
 
     def __init__(self, device: torch.device):
-        self._device = device
+        # Samples are taken in a thread of their own, whose current device is another.
+        self._index = torch.accelerator.current_device_index() if device.index is None else device.index
+        torch.accelerator.memory_allocated(device)
 
     def settle(self) -> None:
         gc.collect()
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
+        torch.accelerator.synchronize(self._index)
+        torch.accelerator.empty_cache()
 
     def level(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return torch.accelerator.memory_allocated(self._index)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        return torch.accelerator.max_memory_allocated(self._index)
 
     def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._index)
 
     def reserved(self) -> int | None:
-        return torch.cuda.memory_reserved(self._device)
+        return torch.accelerator.memory_reserved(self._index)
 
     def peak_reserved(self) -> int | None:
-        return torch.cuda.max_memory_reserved(self._device)
+        return torch.accelerator.max_memory_reserved(self._index)
 
     def in_use(self) -> int | None:
         return self.level()
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+        torch.accelerator.synchronize(self._index)
 
 
 def choose_gauge(device: torch.device) -> Gauge:
     """The most exact gauge there is for a run on ``device``."""
-    if device.type == "cuda":
-        return _CudaGauge(device)
+    if device.type != "cpu":
+        try:
+            return _AcceleratorGauge(device)
+        except (RuntimeError, ValueError) as error:  # not every backend counts, nor is each one the accelerator
+            logger.warning(f"PyTorch does not count the memory of {device} ({error}): the process's own is measured.")
     if sys.platform == "linux":
         gauge = _LinuxGauge()
         try:

@@ -36,7 +36,7 @@ class MemoryRecord:
     step_start_s: list[float] = dataclasses.field(default_factory=list)
     step_end_s: list[float] = dataclasses.field(default_factory=list)
     baseline_reserved_bytes: int | None = None
-    """CUDA: held by PyTorch's allocator, free blocks included."""
+    """An accelerator: held by PyTorch's allocator, free blocks included."""
     peak_reserved_bytes: int | None = None
     baseline_in_use_bytes: int | None = None
     """What the allocator has handed out and not got back; ``None`` where the allocator does not tell."""

@@ -63,9 +63,12 @@ def measure_errors(
     before = {parameter: parameter.grad for parameter in model.parameters()}
     for parameter in before:
         parameter.grad = None  # a backward would add to the one that is there
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    forked: dict[str, Any] = {"devices": []}
+    if accelerator is not None:
+        forked = {"devices": [torch.accelerator.current_device_index()], "device_type": accelerator.type}
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with torch.random.fork_rng(**forked), torch.enable_grad():
             for name, layer in layers.items():
                 handles.append(layer.register_forward_pre_hook(remember(name)))
                 handles.append(layer.register_full_backward_hook(compare(name)))

@@ -6,6 +6,8 @@ Every function here keeps shapes fixed and reads no value on the host, so that a
 import torch
 from torch import Tensor
 
+_WHOLE = 2.0**62
+
 
 def winners(sorted_probabilities: Tensor, count: int) -> Tensor:
     """How many of the most probable are kept for certain when ``count`` are kept: a scalar, ``0 <= winners < count``.
@@ -13,9 +15,21 @@ def winners(sorted_probabilities: Tensor, count: int) -> Tensor:
     ``argmin over c of (1 - P(c)) / (count - c)``, ``P(c)`` the sum of the ``c`` largest (WTA-CRS, arXiv 2305.15265).
     ``sorted_probabilities`` is ``[rows]``, from the largest down.
     """
-    before = torch.cat([sorted_probabilities.new_zeros(1), sorted_probabilities.cumsum(0)])[:count]
+    before = torch.cat([sorted_probabilities.new_zeros(1), running_sums(sorted_probabilities)])[:count]
     left = count - torch.arange(len(before), device=before.device, dtype=before.dtype)
     return ((1 - before).clamp_min(0) / left).argmin()
+
+
+def running_sums(probabilities: Tensor) -> Tensor:
+    """The sums of the first one, of the first two, and so on, of ``probabilities`` whose sum is 1."""
+    return probabilities.cumsum(0) if probabilities.device.type == "cpu" else _whole_sums(probabilities)
+
+
+def _whole_sums(probabilities: Tensor) -> Tensor:
+    # CUDA adds floating-point numbers up in any order, and not at all where algorithms have to be deterministic. Sums of
+    # whole numbers are the same in each order, and these are finer than what float64 can tell apart next to 1.
+    whole = (probabilities.double() * _WHOLE).round().long()
+    return (whole.cumsum(0).double() / _WHOLE).to(probabilities.dtype)
 
 
 def draw_rows(importance: Tensor, random: Tensor, *, keep_winners: bool) -> tuple[Tensor, Tensor]:
@@ -30,7 +44,7 @@ def draw_rows(importance: Tensor, random: Tensor, *, keep_winners: bool) -> tupl
     total = probabilities.sum()
     probabilities = torch.where(total > 0, probabilities / total, 1.0 / len(probabilities))
     ordered, order = probabilities.sort(descending=True, stable=True)
-    upto = ordered.cumsum(0)
+    upto = running_sums(ordered)
     count = len(random)
     slots = torch.arange(count, device=order.device)
     certain = winners(ordered, count) if keep_winners else slots.new_zeros(())

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.plan.machine import device_name
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import parse_json, read_text
 from hf_offload.versions import find_versions
@@ -144,18 +145,16 @@ def describe_model(model: torch.nn.Module) -> ModelFacts:
     )
 
 
-def describe_machine() -> dict[str, Any]:
-    """Processor, cores and threads, memory, accelerator: what decides how fast a run is."""
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Processor, cores and threads, memory, and ``device``, which trained: what decides how fast a run is."""
     import psutil
 
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    is_cuda = device is not None and device.type == "cuda"
     return {
         "platform": f"{platform.system()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "ram_bytes": psutil.virtual_memory().total,
-        "device": torch.cuda.get_device_name() if is_cuda else str(device or "cpu"),
+        "device": device_name(device),
     }
 
 

@@ -243,7 +243,7 @@ def _describe(
         memory=dataclasses.asdict(meter.record) if meter is not None and meter.record is not None else None,
         offload=stats.total.as_dict() if stats is not None else None,
         allocator=current_allocator(),
-        machine=describe_machine(),
+        machine=describe_machine(trainer.args.device),
         versions=describe_versions(),
         forecast=None if callback is None or callback.forecast is None else dataclasses.asdict(callback.forecast),
         metrics=metrics,

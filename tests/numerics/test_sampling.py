@@ -1,5 +1,6 @@
 """Estimates from a part of the input: unbiased, by enumeration and by many draws. The published biased ones are not."""
 
+import fractions
 import itertools
 
 import pytest
@@ -28,6 +29,14 @@ PROBABILITIES = {
 # ------------------------------------------------------------------------------------------------------- by enumeration
 
 
+@pytest.fixture(params=["of a CPU", "of an accelerator"])
+def sums(request, monkeypatch):
+    """How probabilities are added up."""
+    if request.param == "of an accelerator":
+        monkeypatch.setattr(estimator, "running_sums", estimator._whole_sums)
+
+
+@pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize("name", PROBABILITIES)
 def test_winners_are_those_of_brute_force(name):
     ordered = torch.tensor(PROBABILITIES[name], dtype=torch.double).sort(descending=True).values
@@ -70,6 +79,7 @@ def moments(importance, count, keep_winners, terms):
     return mean, float(variance)
 
 
+@pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("name", PROBABILITIES)
 def test_every_estimate_is_unbiased_and_winners_never_add_variance(name, count):
@@ -88,12 +98,26 @@ def test_every_estimate_is_unbiased_and_winners_never_add_variance(name, count):
     assert spreads[0] <= spreads[1] + 1e-12
 
 
+@pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize("keep_winners", [True, False])
 def test_stale_importance_is_unbiased_too(keep_winners):
     """Any importance that is positive where a row counts: only the variance is worse."""
     terms = torch.randn(5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.double)
     mean, _ = moments([0.1, 0.5, 0.2, 0.05, 0.15], 3, keep_winners, terms)
     torch.testing.assert_close(mean, terms.sum(0), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 100_003])
+def test_sums_of_whole_numbers_are_those_of_the_probabilities(rows):
+    """Nearer to the true sums than float64 comes by adding up, and never falling."""
+    generator = torch.Generator().manual_seed(rows)
+    probabilities = torch.rand(rows, generator=generator, dtype=torch.double).pow(8)
+    probabilities = (probabilities / probabilities.sum()).sort(descending=True).values
+    found = estimator._whole_sums(probabilities)
+    exact = list(itertools.accumulate(fractions.Fraction(one) for one in probabilities.tolist()))
+    worst = max(abs(fractions.Fraction(one) - other) for one, other in zip(found.tolist(), exact, strict=True))
+    assert worst <= 2**-53 + rows * 2**-63  # of the last rounding, and of each number's
+    assert (found.diff() >= 0).all()
 
 
 # ---------------------------------------------------------------------------------------------------------- by many draws
