@@ -3,7 +3,6 @@ names it. Every loss, norm, weight and optimizer state is the same with offloadi
 """
 
 import gc
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from hf_offload import OffloadCallback, OffloadPlugin, OffloadTrainingArguments
 from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.plan.hardware import Figure, Hardware
 from hf_offload.session import attached_session
+from tests.accelerator.on_device.training import differences, let_go_of_what_was_loaded
 from tests.tiny_models import ExampleDataset, gradients, tiny_model, weights
 
 DEVICE = torch.device("late:0")
@@ -57,12 +57,9 @@ def known_machine(monkeypatch):
 
 
 def settle(model: nn.Module) -> None:
-    """A thread holds what was loaded until its copy has ended: it comes to this after all of those."""
     session = attached_session(model)
     if session is not None:
-        done = threading.Event()
-        session._engine.transfer._mover._arrival_workers.submit(done.set)
-        assert done.wait(20)
+        let_go_of_what_was_loaded(session)
 
 
 class _Record(TrainerCallback):
@@ -105,11 +102,6 @@ def train(arguments: TrainingArguments) -> tuple[_Record, OffloadCallback | None
     record.peaks = [one - before for one in record.peaks]
     callbacks = run.callback_handler.callbacks
     return record, next((one for one in callbacks if isinstance(one, OffloadCallback)), None)
-
-
-def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
-    assert expected.keys() == found.keys()
-    return [what for what, value in expected.items() if not torch.equal(value, found[what])]
 
 
 def assert_exact(
