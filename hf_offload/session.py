@@ -211,13 +211,18 @@ class OffloadSession:
         """Give back what the session holds when the model goes, as if it had been detached."""
         model = self._model()
         assert model is not None
-        self._watch = ModelWatch(model, self._leave_thread, self._close)
+        self._watch = ModelWatch(model, self._leave_thread, self._close_without_model)
 
     def _leave_thread(self) -> None:
         if self._phases is not None:
             self._phases.leave_thread()
         if self._feedback is not None:
             self._feedback.leave_thread()
+
+    def _close_without_model(self) -> None:
+        assert self._engine is not None
+        self._engine.enter_thread()
+        self._close()
 
     def _close(self) -> None:
         assert self._engine is not None

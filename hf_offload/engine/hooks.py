@@ -325,6 +325,10 @@ class Engine:
             self.transfer.reap()
             self.stats.end_step(self.transfer.resident_bytes)
 
+    def enter_thread(self) -> None:
+        """Called in a thread that is none of the user's, before anything else is: it has no device yet."""
+        self._device.make_current()
+
     def close(self) -> None:
         """Take in no more tensors. The tier stays open as long as graphs still need it."""
         with signals_deferred:

@@ -284,7 +284,7 @@ class StagedMover(Mover):
         try:
             staging = self._ring.acquire(target.numel(), urgent)
         except BaseException as error:  # whoever waits for the load has to hear of it
-            load.end(error)
+            load.end(error.with_traceback(None))  # which would hold this frame, and with it the target
             return
 
         def read(error: BaseException | None) -> None:
@@ -297,12 +297,13 @@ class StagedMover(Mover):
     ) -> None:
         try:
             if error is not None:
-                raise error
+                load.end(error)
+                return
             copied = self._copy_in(staging, target, free)
             load.end()
             self._device.synchronize(copied)
-        except BaseException as failure:  # of the read or of the device: whoever waits has to hear of it
-            load.end(failure)
+        except BaseException as failure:  # of the device: whoever waits has to hear of it
+            load.end(failure.with_traceback(None))  # which would hold this frame, and with it the target
         finally:
             self._ring.release(staging)
 

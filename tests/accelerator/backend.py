@@ -3,6 +3,8 @@
 Importing it makes it *the* accelerator of the process, so tests that need it run in a process of their own.
 """
 
+import hashlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -31,21 +33,41 @@ def why_not() -> str | None:
 
 def load() -> Any:
     """Build the late device, unless it is built already, and make it the accelerator of this process."""
-    # Of this interpreter and this PyTorch: what was built with another one would not load.
-    built = _HERE / ".build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}"
-    built.mkdir(parents=True, exist_ok=True)
-    module = cpp_extension.load(
-        "late_device",
-        sorted(str(path) for path in (_HERE / "csrc").glob("*.cpp")),
-        extra_cflags=["-O1", "-g0"],
-        build_directory=str(built),
-    )
+    module = _built()
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, _device_module())
         torch.utils.generate_methods_for_privateuse1_backend()
         # Otherwise a registered device gets new parameters from Module.to, and tied weights come apart.
         torch.__future__.set_swap_module_params_on_conversion(True)
+    return module
+
+
+def _built() -> Any:
+    """The module, built once for these sources, this interpreter and this PyTorch, also for a copy of the whole tree."""
+    sources = sorted((_HERE / "csrc").iterdir())
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    folder = _HERE / ".build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}-{digest[:16]}"
+    complete = folder / "complete"
+    if complete.exists():
+        return _imported(folder / "late_device.so")
+    folder.mkdir(parents=True, exist_ok=True)
+    module = cpp_extension.load(
+        "late_device",
+        [str(path) for path in sources if path.suffix == ".cpp"],
+        extra_cflags=["-O1", "-g0"],
+        build_directory=str(folder),
+    )
+    complete.touch()  # another process may look while this one still links
+    return module
+
+
+def _imported(library: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("late_device", library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 

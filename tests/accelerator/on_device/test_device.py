@@ -52,6 +52,7 @@ def test_an_event_is_awaited_without_a_busy_core(late, monkeypatch):
     """The wait asks, pauses, and asks again; it ends when the event has happened."""
     device = AcceleratorDevice(DEVICE)
     pauses: list[float] = []
+    monkeypatch.setattr("hf_offload.engine.device._LONGEST_PAUSE_S", 1e-3)
     monkeypatch.setattr("hf_offload.engine.device.time.sleep", pauses.append)
     late.reseed(0, pace=0.0)
     torch.ones(8, device=DEVICE).mul_(2)
@@ -61,7 +62,7 @@ def test_an_event_is_awaited_without_a_busy_core(late, monkeypatch):
     assert device.has_happened(event)
     assert pauses
     assert sorted(pauses) == pauses
-    assert max(pauses) <= 1e-3
+    assert pauses[0] < max(pauses) <= 1e-3
 
 
 def test_memory_of_the_host_is_there_whatever_the_default_device_is(late):

@@ -1,0 +1,43 @@
+"""Whichever tier takes what is saved, and however a training goes, losses, gradients and weights are the same bits."""
+
+import pytest
+
+from tests.accelerator.on_device.training import EVERY_TIER, TIERS, Case, assert_exact
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_behind")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_tiers(late, tier):
+    assert_exact(late, Case(), **TIERS[tier])
+
+
+@pytest.mark.parametrize("tier", EVERY_TIER)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(accumulation=3),
+        Case(checkpointing="reentrant"),
+        Case(checkpointing="non-reentrant"),
+        Case(retain_graph=True),
+        Case(own_stream=True),
+        Case(device="late:1"),
+    ],
+    ids=["accumulation", "reentrant", "non-reentrant", "retain_graph", "own_stream", "second_device"],
+)
+def test_ways_to_train(late, case, tier):
+    assert_exact(late, case, **TIERS[tier])
+
+
+@pytest.mark.parametrize("tier", ["ssd", "spill"])
+def test_what_goes_in_chunks(late, tier, monkeypatch):
+    """Records of a few pages each, in chunks of one, through a ring that has room for some of them."""
+    monkeypatch.setattr("hf_offload.engine.movers.StagedMover._CHUNK_BYTES", 4096)
+    monkeypatch.setattr("hf_offload.engine.hooks._RING_BYTES", 32 << 10)
+    assert_exact(late, Case(), range(4), **TIERS[tier])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tier", ["ram", "ssd", "spill"])
+def test_two_thousand_seeds(late, tier):
+    assert_exact(late, Case(name="llama"), range(2000 // 3), **TIERS[tier])

@@ -1,0 +1,130 @@
+"""Training on the late device, without and with offloading: every loss, gradient and weight, and what stays allocated."""
+
+import contextlib
+import dataclasses
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hf_offload import OffloadConfig, OffloadSession, attach
+from tests.tiny_models import gradients, tiny_batch, tiny_model, weights
+
+STEPS = 3
+TIERS: dict[str, dict[str, Any]] = {
+    "ram": {"tier": "ram"},
+    "ssd": {"tier": "ssd"},
+    "spill": {"tier": "ssd", "ram_budget": 64 << 10},
+    "auto": {"tier": "auto", "memory_budget": 1 << 30},
+}
+# Behind a spill tier are both others; each of them alone, and whatever auto makes of them, takes its time.
+EVERY_TIER = [pytest.param(tier, marks=() if tier == "spill" else pytest.mark.full) for tier in TIERS]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str = "gpt2"
+    device: str = "late:0"
+    accumulation: int = 1
+    checkpointing: str | None = None
+    retain_graph: bool = False
+    own_stream: bool = False
+
+
+def build(case: Case) -> nn.Module:
+    if case.name == "whisper":
+        torch.manual_seed(0)
+        config = transformers.WhisperConfig(
+            vocab_size=96, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=24,
+            max_target_positions=24, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
+        )  # fmt: skip
+        model: nn.Module = transformers.WhisperForConditionalGeneration(config)
+    else:
+        model = tiny_model(case.name)
+    if case.checkpointing is not None:
+        # The older name is a deprecated alias where the newer one exists.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": case.checkpointing == "reentrant"})
+    return model.to(case.device).train()
+
+
+def batch(case: Case, seed: int) -> dict[str, torch.Tensor]:
+    if case.name == "whisper":
+        generator = torch.Generator().manual_seed(seed)
+        values = {
+            "input_features": torch.randn(2, 8, 48, generator=generator),
+            "labels": torch.randint(2, 96, (2, 12), generator=generator),
+        }
+    else:
+        values = tiny_batch(case.name, seed=seed)
+    return {name: value.to(case.device) for name, value in values.items()}
+
+
+def train(
+    case: Case, model: nn.Module, end_step: Callable[[], None] = lambda: None
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """A few optimizer steps: every loss, gradient and weight, and the bytes allocated after each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trace: dict[str, torch.Tensor] = {}
+    allocated = []
+    stream = torch.Stream(device=case.device) if case.own_stream else None
+    torch.manual_seed(7)
+    for step in range(STEPS):
+        with stream or contextlib.nullcontext():
+            for micro in range(case.accumulation):
+                loss = model(**batch(case, 10 * step + micro)).loss
+                trace[f"step {step}: loss {micro}"] = loss.detach().cpu()
+                (loss / case.accumulation).backward(retain_graph=case.retain_graph)
+                if case.retain_graph:
+                    (loss / case.accumulation).backward()
+                del loss
+            trace |= {f"step {step}: gradient of {k}": v.cpu() for k, v in gradients(model).items()}
+            optimizer.step()
+            optimizer.zero_grad()
+            trace |= {f"step {step}: weight {k}": v.cpu() for k, v in weights(model).items()}
+            end_step()
+        gc.collect()
+        allocated.append(torch.accelerator.memory_allocated(case.device))
+    return trace, allocated
+
+
+def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
+    assert expected.keys() == found.keys()
+    return [what for what, value in expected.items() if not torch.equal(value, found[what])]
+
+
+def let_go_of_what_was_loaded(session: OffloadSession) -> None:
+    """A thread holds what was loaded until its copy has ended: it comes to this after all of those."""
+    done = threading.Event()
+    session._engine.transfer._mover._arrival_workers.submit(done.set)
+    assert done.wait(20)
+
+
+def train_offloaded(case: Case, **settings: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+    model = build(case)
+    session = attach(model, OffloadConfig(min_offload_bytes=0, **settings))
+
+    def end_step() -> None:
+        session.end_step()
+        let_go_of_what_was_loaded(session)
+
+    found = train(case, model, end_step)
+    assert session.stats.total.refused_bytes == 0
+    session.detach()
+    return found
+
+
+def assert_exact(late: Any, case: Case, seeds: range = range(2), **settings: Any) -> None:
+    plain, expected = train(case, build(case))
+    gc.collect()
+    for seed in seeds:
+        late.reseed(seed)
+        found, allocated = train_offloaded(case, **settings)
+        assert differences(plain, found) == [], f"seed {seed}"
+        assert allocated == expected, f"seed {seed}"
