@@ -47,20 +47,21 @@ class _Held:
 
     def take(self) -> None:
         """Note the signals from now on."""
+        handlers, note, handler_of = self._handlers, self._note, _signal.getsignal
         for number in _SIGNALS:
-            handler = _signal.getsignal(number)
+            handler = handler_of(number)
             if callable(handler):  # else the process ends, or nothing happens
-                self._handlers[number] = handler
-                _signal.signal(number, self._note)
+                handlers[number] = handler
+                _signal.signal(number, note)
 
     def give_back(self) -> None:
         """Put the handlers back, and run those of the signals that have come."""
         try:
             _put_back(list(self._handlers.items()))
         finally:
-            handlers, self._handlers = self._handlers, {}
-            arrived, self._arrived = self._arrived, set()
-            if arrived:
+            if self._arrived:
+                handlers, self._handlers = self._handlers, {}
+                arrived, self._arrived = self._arrived, set()
                 _run([(handlers[number], number) for number in arrived])
 
     def _note(self, number: int, _: FrameType | None) -> None:

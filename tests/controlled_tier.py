@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_offload.engine.device import CpuDevice, Device
 from hf_offload.engine.hooks import Engine, Handle
+from hf_offload.engine.transfer import Transfer
 from hf_offload.errors import StorageError, TierFullError
 from hf_offload.plan.plan import Keeping, Placement, Plan
 from hf_offload.storage.buffers import PAGE
@@ -114,6 +115,12 @@ class ControlledTier(Tier):
             pool.close()
 
 
+def wait_for_stores(transfer: Transfer) -> None:
+    """Wait until the writes that have begun have ended, whatever became of them."""
+    for write in list(transfer._writes_in_flight):
+        assert write.wait(20)
+
+
 class Rig:
     """An engine over a controlled tier; ``with rig:`` enters its hooks."""
 
@@ -168,9 +175,7 @@ class Rig:
 
     def settle(self) -> None:
         """Wait until nothing is on its way out, so that the records' memory is really gone."""
-        for future in list(self.transfer._writes_in_flight):
-            if not future.cancelled():
-                future.exception(timeout=20)
+        wait_for_stores(self.transfer)
         self._pool_idle()
 
     def _pool_idle(self) -> None:

@@ -3,8 +3,10 @@
 The engine's own :meth:`~hf_offload.engine.hooks.Engine.pack` and :meth:`~hf_offload.engine.hooks.Engine.unpack` are called
 directly, over a tier that is done at once: an operation's forward and backward take longer, and vary more, than what is
 to be found. What autograd itself adds to call any hooks is a row of its own, measured through real operations with and
-without hooks that do nothing; a saved tensor costs both. A disk tier's own share, which runs beside its transfers, is not
-in these figures, and neither are a GPU's streams and events.
+without hooks that do nothing; a saved tensor costs both. A tier's own share is not in these figures, except for what a slot
+in RAM costs, which is a row, too; neither are a GPU's streams and events.
+
+In a large model thousands of records are alive at a time: two rows have as many beside them, and should cost no more.
 """
 
 import contextlib
@@ -22,9 +24,11 @@ from torch import nn
 from hf_offload.engine.device import CpuDevice
 from hf_offload.engine.hooks import Engine
 from hf_offload.plan.plan import Placement, Plan
+from hf_offload.storage.ram import RamTier
 from hf_offload.storage.tier import Slot, Tier, TierStats
 
 _SIDE = 64  # of square float32 tensors: large enough to be worth a record, small enough to stay in the CPU's cache
+_OTHERS = 2000  # a forward of a large model saves about as many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +106,9 @@ def measure_overhead(
         "parameter": ("a Parameter itself", _parameter),
         "weight": ("a view of a Parameter, as nn.Linear saves it", _weight_view),
         "offloaded": ("stored, and loaded again", _offloaded),
+        "among others": (f"offloaded while {_OTHERS} more are stored", _among_others),
         "deduplicated": ("a second view of what is stored", _deduplicated),
+        "slot in RAM": (f"reserved and freed beside {_OTHERS} others, in arenas that hold one each", _slot_in_ram),
     }
     samples: dict[str, list[_Sample]] = {name: [] for name in kinds}
     for _, measure in kinds.values():
@@ -151,8 +157,15 @@ def _activations(count: int) -> list[torch.Tensor]:
     return [torch.ones(_SIDE, _SIDE) for _ in range(count)]
 
 
-def _pack_and_unpack(engine: Engine, tensors: list[torch.Tensor]) -> _Sample:
-    """Every tensor goes as soon as it is packed, as in forward, and every handle as soon as it is unpacked."""
+def _pack_and_unpack(engine: Engine, tensors: list[torch.Tensor], others: list[torch.Tensor] | None = None) -> _Sample:
+    """Every tensor goes as soon as it is packed, as in forward, and every handle as soon as it is unpacked.
+
+    Those of ``others`` are packed before the clock runs, and live until it has stopped.
+    """
+    alive = [engine.pack(tensor) for tensor in others or ()]
+    if others is not None:
+        others.clear()
+        engine.operation_ended()  # else they were stored while the clock runs
     handles: list[Any] = []
     start = time.perf_counter()
     while tensors:
@@ -161,6 +174,7 @@ def _pack_and_unpack(engine: Engine, tensors: list[torch.Tensor]) -> _Sample:
     while handles:
         engine.unpack(handles.pop())
     unpacked = time.perf_counter()
+    alive.clear()
     engine.close()
     return _Sample(packed - start, unpacked - packed)
 
@@ -181,6 +195,10 @@ def _weight_view(count: int) -> _Sample:
 
 def _offloaded(count: int) -> _Sample:
     return _pack_and_unpack(_engine(), _activations(count))
+
+
+def _among_others(count: int) -> _Sample:
+    return _pack_and_unpack(_engine(), _activations(count), _activations(_OTHERS))
 
 
 def _deduplicated(count: int) -> _Sample:
@@ -205,6 +223,24 @@ def _deduplicated(count: int) -> _Sample:
         firsts.pop()
     engine.close()
     return _Sample(pack_s, unpack_s)
+
+
+def _slot_in_ram(count: int) -> _Sample:
+    """Finding room in the tier, and giving it back."""
+    nbytes = _SIDE * _SIDE * torch.float32.itemsize
+    tier = RamTier(arena_bytes=nbytes)
+    for _ in range(_OTHERS):
+        tier.reserve(nbytes)
+    for slot in [tier.reserve(nbytes) for _ in range(count)]:
+        tier.free(slot)  # so that arenas are there, and what is measured is not the system's share
+    start = time.perf_counter()
+    slots = [tier.reserve(nbytes) for _ in range(count)]
+    reserved = time.perf_counter()
+    while slots:
+        tier.free(slots.pop())
+    freed = time.perf_counter()
+    tier.close()
+    return _Sample(reserved - start, freed - reserved)
 
 
 def _hooks_alone(count: int) -> _Sample:

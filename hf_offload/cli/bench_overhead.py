@@ -46,7 +46,7 @@ def overhead(
         console.print(f"[dim]{cost.name}: {cost.meaning}[/]", highlight=False)
     console.print(
         f"[dim]{repetitions} repetitions of {tensors} tensors, over a tier that is done at once; a saved tensor costs its "
-        "own row and that of the hooks[/]",
+        "own row and that of the hooks, and one that goes to RAM its slot's as well[/]",
         highlight=False,
     )
 

@@ -29,7 +29,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,8 +75,8 @@ class Mover(abc.ABC):
         """Start reading into ``target``."""
 
     @abc.abstractmethod
-    def arrive(self, arrival: Arrival | None, storage: torch.UntypedStorage) -> None:
-        """Order the calling thread's compute behind a load into ``storage``."""
+    def arrive(self, there: "Future[Any]", storage: torch.UntypedStorage) -> None:
+        """Order the calling thread's compute behind the last transfer to or from ``storage``, which is done."""
 
     def advance(self, limit_bytes: int | None = None) -> None:  # noqa: B027  nothing to do where nothing is copied
         """Let go of device buffers that have been copied, without waiting. Called in training threads.
@@ -103,7 +103,7 @@ class HostMover(Mover):
     def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Arrival] | Future[None]":
         return self._tier.read(slot, target, urgent)
 
-    def arrive(self, arrival: Arrival | None, storage: torch.UntypedStorage) -> None:
+    def arrive(self, there: "Future[Any]", storage: torch.UntypedStorage) -> None:
         pass
 
     def close(self) -> None:
@@ -312,8 +312,9 @@ class StagedMover(Mover):
         self._device.copy(target, source, self.load_stream)
         return self._device.record(self.load_stream)
 
-    def arrive(self, arrival: Arrival | None, storage: torch.UntypedStorage) -> None:
-        if arrival is None:
+    def arrive(self, there: "Future[Any]", storage: torch.UntypedStorage) -> None:
+        arrival: Arrival | None = there.result()
+        if arrival is None:  # it was a store
             return
         compute = self._device.current_stream()
         self._device.wait(compute, arrival.event)

@@ -101,29 +101,32 @@ class Prefetcher:
         """Start loads, in order, as far as the window allows."""
         transfer = self._transfer
         window = self.window(tape)
-        may_exceed = tape.narrowed_bytes is None
         with transfer.lock:
             while tape.next < len(tape.order):
                 record = tape.records[tape.order[tape.next]]()
-                if record is not None and not record.estate.ahead:
-                    if record.state is State.STORING and record.buffer is None:
-                        return  # between the device and the tier: next time
-                    # What still leaves is in memory, too, until it has left; keeping it then adds nothing.
-                    more = 0 if record.estate.leaving else record.nbytes
-                    has_room = transfer.own_bytes + more <= window or (transfer.own_bytes == 0 and may_exceed)
-                    if record.estate.kept:
-                        pass  # it never leaves, unless room has to be made for others
-                    elif record.state in (State.STORING, State.RESIDENT):
-                        if not has_room:
+                # What is kept never leaves, unless room has to be made for others.
+                if record is not None and not record.estate.ahead and not record.estate.kept:
+                    state = record.state
+                    if state is State.STORED:
+                        if record.memory() is None:
+                            if not self._has_room(record, tape, window) or not self._fits(record.nbytes):
+                                return
+                            try:
+                                transfer.start_load(record)
+                            except torch.OutOfMemoryError:
+                                # Reading ahead is a convenience. To try as much again would only flush the allocator's cache.
+                                tape.narrowed_bytes = window // 2
+                                return
+                    elif state is State.STORING or state is State.RESIDENT:
+                        if record.buffer is None:
+                            return  # between the device and the tier: next time
+                        if not self._has_room(record, tape, window):
                             return
                         transfer.keep_for_backward(record)
-                    elif record.state is State.STORED and record.memory() is None:
-                        if not has_room or not self._fits(record.nbytes):
-                            return
-                        try:
-                            transfer.start_load(record)
-                        except torch.OutOfMemoryError:
-                            # Reading ahead is a convenience. To try as much again would only flush the allocator's cache.
-                            tape.narrowed_bytes = window // 2
-                            return
                 tape.next += 1
+
+    def _has_room(self, record: Record, tape: Tape, window: int) -> bool:
+        own = self._transfer.own_bytes
+        # What still leaves is in memory, too, until it has left; keeping it then adds nothing.
+        more = 0 if record.estate.leaving else record.nbytes
+        return own + more <= window or (own == 0 and tape.narrowed_bytes is None)

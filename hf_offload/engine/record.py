@@ -14,6 +14,7 @@ Note: lifetimes
 
 import enum
 import queue
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,6 +33,32 @@ class State(enum.Enum):
     STORED = "stored"  # bytes in the tier; the buffer is gone or about to go. -> LOADING
     LOADING = "loading"  # buffer allocated, bytes on their way into it. -> LOADED, or -> STORED (failed)
     LOADED = "loaded"  # bytes in the tier and in buffer. -> STORED (evicted)
+
+
+class Settling:
+    """Done once the end of a store is seen in the state of its record. Much less than a future, for every store has one."""
+
+    __slots__ = ("_is_done", "_until_done")
+
+    def __init__(self) -> None:
+        self._is_done = False
+        self._until_done = threading.Lock()
+        self._until_done.acquire()
+
+    def done(self) -> bool:
+        """Whether it is."""
+        return self._is_done
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is within ``seconds``."""
+        if not self._is_done and self._until_done.acquire(timeout=seconds):
+            self._until_done.release()  # to whoever else waits
+        return self._is_done
+
+    def end(self) -> None:
+        """Wake whoever waits. Called once."""
+        self._is_done = True
+        self._until_done.release()
 
 
 class Estate(weakref.ref["Record"]):
@@ -100,7 +127,7 @@ class Record:
         self.probe = probe  # no storage of its own, but the version counter of the saved tensor
         self.version: int = probe._version
         self.root = root  # whose counter that is
-        self.settled: Future[None] | None = None  # done once a store's end is seen in the state
+        self.settled: Settling | None = None  # of the last store
         self.state = State.RESIDENT
         self.unit = unit
         self.wanted = False  # backward will need it soon: a store that ends must not drop the buffer

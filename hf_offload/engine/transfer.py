@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from hf_offload.engine.device import Device
 from hf_offload.engine.movers import Mover
-from hf_offload.engine.record import Estate, Record, State
+from hf_offload.engine.record import Estate, Record, Settling, State
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadError, StandstillError, StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
@@ -46,7 +46,7 @@ class Transfer:
         self._mover = mover
         self._stats = stats
         self._pending_bytes = 0
-        self._writes_in_flight: collections.deque[Future[None]] = collections.deque()  # done once the bytes are settled
+        self._writes_in_flight: collections.deque[Settling] = collections.deque()  # oldest first
         # Consumed copies that live on (retain_graph, several handles), oldest first.
         self._consumed: collections.OrderedDict[int, weakref.ref[Record]] = collections.OrderedDict()
         # What the plan keeps in memory, oldest first: what backward needs last.
@@ -93,14 +93,15 @@ class Transfer:
             self.refused(record.nbytes, record.unit, error)
             return
         del buffer
-        settled: Future[None] = Future()
+        settled = Settling()
         with self.lock:
-            record.slot = slot
-            record.future, record.settled = future, settled
+            estate = record.estate
+            estate.slot, estate.future, record.settled = slot, future, settled
             record.state = State.STORING
-            record.estate.leaving = True
+            estate.leaving = True
             self.leaving_bytes += record.nbytes
             self._pending_bytes += record.nbytes
+            self._forget_settled()
             self._writes_in_flight.append(settled)
         self._stats.step.offloaded_bytes += record.nbytes
         future.add_done_callback(partial(self._settle, settled, reference, record.nbytes))
@@ -111,10 +112,10 @@ class Transfer:
         peak. From an accelerator it has left once it is copied, and then its mover's staging memory is the limit.
         """
         self._mover.advance(limit_bytes)
-        oldest = self._oldest_write()
         if not self._device.is_host or self._pending_bytes <= limit_bytes:
             return
         begin = time.perf_counter()
+        oldest = self._oldest_write()
         while self._pending_bytes > limit_bytes and oldest is not None:
             self._wait_for(oldest)  # a failed store has been dealt with by its callback; it is no error of this one
             oldest = self._oldest_write()
@@ -126,33 +127,41 @@ class Transfer:
         while (oldest := self._oldest_write()) is not None:
             self._wait_for(oldest)
 
-    def _oldest_write(self) -> "Future[None] | None":
+    def _oldest_write(self) -> Settling | None:
         with self.lock:
-            while self._writes_in_flight and self._writes_in_flight[0].done():
-                self._writes_in_flight.popleft()
+            self._forget_settled()
             return self._writes_in_flight[0] if self._writes_in_flight else None
 
-    def _wait_for(self, future: "Future[Any]") -> None:
-        """Wait until ``future`` is done, whatever became of it. Raises StandstillError if that will not be."""
-        if not future.done():
-            self.tier.wait_until_done(future)
+    def _forget_settled(self) -> None:
+        while self._writes_in_flight and self._writes_in_flight[0].done():
+            self._writes_in_flight.popleft()
 
-    def _settle(
-        self, settled: "Future[None]", reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]"
-    ) -> None:
+    def _wait_for(self, end: "Settling | Future[Any]") -> None:
+        """Wait until ``end`` is done, whatever became of it. Raises StandstillError if that will not be."""
+        if end.done():
+            return
+        if isinstance(end, Settling):
+            self.tier.wait_for(end.wait)
+        else:
+            self.tier.wait_until_done(end)
+
+    def _settle(self, settled: Settling, reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]") -> None:
         # Whoever waits for a future is woken before its callbacks run, and the buffer goes in one of them.
         try:
             self._stored(reference, nbytes, future)
         finally:
-            settled.set_result(None)
+            settled.end()
 
     def _stored(self, reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]") -> None:
         with self.lock:
             self._pending_bytes -= nbytes
             record = reference()
-            if record is None or record.future is not future or future.cancelled():
+            if record is None or record.estate.future is not future:
                 return
-            error = future.exception()
+            try:
+                error = future.exception()
+            except CancelledError:  # by whoever keeps the bytes in memory, and sees to the rest
+                return
             if error is not None:
                 self._become_resident(record)
                 self.refused(record.nbytes, record.unit, error)
@@ -268,42 +277,50 @@ class Transfer:
         begin, tried = 0.0, False
         while True:
             with self.lock:
+                if record.state is State.LOADING and _has_succeeded(record.future):
+                    record.state = State.LOADED
                 memory = record.memory()
                 if memory is not None and record.state is not State.LOADING:
+                    there = self._hand_out(record)
                     break
                 if record.state is State.STORED:
                     self.start_load(record, urgent=True)
                     tried = True
                 # A store is over for us when its callback has changed the state: after its future, which wakes us before.
-                state, future = record.state, record.settled if record.state is State.STORING else record.future
+                end = record.settled if record.state is State.STORING else record.future
             begin = begin or time.perf_counter()
-            self._await(record, state, future, tried)
-        with self.lock:
-            if record.buffer is None:
-                self._stats.step.aliased_bytes += record.nbytes
-            elif record.state in (State.STORING, State.STORED):
-                self.keep_for_backward(record)
-            self._consume(record)
-            # Also of a copy that was evicted and is still alive: this stream may not have waited for it.
-            there = record.future if record.state in (State.LOADED, State.STORED) else None
+            self._await(record, end, tried)
         if there is not None:
-            self._mover.arrive(there.result(), memory[0])
+            self._mover.arrive(there, memory[0])
         if begin:
             self._stats.step.load_stall_s += time.perf_counter() - begin
         return memory
 
-    def _await(self, record: Record, state: State, future: "Future[Any] | None", is_last_try: bool) -> None:
-        assert future is not None, "a record whose bytes are not in memory has a transfer on its way"
+    def _hand_out(self, record: Record) -> "Future[Any] | None":
+        """Backward gets what memory holds of ``record``. The transfer that compute has to be behind, if there is one."""
+        if record.buffer is None:
+            self._stats.step.aliased_bytes += record.nbytes
+        elif record.state in (State.STORING, State.STORED):
+            self.keep_for_backward(record)
+        self._consume(record)
+        # Also of a copy that was evicted and is still alive: this stream may not have waited for it.
+        return record.future if record.state in (State.LOADED, State.STORED) else None
+
+    def _await(self, record: Record, end: "Settling | Future[Any] | None", is_last_try: bool) -> None:
+        """Wait for the store or load that ``record`` needs to end: what has become of it is in its state, or seen next."""
+        assert end is not None, "a record whose bytes are not in memory has a transfer on its way"
         try:
-            self._wait_for(future)
-            if state is State.STORING:  # the device buffer is gone, its bytes were on their way: now they can be loaded
+            self._wait_for(end)
+            if isinstance(
+                end, Settling
+            ):  # the device buffer is gone, its bytes were on their way: now they can be loaded
                 return
-            future.result()
+            end.result()
         except BaseException as error:
             if not isinstance(error, Exception):
                 raise  # Ctrl-C while waiting: the load goes on
             with self.lock:  # what a load that stands still would fill is never looked at again
-                if record.future is future and record.state is State.LOADING:
+                if record.future is end and record.state is State.LOADING:
                     self._release_buffer(record)
                     record.forget_memory()
                     self._count_not_ahead(record)
@@ -317,9 +334,6 @@ class Transfer:
                 "cannot go on; no weight was changed by this step, unless backward itself updates weights: then load the "
                 f"last checkpoint. {error}"
             ) from cause
-        with self.lock:
-            if record.future is future and record.state is State.LOADING:
-                record.state = State.LOADED
 
     def _consume(self, record: Record) -> None:
         """``record`` has been handed to backward. Copies that stay alive beyond their window are evicted, oldest first."""
@@ -433,3 +447,10 @@ class Transfer:
             self._mover.close()
         finally:
             self.tier.close()
+
+
+def _has_succeeded(future: "Future[Any] | None") -> bool:
+    try:
+        return future is not None and future.done() and future.exception() is None
+    except CancelledError:
+        return False

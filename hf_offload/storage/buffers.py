@@ -3,6 +3,8 @@
 import torch
 
 PAGE = 4096
+# Smaller blocks are cut from the heap, wherever there is room: to hit the address by chance is not worth the attempt.
+_LARGE_BYTES = 128 << 10
 
 
 def empty_at_phase(nbytes: int, phase: int) -> torch.Tensor:
@@ -12,10 +14,11 @@ def empty_at_phase(nbytes: int, phase: int) -> torch.Tensor:
     one it replaces, which keeps the heap from fragmenting. Otherwise one page more is allocated and the start shifted. In
     both cases the buffer is a storage of its own: operations exist that mishandle a tensor that begins inside of one.
     """
-    exact = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    if (phase - exact.data_ptr()) % PAGE == 0:
-        return exact
-    del exact
+    if nbytes >= _LARGE_BYTES:
+        exact = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if (phase - exact.data_ptr()) % PAGE == 0:
+            return exact
+        del exact
     raw = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
     shift = (phase - raw.data_ptr()) % PAGE
     return torch.from_numpy(raw.numpy()[shift : shift + nbytes])

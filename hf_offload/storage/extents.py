@@ -26,6 +26,11 @@ class Extents:
         return self.capacity_bytes - self.free_bytes
 
     @property
+    def largest_free_bytes(self) -> int:
+        """Size of the largest free range: the largest request that finds room."""
+        return self._by_size[-1][0] if self._by_size else 0
+
+    @property
     def free_at_end_bytes(self) -> int:
         """Size of the free range that touches the end: growing by less than a request makes room for it."""
         start = self._start_of.get(self.capacity_bytes)

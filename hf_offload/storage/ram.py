@@ -1,8 +1,10 @@
 """The RAM tier: slots in large arenas of (pinned) host memory."""
 
+import bisect
 import ctypes
 import dataclasses
 import functools
+import itertools
 import logging
 import zlib
 from collections.abc import Sequence
@@ -26,8 +28,18 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Arena:
+    number: int
     data: torch.Tensor
     extents: Extents
+
+    @property
+    def is_idle(self) -> bool:
+        return self.extents.used_bytes == 0
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """By which arenas are sorted: the largest slot that fits, then the age."""
+        return self.extents.largest_free_bytes, self.number
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -73,12 +85,15 @@ class RamTier(QueuedTier):
         self.checksum = checksum
         self._arena_bytes = arena_bytes
         self._retained_bytes = retained_bytes if retained_bytes is not None or pinned else 1 << 30
-        self._arenas: list[_Arena] = []
+        self._numbers = itertools.count()
+        self._arenas: dict[int, _Arena] = {}
+        self._rooms: list[tuple[int, int]] = []  # of all arenas, sorted: none is asked in vain
+        self._idle_bytes = 0  # of arenas without a slot
 
     @property
     def occupied_bytes(self) -> int:
         """Host memory held, free room included."""
-        return sum(arena.data.numel() for arena in self._arenas)
+        return sum(arena.data.numel() for arena in self._arenas.values())
 
     def reserve(self, nbytes: int, place: str | None = None) -> RamSlot:
         self._check_usable("reserve")
@@ -105,10 +120,16 @@ class RamTier(QueuedTier):
         return slot.arena.data[slot.offset : slot.offset + slot.nbytes]
 
     def _take(self, room: int) -> tuple[_Arena, int]:
-        for arena in self._arenas:
-            offset = arena.extents.take(room)
-            if offset is not None:
-                return arena, offset
+        # The fullest arena that has room: idle ones stay idle, and can be dropped.
+        index = bisect.bisect_left(self._rooms, (room, 0))
+        arena = self._arenas[self._rooms[index][1]] if index < len(self._rooms) else self._new_arena(room)
+        self._forget_room(arena)
+        offset = arena.extents.take(room)
+        assert offset is not None  # its largest range holds it
+        self._note_room(arena)
+        return arena, offset
+
+    def _new_arena(self, room: int) -> _Arena:
         size = self._arena_size(room)
         if size is None:  # arenas without a slot may be too small for this one, yet use up the budget
             self._drop_idle(0)
@@ -119,11 +140,19 @@ class RamTier(QueuedTier):
                 f"{format_bytes(self.occupied_bytes)} held, and the budget is {format_bytes(self.budget_bytes or 0)}. "
                 "Raise ram_budget, let a disk tier take what does not fit, or let the tensor stay where it is."
             )
-        arena = _Arena(self._allocate(size), Extents(size))
-        self._arenas.append(arena)
-        offset = arena.extents.take(room)
-        assert offset is not None
-        return arena, offset
+        arena = _Arena(next(self._numbers), self._allocate(size), Extents(size))
+        self._arenas[arena.number] = arena
+        self._note_room(arena)
+        return arena
+
+    def _note_room(self, arena: _Arena) -> None:
+        bisect.insort(self._rooms, arena.room)
+        self._idle_bytes += arena.data.numel() * arena.is_idle
+
+    def _forget_room(self, arena: _Arena) -> None:
+        """Before what an arena has room for changes, or it goes."""
+        del self._rooms[bisect.bisect_left(self._rooms, arena.room)]
+        self._idle_bytes -= arena.data.numel() * arena.is_idle
 
     def _arena_size(self, room: int) -> int | None:
         """Bytes of the next arena, at least ``room``; None when the budget has no place for it."""
@@ -144,25 +173,24 @@ class RamTier(QueuedTier):
             ) from error
 
     def _drop_idle(self, keep_bytes: int | None) -> None:
-        if keep_bytes is None:
+        if keep_bytes is None or self._idle_bytes <= keep_bytes:
             return
-        kept = 0
-        arenas = []
-        for arena in self._arenas:
-            idle = arena.extents.used_bytes == 0
-            kept += arena.data.numel() if idle else 0
-            if not idle or kept <= keep_bytes:
-                arenas.append(arena)
-        self._arenas = arenas
+        for arena in reversed(list(self._arenas.values())):
+            if arena.is_idle:
+                self._forget_room(arena)
+                del self._arenas[arena.number]
+                if self._idle_bytes <= keep_bytes:
+                    return
 
     def _give_back(self, slot: QueuedSlot) -> None:
         assert isinstance(slot, RamSlot)
         arena, slot.arena = slot.arena, None
         self.stats.release(slot.room_bytes)
-        if arena is not None:
+        if arena is not None and arena.number in self._arenas:  # else the tier is closed
+            self._forget_room(arena)
             arena.extents.give(slot.offset, slot.room_bytes)
-            if arena.extents.used_bytes == 0:
-                self._drop_idle(self._retained_bytes)
+            self._note_room(arena)
+            self._drop_idle(self._retained_bytes)
 
     def _prepare(self, transfer: QueuedTransfer) -> Sequence[tuple[int, int, int]]:
         nbytes = transfer.slot.nbytes
@@ -208,4 +236,6 @@ class RamTier(QueuedTier):
 
     def _shut(self) -> None:
         with self._lock:
-            self._arenas = []
+            self._arenas.clear()
+            self._rooms.clear()
+            self._idle_bytes = 0

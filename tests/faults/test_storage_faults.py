@@ -15,6 +15,7 @@ from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
 from hf_offload.storage import disk_io, ram
 from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
+from hf_offload.storage.extents import Extents
 from hf_offload.storage.ram import RamTier
 
 MIB = 1 << 20
@@ -333,6 +334,40 @@ def test_idle_ram_arenas_make_way_for_a_larger_slot():
     tier.reserve(8 * MIB)
     assert tier.occupied_bytes == 8 * MIB
     tier.close()
+
+
+def test_room_in_ram_is_found_without_asking_arenas_that_have_none(monkeypatch):
+    tier = RamTier(arena_bytes=MIB)
+    slots = [tier.reserve(MIB) for _ in range(20)]
+    free = slots[7].arena.extents
+    tier.free(slots[7])
+    asked, take = [], Extents.take
+    monkeypatch.setattr(Extents, "take", lambda self, nbytes: asked.append(self) or take(self, nbytes))
+    tier.reserve(MIB)
+    assert asked == [free]
+    assert tier.occupied_bytes == 20 * MIB
+    tier.close()
+
+
+def test_a_slot_in_ram_goes_to_the_fullest_arena_so_that_idle_ones_can_go():
+    tier = RamTier(arena_bytes=4 * MIB, retained_bytes=0)
+    slots = [tier.reserve(2 * MIB) for _ in range(4)]
+    tier.free(slots[2])
+    tier.reserve(MIB)  # 1 MiB is left of the second arena
+    tier.free(slots[0])  # and 2 MiB of the first
+    assert tier.reserve(MIB).arena is slots[3].arena
+    tier.free(slots[1])
+    assert tier.occupied_bytes == 4 * MIB
+    tier.close()
+
+
+def test_a_slot_in_ram_may_be_freed_after_close():
+    tier = RamTier(arena_bytes=MIB)
+    slots = [tier.reserve(MIB) for _ in range(2)]
+    tier.close()
+    for slot in slots:
+        tier.free(slot)
+    assert tier.stats.used_bytes == tier.occupied_bytes == 0
 
 
 def test_pinned_arenas_waste_nothing_on_powers_of_two(monkeypatch):

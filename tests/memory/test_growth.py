@@ -1,7 +1,6 @@
 """Training for long: what a session holds after many steps is what it held after a few."""
 
 import collections
-import concurrent.futures
 import errno
 import gc
 import os
@@ -15,6 +14,7 @@ from torch import nn
 from hf_offload import OffloadConfig, OffloadError, offload_activations
 from hf_offload.reports.gauges import _allocator_counter
 from hf_offload.storage import disk_io
+from tests.controlled_tier import wait_for_stores
 
 WARM_STEPS, STEPS = 50, 500
 # What is over is forgotten at the next use, so what the last step left behind is still there: identities of storages that
@@ -43,8 +43,8 @@ def held(session) -> dict[str, int]:
     transfer, tier = engine.transfer, engine.transfer.tier
     with tier._quiet:
         assert tier._quiet.wait_for(lambda: not tier._live, timeout=20)
-    assert not concurrent.futures.wait(transfer._writes_in_flight, timeout=20).not_done
-    transfer._wait_for_writes(0)  # there is nothing to wait for: it lets go of what is over
+    wait_for_stores(transfer)
+    assert transfer._oldest_write() is None  # it lets go of what is over
     transfer.reap()
     gc.collect()
     kinds = collections.Counter(type(found) for found in gc.get_objects())

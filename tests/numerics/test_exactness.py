@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, attach, offload_activations
+from tests.controlled_tier import wait_for_stores
 from tests.tiny_models import NAMES, gradients, tiny_batch, tiny_model, weights
 
 STEPS = 2
@@ -175,7 +176,7 @@ def assert_exact(case: Case, config: OffloadConfig, scoped: bool = False) -> Any
 
     def settle() -> None:
         if case.settled:
-            concurrent.futures.wait(list(transfer._writes_in_flight))
+            wait_for_stores(transfer)
 
     with session.scope() if scoped else contextlib.nullcontext():
         offloaded = train(case, model, before_backward=settle, end_step=session.end_step)
@@ -295,7 +296,7 @@ def test_parts_versions_and_buffers(on_ssd):
     model.zero_grad()
     with offload_activations(model, dataclasses.replace(on_ssd, read_ahead_bytes=0)) as session:
         loss, unused = forward()
-        concurrent.futures.wait(list(session._engine.transfer._writes_in_flight))
+        wait_for_stores(session._engine.transfer)
         loss.backward()
         del unused
         assert session.stats.total.offloaded_bytes == movable.steps[0]
@@ -329,7 +330,7 @@ def test_a_loaded_tensor_lies_in_its_storage_as_the_saved_one_did(on_ssd):
         for _ in range(8):
             loss = _Square.apply(loss.sin())
         loss = loss.sum()
-        concurrent.futures.wait(list(session._engine.transfer._writes_in_flight))
+        wait_for_stores(session._engine.transfer)
         loss.backward()
         assert session.stats.total.loaded_bytes > 0
     assert _Square.found == expected

@@ -1,7 +1,6 @@
 """What is done to every operator: run it with and without offloading, and look when its saved bytes become final."""
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import traceback
@@ -18,6 +17,7 @@ from torchgen.packaged.autograd.load_derivatives import load_derivatives
 
 from hf_offload import OffloadConfig, OffloadSession, attach
 from hf_offload.plan.selection import is_plain
+from tests.controlled_tier import wait_for_stores
 from tests.operators.catalogue import Call, seed
 
 
@@ -154,7 +154,7 @@ class Comparison:
                 self.tally.moved.add(call.operator)
 
     def _settle(self) -> None:
-        concurrent.futures.wait(list(self.session._engine.transfer._writes_in_flight))
+        wait_for_stores(self.session._engine.transfer)
 
 
 # ------------------------------------------------------------------------------------------------- when bytes become final

@@ -10,8 +10,14 @@ from hf_offload.bench.overhead import Figure, measure_overhead
 from hf_offload.cli.main import app
 from hf_offload.engine.hooks import Engine
 from hf_offload.engine.record import KeptTensor, PackedView
+from hf_offload.storage.ram import RamTier
 
-KINDS = ["hooks alone", "kept", "parameter", "weight", "offloaded", "deduplicated"]
+KINDS = ["hooks alone", "kept", "parameter", "weight", "offloaded", "among others", "deduplicated", "slot in RAM"]
+
+
+@pytest.fixture(autouse=True)
+def few_others(monkeypatch):
+    monkeypatch.setattr(overhead, "_OTHERS", 7)
 
 
 def run(*words):
@@ -76,6 +82,36 @@ def test_every_kind_goes_the_way_it_is_named_after(monkeypatch, measure, handle,
 def _kind(expected, handle):
     assert type(handle) is expected
     return handle
+
+
+def test_others_live_while_the_clock_runs_and_have_been_stored_before(monkeypatch):
+    seen = []
+    pack, unpack = Engine.pack, Engine.unpack
+
+    def note(engine):
+        thread = engine._thread
+        seen.append((engine, engine.transfer.live_records, len(thread.unfinished)))
+
+    monkeypatch.setattr(Engine, "pack", lambda self, t: note(self) or pack(self, t))
+    monkeypatch.setattr(Engine, "unpack", lambda self, h: note(self) or unpack(self, h))
+    overhead._among_others(3)
+    engine = seen[0][0]
+    assert [live for _, live, _ in seen] == [*range(7 + 3), 10, 9 + 1, 9]
+    assert seen[7][2] == 0
+    assert engine.transfer.live_records == 0
+
+
+def test_a_slot_in_ram_is_measured_beside_others_that_fill_an_arena_each(monkeypatch):
+    arenas, free = [], RamTier.free
+
+    def note(tier):
+        arenas.append((len(tier._arenas), tier.stats.used_bytes // (4 * overhead._SIDE**2)))
+
+    monkeypatch.setattr(RamTier, "free", lambda self, slot: free(self, slot) or note(self))
+    sample = overhead._slot_in_ram(3)
+    assert arenas == [(10, 9), (10, 8), (10, 7)] * 2
+    assert sample.pack_s > 0
+    assert sample.unpack_s > 0
 
 
 def test_hooks_alone_measures_operations_that_save_a_tensor_each():
