@@ -195,6 +195,7 @@ class OffloadSession:
         assert engine is not None
         assert model is not None
         budget = self.config.memory_budget
+        engine.transfer.time_stalls()  # else transfers would be taken for compute, and plans be made of that
         self._recompute = recompute
         self._feedback = Feedback(
             model,

@@ -126,10 +126,15 @@ class SimulatedDevice(Device):
         self._streams.append(stream)
         return stream
 
-    def record(self, stream):
+    def record(self, stream, timed=False):
         self._turn()
         with self._lock:
             return _Event(stream, stream.queued)
+
+    def seconds_between(self, first, second):
+        assert first.happened
+        assert second.happened
+        return 1.0
 
     def wait(self, stream, event):
         with self._lock:

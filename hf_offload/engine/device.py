@@ -47,8 +47,12 @@ class Device(abc.ABC):
         """A stream of the engine's own."""
 
     @abc.abstractmethod
-    def record(self, stream: Stream) -> Event:
-        """An event that happens when all that is queued on ``stream`` so far is done."""
+    def record(self, stream: Stream, timed: bool = False) -> Event:
+        """An event that happens when all that is queued on ``stream`` so far is done; ``timed``, it knows when."""
+
+    @abc.abstractmethod
+    def seconds_between(self, first: Event, second: Event) -> float:
+        """How long after ``first`` did ``second`` happen; both are timed, and have happened."""
 
     @abc.abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
@@ -93,7 +97,10 @@ class CpuDevice(Device):
     def new_stream(self) -> Stream:
         raise _NO_STREAMS
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream, timed: bool = False) -> Event:
+        raise _NO_STREAMS
+
+    def seconds_between(self, first: Event, second: Event) -> float:
         raise _NO_STREAMS
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -144,8 +151,11 @@ class AcceleratorDevice(Device):
     def new_stream(self) -> Stream:
         return torch.Stream(device=self.torch_device)
 
-    def record(self, stream: Stream) -> Event:
-        return stream.record_event(torch.Event(device=self.torch_device))
+    def record(self, stream: Stream, timed: bool = False) -> Event:
+        return stream.record_event(torch.Event(device=self.torch_device, enable_timing=timed))
+
+    def seconds_between(self, first: Event, second: Event) -> float:
+        return first.elapsed_time(second) / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)
@@ -192,7 +202,7 @@ def open_device(device: torch.device) -> Device:
         torch.Stream(device=device)
     except RuntimeError as error:
         raise OffloadConfigError(
-            f"The model is on {device}, which has no streams for copies to run on ({error}). Move it to the device that trains "
-            "it before offloading is attached; on one without streams, set tier='none'."
+            f"The model is on {device}, which has no streams for copies to run on ({error}). Move it to the device that "
+            "trains it before offloading is attached; on one without streams, set tier='none'."
         ) from error
     return AcceleratorDevice(device)

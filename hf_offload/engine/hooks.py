@@ -98,8 +98,8 @@ class Engine:
         return self.transfer.resident_bytes
 
     def waited_s(self) -> float:
-        """Seconds that the training has waited for the engine since it began."""
-        return self.stats.waited_s
+        """Seconds that the training has waited for the engine since it began, on the host or in streams."""
+        return self.stats.waited_s + self.transfer.stalled_s()
 
     @property
     def awaits_backward(self) -> bool:

@@ -84,6 +84,13 @@ class Mover(abc.ABC):
         Beyond ``limit_bytes``, compute waits for copies that have not ended, oldest first, and those buffers go, too.
         """
 
+    def time_stalls(self) -> None:  # noqa: B027  what a host waits for it can time itself
+        """Find out from now on how long streams wait for copies, which their host does not see."""
+
+    def stalled_s(self) -> float:
+        """Seconds for which compute streams have waited for copies, as far as they have computed yet."""
+        return 0.0
+
     drops_early: bool
     """Whether buffers go through ``drop``. If not, the buffer is free when the store's future is done."""
 
@@ -155,6 +162,10 @@ class StagedMover(Mover):
         self._leaving: collections.deque[tuple[Event, Stream, torch.Tensor, Callable[[], None]]] = collections.deque()
         self._leaving_bytes = 0
         self._leaving_lock = threading.Lock()
+        self._times_stalls = False
+        self._stalls: collections.deque[tuple[Event, Event]] = collections.deque()  # when each began and ended
+        self._stalled_s = 0.0
+        self._stalls_lock = threading.Lock()
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -245,7 +256,7 @@ class StagedMover(Mover):
                     if limit_bytes is None or self._leaving_bytes <= limit_bytes:
                         return
                     # The stream on which the block was in use, so that whoever gets it next is behind the copy.
-                    self._device.wait(compute, copied)
+                    self._wait(compute, copied)
                 self._leaving.popleft()
                 self._leaving_bytes -= buffer.numel()
             drop()
@@ -317,10 +328,31 @@ class StagedMover(Mover):
         if arrival is None:  # it was a store
             return
         compute = self._device.current_stream()
-        self._device.wait(compute, arrival.event)
+        self._wait(compute, arrival.event)
         if compute != arrival.stream:
             target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             self._device.use(target, compute)
+
+    # -- compute behind copies ----------------------------------------------------------------------------------------
+
+    def _wait(self, compute: Stream, copied: Event) -> None:
+        """Let ``compute`` wait for a copy."""
+        device = self._device
+        if not self._times_stalls or device.has_happened(copied):
+            device.wait(compute, copied)
+            return
+        begin = device.record(compute, timed=True)
+        device.wait(compute, copied)
+        self._stalls.append((begin, device.record(compute, timed=True)))
+
+    def time_stalls(self) -> None:
+        self._times_stalls = True
+
+    def stalled_s(self) -> float:
+        with self._stalls_lock:
+            while self._stalls and self._device.has_happened(self._stalls[0][1]):
+                self._stalled_s += self._device.seconds_between(*self._stalls.popleft())
+            return self._stalled_s
 
     def close(self) -> None:
         self._device.synchronize(self._device.record(self.load_stream))

@@ -121,6 +121,14 @@ class Transfer:
             oldest = self._oldest_write()
         self._stats.step.store_stall_s += time.perf_counter() - begin
 
+    def time_stalls(self) -> None:
+        """Find out from now on how long streams wait for copies."""
+        self._mover.time_stalls()
+
+    def stalled_s(self) -> float:
+        """Seconds for which they did, as far as that is known yet; 0 before :meth:`time_stalls`."""
+        return self._mover.stalled_s()
+
     def settle(self) -> None:
         """Wait until whatever is on its way out has left memory. Raises StandstillError if it never will."""
         self._mover.advance(0)

@@ -64,6 +64,22 @@ def test_gradients_are_exact_in_every_order_of_copies(kind, seed):
     assert not device.faults
 
 
+@pytest.mark.parametrize(("pace", "timed", "stalls"), [(0.0, True, True), (0.0, False, False), (1.0, True, False)])
+def test_what_streams_wait_for_copies_is_no_compute(pace, timed, stalls):
+    """The simulated device takes a second for each: only a copy that has not ended when compute needs it is waited for."""
+    model, x = network(), torch.randn(16, 32)
+    rig = Rig(RamTier(), model, device=SimulatedDevice(0, paces=(pace,)))
+    if timed:
+        rig.transfer.time_stalls()
+    with rig:
+        y = model(x).square().sum()
+    y.backward()
+    in_streams_s = rig.engine.waited_s() - rig.engine.stats.waited_s
+    assert (in_streams_s >= 1) is stalls
+    assert rig.engine.waited_s() - rig.engine.stats.waited_s == pytest.approx(in_streams_s)  # and counted once
+    rig.engine.close()
+
+
 class Stumble(torch.autograd.Function):
     """Raises in backward."""
 

@@ -80,6 +80,20 @@ def test_copies_beside_compute_are_not_taken_for_compute(late, monkeypatch):
     assert sum(moment.seconds for moment in meter.footprint(0).moments) == 0
 
 
+def test_streams_that_wait_for_copies_say_how_long(late):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).to("late:0")
+    session = attach(model, OffloadConfig(tier="ram", min_offload_bytes=0))
+    engine = session._engine
+    engine.transfer.time_stalls()
+    for seed in range(4):
+        late.reseed(seed)
+        model(torch.ones(64, 64, device="late:0")).sum().backward()
+        session.end_step()
+    torch.accelerator.synchronize()
+    assert engine.waited_s() > engine.stats.waited_s
+    session.detach()
+
+
 def test_ram_is_limited_where_no_budget_says_how(late, monkeypatch):
     monkeypatch.setattr("hf_offload.storage.host_memory.ram_bytes", lambda: (100 * MIB, 50 * MIB))
     assert default_ram_budget(2) == int(50 * MIB * RAM_SHARE) // 2
