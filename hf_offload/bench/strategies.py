@@ -88,13 +88,15 @@ def _trl(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     return get_act_offloading_ctx_manager(model=model)
 
 
+# Peers run with their defaults, and each source names those that matter: they are what its authors advise.
 _RECOMPUTE_SOURCE = (
     "transformers Trainer(activation_checkpointing=True): PreTrainedModel.activation_checkpointing_enable, "
-    "torch.utils.checkpoint with use_reentrant=False"
+    "torch.utils.checkpoint with use_reentrant=False, every layer"
 )
 _TRL_SOURCE = (
     "trl.models.activation_offloading.get_act_offloading_ctx_manager round training_step, as trl.SFTTrainer has it with "
-    "activation_offloading=True: pinned memory, a stream of its own, the output head left out"
+    "activation_offloading=True: use_pin_memory=True, use_streams=True, min_offload_size=1024, max_fwd_stash_size=5, the "
+    "output head left out"
 )
 
 

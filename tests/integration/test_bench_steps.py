@@ -2,9 +2,11 @@
 
 import csv
 import gzip
+import inspect
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +28,10 @@ from hf_offload.cli import bench_options
 from hf_offload.cli.main import app
 from hf_offload.reports.plots import plot_memory
 from hf_offload.settings.recipes import load_recipe
+from hf_offload.settings.sizes import parse_bytes
+from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.training.run import run_recipe
+from tests.tiny_models import tiny_model
 
 REPOSITORY = Path(hf_offload.__file__).parent.parent
 ON_CPU = not torch.accelerator.is_available()
@@ -611,7 +616,7 @@ def test_limits_refuses_what_makes_no_sense(recipe, arguments, part):
     assert part in said(result)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="a shell script")
+@pytest.mark.skipif(sys.platform != "linux", reason="a shell script that reads /proc")
 @pytest.mark.parametrize("exists", [True, False])
 def test_the_script_for_a_gpu_checks_itself(recipe, exists):
     """Every command in it is understood, and nothing is written: not the folder either that only a real run makes."""
@@ -625,26 +630,60 @@ def test_the_script_for_a_gpu_checks_itself(recipe, exists):
     python.chmod(0o755)
     commands = recipe.parent / "commands"
     environment = os.environ | {"PYTHON": str(python), "COMMANDS": str(commands), "RESULTS": str(recipe.parent / "r")}
-    environment["OFFLOAD_DIR"] = str(directory)
-    script = ["bash", REPOSITORY / "examples" / "bench_gpu.sh", "--dry-run"]
+    environment |= {"OFFLOAD_DIR": str(directory), "RAM_BUDGET": "24GiB"}
+    script_file = REPOSITORY / "examples" / "bench_gpu.sh"
+    script = ["bash", script_file, "--dry-run"]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tests/gpu" in done.stdout
+    shares = re.findall(r"^\+ (\S+ \S+).*\(at most (\d+) s\)$", done.stdout, re.MULTILINE)
+    assert [name for name, _ in shares][:4] == ["pytest tests/gpu", *["hf-offload doctor"] * 2, "hf-offload bench"]
+    deadline = int(re.search(r"^DEADLINE_S=(\d+)$", script_file.read_text(), re.MULTILINE)[1])
+    # What is stopped has half a minute to write what it has, and all of it nine minutes.
+    assert sum(int(share) for _, share in shares) <= deadline <= 9 * 60 - 30
     assert f"offload.directory={directory}   (" in done.stdout
     noted = commands.read_text().splitlines()
-    assert len(noted) >= 4
+    assert len(noted) == len(shares) - 1, "a command that is not checked"
     said = ""
     for command in noted:
         module, *arguments = command.removeprefix("-m ").split()
-        assert (module, *arguments[-2:]) == ("hf_offload", f"offload.directory={there}", "--dry-run")
+        assert module == "hf_offload"
         result = run(*arguments)
         assert result.exit_code == 0, result.stderr
+        if arguments[-1] == "--help":
+            continue
+        assert arguments[-3:] == ["offload.ram_budget=24GiB", f"offload.directory={there}", "--dry-run"]
         said += result.stdout
+        # Nothing of ours pins memory without a limit.
+        overrides = [argument for argument in arguments if "=" in argument]
+        assert find_strategy("ours:ram").load("bench/llama-1b", overrides).offload.ram_budget == 24 << 30
+    assert "--check" in noted[1]
+    assert f"> {recipe.parent / 'r'}/check.json" in done.stdout
+    assert "overhead" in noted[2]
     # 24 and 48 GB, as cards are sold.
     for part in ("llama-1b 1 x 32768, ours:ssd", "llama-1b 1 x 2048, trl", "22.35 GiB", "44.70 GiB"):
         assert part in said
     assert not (recipe.parent / "r").exists()
     assert not (recipe.parent / "not").exists()
     # One command that is refused fails the whole.
-    done = subprocess.run(script, env=environment | {"FAIL": noted[1]}, capture_output=True)
-    assert done.returncode == 1
+    for refused in (noted[1], noted[4]):
+        done = subprocess.run(script, env=environment | {"FAIL": refused}, capture_output=True)
+        assert done.returncode == 1
+    # What is pinned is limited by what is there, where nobody says.
+    del environment["RAM_BUDGET"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    limit = parse_bytes(re.search(r"offload.ram_budget=(\S+)", done.stdout)[1], "RAM_BUDGET")
+    assert 0 < limit <= min(64 << 30, ram_bytes()[0] // 2)
+
+
+def test_peers_run_with_the_defaults_that_are_said():
+    offloading = pytest.importorskip("trl.models.activation_offloading")
+    defaults = inspect.signature(offloading.get_act_offloading_ctx_manager).parameters
+    for name in ("use_pin_memory", "use_streams", "min_offload_size", "max_fwd_stash_size"):
+        assert f"{name}={defaults[name].default}" in find_strategy("trl").source
+    model = tiny_model("llama")
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    (said,) = {str(layer._gradient_checkpointing_func.keywords) for layer in model.model.layers}
+    assert said == "{'use_reentrant': False}"
+    assert "use_reentrant=False, every layer" in find_strategy("recompute").source

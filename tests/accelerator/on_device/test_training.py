@@ -1,6 +1,7 @@
 """What goes wrong in a training, and what is special about it: memory falls, errors leave nothing, and no bit changes."""
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -49,10 +50,32 @@ def test_an_error_leaves_nothing_behind(late, tier, where):
     session.detach()
 
 
+@pytest.mark.parametrize("goes_last", ["model", "graph"])
+def test_what_is_left_is_closed_by_a_thread_that_has_the_device(late, goes_last):
+    """The training's own thread has another one."""
+    case, before = Case(device="late:1"), late.pinned_bytes()
+    model = build(case)
+    session = attach(model, OffloadConfig(min_offload_bytes=0, tier="ram"))
+    loss = model(**batch(case, 0)).loss
+    assert late.pinned_bytes() > before
+    if goes_last == "graph":
+        session.detach()
+        closing = next(thread for thread in threading.enumerate() if thread.name == "hf_offload-outlive")
+        del loss
+    else:
+        closing = session._watch._thread
+        del loss, model
+        gc.collect()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert late.pinned_bytes() == before
+    assert torch.accelerator.current_device_index() == 0
+
+
 def test_two_models_at_once(late):
     cases = [Case(name="gpt2"), Case(name="llama", device="late:1")]
     plain = [train(case, build(case))[0] for case in cases]
-    for seed in range(3):
+    for seed in range(2):
         late.reseed(seed)
         models = [build(case) for case in cases]
         sessions = [attach(model, OffloadConfig(min_offload_bytes=0, tier="ssd")) for model in models]

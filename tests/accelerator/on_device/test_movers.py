@@ -1,0 +1,103 @@
+"""What moves bytes between an accelerator and a tier has to wait: one rule at a time, while streams are as late as can be."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hf_offload.engine.device import AcceleratorDevice
+from hf_offload.engine.movers import StagedMover
+from hf_offload.storage.ram import RamTier
+
+DEVICE = torch.device("late:1")  # the main thread's own is the other
+NBYTES = 1 << 14
+BUFFERS = 6
+
+
+@pytest.fixture
+def mover(late) -> Iterator[StagedMover]:
+    tier = RamTier(pinned=True, arena_bytes=1 << 18)
+    mover = StagedMover(AcceleratorDevice(DEVICE), tier, 1 << 18, lambda error, nbytes: None)
+    late.reseed(0, pace=0.0)
+    yield mover
+    mover.close()
+    tier.close()
+
+
+def filled(value: int) -> torch.Tensor:
+    return torch.full((NBYTES,), value, dtype=torch.uint8, device=DEVICE)
+
+
+def test_whoever_works_for_a_mover_has_its_device(mover):
+    found = {}
+    for name in ("_store_workers", "_load_workers", "_urgent_workers", "_arrival_workers"):
+        ended = threading.Event()
+
+        def ask(name: str = name, ended: threading.Event = ended) -> None:
+            try:
+                found[name] = torch.accelerator.current_device_index()
+            finally:
+                ended.set()
+
+        getattr(mover, name).submit(ask)
+        assert ended.wait(20)
+    assert found == dict.fromkeys(found, DEVICE.index)
+    assert len(found) == 4
+
+
+def test_memory_goes_back_to_the_stream_that_had_it_once_that_stream_is_behind_the_copy(mover):
+    """Another one may be current when the engine lets go of it."""
+    own, other = (torch.Stream(device=DEVICE) for _ in range(2))
+    slot = mover.reserve(NBYTES)
+    with own:
+        buffer = filled(3)
+        mover.store(buffer, slot, lambda: None)
+    address = buffer.data_ptr()
+    del buffer
+    with other:
+        mover.advance(0)
+    with own:
+        assert filled(7).data_ptr() == address
+    mover.store_stream.synchronize()
+    assert bool((mover._tier.host_view(slot) == 3).all())
+    mover.free(slot)
+
+
+def test_the_memory_of_a_slot_is_filled_again_only_after_the_copy_out_of_it(mover):
+    slot, targets = mover.reserve(NBYTES), [torch.empty(NBYTES, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    mover.store(filled(3), slot, lambda: None)
+    mover.advance(0)
+    arrival = mover.load(slot, targets[0], urgent=True).result(20)
+    memory = mover._tier.host_view(slot).data_ptr()
+    mover.free(slot)
+    again = mover.reserve(NBYTES)
+    assert mover._tier.host_view(again).data_ptr() == memory
+    mover.store(filled(7), again, lambda: None)
+    mover.store_stream.synchronize()
+    mover.arrive(arrival, targets[0].untyped_storage())
+    assert bool((targets[0] == 3).all())
+    mover.free(again)
+
+
+def test_a_mover_is_closed_once_nothing_is_on_its_way_out(mover):
+    slots = [mover.reserve(NBYTES) for _ in range(BUFFERS)]
+    for value, slot in enumerate(slots):
+        mover.store(filled(value), slot, lambda: None)
+    assert not mover.store_stream.query()
+    mover.close()
+    assert mover.store_stream.query()
+
+
+def test_a_mover_is_closed_once_nothing_is_on_its_way_in(mover):
+    """What is queued behind the one copy that a thread waits for holds its target no longer."""
+    slots = [mover.reserve(NBYTES) for _ in range(BUFFERS)]
+    for value, slot in enumerate(slots):
+        mover.store(filled(value), slot, lambda: None)
+    mover.advance(0)
+    mover.store_stream.synchronize()
+    for slot in slots:
+        mover.load(slot, torch.empty(NBYTES, dtype=torch.uint8, device=DEVICE), urgent=False).result(20)
+    mover.close()
+    assert mover.load_stream.query()
+    assert [bool((filled(9) == 9).all()) for _ in slots] == [True] * BUFFERS
