@@ -18,11 +18,18 @@ if os.environ.get(_MARK):
     _late = backend.load()
 
 
+def pytest_collection_finish() -> None:
+    """Tests look again and again for what stays behind; what was imported need not be looked through each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The backend's module. A test fails if something was done that must not be."""
     # The device counts how often it is asked, and does nothing while a thread sleeps.
     monkeypatch.setattr("hf_offload.engine.device._LONGEST_PAUSE_S", 20e-6)
+    monkeypatch.setattr("hf_offload.engine.hooks._RING_BYTES", 4 << 20)  # all of it is poisoned first
     _late.reseed(0)
     yield _late
     _late.fail_allocation(-1)
