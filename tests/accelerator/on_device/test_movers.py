@@ -69,6 +69,19 @@ def test_memory_goes_back_to_the_stream_that_had_it_once_that_stream_is_behind_t
     mover.free(slot)
 
 
+def test_a_load_for_one_stream_waits_for_the_copy_that_another_one_has_sent(mover):
+    own, other = (torch.Stream(device=DEVICE) for _ in range(2))
+    slot = mover.reserve(NBYTES)
+    with own:
+        mover.store(filled(3), slot, lambda: None)
+        mover.advance(0)
+    with other:
+        target = torch.empty(NBYTES, dtype=torch.uint8, device=DEVICE)
+        mover.arrive(mover.load(slot, target, urgent=True).result(20), target.untyped_storage())
+        assert bool((target == 3).all())
+    mover.free(slot)
+
+
 def test_the_memory_of_a_slot_is_filled_again_only_after_the_copy_out_of_it(mover):
     slot, targets = mover.reserve(NBYTES), [torch.empty(NBYTES, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
     mover.store(filled(3), slot, lambda: None)
