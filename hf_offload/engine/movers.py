@@ -308,12 +308,11 @@ class StagedMover(Mover):
     ) -> None:
         try:
             if error is not None:
-                load.end(error)
-                return
+                raise error
             copied = self._copy_in(staging, target, free)
             load.end()
             self._device.synchronize(copied)
-        except BaseException as failure:  # of the device: whoever waits has to hear of it
+        except BaseException as failure:  # of the read or of the device: whoever waits has to hear of it
             load.end(failure.with_traceback(None))  # which would hold this frame, and with it the target
         finally:
             self._ring.release(staging)

@@ -227,7 +227,7 @@ def dropout_again(inputs: Tensor, probability: float) -> Callable[[Tensor, Tenso
 def _kernels_scale(device: torch.device, dtype: torch.dtype, probability: float) -> float | None:
     """By what the device's dropout multiplies; None if it does something else. Random numbers go on as before."""
     forked = torch.random.fork_rng(devices=[device.index], device_type=device.type)
-    with _disable_current_modes(), torch.no_grad(), forked:
+    with signals_deferred, _disable_current_modes(), torch.no_grad(), forked:
         values = _telling_values(dtype).to(device)
         result, mask = torch.native_dropout(values, probability, True)
         expected = result.cpu().view(torch.uint8)

@@ -1,5 +1,7 @@
 """What moves bytes between an accelerator and a tier has to wait: one rule at a time, while streams are as late as can be."""
 
+import errno
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -8,7 +10,10 @@ import torch
 
 from hf_offload.engine.device import AcceleratorDevice
 from hf_offload.engine.movers import StagedMover
+from hf_offload.errors import StorageError
+from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.ram import RamTier
+from tests.faults.failing_calls import ALL, Faults
 
 DEVICE = torch.device("late:1")  # the main thread's own is the other
 NBYTES = 1 << 14
@@ -64,6 +69,19 @@ def test_memory_goes_back_to_the_stream_that_had_it_once_that_stream_is_behind_t
     mover.free(slot)
 
 
+def test_a_load_for_one_stream_waits_for_the_copy_that_another_one_has_sent(mover):
+    own, other = (torch.Stream(device=DEVICE) for _ in range(2))
+    slot = mover.reserve(NBYTES)
+    with own:
+        mover.store(filled(3), slot, lambda: None)
+        mover.advance(0)
+    with other:
+        target = torch.empty(NBYTES, dtype=torch.uint8, device=DEVICE)
+        mover.arrive(mover.load(slot, target, urgent=True).result(20), target.untyped_storage())
+        assert bool((target == 3).all())
+    mover.free(slot)
+
+
 def test_the_memory_of_a_slot_is_filled_again_only_after_the_copy_out_of_it(mover):
     slot, targets = mover.reserve(NBYTES), [torch.empty(NBYTES, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
     mover.store(filled(3), slot, lambda: None)
@@ -101,3 +119,26 @@ def test_a_mover_is_closed_once_nothing_is_on_its_way_in(mover):
     mover.close()
     assert mover.load_stream.query()
     assert [bool((filled(9) == 9).all()) for _ in slots] == [True] * BUFFERS
+
+
+def test_the_error_of_a_load_holds_no_memory(late, tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path)
+    mover = StagedMover(AcceleratorDevice(DEVICE), tier, 1 << 18, lambda error, nbytes: None)
+    slot = mover.reserve(NBYTES)
+    mover.store(filled(3), slot, lambda: None).result(20)
+    mover.advance(0)
+    before = torch.accelerator.memory_allocated(DEVICE)
+    Faults(monkeypatch, "read_once", errno.EIO, ALL)
+    gc.disable()
+    try:
+        target = torch.empty(NBYTES, dtype=torch.uint8, device=DEVICE)
+        assert isinstance(mover.load(slot, target, urgent=False).exception(20), StorageError)
+        del target
+        ended = threading.Event()
+        mover._arrival_workers.submit(ended.set)  # the thread that told of the error has left what it was in
+        assert ended.wait(20)
+        assert torch.accelerator.memory_allocated(DEVICE) == before
+    finally:
+        gc.enable()
+        mover.close()
+        tier.close()
