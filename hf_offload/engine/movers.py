@@ -7,7 +7,8 @@ Note: stream order
     there afterwards is ordered behind the copy. Polling from the host alone, or ``record_stream``, would hold blocks while
     later allocations are already made, and the peak would not fall. In the other direction the target is allocated on the
     compute stream in the hook's thread; the load stream waits for an event recorded there, so that it cannot write into
-    memory whose former user still runs; compute waits for the load's own event.
+    memory whose former user still runs; compute waits for the load's own event. From then on the target may go, in stream
+    order, too: a host that is far ahead of its device would otherwise have all targets of a backward in memory at once.
 
 Note: several compute streams
     Reading ahead loads on the stream of whoever reads ahead, and another one may use what was loaded: it waits for the load,
@@ -26,6 +27,7 @@ import dataclasses
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from functools import partial
@@ -43,11 +45,25 @@ from hf_offload.storage.workers import WorkerPool
 logger = logging.getLogger(__name__)
 
 
+class _Landing:
+    """Keeps a load's target for as long as only the load stream knows of it. Held by who copies."""
+
+    __slots__ = ("__weakref__", "target")
+
+    def __init__(self, target: torch.Tensor):
+        self.target: torch.Tensor | None = target
+
+    def part(self, begin: int, end: int) -> torch.Tensor:
+        assert self.target is not None, "compute is behind a load only once all of it is queued"
+        return self.target[begin:end]
+
+
 class Arrival(NamedTuple):
-    """When a load has ended, and for which stream its target was allocated."""
+    """When a load has ended, for which stream its target was allocated, and who keeps that until compute is behind it."""
 
     event: Event
     stream: Stream
+    landing: "weakref.ref[_Landing]"
 
 
 class Mover(abc.ABC):
@@ -152,7 +168,8 @@ class StagedMover(Mover):
         self._report = report
         self._rescued: dict[Slot, torch.Tensor] = {}
         self._in_use: set[Slot] = set()
-        self._last_copy: dict[Slot, Event] = {}  # into or out of a slot's own memory
+        # Into or out of a slot's own memory, which comes along where nobody else holds it until the copy has ended.
+        self._last_copy: dict[Slot, tuple[Event, torch.Tensor | None]] = {}
         # Event waits and ring waits of the two directions never share a thread: neither can hold the other up.
         self._store_workers = WorkerPool("hf_offload-store", 1, device.make_current)
         self._load_workers = WorkerPool("hf_offload-load", 1, device.make_current)
@@ -188,9 +205,11 @@ class StagedMover(Mover):
         for chunk, _, _ in _chunks(slot):
             self._in_use.discard(chunk)
             self._rescued.pop(chunk, None)
-            last = self._last_copy.pop(chunk, None)
+            last, view = self._last_copy.pop(chunk, (None, None))
             if last is not None:
                 self._device.wait(self.store_stream, last)
+                if view is not None and not self._device.has_happened(last):
+                    self._arrival_workers.submit(partial(_hold, self._device, last, view))
             self._tier.free(chunk)
 
     # -- out ----------------------------------------------------------------------------------------------------------
@@ -209,7 +228,7 @@ class StagedMover(Mover):
                 copied = device.record(self.store_stream)
                 if view is not None:
                     # In stream order the bytes are there already; nobody on the host has to wait for them.
-                    self._last_copy[chunk] = copied
+                    self._last_copy[chunk] = copied, view
                     self._tier.copied(chunk, "write")
                     store.end()
                 else:
@@ -268,48 +287,57 @@ class StagedMover(Mover):
         device, chunks = self._device, _chunks(slot)
         compute = device.current_stream()
         free = device.record(compute)
-        load = _Load(len(chunks), lambda: Arrival(device.record(self.load_stream), compute))
+        landing = _Landing(target)
+        whose = weakref.ref(landing)
+        load = _Load(len(chunks), lambda: Arrival(device.record(self.load_stream), compute, whose))
         workers = self._urgent_workers if urgent else self._load_workers
         for chunk, begin, end in chunks:
-            piece = target[begin:end]
             view = self._rescued.get(chunk)
             if view is None:
                 view = self._tier.host_view(chunk)
             if view is None:
-                workers.submit(partial(self._read, chunk, piece, urgent, free, load))
+                workers.submit(partial(self._read, chunk, begin, end, landing, urgent, free, load))
                 continue
-            last = self._last_copy.get(chunk)
+            last, _ = self._last_copy.get(chunk, (None, None))
             if last is not None:
                 device.wait(self.load_stream, last)
-            copied = self._copy_in(view, piece, free)
-            self._last_copy[chunk] = copied
-            # Both ends must outlive the copy even if backward drops them at once: a thread holds them until then.
-            self._arrival_workers.submit(partial(_hold, device, copied, piece, view))
+            copied = self._copy_in(view, landing.part(begin, end), free)
+            self._last_copy[chunk] = copied, None
+            # Both ends must outlive the copy even if they are dropped at once: a thread holds them until then.
+            self._arrival_workers.submit(partial(_hold, device, copied, landing, view))
             self._tier.copied(chunk, "read")
             load.end()
         return load.arrived
 
-    def _read(self, slot: Slot, target: torch.Tensor, urgent: bool, free: Event, load: "_Load") -> None:
+    def _read(
+        self, slot: Slot, begin: int, end: int, landing: _Landing, urgent: bool, free: Event, load: "_Load"
+    ) -> None:
         if not load.begin():
             return
         try:
-            staging = self._ring.acquire(target.numel(), urgent)
+            staging = self._ring.acquire(end - begin, urgent)
         except BaseException as error:  # whoever waits for the load has to hear of it
             load.end(error.with_traceback(None))  # which would hold this frame, and with it the target
             return
 
         def read(error: BaseException | None) -> None:
-            self._arrival_workers.submit(partial(self._arrive, error, staging, target, free, load))
+            self._arrival_workers.submit(partial(self._arrive, error, staging, begin, landing, free, load))
 
         _then(lambda: self._tier.read(slot, staging, urgent), read)
 
     def _arrive(
-        self, error: BaseException | None, staging: torch.Tensor, target: torch.Tensor, free: Event, load: "_Load"
+        self,
+        error: BaseException | None,
+        staging: torch.Tensor,
+        begin: int,
+        landing: _Landing,
+        free: Event,
+        load: "_Load",
     ) -> None:
         try:
             if error is not None:
                 raise error
-            copied = self._copy_in(staging, target, free)
+            copied = self._copy_in(staging, landing.part(begin, begin + staging.numel()), free)
             load.end()
             self._device.synchronize(copied)
         except BaseException as failure:  # of the read or of the device: whoever waits has to hear of it
@@ -331,6 +359,9 @@ class StagedMover(Mover):
         if compute != arrival.stream:
             target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             self._device.use(target, compute)
+        landing = arrival.landing()
+        if landing is not None:
+            landing.target = None
 
     # -- compute behind copies ----------------------------------------------------------------------------------------
 
@@ -354,7 +385,8 @@ class StagedMover(Mover):
             return self._stalled_s
 
     def close(self) -> None:
-        self._device.synchronize(self._device.record(self.load_stream))
+        for stream in (self.store_stream, self.load_stream):  # the tier's memory goes next
+            self._device.synchronize(self._device.record(stream))
         for pool in (self._store_workers, self._load_workers, self._urgent_workers, self._arrival_workers):
             pool.close()
         while self._leaving:
@@ -490,7 +522,7 @@ class PinnedRing:
         self._memory.close()
 
 
-def _hold(device: Device, event: Event, target: torch.Tensor, source: torch.Tensor) -> None:
+def _hold(device: Device, event: Event, *ends: object) -> None:
     device.synchronize(event)
 
 

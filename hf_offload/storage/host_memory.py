@@ -77,10 +77,11 @@ def pinned_empty(nbytes: int) -> torch.Tensor:
     if failure != runtime.cudaError.success:
         raise RuntimeError(f"cudaHostRegister: {failure}")
     # The mapping outlives the storage's Python object, which lives as long as the storage does.
-    weakref.finalize(buffer.untyped_storage(), _unregister, os.getpid(), address, mapping)
+    weakref.finalize(buffer.untyped_storage(), _unregister, os.getpid(), torch.cuda.current_device(), address, mapping)
     return buffer
 
 
-def _unregister(process: int, address: int, mapping: mmap.mmap) -> None:
+def _unregister(process: int, device: int, address: int, mapping: mmap.mmap) -> None:
     if os.getpid() == process:  # a child of fork has no driver to tell
-        torch.cuda.cudart().cudaHostUnregister(address)
+        with torch.cuda.device(device):  # a thread without one would wake device 0
+            torch.cuda.cudart().cudaHostUnregister(address)

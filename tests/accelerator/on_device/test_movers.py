@@ -3,6 +3,8 @@
 import errno
 import gc
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -77,7 +79,7 @@ def test_a_load_for_one_stream_waits_for_the_copy_that_another_one_has_sent(move
         mover.advance(0)
     with other:
         target = torch.empty(NBYTES, dtype=torch.uint8, device=DEVICE)
-        mover.arrive(mover.load(slot, target, urgent=True).result(20), target.untyped_storage())
+        mover.arrive(mover.load(slot, target, urgent=True), target.untyped_storage())
         assert bool((target == 3).all())
     mover.free(slot)
 
@@ -86,14 +88,14 @@ def test_the_memory_of_a_slot_is_filled_again_only_after_the_copy_out_of_it(move
     slot, targets = mover.reserve(NBYTES), [torch.empty(NBYTES, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
     mover.store(filled(3), slot, lambda: None)
     mover.advance(0)
-    arrival = mover.load(slot, targets[0], urgent=True).result(20)
+    load = mover.load(slot, targets[0], urgent=True)
     memory = mover._tier.host_view(slot).data_ptr()
     mover.free(slot)
     again = mover.reserve(NBYTES)
     assert mover._tier.host_view(again).data_ptr() == memory
     mover.store(filled(7), again, lambda: None)
     mover.store_stream.synchronize()
-    mover.arrive(arrival, targets[0].untyped_storage())
+    mover.arrive(load, targets[0].untyped_storage())
     assert bool((targets[0] == 3).all())
     mover.free(again)
 
@@ -142,3 +144,80 @@ def test_the_error_of_a_load_holds_no_memory(late, tmp_path, monkeypatch):
         gc.enable()
         mover.close()
         tier.close()
+
+
+@pytest.fixture(params=["ram", "ssd"])
+def either(request, late, tmp_path) -> Iterator[StagedMover]:
+    """A mover whose tier is memory that is copied to and from directly, or drives behind a ring."""
+    tier = RamTier(pinned=True, arena_bytes=1 << 18) if request.param == "ram" else DiskTier(tmp_path)
+    mover = StagedMover(AcceleratorDevice(DEVICE), tier, 1 << 18, lambda error, nbytes: None)
+    late.reseed(0, pace=0.5)
+    yield mover
+    mover.close()
+    tier.close()
+
+
+def test_a_target_goes_in_stream_order_once_compute_is_behind_its_load(late, either):
+    """Not when the host has seen the copy end: it may be a whole backward ahead, and would fill the device with targets."""
+    slot = either.reserve(NBYTES)
+    with torch.accelerator.device_index(DEVICE.index):
+        either.store(filled(3), slot, lambda: None).result(20)
+        either.advance(0)
+        torch.accelerator.synchronize()
+        either.advance()
+        before = torch.accelerator.memory_allocated(DEVICE)
+        late.reseed(0, pace=0.0)
+        target = torch.empty(NBYTES, dtype=torch.uint8, device=DEVICE)
+        address = target.data_ptr()
+        load = either.load(slot, target, True)
+        load.result(20)
+        either.arrive(load, target.untyped_storage())
+        del target
+        assert torch.accelerator.memory_allocated(DEVICE) == before
+        after = [filled(7) for _ in range(64)]
+        assert address in [one.data_ptr() for one in after]
+        torch.accelerator.synchronize()
+        assert all(bool((one.cpu() == 7).all()) for one in after)
+    either.free(slot)
+
+
+def test_a_target_that_compute_never_waited_for_stays_until_its_copy_has_ended(late, either):
+    slot = either.reserve(NBYTES)
+    with torch.accelerator.device_index(DEVICE.index):
+        either.store(filled(3), slot, lambda: None).result(20)
+        torch.accelerator.synchronize()
+        either.advance()
+        late.reseed(0, pace=0.0)
+        target = torch.empty(NBYTES, dtype=torch.uint8, device=DEVICE)
+        either.load(slot, target, True).result(20)
+        del target
+        after = [filled(7) for _ in range(64)]  # whoever gets its memory, nothing comes in after them
+        torch.accelerator.synchronize()
+        assert all(bool((one.cpu() == 7).all()) for one in after)
+    either.free(slot)
+
+
+def test_memory_of_a_slot_outlives_a_copy_into_it(mover):
+    """Else what is unmapped, for another arena needs its room, is still written to."""
+    slot = mover.reserve(NBYTES)
+    memory = weakref.ref(mover._tier.host_view(slot).untyped_storage())
+    with torch.accelerator.device_index(DEVICE.index):
+        mover.store(filled(3), slot, lambda: None)
+    mover.free(slot)
+    mover._tier._drop_idle(0)
+    assert mover._tier.occupied_bytes == 0
+    assert memory() is not None
+    mover.store_stream.synchronize()
+    deadline = time.monotonic() + 20
+    while memory() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert memory() is None
+
+
+def test_a_mover_that_has_closed_copies_into_no_tier(mover):
+    slot = mover.reserve(NBYTES)
+    with torch.accelerator.device_index(DEVICE.index):
+        mover.store(filled(3), slot, lambda: None)
+        mover.advance(0)  # compute is behind the copy, and the host is not
+    mover.close()
+    assert bool((mover._tier.host_view(slot) == 3).all())
