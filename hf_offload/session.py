@@ -109,7 +109,7 @@ def _attach(
         session.plan_while_training(hardware_of_all(config, ranks, device.torch_device), Recompute(blocks))
         units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
     with signals_deferred:
-        phases.install(model, units, session.begin_forward)
+        phases.install(model, units, session.begin_forward, session.end_forward)
         session.watch_model()
     return session
 
@@ -270,6 +270,11 @@ class OffloadSession:
             assert model is not None, "a forward has a model"
             _check_eager(model, compiled)  # again: it may have been compiled since
             self._feedback.begin_forward(args, kwargs)
+
+    def end_forward(self) -> None:
+        """The model's forward has ended, in this thread."""
+        if self._feedback is not None:
+            self._feedback.end_forward()
 
     @property
     def forecast(self) -> Prediction | None:

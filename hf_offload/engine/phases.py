@@ -35,6 +35,7 @@ class Phases:
         self._thread = threading.local()
         self._handles: list[RemovableHandle] = []
         self._on_forward: Callable[[tuple[Any, ...], Any, bool], None] | None = None
+        self._on_forward_end: Callable[[], None] | None = None
         self._warned = False
 
     # -- by `with` ----------------------------------------------------------------------------------------------------
@@ -61,11 +62,12 @@ class Phases:
         model: nn.Module,
         units: Mapping[str, nn.Module],
         on_forward: Callable[[tuple[Any, ...], Any, bool], None] | None,
+        on_forward_end: Callable[[], None] | None = None,
     ) -> None:
         """Follow the model's forwards from now on. ``on_forward`` gets the inputs of every forward of the whole model, and
-        whether that is compiled.
+        whether that is compiled; ``on_forward_end`` is called in the same thread when it has ended, unless by Ctrl-C.
         """
-        self._on_forward = on_forward
+        self._on_forward, self._on_forward_end = on_forward, on_forward_end
         with signals_deferred:
             for name, module in {type(model).__name__: model, **units}.items():
                 root = module is model
@@ -97,17 +99,21 @@ class Phases:
             return  # a recompute: what it saves is needed at once
         if root:
             self._unwind(self._scoped)  # an earlier forward may have ended without its hook
-        elif self._depth == 0 and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return  # inside somebody else's hooks (activation checkpointing): theirs must stay innermost
+        if self._depth == 0 and _in_others_hooks():
+            return  # activation checkpointing, of this module or around the whole model: theirs must stay innermost
         with signals_deferred:
             self._units.append(self._engine.unit)
             self._engine.unit = unit
             if self._depth == 0:
                 self._push()
 
-    def leave(self) -> None:
+    def leave(self, root: bool) -> None:
         """A module's forward ended, maybe by an exception."""
-        if torch._C._current_graph_task_id() != -1 or not self._units:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if root and self._on_forward_end is not None:
+            self._on_forward_end()
+        if not self._units:
             return
         with signals_deferred:
             self._engine.unit = self._units.pop()
@@ -190,7 +196,7 @@ class _Leave(_ModuleHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._phases is None or (torch.compiler.is_compiling() and not self._root):
             return
-        _leave(self._phases)
+        _leave(self._phases, self._root)
 
 
 @torch._dynamo.disable
@@ -204,5 +210,11 @@ def _enter(phases: Phases, unit: str, root: bool) -> None:
 
 
 @torch._dynamo.disable
-def _leave(phases: Phases) -> None:
-    phases.leave()
+def _leave(phases: Phases, root: bool) -> None:
+    phases.leave(root)
+
+
+def _in_others_hooks() -> bool:
+    """Whether what this thread saves goes to hooks that are none of ours, of whichever model."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and not isinstance(getattr(top[0], "__self__", None), Engine)

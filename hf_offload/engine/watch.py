@@ -46,11 +46,12 @@ class ModelWatch:
 
 
 _END, _INTERRUPTED = object(), object()
+_is_finalizing = sys.is_finalizing  # a name of this module's: at the very end, `sys` may be gone from it
 
 
 def _leave(words: "queue.SimpleQueue[object]", leave_thread: Callable[[], None], _: object) -> None:
     try:
-        if not sys.is_finalizing():
+        if not _is_finalizing():
             leave_thread()
     except KeyboardInterrupt:  # Python discards what is raised here
         words.put(_INTERRUPTED)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hf_offload.errors import OffloadPlanError
+from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.known import (
@@ -127,6 +128,7 @@ class Feedback:
         self._narrow: dict[Situation, Plan] = {}  # under which they are to be measured
         # In which backward makes a graph of itself, though not in every step, and how many to wait for one that does.
         self._with_graphs: dict[Situation, int] = {}
+        self._thread: threading.Thread | None = None  # in which a forward runs
         self._played: list[_Played] = []  # of the running step
         self._in_force: Known | None = None
         self._main: Known | None = None  # of the last step, where its peak was predicted
@@ -144,7 +146,17 @@ class Feedback:
     # -- the run's events ---------------------------------------------------------------------------------------------
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward of the whole model begins, with these inputs."""
+        """A forward of the whole model begins, with these inputs.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` while one runs in another thread.
+        """
+        this = threading.current_thread()
+        if self._thread is not None and self._thread is not this and self._thread.is_alive():
+            raise OffloadConfigError(
+                f"tier='auto' measures one forward at a time, and {this.name} has begun one while another runs in "
+                f"{self._thread.name}: set tier='ram' or tier='ssd' where several threads train a model at once."
+            )
+        self._thread = this
         if self._meter is not None and self._meter.is_over:
             self.end_step()  # nobody said that the last step had ended
         if self._began_s is None:
@@ -174,6 +186,11 @@ class Feedback:
             if self._meter is not None:
                 self._meter.begin_forward(tensors_in((args, dict(kwargs))), is_next)
                 played.metered = self._meter.micro_batches - 1
+
+    def end_forward(self) -> None:
+        """A forward has ended in this thread."""
+        if self._thread is threading.current_thread():
+            self._thread = None
 
     def end_step(self) -> None:
         """A training step has ended.

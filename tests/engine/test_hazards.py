@@ -834,6 +834,19 @@ def test_few_bytes_stay(view):
     assert rig.stats.kept_bytes > 0
 
 
+def test_tensors_without_bytes_stay():
+    """They have no memory to tell one from another by."""
+    rig = Rig()
+    none, x = leaf(0, 64), leaf(8, 64)
+    with rig:
+        result = (none * none.detach()).sum() + x.sum()
+        assert rig.transfer.live_records == 0
+        result = result + (x * x.detach()).sum()
+        assert rig.transfer.live_records > 0
+    result.backward()
+    assert torch.equal(x.grad, 1 + x.detach())
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recompute_inside_backward_is_not_offloaded(reentrant):
     def block(h):

@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -490,3 +491,51 @@ def test_what_a_recompute_would_read_otherwise_is_not_recomputed(between, first,
             found = gradients(session)
             assert ("recompute" in session.plan.reason) == (between in HARMLESS)
             assert all(map(is_same, gradients(), found))
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------------
+
+
+class Slow(nn.Module):
+    """Its forward in a thread of the test's waits until it is let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.began, self.may_go = threading.Event(), threading.Event()
+
+    def forward(self, hidden):
+        if threading.current_thread() is not threading.main_thread():
+            self.began.set()
+            assert self.may_go.wait(60)
+        return self.linear(hidden).sin()
+
+
+def test_a_forward_while_another_thread_runs_one_is_refused(tmp_path):
+    """What two threads compute at once cannot be told apart; one after the other is no matter."""
+    torch.manual_seed(0)
+    model = Slow()
+    hidden = batch()
+    model(hidden).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    session = attach(model, auto(tmp_path))
+    for _ in range(3):
+        model.zero_grad()
+        model.began.clear()
+        model.may_go.clear()
+        thread = threading.Thread(target=lambda: model(hidden).sum().backward(), name="the other")
+        thread.start()
+        assert model.began.wait(60)
+        with pytest.raises(
+            OffloadConfigError, match=r"MainThread has begun one while another runs in the other.*tier='ram'"
+        ):
+            model(hidden)
+        model.may_go.set()
+        thread.join()
+        assert is_same(expected, [parameter.grad for parameter in model.parameters()])
+        session.end_step()
+        model.zero_grad()
+        model(hidden).sum().backward()
+        assert is_same(expected, [parameter.grad for parameter in model.parameters()])
+        session.end_step()
+    session.detach()

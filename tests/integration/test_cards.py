@@ -371,8 +371,10 @@ def test_committed_cards_are_whole(path, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
     loaded, shipped = load_recipe(recipe), load_recipe(comparison.rows[0]["shape"])
-    for section in ("model", "training", "evaluation", "offload"):
+    for section in ("model", "training", "evaluation"):
         assert getattr(loaded, section) == getattr(shipped, section)
+    assert dataclasses.replace(loaded.offload, min_offload_bytes=None) == shipped.offload
+    assert loaded.offload.smallest_bytes(on_host=True) == shipped.offload.smallest_bytes(on_host=True)
     assert dataclasses.replace(loaded.data, data_dir=None) == shipped.data
     assert f"`model_cards/make.sh DATA {path.parents[1].name}`" in text
 
