@@ -44,7 +44,7 @@ WAYS: dict[str, Callable[[Model, Tensor], Tensor]] = {
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.1), nn.SiLU())
 
 
 def found(way: Callable[[Model, Tensor], Tensor], model: nn.Module, end_step: Callable[[], None] = lambda: None):
@@ -58,14 +58,15 @@ def found(way: Callable[[Model, Tensor], Tensor], model: nn.Module, end_step: Ca
     return results
 
 
+@pytest.mark.parametrize("lean", [None, "exact"])
 @pytest.mark.parametrize("tier", ["ram", "ssd", "auto"])
 @pytest.mark.parametrize("way", WAYS)
-def test_others_hooks_see_what_they_would_see_without_offloading(way, tier, tmp_path, machine_with_drive):
+def test_others_hooks_see_what_they_would_see_without_offloading(way, tier, lean, tmp_path, machine_with_drive):
     machine_with_drive(1e9)
     expected = found(WAYS[way], network())
     model = network()
     where = {} if tier == "ram" else {"directory": tmp_path}
-    session = attach(model, OffloadConfig(tier=tier, min_offload_bytes=0, **where))
+    session = attach(model, OffloadConfig(tier=tier, min_offload_bytes=0, lean_activations=lean, **where))
     assert all(map(torch.equal, expected, found(WAYS[way], model, session.end_step)))
     if way == "nobody's":
         assert session.stats.total.offloaded_bytes > 0
