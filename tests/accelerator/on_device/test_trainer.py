@@ -116,6 +116,9 @@ def assert_exact(
         assert found.allocated == expected.allocated
         assert callback.stats.total.offloaded_bytes > 0
         assert callback.stats.total.refused_bytes == 0
+        budget = ours.get("offload_memory_budget")
+        # Tensors of a model this small are less than the 512 bytes that an allocator gives them.
+        assert budget is None or max(found.peaks) <= 1.05 * int(budget)
 
 
 def test_the_trainer_within_a_budget(late, known_machine, tmp_path):
