@@ -4,7 +4,7 @@ The engine's own :meth:`~hf_offload.engine.hooks.Engine.pack` and :meth:`~hf_off
 directly, over a tier that is done at once: an operation's forward and backward take longer, and vary more, than what is
 to be found. What autograd itself adds to call any hooks is a row of its own, measured through real operations with and
 without hooks that do nothing; a saved tensor costs both. A tier's own share is not in these figures, except for what a slot
-in RAM costs, which is a row, too; neither are a GPU's streams and events.
+in RAM costs, which is a row, too. Where there is an accelerator, streams, events and copies that are queued have a row.
 
 In a large model thousands of records are alive at a time: two rows have as many beside them, and should cost no more.
 """
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_offload.engine.device import CpuDevice
+from hf_offload.engine.device import CpuDevice, open_device
 from hf_offload.engine.hooks import Engine
+from hf_offload.plan.machine import default_device
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.tier import Slot, Tier, TierStats
@@ -110,6 +111,8 @@ def measure_overhead(
         "deduplicated": ("a second view of what is stored", _deduplicated),
         "slot in RAM": (f"reserved and freed beside {_OTHERS} others, in arenas that hold one each", _slot_in_ram),
     }
+    if torch.accelerator.is_available():
+        kinds["from the device"] = ("stored from it in pinned RAM, and loaded again: its host's time", _from_the_device)
     samples: dict[str, list[_Sample]] = {name: [] for name in kinds}
     for _, measure in kinds.values():
         measure(tensors)  # the first calls of anything are slow
@@ -142,19 +145,22 @@ def _quiet_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _engine(model: nn.Module | None = None, min_offload_bytes: int = 0) -> Engine:
-    plan = Plan(
+def _plan(min_offload_bytes: int = 0) -> Plan:
+    return Plan(
         default=Placement.SSD,
         min_offload_bytes=min_offload_bytes,
         read_ahead_bytes=None,
         write_behind_bytes=1 << 40,
         reason="measuring",
     )
-    return Engine(model or nn.Identity(), plan, CpuDevice(), InstantTier())
 
 
-def _activations(count: int) -> list[torch.Tensor]:
-    return [torch.ones(_SIDE, _SIDE) for _ in range(count)]
+def _engine(model: nn.Module | None = None, min_offload_bytes: int = 0) -> Engine:
+    return Engine(model or nn.Identity(), _plan(min_offload_bytes), CpuDevice(), InstantTier())
+
+
+def _activations(count: int, device: torch.device | None = None) -> list[torch.Tensor]:
+    return [torch.ones(_SIDE, _SIDE, device=device) for _ in range(count)]
 
 
 def _pack_and_unpack(engine: Engine, tensors: list[torch.Tensor], others: list[torch.Tensor] | None = None) -> _Sample:
@@ -195,6 +201,13 @@ def _weight_view(count: int) -> _Sample:
 
 def _offloaded(count: int) -> _Sample:
     return _pack_and_unpack(_engine(), _activations(count))
+
+
+def _from_the_device(count: int) -> _Sample:
+    device = default_device()
+    engine = Engine(nn.Identity(), _plan(), open_device(device), RamTier(pinned=True))
+    # One more, packed before: so that pinned memory is there, and what is measured is not the system's share.
+    return _pack_and_unpack(engine, _activations(count, device), _activations(1, device))
 
 
 def _among_others(count: int) -> _Sample:
