@@ -28,6 +28,8 @@ REASONS = {
     ("plan/machine.py", "'cuda.bindings.cufile'"): _CUFILE,
     ("storage/host_memory.py", "torch.cuda.is_available"): _REGISTER,
     ("storage/host_memory.py", "torch.cuda.cudart"): _REGISTER,
+    ("storage/host_memory.py", "torch.cuda.current_device"): _REGISTER,
+    ("storage/host_memory.py", "torch.cuda.device"): _REGISTER,
     ("tiling/logits.py", ".is_cuda"): "an attribute that a model may ask of logits, as is_cpu",
     ("tiling/loss.py", ".is_cuda"): _WIDE_PRODUCT,
 }
