@@ -125,6 +125,14 @@ def test_the_smallest_budget_is_for_tiers_as_full_as_they_may_be():
         find_plan(dataclasses.replace(problem, budget_bytes=named - (1 << 20)))
 
 
+def test_where_no_drive_is_named_a_refusal_says_that_one_would_do():
+    footprint = footprint_of([50 * MB] * 6, [0.05] * 6, [1 * MB] * 6)
+    windows = (Windows(20 * MB, 20 * MB),)
+    problem = Problem(footprint, {"ram": Channel(1e9, 1e9)}, {"ram": 120 * MB}, 10 * MB, windows, may_recompute=False)
+    with pytest.raises(OffloadPlanError, match=r"more room in the ram tier, .*, or a directory on a drive, with which"):
+        find_plan(problem)
+
+
 def test_without_leave_to_recompute_nothing_is_recomputed():
     # a drive so slow that computing again would be much faster
     footprint = footprint_of([50 * MB] * 6, [0.01] * 6, [1 * MB] * 6)
