@@ -9,8 +9,7 @@ import tempfile
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
-from hf_offload import OffloadTrainingArguments, SampledLinearConfig
-from hf_offload.sampling.diagnostics import measure_errors
+from hf_offload import OffloadTrainingArguments, SampledLinearConfig, measure_errors
 
 logging.basicConfig()
 logging.getLogger("hf_offload").setLevel(logging.INFO)  # says how many layers are sampled

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hf_offload.settings.lean import LeanConfig
     from hf_offload.settings.sampling import SampledLinearConfig
     from hf_offload.settings.schema import OffloadConfig
+    from hf_offload.transforms.sampling.diagnostics import measure_errors
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ _HOMES = {
     "OffloadTrainingArguments": "hf_offload.integrations.arguments",
     "SampledLinearConfig": "hf_offload.settings.sampling",
     "attach": "hf_offload.session",
+    "measure_errors": "hf_offload.transforms.sampling.diagnostics",
     "memory_mode": "hf_offload.memory_modes.registry",
     "offload_activations": "hf_offload.session",
 }
@@ -59,6 +61,7 @@ __all__ = [
     "StorageError",
     "TierFullError",
     "attach",
+    "measure_errors",
     "memory_mode",
     "offload_activations",
 ]

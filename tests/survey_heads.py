@@ -17,8 +17,8 @@ from rich.progress import track
 from transformers.models.auto import modeling_auto
 
 from hf_offload import OffloadConfig, OffloadError, offload_activations
-from hf_offload.tiling.head import find_head
-from hf_offload.tiling.logits import TiledLogits
+from hf_offload.transforms.tiling.head import find_head
+from hf_offload.transforms.tiling.logits import TiledLogits
 
 VOCABULARY, TOKENS = 96, 12
 KINDS = {

@@ -15,8 +15,8 @@ from hf_offload.bench.measure import now_s, peak_bytes
 from hf_offload.errors import OffloadConfigError
 from hf_offload.plan.machine import default_device
 from hf_offload.settings.load import choose
-from hf_offload.tiling.cut import Cut
-from hf_offload.tiling.head import TiledHead
+from hf_offload.transforms.tiling.cut import Cut
+from hf_offload.transforms.tiling.head import TiledHead
 
 UNTILED, TILED, LIGER = "untiled", "tiled", "liger"
 

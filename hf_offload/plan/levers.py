@@ -13,7 +13,7 @@ from hf_offload.plan.planner import largest, make_problem
 from hf_offload.plan.scaling import Family
 from hf_offload.plan.workload import Workload, count_workload
 from hf_offload.settings.schema import smallest_bytes
-from hf_offload.tiling.cut import Cut
+from hf_offload.transforms.tiling.cut import Cut
 
 PIECES = (128, 16)
 """Of the loss and of every MLP, for any number of tokens: what is counted at two lengths has to be the same operations."""

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
-from hf_offload.lean.apply import Lean
 from hf_offload.memory_modes.registry import NONE, MemoryMode, read_settings
 from hf_offload.memory_modes.registry import memory_mode as find_mode
 from hf_offload.plan.counting import OptimizerNeeds, count_footprint, fake_mode
@@ -16,14 +15,15 @@ from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.modes import begin_turn, mode_needs, prepare_without_data, updates_in_backward
 from hf_offload.plan.workload_inputs import describe_batch, length_unit, longest_row, make_batch
-from hf_offload.sampling.convert import Sampling
 from hf_offload.settings.lean import LeanConfig
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig, smallest_bytes
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import reason_of
-from hf_offload.tiling.apply import Tiling
-from hf_offload.tiling.cut import Cut
+from hf_offload.transforms.rematerialization.apply import Lean
+from hf_offload.transforms.sampling.convert import Sampling
+from hf_offload.transforms.tiling.apply import Tiling
+from hf_offload.transforms.tiling.cut import Cut
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

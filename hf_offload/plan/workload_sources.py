@@ -20,7 +20,7 @@ from hf_offload.settings.recipes import TASKS, load_recipe
 from hf_offload.settings.shown import listed, shown
 from hf_offload.settings.text_files import is_folder, reason_of
 from hf_offload.settings.values import expand
-from hf_offload.tiling.apply import cut_for
+from hf_offload.transforms.tiling.apply import cut_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -1,1 +1,1 @@
-"""Linear layers whose weight gradient is estimated from a part of their input."""
+"""The former home of :func:`hf_offload.measure_errors`, for one version."""

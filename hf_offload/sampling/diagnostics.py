@@ -1,107 +1,13 @@
-"""How far the estimates are from the gradients they stand for, layer by layer, on the run's own data."""
+"""The former home of :func:`hf_offload.measure_errors`, for one version."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import warnings
 
-import torch
-from torch import Tensor, nn
+from hf_offload.transforms.sampling.diagnostics import LayerError, measure_errors
 
-from hf_offload.errors import OffloadConfigError
-from hf_offload.sampling.convert import chosen_linears
-from hf_offload.sampling.linear import draw_part
-from hf_offload.settings.sampling import SampledLinearConfig
+__all__ = ["LayerError", "measure_errors"]
 
-RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
-# The gradient of one batch is off by about this much from that of all data anyway; more noise than that is felt.
-_TOLERATED = 1.0
-_DRAWS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerError:
-    """Of one layer: ``errors`` maps ratios to the root mean square error of the weight gradient, over its norm.
-
-    ``suggested_ratio`` is the smallest whose error is at most ``tolerated``, or None if none of them is.
-    """
-
-    name: str
-    errors: dict[float, float]
-    suggested_ratio: float | None
-
-
-def measure_errors(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    config: SampledLinearConfig | None = None,
-    *,
-    ratios: Sequence[float] = RATIOS,
-    draws: int = _DRAWS,
-    tolerated: float = _TOLERATED,
-) -> list[LayerError]:
-    """Run one forward and backward of ``model`` on ``inputs`` and compare, for every layer that ``config`` would convert, the
-    exact gradient of its weight with ``draws`` estimates of it at each of ``ratios``.
-
-    The model must return a loss. Its gradients are as they were before, and so are the random numbers that a training draws.
-
-    Raises :class:`~hf_offload.errors.OffloadConfigError` if there is nothing to measure.
-    """
-    config = config or SampledLinearConfig()
-    layers, _ = chosen_linears(model, config)
-    found: dict[str, dict[float, float]] = {}
-    given: dict[str, Tensor] = {}
-    handles = []
-
-    def remember(name: str) -> Any:
-        return lambda module, arguments: given.__setitem__(name, arguments[0].detach())
-
-    def compare(name: str) -> Any:
-        return lambda module, _, gradients: found.__setitem__(
-            name, _errors(given.pop(name), gradients[0].detach(), config, ratios, draws)
-        )
-
-    before = {parameter: parameter.grad for parameter in model.parameters()}
-    for parameter in before:
-        parameter.grad = None  # a backward would add to the one that is there
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    forked: dict[str, Any] = {"devices": []}
-    if accelerator is not None:
-        forked = {"devices": [torch.accelerator.current_device_index()], "device_type": accelerator.type}
-    try:
-        with torch.random.fork_rng(**forked), torch.enable_grad():
-            for name, layer in layers.items():
-                handles.append(layer.register_forward_pre_hook(remember(name)))
-                handles.append(layer.register_full_backward_hook(compare(name)))
-            loss = getattr(model(**inputs), "loss", None)
-            if loss is None:
-                raise OffloadConfigError("The model returned no loss: give labels among the inputs.")
-            loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
-    return [LayerError(name, found[name], _suggested(found[name], tolerated)) for name in layers if name in found]
-
-
-def _errors(
-    inputs: Tensor, gradient: Tensor, config: SampledLinearConfig, ratios: Sequence[float], draws: int
-) -> dict[float, float]:
-    rows = gradient.reshape(-1, gradient.shape[-1])
-    exact = rows.t().float() @ inputs.reshape(-1, inputs.shape[-1]).float()
-    size = exact.norm().clamp_min(torch.finfo(torch.float).tiny)
-    errors = {}
-    for ratio in ratios:
-        tried = dataclasses.replace(config, ratio=ratio)
-        squares = []
-        for _ in range(draws):
-            with torch.enable_grad():  # a backward hook runs without
-                part = draw_part(inputs, gradient.dtype, tried)
-            if part is not None:
-                squares.append((part.product(rows, part.kept).float() - exact).square().sum())
-        errors[ratio] = float(torch.stack(squares).mean().sqrt() / size) if squares else 0.0
-    return errors
-
-
-def _suggested(errors: Mapping[float, float], tolerated: float) -> float | None:
-    return next((ratio for ratio in sorted(errors) if errors[ratio] <= tolerated), None)
+warnings.warn(
+    "hf_offload.sampling.diagnostics has moved: use `from hf_offload import measure_errors`.",
+    FutureWarning,
+    stacklevel=2,
+)

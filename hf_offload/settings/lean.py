@@ -24,8 +24,8 @@ class LeanConfig:
             ``"dropout"``: masks are kept as bits. These three are exact, to the last bit, and ``"exact"`` stands for as many
             of them as the model has use for.
             ``"derivative-8bit"``: activation functions keep their derivative in 8 bits instead of their input; not exact
-            (:func:`~hf_offload.lean.functions.coarse_activation` says how far off), and not together with ``"activations"``,
-            which needs the input.
+            (:func:`~hf_offload.transforms.rematerialization.functions.coarse_activation` says how far off), and not
+            together with ``"activations"``, which needs the input.
     """
 
     switches: Sequence[str]

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from hf_offload import LeanConfig, OffloadConfig, attach
-from hf_offload.lean.apply import Lean
-from hf_offload.lean.functions import dropout_again, packed_dropout
-from hf_offload.sampling.estimator import draw_rows
+from hf_offload.transforms.rematerialization.apply import Lean
+from hf_offload.transforms.rematerialization.functions import dropout_again, packed_dropout
+from hf_offload.transforms.sampling.estimator import draw_rows
 from tests.tiny_models import gradients, tiny_batch, tiny_model, weights
 
 pytestmark = pytest.mark.gpu

@@ -21,7 +21,7 @@ from hf_offload import (
     attach,
     offload_activations,
 )
-from hf_offload.lean.apply import Lean
+from hf_offload.transforms.rematerialization.apply import Lean
 from tests.tiny_models import HIDDEN, SEQUENCE, ExampleDataset, gradients, tiny_batch, tiny_model
 
 SIZE = 4

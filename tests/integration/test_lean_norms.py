@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hf_offload import LeanConfig, OffloadConfigError
-from hf_offload.lean.apply import Lean
+from hf_offload.transforms.rematerialization.apply import Lean
 from tests.tiny_models import gradients
 
 

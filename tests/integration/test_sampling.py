@@ -1,6 +1,7 @@
 """Sampled linear layers in real models: what is converted, what is saved, and what they live with."""
 
 import copy
+import importlib
 import logging
 import pickle
 import weakref
@@ -18,11 +19,11 @@ from hf_offload import (
     OffloadTrainingArguments,
     SampledLinearConfig,
     attach,
+    measure_errors,
     offload_activations,
 )
-from hf_offload.sampling.convert import convert_linears, restore_linears
-from hf_offload.sampling.diagnostics import measure_errors
-from hf_offload.sampling.linear import PADDING_WEIGHT, SampledConv1D, SampledLinear
+from hf_offload.transforms.sampling.convert import convert_linears, restore_linears
+from hf_offload.transforms.sampling.linear import PADDING_WEIGHT, SampledConv1D, SampledLinear
 from tests.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
 
 CONFIG = SampledLinearConfig(ratio=0.25, min_rows=1)
@@ -394,3 +395,9 @@ def test_the_models_own_mask_says_what_is_padding():
         model(batch["input_ids"], labels=batch["labels"])
         assert draws._weights(torch.zeros(2, 24, 32)) is None
     assert not model._forward_pre_hooks
+
+
+def test_the_former_module_of_measure_errors_warns():
+    with pytest.warns(FutureWarning, match="from hf_offload import measure_errors"):
+        former = importlib.import_module("hf_offload.sampling.diagnostics")
+    assert former.measure_errors is measure_errors

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import Trainer
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadTrainingArguments, offload_activations
-from hf_offload.tiling.logits import TiledLogits
-from hf_offload.tiling.mlp import position_wise, why_not
+from hf_offload.transforms.tiling.logits import TiledLogits
+from hf_offload.transforms.tiling.mlp import position_wise, why_not
 from tests.tiny_models import VOCABULARY, ExampleDataset, gradients, tiny_batch, tiny_model
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -66,7 +66,7 @@ def no_logits(monkeypatch):
     def refuse(logits):
         raise AssertionError("all logits were computed")
 
-    monkeypatch.setattr("hf_offload.tiling.logits.true_logits", refuse)
+    monkeypatch.setattr("hf_offload.transforms.tiling.logits.true_logits", refuse)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "bert", "t5", "llama", "mixtral", *OTHERS])
@@ -335,7 +335,7 @@ def test_yaml_says_on_and_off_without_quotes():
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "t5", "llama", "gemma2"])
 def test_tiled_mlps_give_what_they_gave(name, monkeypatch):
-    monkeypatch.setattr("hf_offload.tiling.cut._LEAST_MODULE_ROWS", 4)
+    monkeypatch.setattr("hf_offload.transforms.tiling.cut._LEAST_MODULE_ROWS", 4)
     model = model_of(name)
     expected_loss, expected, _ = step(copy.deepcopy(model), batch_of(name))
     most = []

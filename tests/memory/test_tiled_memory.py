@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.bench.loss import SHAPES, TILED, UNTILED, bench_loss
-from hf_offload.tiling.cut import Cut
-from hf_offload.tiling.head import TiledHead
+from hf_offload.transforms.tiling.cut import Cut
+from hf_offload.transforms.tiling.head import TiledHead
 
 
 def llama(*, vocabulary=64, width=64, intermediate=128):

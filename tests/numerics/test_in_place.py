@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_offload
 from hf_offload import LeanConfig, SampledLinearConfig
-from hf_offload.lean.apply import Lean
-from hf_offload.sampling.convert import convert_linears
+from hf_offload.transforms.rematerialization.apply import Lean
+from hf_offload.transforms.sampling.convert import convert_linears
 from tests.operators.probes import bits
 
 WIDTH = 24

@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_offload import LeanConfig
-from hf_offload.lean.apply import Lean
-from hf_offload.lean.functions import (
+from hf_offload.transforms.rematerialization.apply import Lean
+from hf_offload.transforms.rematerialization.functions import (
     Products,
     coarse_activation,
     dropped,
@@ -26,8 +26,8 @@ from hf_offload.lean.functions import (
     to_codes,
     unpack_bits,
 )
-from hf_offload.lean.modules import Again
-from hf_offload.lean.recipes import Recipe, Recipes
+from hf_offload.transforms.rematerialization.modules import Again
+from hf_offload.transforms.rematerialization.recipes import Recipe, Recipes
 from tests.tiny_models import gradients, tiny_batch, tiny_model
 
 WIDTH = 24

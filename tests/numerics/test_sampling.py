@@ -9,11 +9,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload import SampledLinearConfig
-from hf_offload.sampling import estimator
-from hf_offload.sampling.convert import convert_linears
-from hf_offload.sampling.estimator import draw_rows, winners
-from hf_offload.sampling.gradient_cache import GradientCache
-from hf_offload.sampling.linear import PADDING_WEIGHT, draw_part
+from hf_offload.transforms.sampling import estimator
+from hf_offload.transforms.sampling.convert import convert_linears
+from hf_offload.transforms.sampling.estimator import draw_rows, winners
+from hf_offload.transforms.sampling.gradient_cache import GradientCache
+from hf_offload.transforms.sampling.linear import PADDING_WEIGHT, draw_part
 
 PROBABILITIES = {
     "flat": [0.2] * 5,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload.tiling.cut import Cut
-from hf_offload.tiling.head import TiledHead
-from hf_offload.tiling.loss import _Sum
+from hf_offload.transforms.tiling.cut import Cut
+from hf_offload.transforms.tiling.head import TiledHead
+from hf_offload.transforms.tiling.loss import _Sum
 
 # Errors are compared over all elements of a tensor: two roundings of the same number need not agree. A product of a few rows
 # in float32 adds up a thousand terms in another order than one of many rows, with any number of threads in yet another: the

@@ -30,8 +30,8 @@ REASONS = {
     ("storage/host_memory.py", "torch.cuda.cudart"): _REGISTER,
     ("storage/host_memory.py", "torch.cuda.current_device"): _REGISTER,
     ("storage/host_memory.py", "torch.cuda.device"): _REGISTER,
-    ("tiling/logits.py", ".is_cuda"): "an attribute that a model may ask of logits, as is_cpu",
-    ("tiling/loss.py", ".is_cuda"): _WIDE_PRODUCT,
+    ("transforms/tiling/logits.py", ".is_cuda"): "an attribute that a model may ask of logits, as is_cpu",
+    ("transforms/tiling/loss.py", ".is_cuda"): _WIDE_PRODUCT,
 }
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload.tiling.cut import Cut
-from hf_offload.tiling.head import TiledHead
-from hf_offload.tiling.logits import TiledLogits
+from hf_offload.transforms.tiling.cut import Cut
+from hf_offload.transforms.tiling.head import TiledHead
+from hf_offload.transforms.tiling.logits import TiledLogits
 
 VOCABULARY, WIDTH = 50, 16
 
@@ -95,14 +95,14 @@ def test_pieces_along_tokens_stay_lazy(pair):
 
 def test_the_best_token_needs_no_logits_of_all_tokens(pair, monkeypatch):
     lazy, true = pair
-    monkeypatch.setattr("hf_offload.tiling.logits.true_logits", None)
+    monkeypatch.setattr("hf_offload.transforms.tiling.logits.true_logits", None)
     assert torch.equal(lazy.argmax(-1), true.argmax(-1))
     assert torch.equal(torch.argmax(lazy, dim=-1, keepdim=True), true.argmax(-1, keepdim=True))
 
 
 def test_it_says_what_it_is_without_being_computed(pair, monkeypatch):
     lazy, true = pair
-    monkeypatch.setattr("hf_offload.tiling.logits.true_logits", None)
+    monkeypatch.setattr("hf_offload.transforms.tiling.logits.true_logits", None)
     assert (lazy.shape, lazy.size(-1), lazy.dim(), lazy.ndim, len(lazy)) == ((2, 6, 50), 50, 3, 3, 2)
     assert (lazy.dtype, lazy.device, lazy.requires_grad) == (true.dtype, true.device, True)
     assert lazy.is_floating_point()

@@ -8,9 +8,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_offload import LeanConfig
-from hf_offload.lean import functions
-from hf_offload.lean.apply import Lean
-from hf_offload.lean.functions import dropout_again, packed_dropout
+from hf_offload.transforms.rematerialization import functions
+from hf_offload.transforms.rematerialization.apply import Lean
+from hf_offload.transforms.rematerialization.functions import dropout_again, packed_dropout
 
 DEVICE = torch.device("late:0")
 

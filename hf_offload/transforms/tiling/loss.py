@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_offload.checkpointing import checkpoint
 from hf_offload.interrupts import signals_deferred
-from hf_offload.tiling.cut import Cut
+from hf_offload.transforms.tiling.cut import Cut
 
 _HALF = (torch.float16, torch.bfloat16)
 # Gradients of single logits are around 1e-5: in 16 bits with a small exponent they need to be larger to be numbers.

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.interrupts import signals_deferred
-from hf_offload.lean.functions import (
+from hf_offload.transforms.rematerialization.functions import (
     Products,
     coarse_activation,
     dropout_again,
@@ -18,9 +18,9 @@ from hf_offload.lean.functions import (
     packed_relu,
     recomputed,
 )
-from hf_offload.lean.recipes import Recipe, Recipes, autocast_as_now
-from hf_offload.sampling.linear import LinearOfPart, Part
-from hf_offload.tiling.replaced import ReplacedForward
+from hf_offload.transforms.rematerialization.recipes import Recipe, Recipes, autocast_as_now
+from hf_offload.transforms.sampling.linear import LinearOfPart, Part
+from hf_offload.transforms.tiling.replaced import ReplacedForward
 
 # Tensors that are what they look like; fake ones are those that plans are counted on.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
@@ -191,7 +191,7 @@ class LeanLinear(Elementary):
 
 
 class _Rebuilt:
-    """All of an input, made again (:class:`~hf_offload.sampling.linear.Product`)."""
+    """All of an input, made again (:class:`~hf_offload.transforms.sampling.linear.Product`)."""
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype):
         self._build = recipe.build

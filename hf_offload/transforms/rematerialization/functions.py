@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_offload.engine.device import open_device
 from hf_offload.interrupts import signals_deferred
-from hf_offload.lean.recipes import Recipe, Recipes, as_it_is, autocast_as_now
+from hf_offload.transforms.rematerialization.recipes import Recipe, Recipes, as_it_is, autocast_as_now
 
 logger = logging.getLogger(__name__)
 

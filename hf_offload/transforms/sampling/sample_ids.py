@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.sampling.gradient_cache import SAMPLE_IDS, SAMPLE_PLACES
+from hf_offload.transforms.sampling.gradient_cache import SAMPLE_IDS, SAMPLE_PLACES
 
 
 def carry_sample_ids(loader: Any) -> int:

@@ -12,9 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.sampling.estimator import draw_rows, signs
-from hf_offload.sampling.gradient_cache import GradientCache, SampleRows
 from hf_offload.settings.sampling import GRADIENT_CACHE, SampledLinearConfig
+from hf_offload.transforms.sampling.estimator import draw_rows, signs
+from hf_offload.transforms.sampling.gradient_cache import GradientCache, SampleRows
 
 PADDING_WEIGHT = 0.05
 """How probable the rows of padding are, beside others of their size. Their gradients are zero in most models, so that drawing

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hf_offload.interrupts import signals_deferred
-from hf_offload.tiling.loss import Projection, tiled_cross_entropy
+from hf_offload.transforms.tiling.loss import Projection, tiled_cross_entropy
 
 
 class TiledLogits(Tensor):

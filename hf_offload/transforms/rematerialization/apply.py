@@ -12,7 +12,8 @@ from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.lean.modules import (
+from hf_offload.settings.lean import SWITCHES, LeanConfig
+from hf_offload.transforms.rematerialization.modules import (
     CoarseActivation,
     Gate,
     KeptActivation,
@@ -23,10 +24,9 @@ from hf_offload.lean.modules import (
     LeanRMSNorm,
     PackedReLU,
 )
-from hf_offload.lean.norms import looks_like_norm, why_not_again
-from hf_offload.lean.recipes import Recipes
-from hf_offload.sampling.linear import SampledConv1D, SampledLinear
-from hf_offload.settings.lean import SWITCHES, LeanConfig
+from hf_offload.transforms.rematerialization.norms import looks_like_norm, why_not_again
+from hf_offload.transforms.rematerialization.recipes import Recipes
+from hf_offload.transforms.sampling.linear import SampledConv1D, SampledLinear
 
 logger = logging.getLogger(__name__)
 

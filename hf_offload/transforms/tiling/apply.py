@@ -7,9 +7,9 @@ from torch import nn
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.tiling.cut import Cut
-from hf_offload.tiling.head import TiledHead, find_head
-from hf_offload.tiling.mlp import TiledModule, chosen_modules, position_wise
+from hf_offload.transforms.tiling.cut import Cut
+from hf_offload.transforms.tiling.head import TiledHead, find_head
+from hf_offload.transforms.tiling.mlp import TiledModule, chosen_modules, position_wise
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.tiling.cut import Cut
-from hf_offload.tiling.logits import TiledLogits
-from hf_offload.tiling.loss import Projection
-from hf_offload.tiling.replaced import ReplacedForward
+from hf_offload.transforms.tiling.cut import Cut
+from hf_offload.transforms.tiling.logits import TiledLogits
+from hf_offload.transforms.tiling.loss import Projection
+from hf_offload.transforms.tiling.replaced import ReplacedForward
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Module]:
@@ -46,7 +46,7 @@ def find_head(model: nn.Module) -> tuple[str, nn.Module]:
 
 class TiledHead(ReplacedForward):
     """The output head of a model. In training, with gradients, it returns
-    :class:`~hf_offload.tiling.logits.TiledLogits`; everywhere else it is what it was.
+    :class:`~hf_offload.transforms.tiling.logits.TiledLogits`; everywhere else it is what it was.
     """
 
     def __init__(self, name: str, head: nn.Module, cut: Cut):

@@ -1,0 +1,1 @@
+"""Linear layers whose weight gradient is estimated from a part of their input."""
