@@ -169,8 +169,8 @@ def plan(
             )
         workload = dataclasses.replace(
             workload,
-            tiled_loss=tiled_loss or workload.tiled_loss,
-            tiled_mlp=tiled_mlp or workload.tiled_mlp,
+            tiled_loss="on" if tiled_loss else workload.tiled_loss,
+            tiled_mlp="on" if tiled_mlp else workload.tiled_mlp,
             sampled=sampled or workload.sampled,
             lean=lean_config or workload.lean,
         )

@@ -1,10 +1,11 @@
 """Everything ``hf-offload plan`` shows: the plan, what it is compared with, and how far each way goes."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from hf_offload.errors import OffloadPlanError
+from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.plan.explain import UnitLine, unit_lines
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
@@ -96,6 +97,14 @@ def make_forecast(
     """Count, plan, and compare. Raises :class:`~hf_offload.errors.OffloadPlanError` if the model cannot be counted."""
     if budget_bytes is None:
         budget_bytes = int(hardware.memory_bytes.value * BUDGET_SHARE)
+    found = _forecast(workload, hardware, budget_bytes, may_recompute)
+    if found.refusal is not None and workload.tiled_mlp == "auto":  # as a run does, which tiles them only then
+        with contextlib.suppress(OffloadConfigError):  # no module can be tiled
+            return _forecast(dataclasses.replace(workload, tiled_mlp="on"), hardware, budget_bytes, may_recompute)
+    return found
+
+
+def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_recompute: bool) -> Forecast:
     limit = workload.longest
     here = count_workload(workload, hardware)
     family = Family(workload.batch, workload.sequence, here, _of_another_length(workload, hardware, limit))

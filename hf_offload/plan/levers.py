@@ -36,8 +36,8 @@ LEVERS = (
     Lever("keep everything", {}, (Placement.KEEP,)),
     Lever("checkpoint every block", {}, (Placement.RECOMPUTE,)),
     Lever("the blocks' inputs in RAM or on SSD", {}, _BOUNDARIES),
-    Lever("tiled loss", {"tiled_loss": True}, _BOUNDARIES),
-    Lever("tiled MLP", {"tiled_mlp": True}, _BOUNDARIES),
+    Lever("tiled loss", {"tiled_loss": "on"}, _BOUNDARIES),
+    Lever("tiled MLP", {"tiled_mlp": "on"}, _BOUNDARIES),
     Lever("LoRA instead of all weights", {"memory_mode": "lora", "memory_mode_kwargs": {}}, _BOUNDARIES),
 )
 

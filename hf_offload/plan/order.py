@@ -18,9 +18,9 @@ from hf_offload.plan.workload import Workload, count_workload
 _ORDERS: Mapping[str, Mapping[str, Any]] = {
     "autograd's order": {},
     "update in backward": {"update_in_backward": True},
-    "tiled loss": {"tiled_loss": True},
-    "tiled loss and MLP": {"tiled_loss": True, "tiled_mlp": True},
-    "all of them": {"tiled_loss": True, "tiled_mlp": True, "update_in_backward": True},
+    "tiled loss": {"tiled_loss": "on"},
+    "tiled loss and MLP": {"tiled_loss": "on", "tiled_mlp": "on"},
+    "all of them": {"tiled_loss": "on", "tiled_mlp": "on", "update_in_backward": True},
 }
 
 

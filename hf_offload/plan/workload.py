@@ -1,7 +1,7 @@
 """What a plan is made for: a model, known from its configuration alone, and the batch it is trained on."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +61,7 @@ class Workload:
         memory_mode_kwargs: Settings of the mode.
         sampled: How linear layers are sampled, if they are.
         lean: What is not saved but made again, if anything.
-        tiled_loss, tiled_mlp: What is computed a few tokens at a time.
+        tiled_loss, tiled_mlp: As in :class:`~hf_offload.OffloadConfig`.
         cut: How large pieces are.
         update_in_backward: Whether every weight is updated as soon as its gradient is there, so that gradients never add up.
         budget_bytes: The memory budget that a recipe names.
@@ -84,8 +84,8 @@ class Workload:
     memory_mode_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sampled: SampledLinearConfig | None = None
     lean: LeanConfig | None = None
-    tiled_loss: bool = False
-    tiled_mlp: bool = False
+    tiled_loss: str = "off"
+    tiled_mlp: str | Sequence[str] = "off"
     cut: Cut = dataclasses.field(default_factory=Cut)
     update_in_backward: bool = False
     budget_bytes: int | None = None
@@ -225,8 +225,10 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
             batch = workload.inputs(model)
             sampling = Sampling(model, workload.sampled)
             sampling.apply()
-            tiled = _tile(workload, model)
-            Lean(model, workload.lean).apply()
+            settings = OffloadConfig(tiled_loss=workload.tiled_loss, tiled_mlp=workload.tiled_mlp)
+            tiling = Tiling(model, settings, workload.cut)
+            Lean(model, workload.lean, tiling.head).apply()
+            tiling.apply()
     except OffloadConfigError:
         raise
     except Exception as error:  # a constructor that needs data fails in a way of its own
@@ -248,15 +250,4 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
         autocast=workload.autocast,
         update_in_backward=workload.update_in_backward or updates_in_backward(mode),
     )
-    return dataclasses.replace(footprint, tiled=tuple(tiled), sampled=sampling.names)
-
-
-def _tile(workload: Workload, model: nn.Module) -> list[str]:
-    """Cut the model as the workload says; the names of what is cut."""
-    switches = {True: "on", False: "off"}
-    config = OffloadConfig(
-        tier="none", tiled_loss=switches[workload.tiled_loss], tiled_mlp=switches[workload.tiled_mlp]
-    )
-    tiling = Tiling(model, config, workload.cut)
-    tiling.apply()
-    return tiling.names
+    return dataclasses.replace(footprint, tiled=tuple(tiling.names), sampled=sampling.names)

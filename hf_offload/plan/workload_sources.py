@@ -132,8 +132,8 @@ def _from_recipe(name: str, overrides: Sequence[str]) -> Workload:
         memory_mode_kwargs={key: value for key, value in recipe.memory.items() if key != "mode"},
         sampled=recipe.offload.sampling,
         lean=recipe.offload.lean,
-        tiled_loss=recipe.offload.tiled_loss != "off",
-        tiled_mlp=recipe.offload.tiled_mlp not in ("off", "auto"),
+        tiled_loss=recipe.offload.tiled_loss,
+        tiled_mlp=recipe.offload.tiled_mlp,
         cut=cut_for(recipe.offload),
         budget_bytes=None if recipe.offload.memory_budget is None else int(recipe.offload.memory_budget),
     )

@@ -1,0 +1,51 @@
+"""A plan tiles what a run with the same settings tiles."""
+
+import pytest
+
+from hf_offload.plan.forecast import make_forecast
+from hf_offload.plan.hardware import describe_hardware
+from hf_offload.plan.workload import count_workload
+from hf_offload.plan.workload_sources import find_workload
+
+SMALL = [
+    "model.config.num_hidden_layers=2", "model.config.hidden_size=64", "model.config.num_attention_heads=4",
+    "model.config.num_key_value_heads=2", "model.config.intermediate_size=2048", "model.config.head_dim=16",
+    "model.config.vocab_size=512", "offload.tier=auto",
+]  # fmt: skip
+MLPS = ("model.layers.0.mlp", "model.layers.1.mlp")
+CARD = describe_hardware("24GB", tflops=80, pcie="25GB/s", ssd="5GB/s", ram="64GB")
+
+
+def workload(*overrides, **options):
+    return find_workload("llama-1b", [*SMALL, *overrides], sequence=1024, **options)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["offload.tiled_mlp=[layers.1.mlp]"], MLPS[1:]),
+        (["offload.tiled_mlp=on"], MLPS),
+        (["offload.tiled_mlp=auto"], ()),
+        (["offload.tiled_loss=auto"], ("lm_head",)),
+        (["offload.tiled_loss=on", "offload.tiled_mlp=[model.layers.0.mlp]"], ("lm_head", MLPS[0])),
+    ],
+)
+def test_what_the_settings_name_is_tiled(overrides, expected):
+    assert count_workload(workload(*overrides), CARD).tiled == expected
+
+
+def test_auto_leaves_a_loss_alone_that_cannot_be_tiled():
+    found = workload("offload.tiled_loss=auto", task="sequence-classification")
+    assert count_workload(found, CARD).tiled == ()
+
+
+def test_modules_are_tiled_on_auto_only_where_nothing_else_fits():
+    automatic, off = workload("offload.tiled_mlp=auto", "offload.tile_bytes=1MiB"), workload()
+    roomy = make_forecast(automatic, CARD)
+    assert roomy.refusal is None
+    assert roomy.problem.footprint.tiled == ()
+    least = min(row.timeline.peak_bytes for row in roomy.rows if row.timeline is not None)
+    tight = make_forecast(automatic, CARD, budget_bytes=int(0.9 * least))
+    assert make_forecast(off, CARD, budget_bytes=int(0.9 * least)).refusal is not None
+    assert tight.refusal is None
+    assert tight.problem.footprint.tiled == MLPS
