@@ -1,4 +1,4 @@
-"""``make mutations``: breaks the engine in every way that ``*.patch`` describes; a test has to notice each.
+"""``make mutations``: breaks the package in every way that ``*.patch`` describes; a test has to notice each.
 
 Every mutation is applied to a copy of the tree in a temporary folder, and only the tests that it names run there. One that
 nobody notices makes this fail. Before that, the tests run on the tree as it is: whoever fails there proves nothing.
@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tests.mutations.patches import ROOT, Mutation, all_mutations
+from tests.mutations.patches import ROOT, Mutation, Sources, all_mutations
 
 _COPIED = ("hf_offload", "tests", "recipes", "pyproject.toml", "README.md")
 _TIMEOUT_S = 240
@@ -85,8 +85,12 @@ def _try(mutation: Mutation) -> tuple[str, str]:
                 shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
             elif source.exists():
                 shutil.copy(source, tree / name)
-        if complaint := mutation.apply(tree):
-            raise SystemExit(f"{mutation.path} no longer applies: renew it.\n{complaint}")
+        try:
+            changed = mutation.changed(Sources(tree / "hf_offload"))
+        except LookupError as error:
+            raise SystemExit(str(error)) from None
+        for path, text in changed.items():
+            path.write_text(text)
         seeds = mutation.seeds
         command = _pytest(mutation.tests) if seeds is None else [*_seeds(*seeds), "--stop"]
         code, text = _run(command, tree, _TIMEOUT_S)
@@ -153,7 +157,7 @@ def _page(rows: list[tuple[Mutation, str, str]]) -> str:
     lines = [
         "# Deliberate breakages",
         "",
-        f"The engine was broken in {len(rows)} ways, each a patch in `tests/mutations`. `make mutations` writes this page.",
+        f"The engine was broken in {len(rows)} ways, each a file in `tests/mutations`. `make mutations` writes this page.",
         "`tests.races` and `tests.fuzz` try seeds until one fails: the last column says how many they took.",
         "",
         "| mutation | rule that it breaks | caught by | seeds |",
