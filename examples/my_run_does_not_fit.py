@@ -15,10 +15,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_offload import OffloadCallback, OffloadError, OffloadTrainingArguments
-from hf_offload.plan.compare_modes import compare_modes
-from hf_offload.plan.forecast import make_forecast
+from hf_offload.forecast.compare_modes import compare_modes
+from hf_offload.forecast.forecast import make_forecast
+from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.hardware import measure_hardware
-from hf_offload.plan.workload_sources import find_workload
 from hf_offload.reports.memory import MemoryMeter
 from hf_offload.settings.sizes import format_bytes
 

@@ -17,18 +17,18 @@ from hf_offload.engine.stats import OffloadStats
 from hf_offload.engine.watch import ModelWatch
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.plan.feedback import Feedback
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
-from hf_offload.plan.known import Prediction
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
-from hf_offload.plan.ranks import Ranks, agreed, hardware_of_all
-from hf_offload.plan.units import find_blocks, find_units
+from hf_offload.planning.feedback import Feedback
+from hf_offload.planning.known import Prediction
+from hf_offload.planning.ranks import Ranks, agreed, hardware_of_all
 from hf_offload.settings.environment import DISABLE_VARIABLE, check_variables, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.opening import open_tier
 from hf_offload.storage.wear import Wear, Written
+from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.transforms.rematerialization.apply import Lean
 from hf_offload.transforms.sampling.convert import Sampling
 from hf_offload.transforms.sampling.gradient_cache import GradientCache

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_offload.bench.measure import now_s, peak_bytes
 from hf_offload.errors import OffloadConfigError
-from hf_offload.plan.machine import default_device
+from hf_offload.planning.machine import default_device
 from hf_offload.settings.load import choose
 from hf_offload.transforms.tiling.cut import Cut
 from hf_offload.transforms.tiling.head import TiledHead

@@ -23,8 +23,8 @@ from torch import nn
 
 from hf_offload.engine.device import CpuDevice, open_device
 from hf_offload.engine.hooks import Engine
-from hf_offload.plan.machine import default_device
 from hf_offload.plan.plan import Placement, Plan
+from hf_offload.planning.machine import default_device
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.tier import Slot, Tier, TierStats
 

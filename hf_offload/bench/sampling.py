@@ -8,14 +8,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hf_offload.forecast.workload import count_workload
+from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.placement import uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.simulate import Windows, simulate
-from hf_offload.plan.workload import count_workload
-from hf_offload.plan.workload_sources import find_workload
 from hf_offload.settings.lean import LeanConfig
 from hf_offload.settings.load import choose
 from hf_offload.settings.sampling import SampledLinearConfig

@@ -14,7 +14,7 @@ from hf_offload.errors import OffloadError
 from hf_offload.settings.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from hf_offload.plan.machine import Machine, Rate
+    from hf_offload.planning.machine import Machine, Rate
 
 # Everything that reaches beyond the objects a run creates. New ones belong in this list.
 EFFECTS = (
@@ -53,7 +53,7 @@ def doctor(
     if check:
         _check(directory or [Path.cwd()], json)
         return
-    from hf_offload.plan.machine import SAMPLE_BYTES, probe_machine  # slow: it loads torch
+    from hf_offload.planning.machine import SAMPLE_BYTES, probe_machine  # slow: it loads torch
 
     try:
         machine = probe_machine(directory or [Path.cwd()], sample_bytes=SAMPLE_BYTES if measure else 0)
@@ -69,7 +69,7 @@ def doctor(
 
 def _check(directories: list[Path], json: bool) -> None:
     with clear_errors(), progress_bar(counted=False) as progress:
-        from hf_offload.plan.machine import default_device  # slow: it loads torch
+        from hf_offload.planning.machine import default_device  # slow: it loads torch
         from hf_offload.reports.self_test import run_checks
         from hf_offload.storage.file_systems import check_directory
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from hf_offload.cli.console import EXIT_REFUSED, clear_errors, messages, output
 from hf_offload.cli.plan_checks import described_machines, refuse_silent_options
 from hf_offload.cli.plan_modes import show_modes
+from hf_offload.forecast.options import check_options
 from hf_offload.plan.hardware import measure_hardware
-from hf_offload.plan.options import check_options
 from hf_offload.settings.lean import lean_activations as parse_lean_activations
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.outputs import check_output_file
@@ -26,9 +26,9 @@ from hf_offload.settings.sizes import format_bytes, format_seconds, parse_bytes
 from hf_offload.training.places import check_directories
 
 if TYPE_CHECKING:
-    from hf_offload.plan.forecast import Forecast
+    from hf_offload.forecast.forecast import Forecast
+    from hf_offload.forecast.workload import Workload
     from hf_offload.plan.hardware import Hardware
-    from hf_offload.plan.workload import Workload
 
 
 def plan(
@@ -146,8 +146,8 @@ def plan(
                         check_output_file(path, option)
         from transformers.utils import logging as transformers_log  # slow from here on: it loads torch
 
-        from hf_offload.plan.forecast import make_forecast
-        from hf_offload.plan.workload_sources import find_workload
+        from hf_offload.forecast.forecast import make_forecast
+        from hf_offload.forecast.workload_sources import find_workload
         from hf_offload.reports.plots import require_matplotlib
 
         if plot or timeline:
@@ -204,7 +204,7 @@ def plan(
 
 
 def _show_levers(workload: "Workload", machines: "list[Hardware]", json: bool) -> None:
-    from hf_offload.plan.levers import PIECES, pull_levers
+    from hf_offload.forecast.levers import PIECES, pull_levers
 
     with messages().status("Counting") as status:
         found = pull_levers(workload, machines, lambda name: status.update(f"Counting: {name}"))
@@ -232,7 +232,7 @@ def _show_levers(workload: "Workload", machines: "list[Hardware]", json: bool) -
 
 
 def _show_orders(workload: "Workload", hardware: "Hardware", picture: Path | None, json: bool) -> None:
-    from hf_offload.plan.order import compare_orders
+    from hf_offload.forecast.order import compare_orders
     from hf_offload.reports.plan_plots import plot_orders
 
     with messages().status("Counting") as status:

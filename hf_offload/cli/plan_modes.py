@@ -12,8 +12,8 @@ from rich.table import Table
 from hf_offload.cli.console import messages, output
 
 if TYPE_CHECKING:
+    from hf_offload.forecast.workload import Workload
     from hf_offload.plan.hardware import Hardware
-    from hf_offload.plan.workload import Workload
 
 
 def show_modes(
@@ -25,8 +25,8 @@ def show_modes(
     json: bool,
 ) -> None:
     """Count the modes ``names`` (None: all there are) and print what each needs. Raises as ``compare_modes`` does."""
+    from hf_offload.forecast.compare_modes import compare_modes
     from hf_offload.memory_modes.registry import MODES
-    from hf_offload.plan.compare_modes import compare_modes
 
     with messages().status("Counting") as status:
         found = compare_modes(

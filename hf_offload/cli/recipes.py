@@ -152,7 +152,7 @@ def predict(
                         check_output_file(path, "--write")
         from transformers.utils import logging as transformers_log  # slow from here on: it loads torch
 
-        from hf_offload.plan.predict import predict_recipe
+        from hf_offload.forecast.predict import predict_recipe
 
         transformers_log.set_verbosity_error()  # what it says about configurations is not about the plan
         wrong = 0

@@ -20,13 +20,13 @@ from hf_offload.engine.device import Device
 from hf_offload.engine.movers import HostMover, StagedMover
 from hf_offload.engine.prefetch import Prefetcher
 from hf_offload.engine.record import KeptTensor, PackedView, Record
+from hf_offload.engine.selection import WeightIndex, byte_span, is_plain, record_span
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.engine.tape import Tape
 from hf_offload.engine.transfer import Transfer
 from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.plan import Plan
-from hf_offload.plan.selection import WeightIndex, byte_span, is_plain, record_span
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import whole_storage
 from hf_offload.storage.tier import Tier

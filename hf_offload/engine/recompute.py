@@ -1,9 +1,9 @@
 """Switching activation checkpointing on for some of a model's blocks, and putting everything back.
 
 Note: a forward that runs twice
-    A plan names only blocks whose forward can run twice, as far as the measured step showed (``plan/effects.py``). A later
-    step may be another one: it may pass a cache, or train a norm that was frozen. So every call is looked at before it is
-    checkpointed, and is not checkpointed if it cannot be; and a recompute of a block that is not what its forward read,
+    A plan names only blocks whose forward can run twice, as far as the measured step showed (``structure/effects.py``). A
+    later step may be another one: it may pass a cache, or train a norm that was frozen. So every call is looked at before it
+    is checkpointed, and is not checkpointed if it cannot be; and a recompute of a block that is not what its forward read,
     since the forward or the training has changed it, raises an error, before the optimizer sees a gradient of that step.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.checkpointing import checkpoint
 from hf_offload.copied_hooks import InertInCopies
 from hf_offload.errors import RecomputeError
-from hf_offload.plan.effects import blocking_argument, inputs_read_again, read_by, rewritten_name
+from hf_offload.structure.effects import blocking_argument, inputs_read_again, read_by, rewritten_name
 
 
 class Recompute:

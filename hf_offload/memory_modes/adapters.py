@@ -10,9 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.param_groups import chosen_linears, decay_groups
+from hf_offload.optimizers.param_groups import decay_groups
 from hf_offload.optimizers.projected.sizes import adamw_bytes
 from hf_offload.settings.values import Reader, flag, names, number, one_of, read_fields, setting, whole
+from hf_offload.structure.linears import chosen_linears
 
 # Of bitsandbytes' 4 bits: weights that share a scale, scales that share one, and how many numbers 4 bits can name.
 _BLOCK, _BLOCK_OF_SCALES, _CODES = 64, 256, 16

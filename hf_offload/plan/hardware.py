@@ -277,7 +277,7 @@ def measure_hardware(
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used, and for a device on which there
     is no room to measure, or that does not say how much memory it has.
     """
-    from hf_offload.plan.machine import default_device, probe_machine
+    from hf_offload.planning.machine import default_device, probe_machine
     from hf_offload.storage.host_memory import RAM_SHARE
 
     device = device or default_device()
@@ -394,7 +394,7 @@ def link_rates(device: "torch.device") -> dict[str, float]:
 
 
 def _measure_drives(directories: Sequence[str | os.PathLike[str]]) -> dict[str, float]:
-    from hf_offload.plan.machine import probe_machine
+    from hf_offload.planning.machine import probe_machine
 
     rates: dict[str, float] = {}
     if directories:

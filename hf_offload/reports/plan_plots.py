@@ -11,8 +11,8 @@ from hf_offload.reports.plots import require_matplotlib
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hf_offload.plan.forecast import Forecast
-    from hf_offload.plan.order import Order
+    from hf_offload.forecast.forecast import Forecast
+    from hf_offload.forecast.order import Order
 
 _POINTS = 14
 _CHANNELS = ("compute", "recompute", "wait", "store", "load")

@@ -3,7 +3,7 @@
 import statistics
 
 from hf_offload.engine.stats import StepStats, added
-from hf_offload.plan.known import Prediction
+from hf_offload.planning.known import Prediction
 from hf_offload.session import OffloadSession
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.wear import Written

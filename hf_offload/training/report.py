@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.plan.machine import device_name
+from hf_offload.planning.machine import device_name
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import parse_json, read_text
 from hf_offload.versions import find_versions

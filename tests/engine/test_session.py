@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_offload import OffloadConfig, OffloadConfigError, attach, offload_activations
-from hf_offload.plan.units import find_blocks
+from hf_offload.structure.units import find_blocks
 
 
 def tiny_gpt2(**config):

@@ -23,8 +23,8 @@ import hf_offload
 from hf_offload import OffloadConfig, SampledLinearConfig, attach, interrupts
 from hf_offload.engine.recompute import Recompute
 from hf_offload.interrupts import signals_deferred
-from hf_offload.plan.units import find_blocks
 from hf_offload.storage.tier import Tier
+from hf_offload.structure.units import find_blocks
 from tests.faults.failing_calls import Hang
 from tests.faults.test_faulty_steps import assert_nothing_left
 from tests.threads import OurThreads

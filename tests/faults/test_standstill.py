@@ -15,8 +15,8 @@ from torch import nn
 from hf_offload import OffloadConfig, OffloadError, attach, offload_activations
 from hf_offload.engine.movers import PinnedRing
 from hf_offload.errors import StandstillError, StorageError
-from hf_offload.plan import machine
-from hf_offload.plan.machine import probe_machine
+from hf_offload.planning import machine
+from hf_offload.planning.machine import probe_machine
 from hf_offload.session import attached_session
 from hf_offload.storage import disk_io
 from hf_offload.storage.buffers import empty_at_phase

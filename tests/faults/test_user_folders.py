@@ -109,7 +109,7 @@ def system_of_processes(root):
 
 
 def hardware_name():
-    from hf_offload.plan.machine import probe_machine
+    from hf_offload.planning.machine import probe_machine
 
     return probe_machine([], sample_bytes=0).device.name
 

@@ -11,8 +11,8 @@ from transformers import Trainer
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach, offload_activations
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
-from hf_offload.plan.measuring import StepMeter
 from hf_offload.plan.plan import Placement
+from hf_offload.planning.measuring import StepMeter
 
 MIB = 1 << 20
 

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.engine.recompute import Recompute
 from hf_offload.errors import OffloadConfigError, OffloadPlanError, RecomputeError
-from hf_offload.plan import feedback
+from hf_offload.planning import feedback
 
 WIDTH = 64
 

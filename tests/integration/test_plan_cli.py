@@ -144,7 +144,7 @@ def test_a_plan_shows_what_is_tiled_and_needs_less():
 
 
 def test_every_lever_reaches_at_least_as_far(monkeypatch):
-    monkeypatch.setattr("hf_offload.plan.levers.PIECES", (8, 2))
+    monkeypatch.setattr("hf_offload.forecast.levers.PIECES", (8, 2))
     found, result = run_json(*LLAMA, "--levers", "--cards", "rtx4090,h200", "--ram", "1TB", "--ssd", "5GB/s")
     assert result.exit_code == 0, result.stderr
     for card in found["levers"][0]["tokens"]:

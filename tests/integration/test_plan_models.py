@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.cli.main import app
-from hf_offload.plan.counting import OptimizerNeeds, count_footprint, fake_mode
+from hf_offload.forecast.counting import OptimizerNeeds, count_footprint, fake_mode
+from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.placement import uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
-from hf_offload.plan.workload_sources import find_workload
 
 CARD = ["--gpu", "24GB", "--tflops", "80", "--pcie", "25GB/s", "--ssd", "5GB/s"]
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}

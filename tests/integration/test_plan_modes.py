@@ -11,10 +11,10 @@ from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
+from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.memory_modes.registry import MODES, Blockwise, memory_mode
 from hf_offload.optimizers.blockwise import BlockwiseConfig, deepest_turn
 from hf_offload.plan.hardware import describe_hardware
-from hf_offload.plan.workload import Workload, count_workload
 from tests.low_bit import optimizer_of
 
 RANK = {"rank": 4}

@@ -2,10 +2,10 @@
 
 import pytest
 
-from hf_offload.plan.forecast import make_forecast
+from hf_offload.forecast.forecast import make_forecast
+from hf_offload.forecast.workload import count_workload
+from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.hardware import describe_hardware
-from hf_offload.plan.workload import count_workload
-from hf_offload.plan.workload_sources import find_workload
 
 SMALL = [
     "model.config.num_hidden_layers=2", "model.config.hidden_size=64", "model.config.num_attention_heads=4",

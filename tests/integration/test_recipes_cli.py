@@ -323,7 +323,7 @@ def test_predict_wants_names_or_all():
 
 def assert_true(name):
     """What is written is what is predicted now. Times and sizes are rounded, and a plan may change in its last digits."""
-    from hf_offload.plan.predict import predict_recipe
+    from hf_offload.forecast.predict import predict_recipe
 
     written, now = read_header(find_recipe(name).read_text()).predicted, predict_recipe(name).line
     number = r"[0-9.]*[0-9]"

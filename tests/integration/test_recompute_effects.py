@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.engine.recompute import Recompute
 from hf_offload.errors import OffloadPlanError, RecomputeError
-from hf_offload.plan.units import find_blocks
+from hf_offload.structure.units import find_blocks
 
 WIDTH, ROWS = 32, 256
 STEPS = 4

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
 from hf_offload.errors import OffloadPlanError
+from hf_offload.forecast.workload import count_workload
+from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.placement import smallest, uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import find_plan, make_problem
-from hf_offload.plan.workload import count_workload
-from hf_offload.plan.workload_sources import find_workload
 from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.run import run_recipe
@@ -80,7 +80,7 @@ AUTO = [name for name in recipe_names() if load_recipe(name).offload.tier == "au
 def test_a_recipe_with_a_plan_follows_one(name, tmp_path, tokenizer, monkeypatch):
     # Measuring the machine takes longer than the run.
     machine = dataclasses.replace(describe_hardware("t4", ssd="1GB/s"), device="cpu")
-    monkeypatch.setattr("hf_offload.plan.ranks.measure_hardware", lambda directories, device: machine)
+    monkeypatch.setattr("hf_offload.planning.ranks.measure_hardware", lambda directories, device: machine)
     changes = [*shrunk(name, tmp_path, tokenizer), "training.max_steps=4"]
     with pytest.raises(OffloadPlanError) as refused:
         run_recipe(load_recipe(name, [*changes, "offload.memory_budget=1KiB"]), save=False)

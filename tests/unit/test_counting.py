@@ -9,8 +9,8 @@ from small_models import CONFIGS, ROWS, TOKENS, batch, build
 
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.counting import OptimizerNeeds, count_footprint, fake_mode
-from hf_offload.plan.units import find_units
+from hf_offload.forecast.counting import OptimizerNeeds, count_footprint, fake_mode
+from hf_offload.structure.units import find_units
 from hf_offload.transforms.rematerialization.apply import Lean
 from hf_offload.transforms.sampling.convert import Sampling
 

@@ -7,8 +7,8 @@ import typer
 from typer.testing import CliRunner
 
 from hf_offload.cli.doctor import doctor
-from hf_offload.plan import machine
-from hf_offload.plan.machine import probe_machine
+from hf_offload.planning import machine
+from hf_offload.planning.machine import probe_machine
 from hf_offload.storage import disk_io
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ import torch
 from hf_offload.errors import OffloadConfigError
 from hf_offload.plan import hardware
 from hf_offload.plan.hardware import CARDS, describe_hardware, measure_hardware
-from hf_offload.plan.machine import probe_machine
+from hf_offload.planning.machine import probe_machine
 
 
 def test_a_card_brings_its_figures():
@@ -80,7 +80,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(hardware, "_MATMUL_SIZE", 64)
     monkeypatch.setattr(hardware, "_COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("hf_offload.plan.machine.SAMPLE_BYTES", 1 << 20)
+    monkeypatch.setattr("hf_offload.planning.machine.SAMPLE_BYTES", 1 << 20)
     return tmp_path
 
 

@@ -8,8 +8,9 @@ from transformers import Trainer
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.param_groups import chosen_linears, param_groups
+from hf_offload.optimizers.param_groups import param_groups
 from hf_offload.optimizers.projected import GaLoreConfig, ProjectedAdamW
+from hf_offload.structure.linears import chosen_linears
 
 LINEARS = {
     "gpt2": {"c_attn", "c_proj", "c_fc"},

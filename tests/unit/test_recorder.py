@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload.plan.measuring import StepMeter
+from hf_offload.planning.measuring import StepMeter
 
 WIDE = 1 << 20
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_offload import OffloadConfigError
-from hf_offload.plan.workload_sources import find_workload
+from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.model import build_model
 

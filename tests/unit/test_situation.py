@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import BatchEncoding
 
-from hf_offload.plan.situation import situation_of, tensors_in
+from hf_offload.planning.situation import situation_of, tensors_in
 
 
 @dataclasses.dataclass

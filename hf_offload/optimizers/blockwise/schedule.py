@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.plan.units import find_blocks
 from hf_offload.settings.load import choose, collect_errors, nearest
 from hf_offload.settings.schema import Directory
 from hf_offload.settings.shown import shown
 from hf_offload.settings.values import Reader, flag, folders, items, one_of, read_fields, setting, size, whole
+from hf_offload.structure.units import find_blocks
 
 ORDERS = ("draw", "random", "ascending", "descending")
 OUTSIDE = ("always", "turns", "never")

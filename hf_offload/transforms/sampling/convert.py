@@ -16,9 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.blockwise.freezing import is_waiting
-from hf_offload.plan.units import find_blocks
 from hf_offload.settings.load import nearest
 from hf_offload.settings.sampling import GRADIENT_CACHE, SampledLinearConfig
+from hf_offload.structure.units import find_blocks
 from hf_offload.transforms.sampling.gradient_cache import GradientCache, TakeSampleIds
 from hf_offload.transforms.sampling.linear import Draws, NoteMask, SampledConv1D, SampledLinear
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_offload.checkpointing import checkpoint
 from hf_offload.errors import OffloadConfigError
-from hf_offload.plan.units import find_units
+from hf_offload.structure.units import find_units
 from hf_offload.transforms.tiling.replaced import ReplacedForward
 
 _TRIAL_TOKENS = 4

@@ -7,16 +7,16 @@ from typing import Any
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
+from hf_offload.forecast.counting import OptimizerNeeds, fake_mode
+from hf_offload.forecast.modes import mode_needs, trains_every_weight, updates_in_backward
+from hf_offload.forecast.scaling import Family
+from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.memory_modes.registry import MODES, NONE
-from hf_offload.plan.counting import OptimizerNeeds, fake_mode
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
-from hf_offload.plan.modes import mode_needs, trains_every_weight, updates_in_backward
 from hf_offload.plan.placement import uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import largest, make_problem
-from hf_offload.plan.scaling import Family
-from hf_offload.plan.workload import Workload, count_workload
 
 _MOST_ROWS = 1 << 14
 

@@ -6,20 +6,21 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from hf_offload.forecast.counting import OptimizerNeeds
 from hf_offload.memory_modes.adapters import AdapterConfig, LoraFaConfig, QloraConfig
 from hf_offload.memory_modes.quantised import AdamW4bitConfig, AdamW8bitConfig
 from hf_offload.memory_modes.registry import Blockwise, MemoryMode, Projected
 from hf_offload.optimizers.blockwise import deepest_turn, peak_bytes
 from hf_offload.optimizers.blockwise.freezing import freeze
-from hf_offload.optimizers.param_groups import chosen_linears, param_groups
-from hf_offload.plan.counting import OptimizerNeeds
+from hf_offload.optimizers.param_groups import param_groups
 from hf_offload.plan.hardware import Hardware
+from hf_offload.structure.linears import chosen_linears
 
 _SINGLE_BYTES = 4
 
 
 def prepare_without_data(mode: MemoryMode, model: nn.Module) -> nn.Module:
-    """What ``mode.prepare`` makes of ``model``, in :func:`~hf_offload.plan.counting.fake_mode`.
+    """What ``mode.prepare`` makes of ``model``, in :func:`~hf_offload.forecast.counting.fake_mode`.
 
     Adapters are made by the mode itself. Weights in 4 bits are not: layers that compute as bitsandbytes does stand in for its
     own, which quantise where they are made, and hold what

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
+from hf_offload.forecast.scaling import Family
+from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.plan.explain import UnitLine, unit_lines
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
@@ -13,9 +15,7 @@ from hf_offload.plan.placement import smallest, uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import alternatives, find_plan, largest, make_problem
 from hf_offload.plan.problem import Problem, Solution
-from hf_offload.plan.scaling import Family
 from hf_offload.plan.simulate import Timeline
-from hf_offload.plan.workload import Workload, count_workload
 from hf_offload.settings.schema import smallest_bytes
 
 _MOST_ROWS = 1 << 14

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.plan.footprint import BlockSpan, Footprint, Moment, Saved
-from hf_offload.plan.optimizer_state import missing_state, state_of
-from hf_offload.plan.recorder import StepRecorder, nbytes_of
+from hf_offload.planning.optimizer_state import missing_state, state_of
+from hf_offload.planning.recorder import StepRecorder, nbytes_of
 
 # Share of the saved bytes up to which it may be that another backward needs them again, and is not looked at.
 _AGAIN = 0.02

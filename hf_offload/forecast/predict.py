@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.forecast.workload import count_workload
+from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
 from hf_offload.plan.placement import solve, uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import find_plan, make_problem
-from hf_offload.plan.workload import count_workload
-from hf_offload.plan.workload_sources import find_workload
 from hf_offload.settings.recipe_files import find_recipe
 from hf_offload.settings.recipe_header import PREDICTED, read_header
 from hf_offload.settings.recipes import Recipe, load_recipe

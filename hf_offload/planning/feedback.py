@@ -14,7 +14,10 @@ from torch import nn
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.known import (
+from hf_offload.plan.plan import Plan
+from hf_offload.plan.planner import windows_for
+from hf_offload.plan.simulate import Windows, simulate
+from hf_offload.planning.known import (
     Known,
     Prediction,
     known_as_measured,
@@ -22,13 +25,10 @@ from hf_offload.plan.known import (
     known_if_kept,
     known_with_more_state,
 )
-from hf_offload.plan.measuring import StepMeter
-from hf_offload.plan.optimizer_state import OptimizerState
-from hf_offload.plan.plan import Plan
-from hf_offload.plan.planner import windows_for
-from hf_offload.plan.ranks import Ranks
-from hf_offload.plan.simulate import Windows, simulate
-from hf_offload.plan.situation import Situation, situation_of, tensors_in
+from hf_offload.planning.measuring import StepMeter
+from hf_offload.planning.optimizer_state import OptimizerState
+from hf_offload.planning.ranks import Ranks
+from hf_offload.planning.situation import Situation, situation_of, tensors_in
 from hf_offload.settings.sizes import format_bytes
 
 logger = logging.getLogger(__name__)

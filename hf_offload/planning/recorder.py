@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.copied_hooks import InertInCopies
-from hf_offload.plan.effects import Effects
 from hf_offload.plan.footprint import BlockSpan, Moment
-from hf_offload.plan.units import find_blocks, find_units
-from hf_offload.plan.workspace import workspace_bytes
+from hf_offload.planning.workspace import workspace_bytes
+from hf_offload.structure.effects import Effects
+from hf_offload.structure.units import find_blocks, find_units
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 

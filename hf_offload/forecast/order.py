@@ -9,11 +9,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.simulate import Timeline, Windows, simulate
-from hf_offload.plan.workload import Workload, count_workload
 
 _ORDERS: Mapping[str, Mapping[str, Any]] = {
     "autograd's order": {},

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from hf_offload.engine.selection import WeightIndex, byte_span, record_span
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.footprint import Footprint, Saved
-from hf_offload.plan.recorder import StepRecorder, nbytes_of
-from hf_offload.plan.selection import WeightIndex, byte_span, record_span
+from hf_offload.planning.recorder import StepRecorder, nbytes_of
 
 _MOST_KNOWN = 1 << 20
 

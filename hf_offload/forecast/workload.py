@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
+from hf_offload.forecast.counting import OptimizerNeeds, count_footprint, fake_mode
+from hf_offload.forecast.modes import begin_turn, mode_needs, prepare_without_data, updates_in_backward
+from hf_offload.forecast.workload_inputs import describe_batch, length_unit, longest_row, make_batch
 from hf_offload.memory_modes.registry import NONE, MemoryMode, read_settings
 from hf_offload.memory_modes.registry import memory_mode as find_mode
-from hf_offload.plan.counting import OptimizerNeeds, count_footprint, fake_mode
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.modes import begin_turn, mode_needs, prepare_without_data, updates_in_backward
-from hf_offload.plan.workload_inputs import describe_batch, length_unit, longest_row, make_batch
 from hf_offload.settings.lean import LeanConfig
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig, smallest_bytes
@@ -101,7 +101,7 @@ class Workload:
         return self.optimizer.endswith("fused")
 
     def build(self) -> nn.Module:
-        """The model in training mode. Called inside :func:`~hf_offload.plan.counting.fake_mode`."""
+        """The model in training mode. Called inside :func:`~hf_offload.forecast.counting.fake_mode`."""
         options: dict[str, Any] = {"dtype": self.dtype}
         if self.attention is not None:
             options["attn_implementation"] = self.attention

@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from hf_offload.plan.recorder import nbytes_of
+from hf_offload.planning.recorder import nbytes_of
 
 
 class OptimizerState:
