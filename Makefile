@@ -56,7 +56,7 @@ GPT2    = $(BIN)/hf-offload bench steps gpt2-small --batch 4 --sequence 512 $(SM
 NO_DROP = model.config.resid_pdrop=0.0 model.config.embd_pdrop=0.0 model.config.attn_pdrop=0.0
 LLAMA   = model.dtype=float32 model.config.num_hidden_layers=6 model.config.hidden_size=768 \
           model.config.num_attention_heads=12 model.config.num_key_value_heads=4 model.config.intermediate_size=2048
-BUDGETS = $(BIN)/hf-offload bench budgets --steps 10 --rounds $(ROUNDS)
+BUDGETS = $(BIN)/python -m benchmarks budgets --steps 10 --rounds $(ROUNDS)
 PAIR    = --strategies keep,ours:ssd
 bench-cpu: $(STAMP)  ## All tables of the README (more than an hour); ROUNDS=1 for a look
 	$(GPT2) model.config.n_layer=6 --output runs/bench/gpt2_6l

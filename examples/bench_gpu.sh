@@ -74,12 +74,12 @@ facts() {
     fi
 }
 
-# bench SECONDS ARGUMENTS...: one benchmark command. Nothing of ours pins memory without a limit.
+# bench SECONDS MODULE ARGUMENTS...: one benchmark command. Nothing of ours pins memory without a limit.
 bench() {
     local share=$1
     shift
-    echo "+ hf-offload bench $* offload.ram_budget=$RAM_BUDGET offload.directory=$OFFLOAD_DIR   (at most $share s)"
-    set -- hf_offload bench "$@" "offload.ram_budget=$RAM_BUDGET" "offload.directory=$there"
+    echo "+ python -m $* offload.ram_budget=$RAM_BUDGET offload.directory=$OFFLOAD_DIR   (at most $share s)"
+    set -- "$@" "offload.ram_budget=$RAM_BUDGET" "offload.directory=$there"
     if [[ $DRY ]]; then
         "$PYTHON" -m "$@" --dry-run || failed=1
     else
@@ -101,15 +101,15 @@ facts 45 check doctor --check --json --directory "$there"
 facts 10 overhead bench overhead --json
 
 # Short sequences first: should time run out, what is left out is one slow cell.
-bench 140 steps $MODEL --batch 1 --sequence 2048,8192 --steps 5 \
+bench 140 hf_offload bench steps $MODEL --batch 1 --sequence 2048,8192 --steps 5 \
     --strategies "$STRATEGIES" --output "$WORK/steps"
-bench 90 steps $MODEL --batch 1 --sequence 32768 --steps 3 \
+bench 90 hf_offload bench steps $MODEL --batch 1 --sequence 32768 --steps 3 \
     --strategies "$LONG_STRATEGIES" --output "$WORK/steps_long"
 for limit in 24GB 48GB; do
-    bench 42 limits $MODEL $SMALL_HEAD --vary sequence --sequence 16384 --most 131072 \
+    bench 42 benchmarks limits $MODEL $SMALL_HEAD --vary sequence --sequence 16384 --most 131072 \
         --strategies keep,recompute,ours:ram --memory-limit $limit --output "$WORK/limits_$limit"
 done
-bench 31 steps $MODEL --batch 1 --sequence 2048 --steps 3 \
+bench 31 hf_offload bench steps $MODEL --batch 1 --sequence 2048 --steps 3 \
     --strategies keep,ours:ssd --trace --output "$WORK/trace"
 
 [[ $DRY ]] && exit $failed

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_offload.bench.measure import peak_bytes
+from benchmarks.measure import peak_bytes
 from hf_offload.reports.gauges import choose_gauge
 
 

@@ -1,4 +1,4 @@
-"""``hf-offload bench steps`` and ``limits`` from the command line to the files they leave."""
+"""``hf-offload bench steps`` from the command line to the files they leave."""
 
 import csv
 import gzip
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_recipes import RANDOM_RECIPE, TINY_MODEL, fake_report
+from bench_recipes import RANDOM_RECIPE, fake_report
 from transformers import Trainer
 from typer.testing import CliRunner
 
 import hf_offload
+from benchmarks.__main__ import app as benchmarks
 from hf_offload.allocator import find_tcmalloc
-from hf_offload.bench import cell, limits, steps
+from hf_offload.bench import cell, steps
 from hf_offload.bench.cell import CRASHED, DONE, NOT_INSTALLED, OUT_OF_MEMORY, CellResult, CellSpec, execute, run_cell
 from hf_offload.bench.strategies import find_strategy, strategy_names
 from hf_offload.cli import bench_options
@@ -290,11 +291,9 @@ def test_a_peer_that_is_not_installed_is_said_to_be(recipe, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_memory_limit_needs_cuda(recipe, monkeypatch):
     monkeypatch.setattr(steps, "run_cell", lambda *_: pytest.fail("a cell ran"))
-    monkeypatch.setattr(limits, "run_cell", lambda *_: pytest.fail("a probe ran"))
-    for command in ("steps", "limits"):
-        result = run("bench", command, recipe, "--memory-limit", "24GiB")
-        assert result.exit_code == 2
-        assert "needs a CUDA device, which this machine has none of" in said(result)
+    result = run("bench", "steps", recipe, "--memory-limit", "24GiB")
+    assert result.exit_code == 2
+    assert "needs a CUDA device, which this machine has none of" in said(result)
 
 
 def test_ctrl_c_reaches_a_running_cell(recipe):
@@ -565,57 +564,6 @@ def test_the_help_names_what_there_is_and_loads_nothing_for_it():
     assert done.stdout == "set()\n"
 
 
-# --------------------------------------------------------------------------------------------------------------- limits
-
-
-@pytest.mark.parametrize(("vary", "start", "capacity", "fits"), [("sequence", 256, 3000, 2944), ("batch", 2, 21, 20)])
-def test_limits_searches_with_probes(recipe, monkeypatch, vary, start, capacity, fits):
-    monkeypatch.setattr("hf_offload.bench.limits.require_memory_limit", lambda: None)
-    monkeypatch.setattr("hf_offload.bench.cell.require_memory_limit", lambda: None)
-    probes = []
-
-    def fake(spec, environment):
-        setting = {"sequence": "data.sequence_length", "batch": "training.per_device_train_batch_size"}[vary]
-        value = int(next(change for change in spec.overrides if change.startswith(setting)).partition("=")[2])
-        probes.append((spec.strategy, value))
-        assert not spec.measure
-        assert spec.memory_limit_bytes == 24 << 30
-        assert spec.overrides[-1] == "training.max_steps=2"
-        if spec.strategy == "recompute" and value > 4 * start:
-            return CRASH
-        roomy = capacity * (4 if spec.strategy == "ours:ram" else 1)
-        return CellResult(DONE if value <= roomy else OUT_OF_MEMORY, model=TINY_MODEL)
-
-    monkeypatch.setattr(limits, "run_cell", fake)
-    arguments = [recipe, "--vary", vary, f"--{vary}", start, "--memory-limit", "24GiB", "--most", 4096, "--output", "l"]
-    result = run("bench", "limits", *arguments)
-    assert result.exit_code == 0, result.stdout + result.stderr
-    rows = {row["strategy"]: row for row in json.loads(Path("l/limits.json").read_text())["rows"]}
-    assert capacity * 7 / 8 - 1 <= rows["keep"]["fits"] <= capacity < rows["keep"]["fails"]
-    assert rows["keep"]["layers"] == "2"
-    assert rows["recompute"]["fits"] == 4 * start
-    assert rows["recompute"]["error"] == "crashed: RuntimeError: no such luck"
-    assert rows["ours:ram"]["fits"] > rows["keep"]["fits"]
-    assert len(set(probes)) == len(probes)
-    assert "no such luck" in Path("l/limits.md").read_text()
-    printed = run("bench", "limits", *arguments, "--csv").stdout
-    assert printed == Path("l/limits.csv").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["--vary", "depth", "--memory-limit", "1GiB"], "vary='depth' is unknown"),
-        ([], "give --memory-limit"),
-        (["--memory-limit", "1GiB", "--most", "100"], "--most 100: give 128 or more"),
-    ],
-)
-def test_limits_refuses_what_makes_no_sense(recipe, arguments, part):
-    result = run("bench", "limits", recipe, *arguments, "--dry-run")
-    assert result.exit_code == 2
-    assert part in said(result)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="a shell script that reads /proc")
 @pytest.mark.parametrize("exists", [True, False])
 def test_the_script_for_a_gpu_checks_itself(recipe, exists):
@@ -646,8 +594,7 @@ def test_the_script_for_a_gpu_checks_itself(recipe, exists):
     said = ""
     for command in noted:
         module, *arguments = command.removeprefix("-m ").split()
-        assert module == "hf_offload"
-        result = run(*arguments)
+        result = CliRunner().invoke({"hf_offload": app, "benchmarks": benchmarks}[module], arguments)
         assert result.exit_code == 0, result.stderr
         if arguments[-1] == "--help":
             continue

@@ -10,6 +10,7 @@ import pytest
 import typer
 from accelerate.commands.launch import launch_command_parser
 
+from benchmarks.__main__ import app as benchmarks
 from hf_offload.cli.main import app
 from hf_offload.integrations.launch import find_config
 from hf_offload.settings.environment import DISABLE_VARIABLE, FIELDS, variable
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".sh"))
 NAMES = [str(path.relative_to(ROOT)) for path in [*DOCUMENTS, *EXAMPLES]]
-FOLDERS = ("docs", "examples", "model_cards", "recipes", "tests", "hf_offload")
+FOLDERS = ("docs", "examples", "model_cards", "recipes", "tests", "hf_offload", "benchmarks")
 
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -43,7 +44,7 @@ def commands(path, program):
     return found
 
 
-def understand(words):
+def understand(words, app=app):
     """Raises what the command line would be refused with."""
     command = typer.main.get_command(app)
     while hasattr(command, "commands"):
@@ -74,11 +75,12 @@ def understand_launch(words):
 def test_command_lines_are_understood(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     mistakes = []
-    for words in commands(ROOT / name, "hf-offload"):
-        try:
-            understand(words)
-        except (Exception, SystemExit) as error:
-            mistakes.append(f"hf-offload {shlex.join(words)}: {error}")
+    for program, ours in (("hf-offload", app), ("python -m benchmarks", benchmarks)):
+        for words in commands(ROOT / name, program):
+            try:
+                understand(words, ours)
+            except (Exception, SystemExit) as error:
+                mistakes.append(f"{program} {shlex.join(words)}: {error}")
     for words in commands(ROOT / name, "accelerate launch"):
         try:
             understand_launch(words)
@@ -145,6 +147,8 @@ def test_commands_are_found():
         understand(["plan", "llama-1b", "--levrs"])
     with pytest.raises(AssertionError, match="no command"):
         understand(["bench", "stesp"])
+    with pytest.raises(AssertionError, match="no command"):
+        understand(["limtis"], benchmarks)
 
 
 def test_the_choice_between_checkpointing_and_a_drive_leaves_no_measurement_out():

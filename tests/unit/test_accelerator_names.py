@@ -8,6 +8,7 @@ from pathlib import Path
 import hf_offload
 
 _PACKAGE = Path(hf_offload.__file__).parent
+_REPOSITORY = _PACKAGE.parent
 
 _LIMIT = "torch.accelerator has no limit to set, and what stands in for a smaller card is CUDA's share of memory"
 _CUFILE = "GPUDirect Storage is NVIDIA's"
@@ -19,7 +20,7 @@ REASONS = {
     ("bench/cell.py", "torch.cuda.current_device"): _LIMIT,
     ("bench/cell.py", "torch.cuda.is_available"): _LIMIT,
     ("bench/cell.py", "torch.cuda.set_per_process_memory_fraction"): _LIMIT,
-    ("bench/loss.py", ".is_cuda"): "Liger's kernels are Triton's, which other accelerators need not have",
+    ("benchmarks/loss.py", ".is_cuda"): "Liger's kernels are Triton's, which other accelerators need not have",
     ("engine/device.py", "'cuda'"): "before PyTorch 2.13, streams of no other kind say whether they are captured",
     ("engine/device.py", "torch.cuda.is_current_stream_capturing"): "torch.accelerator has no word for it",
     ("optimizers/projected/svd.py", ".is_cuda"): "torch.linalg.svd lets one choose a driver, cuSOLVER's, on CUDA only",
@@ -64,8 +65,9 @@ def mentions(tree: ast.AST) -> Iterator[str]:
 def in_package() -> set[tuple[str, str]]:
     """Every file and what it mentions."""
     return {
-        (path.relative_to(_PACKAGE).as_posix(), mention)
-        for path in _PACKAGE.rglob("*.py")
+        (path.relative_to(folder).as_posix(), mention)
+        for folder, part in ((_PACKAGE, _PACKAGE), (_REPOSITORY, _REPOSITORY / "benchmarks"))
+        for path in part.rglob("*.py")
         for mention in mentions(ast.parse(path.read_text(encoding="utf-8")))
     }
 

@@ -1,4 +1,4 @@
-"""Parts of the benchmark that need no run: strategies, rows, the search for limits, the Pareto front."""
+"""Parts of the benchmark that need no run: strategies, rows, the Pareto front."""
 
 import dataclasses
 
@@ -8,7 +8,6 @@ from bench_recipes import RANDOM_RECIPE, TINY_MODEL, fake_report
 from hf_offload import OffloadConfigError
 from hf_offload.bench.cell import CRASHED, DONE, CellResult
 from hf_offload.bench.formats import csv_text
-from hf_offload.bench.limits import largest_that_fits
 from hf_offload.bench.results import Case, Cell, Results
 from hf_offload.bench.strategies import find_strategy, parse_strategies, strategy_names
 from hf_offload.bench.tables import footnotes, identity, markdown
@@ -153,30 +152,6 @@ def test_a_row_has_the_fields_of_its_model_also_where_none_was_built():
     facts = dataclasses.asdict(TINY_MODEL)
     assert with_model.items() >= facts.items()
     assert all(without[name] is None for name in facts)
-
-
-# --------------------------------------------------------------------------------------------------------------- limits
-
-
-@pytest.mark.parametrize("capacity", [0, 1, 127, 128, 255, 256, 1000, 1024, 5000, 70_000, 131_072, 10**9])
-@pytest.mark.parametrize("start", [128, 1024, 500, 200_000])
-@pytest.mark.parametrize("multiple", [1, 128])
-def test_the_search_finds_what_fits_to_an_eighth(capacity, start, multiple):
-    asked = []
-
-    def fits(value):
-        asked.append(value)
-        return value <= capacity
-
-    low, high = largest_that_fits(fits, start=start, multiple=multiple, most=131_072)
-    assert len(set(asked)) == len(asked) <= 20
-    assert all(0 < value <= 131_072 and value % multiple == 0 for value in asked)
-    if capacity >= 131_072:
-        assert (low, high) == (131_072, None)
-    else:
-        assert low <= capacity < high
-        assert high - low <= max(multiple, low // 8)
-        assert low == max((value for value in asked if value <= capacity), default=0)
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_offload.bench.measure import now_s, peak_bytes
+from benchmarks.measure import now_s, peak_bytes
 from hf_offload.reports.gauges import choose_gauge
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.report import TrainingReport

@@ -1,21 +1,21 @@
-"""``hf-offload bench modes``."""
+"""``python -m benchmarks modes``."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.table import Table
 
+from benchmarks.console import Json, names_of, rates_of, seeds_of, show_table
+from benchmarks.modes.search import MODES, Findings, Setup, bench_modes
+from benchmarks.modes.table import COLUMNS, NOTES, SETTINGS_COLUMNS, mode_rows, settings_texts, texts
+from hf_offload.bench.formats import json_text, markdown_table, write_texts
 from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, messages, output, progress_bar
-from hf_offload.cli.lists import names_of, rates_of, seeds_of
+from hf_offload.reports.curve_plots import plot_curves
+from hf_offload.reports.plots import require_matplotlib
 from hf_offload.settings.outputs import check_output_folder
-
-if TYPE_CHECKING:
-    from hf_offload.bench.modes import Findings
 
 
 def modes(
@@ -24,7 +24,7 @@ def modes(
         str,
         typer.Option(
             "--modes",
-            help="none (AdamW), galore, galore_8bit, apollo, frugal, frugal_svd, frugal_turned, lisa, badam, lora; or all.",
+            help=f"{', '.join(MODES)} (none: AdamW of all weights); or all.",
         ),
     ] = "all",
     seeds: Annotated[str, typer.Option(help="One run each, of the order of the data and of draws.")] = "0,1",
@@ -40,7 +40,7 @@ def modes(
     output_dir: Annotated[
         Path, typer.Option("--output", help="Folder for the runs; those in it are not made again.")
     ] = Path("runs/modes"),
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    json: Json = False,
 ) -> None:
     """Train a LLaMA of 10M parameters on Shakespeare's bytes with each memory mode; compare losses, memory and time.
 
@@ -48,11 +48,6 @@ def modes(
     """
     with clear_errors():
         check_output_folder(output_dir, "--output", "modes.md", "modes.json", "modes.png")
-        from hf_offload.bench.formats import json_text, markdown_table, write_texts  # slow: it loads torch
-        from hf_offload.bench.modes import MODES, Setup, bench_modes
-        from hf_offload.bench.modes_table import COLUMNS, NOTES, SETTINGS_COLUMNS, mode_rows, settings_texts, texts
-        from hf_offload.reports.plots import require_matplotlib
-
         require_matplotlib()
         setup = Setup(layers, hidden, warm_start_steps, search_steps, steps, rates_of(rates))
         names = list(MODES) if chosen == "all" else names_of(chosen)
@@ -85,21 +80,14 @@ def modes(
     if json:
         typer.echo(json_text(values))
     else:
-        table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-        for column in COLUMNS:
-            table.add_column(column, justify="left" if column == "mode" else "right", no_wrap=column == "mode")
-        for line in lines:
-            table.add_row(*(escape(cell) for cell in line))
-        output().print(table, highlight=False)
+        show_table(COLUMNS, lines, left=("mode",))
         output().print("\n".join(NOTES), highlight=False)
         messages().print(f"Files: {escape(str(output_dir))}", highlight=False)
     if found.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _plot(found: "Findings", path: Path) -> None:
-    from hf_offload.reports.curve_plots import plot_curves
-
+def _plot(found: Findings, path: Path) -> None:
     curves: dict[str, list[Sequence[Sequence[float]]]] = {}
     for run in found.runs:
         curves.setdefault(run.mode, []).append(run.curve)

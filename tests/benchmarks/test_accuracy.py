@@ -8,9 +8,9 @@ import pytest
 import transformers
 from typer.testing import CliRunner
 
-from hf_offload.bench import accuracy
-from hf_offload.bench.accuracy import Run, accuracy_rows, bench_accuracy, paired_difference, score
-from hf_offload.cli.main import app
+from benchmarks import accuracy
+from benchmarks.__main__ import app
+from benchmarks.accuracy import Run, accuracy_rows, bench_accuracy, paired_difference, score
 from hf_offload.errors import OffloadConfigError
 
 WORDS = ["good", "bad", "film", "very", "a"]
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 def call(folder, *options):
     arguments = ["--data-dir", folder / "data", "--model", folder / "model", "--output", folder / "out", *options]
-    return CliRunner().invoke(app, ["bench", "accuracy", *map(str, arguments)], env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, ["accuracy", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft still uses the older name

@@ -12,10 +12,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
-from hf_offload.bench import modes as bench
-from hf_offload.bench.modes import MODES, Findings, Setup, bench_modes, best_rate
-from hf_offload.bench.modes_costs import Stepper, Times, step_times
-from hf_offload.bench.modes_runs import (
+from benchmarks.__main__ import app
+from benchmarks.modes import search as bench
+from benchmarks.modes.costs import Stepper, Times, step_times
+from benchmarks.modes.runs import (
     LENGTH,
     VALIDATION_BLOCKS,
     Run,
@@ -25,8 +25,8 @@ from hf_offload.bench.modes_runs import (
     state_bytes,
     validation_loss,
 )
-from hf_offload.bench.modes_table import mode_rows, texts
-from hf_offload.cli.main import app
+from benchmarks.modes.search import MODES, Findings, Setup, bench_modes, best_rate
+from benchmarks.modes.table import mode_rows, texts
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.memory_modes.registry import memory_mode
 from hf_offload.optimizers.blockwise.footprint import peak_bytes as blockwise_bytes
@@ -56,7 +56,7 @@ def data(tmp_path_factory):
 def call(data, folder, *options, **changed):
     given = OPTIONS | {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
     words = [str(word) for pair in given.items() for word in pair]
-    arguments = ["bench", "modes", "--data-dir", str(data), "--output", str(folder), *words, *options]
+    arguments = ["modes", "--data-dir", str(data), "--output", str(folder), *words, *options]
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
 
 

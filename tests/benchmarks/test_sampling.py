@@ -5,13 +5,13 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from hf_offload.bench import sampling
-from hf_offload.bench.sampling import BASELINE, FAIR
-from hf_offload.cli.main import app
+from benchmarks import sampling
+from benchmarks.__main__ import app
+from benchmarks.sampling import BASELINE, FAIR
 
 
 def call(*arguments):
-    return CliRunner().invoke(app, ["bench", "sampling", *map(str, arguments)], env={"COLUMNS": "160"})
+    return CliRunner().invoke(app, ["sampling", *map(str, arguments)], env={"COLUMNS": "160"})
 
 
 def test_ways_of_one_shape(tmp_path, monkeypatch):

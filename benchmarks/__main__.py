@@ -1,0 +1,23 @@
+"""``python -m benchmarks NAME``."""
+
+import typer
+
+from benchmarks.accuracy import accuracy
+from benchmarks.budgets import budgets
+from benchmarks.limits import limits
+from benchmarks.loss import loss
+from benchmarks.modes.command import modes
+from benchmarks.sampling import sampling
+
+app = typer.Typer(
+    name="benchmarks",
+    help="Measure what the documentation's tables show.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (accuracy, budgets, limits, loss, modes, sampling):
+    app.command()(command)
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks")
