@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from unittest.mock import patch
 
-from hf_offload.engine import movers, transfer
+from hf_offload.engine import chunks, ring, staged, transfer
 from tests import controlled_tier
 from tests.simulated_device import POISON
 
-_PINNED_RING = movers.PinnedRing
+_PINNED_RING = ring.PinnedRing
 
 
 class Stuck(AssertionError):
@@ -73,10 +73,10 @@ class Workers:
                 super().release(buffer)
 
         with contextlib.ExitStack() as stack:
-            for module in (movers, controlled_tier):
+            for module in (staged, controlled_tier):
                 stack.enter_context(patch.object(module, "WorkerPool", Pool))
-            stack.enter_context(patch.object(movers, "Future", Promise))
-            stack.enter_context(patch.object(movers, "PinnedRing", Ring))
+            stack.enter_context(patch.object(chunks, "Future", Promise))
+            stack.enter_context(patch.object(staged, "PinnedRing", Ring))
             stack.enter_context(
                 patch.object(transfer.Transfer, "_wait_for", lambda _, future: self.wait_until(future.done))
             )

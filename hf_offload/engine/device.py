@@ -128,11 +128,13 @@ class AcceleratorDevice(Device):
 
     def __init__(self, device: torch.device):
         self.torch_device = device
+        # PyTorch takes a number as it is, and compares a device with the accelerator's on every call.
+        self._index: int | torch.device = device if device.index is None else device.index
 
     def make_current(self) -> None:
         # In a thread without one, whatever names a device goes back to device 0 afterwards, which wakes it: on CUDA, some
         # 500 MiB of GPU 0 for each rank.
-        torch.accelerator.set_device_index(self.torch_device)
+        torch.accelerator.set_device_index(self._index)
 
     def allocate(self, nbytes: int, phase: int) -> torch.Tensor:
         phase %= self._ALIGNMENT
@@ -140,7 +142,7 @@ class AcceleratorDevice(Device):
         return raw[phase:]
 
     def current_stream(self) -> Stream:
-        return torch.accelerator.current_stream(self.torch_device)
+        return torch.accelerator.current_stream(self._index)
 
     def is_capturing(self) -> bool:
         if self.torch_device.type == "cuda":

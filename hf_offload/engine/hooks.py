@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from hf_offload.engine.device import Device
-from hf_offload.engine.movers import HostMover, StagedMover
+from hf_offload.engine.movers import HostMover
 from hf_offload.engine.prefetch import Prefetcher
 from hf_offload.engine.record import KeptTensor, PackedView, Record
 from hf_offload.engine.selection import WeightIndex, byte_span, is_plain, record_span
+from hf_offload.engine.staged import StagedMover
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.engine.tape import Tape
 from hf_offload.engine.transfer import Transfer

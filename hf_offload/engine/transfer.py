@@ -93,18 +93,21 @@ class Transfer:
             self.refused(record.nbytes, record.unit, error)
             return
         del buffer
-        settled = Settling()
+        # A copy into memory is where it belongs in stream order, and there is nothing to wait for but the source.
+        settled = None if self._mover.drops_early and future.done() else Settling()
         with self.lock:
             estate = record.estate
             estate.slot, estate.future, record.settled = slot, future, settled
-            record.state = State.STORING
+            record.state = State.STORED if settled is None else State.STORING
             estate.leaving = True
             self.leaving_bytes += record.nbytes
-            self._pending_bytes += record.nbytes
-            self._forget_settled()
-            self._writes_in_flight.append(settled)
+            if settled is not None:
+                self._pending_bytes += record.nbytes
+                self._forget_settled()
+                self._writes_in_flight.append(settled)
         self._stats.step.offloaded_bytes += record.nbytes
-        future.add_done_callback(partial(self._settle, settled, reference, record.nbytes))
+        if settled is not None:
+            future.add_done_callback(partial(self._settle, settled, reference, record.nbytes))
         self._wait_for_writes(write_behind_bytes)
 
     def _wait_for_writes(self, limit_bytes: int) -> None:

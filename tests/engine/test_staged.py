@@ -10,7 +10,7 @@ from controlled_tier import ControlledTier, Rig
 from simulated_device import SimulatedDevice
 from torch import nn
 
-from hf_offload.engine import movers
+from hf_offload.engine import ring as rings
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.storage.buffers import PAGE
 from hf_offload.storage.ram import RamTier
@@ -21,8 +21,8 @@ SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in ran
 @pytest.fixture(autouse=True)
 def unpinned(monkeypatch):
     """Pinned memory needs a driver; the ring's logic does not."""
-    original = movers.PinnedRing.__init__
-    monkeypatch.setattr(movers.PinnedRing, "__init__", lambda ring, capacity, pinned: original(ring, capacity, False))
+    original = rings.PinnedRing.__init__
+    monkeypatch.setattr(rings.PinnedRing, "__init__", lambda ring, capacity, pinned: original(ring, capacity, False))
 
 
 def network() -> nn.Module:
@@ -254,7 +254,7 @@ def test_a_write_that_fails_after_its_record_is_gone_leaves_nothing():
 
 def test_a_demand_load_has_room_that_prefetches_leave_alone():
     half = 2 * PAGE
-    ring = movers.PinnedRing(2 * half, False)
+    ring = rings.PinnedRing(2 * half, False)
     stored = ring.acquire(half)
     prefetched = []
     thread = threading.Thread(target=lambda: prefetched.append(ring.acquire(half)), daemon=True)

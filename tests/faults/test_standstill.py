@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, OffloadError, attach, offload_activations
-from hf_offload.engine.movers import PinnedRing
+from hf_offload.engine.ring import PinnedRing
 from hf_offload.errors import StandstillError, StorageError
 from hf_offload.planning import machine
 from hf_offload.planning.machine import probe_machine

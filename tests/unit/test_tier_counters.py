@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_offload.engine import movers
+from hf_offload.engine import ring as rings
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
 from tests.controlled_tier import ControlledTier, Rig
@@ -13,8 +13,8 @@ from tests.simulated_device import SimulatedDevice
 @pytest.fixture
 def rig(monkeypatch):
     """A device's engine over RAM for one tensor, and another tier for the rest."""
-    original = movers.PinnedRing.__init__
-    monkeypatch.setattr(movers.PinnedRing, "__init__", lambda ring, capacity, pinned: original(ring, capacity, False))
+    original = rings.PinnedRing.__init__
+    monkeypatch.setattr(rings.PinnedRing, "__init__", lambda ring, capacity, pinned: original(ring, capacity, False))
     return Rig(SpillTier(RamTier(16 << 10, arena_bytes=16 << 10), ControlledTier()), device=SimulatedDevice(0))
 
 

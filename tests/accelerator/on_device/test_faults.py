@@ -39,7 +39,7 @@ def expected(late):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Records of a few pages each go in chunks of one, through a ring that has room for some of them."""
-    monkeypatch.setattr("hf_offload.engine.movers.StagedMover._CHUNK_BYTES", 4096)
+    monkeypatch.setattr("hf_offload.engine.staged.StagedMover._CHUNK_BYTES", 4096)
     monkeypatch.setattr("hf_offload.engine.hooks._RING_BYTES", 32 << 10)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_offload.engine.device import AcceleratorDevice
-from hf_offload.engine.movers import StagedMover
+from hf_offload.engine.staged import StagedMover
 from hf_offload.errors import StorageError
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.ram import RamTier

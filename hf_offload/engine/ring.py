@@ -1,0 +1,71 @@
+"""The pinned memory through which records pass between a device and a drive."""
+
+import threading
+
+import torch
+
+from hf_offload.errors import TierFullError
+from hf_offload.storage.buffers import PAGE
+from hf_offload.storage.ram import RamTier
+from hf_offload.storage.tier import Slot, Tier
+
+
+class PinnedRing:
+    """Pinned staging buffers of any size, cut from one piece of memory; acquiring one waits until there is room.
+
+    Demand loads (``urgent``) may use the last part, which stores and prefetches leave alone: a prefetch that waits for room
+    never starves the load that backward needs.
+    """
+
+    _RESERVED = 0.25
+    behind: Tier | None = None
+    """The tier whose transfers make room: whoever waits for room stops waiting when it comes to a standstill."""
+
+    def __init__(self, capacity_bytes: int, pinned: bool = True):
+        self._capacity = -(-capacity_bytes // PAGE) * PAGE
+        self._memory = RamTier(pinned=pinned, budget_bytes=self._capacity, arena_bytes=self._capacity)
+        self._slots: dict[int, Slot] = {}
+        self._used = 0
+        self._released = 0
+        self._room = threading.Condition()
+
+    @classmethod
+    def shared(cls, capacity_bytes: int) -> int:
+        """The part of a ring that stores and prefetches may use, in bytes."""
+        return int(capacity_bytes * (1 - cls._RESERVED))
+
+    def acquire(self, nbytes: int, urgent: bool = False) -> torch.Tensor:
+        limit = self._capacity if urgent else self.shared(self._capacity)
+        with self._room:
+            slot = self._take(nbytes, limit)
+            view = self._memory.host_view(slot)
+            if view is None:
+                raise TierFullError("The pinned ring has no memory of its own to copy to.")
+            self._slots[view.data_ptr()] = slot
+            self._used += nbytes
+            return view
+
+    def _take(self, nbytes: int, limit_bytes: int) -> Slot:
+        tried = -1  # how often room had been given back then
+
+        def may_fit() -> bool:
+            return self._released != tried and (not self._used or self._used + nbytes <= limit_bytes)
+
+        while True:
+            (self.behind or self._memory).wait_for(lambda seconds: self._room.wait_for(may_fit, seconds))
+            try:
+                return self._memory.reserve(nbytes)
+            except TierFullError:  # there is room, but in several pieces
+                if not self._used:
+                    raise
+                tried = self._released
+
+    def release(self, buffer: torch.Tensor) -> None:
+        with self._room:
+            self._memory.free(self._slots.pop(buffer.data_ptr()))
+            self._used -= buffer.numel()
+            self._released += 1
+            self._room.notify_all()
+
+    def close(self) -> None:
+        self._memory.close()
