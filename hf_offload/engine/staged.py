@@ -98,7 +98,7 @@ class StagedMover(Mover):
         self._arrival_workers = WorkerPool("hf_offload-arrive", 1, device.make_current)
         self._leaving: collections.deque[tuple[Event, Stream, torch.Tensor, Callable[[], None]]] = collections.deque()
         self._leaving_bytes = 0
-        # Ends of copies that nobody else may hold until the copy has ended.
+        # Both ends of a copy outlive it, even if all others let go of them at once: `advance` looks whether it has ended.
         self._ends: collections.deque[tuple[Event, _Landing | None, torch.Tensor]] = collections.deque()
         self._lock = threading.Lock()  # of what is leaving, and of ends
         self._times_stalls = False
