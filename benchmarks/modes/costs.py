@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.measure import now_s, peak_bytes
 from benchmarks.modes.runs import BATCH, Text, state_bytes
-from hf_offload.optimizers.blockwise import BlockwiseOptimizer
 
 PEAK_STEPS = 5
 PERIODS = 3
@@ -25,8 +24,6 @@ class Stepper:
         self._text = text
         self._next = 0
         self.device = next(self.model.parameters()).device
-        if isinstance(self.optimizer, BlockwiseOptimizer):
-            self.optimizer.open()
 
     def step(self) -> None:
         """Forward, backward, clipping, update."""

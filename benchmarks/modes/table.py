@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from benchmarks.modes.runs import Run
 from benchmarks.modes.search import MODES, PERIOD, Findings
-from hf_offload.memory_modes.registry import NONE
+from hf_offload.settings.memory_modes import NONE
 
 
 @dataclasses.dataclass(frozen=True)

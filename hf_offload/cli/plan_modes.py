@@ -26,13 +26,12 @@ def show_modes(
 ) -> None:
     """Count the modes ``names`` (None: all there are) and print what each needs. Raises as ``compare_modes`` does."""
     from hf_offload.forecast.compare_modes import compare_modes
-    from hf_offload.memory_modes.registry import MODES
 
     with messages().status("Counting") as status:
         found = compare_modes(
             workload,
             hardware,
-            names or MODES,
+            names,
             settings=settings,
             budget_bytes=budget,
             on_mode=lambda name: status.update(f"Counting: {name}"),

@@ -8,15 +8,14 @@ from torch import nn
 
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.forecast.counting import OptimizerNeeds, fake_mode
-from hf_offload.forecast.modes import mode_needs, trains_every_weight, updates_in_backward
 from hf_offload.forecast.scaling import Family
-from hf_offload.forecast.workload import Workload, count_workload
-from hf_offload.memory_modes.registry import MODES, NONE
+from hf_offload.forecast.workload import Workload, count_workload, optimizer_needs
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.placement import uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import largest, make_problem
+from hf_offload.settings.memory_modes import NONE, mode_names
 
 _MOST_ROWS = 1 << 14
 
@@ -61,18 +60,18 @@ class ModeComparison:
 def compare_modes(
     workload: Workload,
     hardware: Hardware,
-    modes: Sequence[str] = MODES,
+    modes: Sequence[str] | None = None,
     *,
     settings: str | Mapping[str, Any] | None = None,
     budget_bytes: int | None = None,
     on_mode: Callable[[str], None] = lambda name: None,
 ) -> ModeComparison:
-    """Every one of ``modes``, with ``settings`` for each of them (but ``none``, which has no settings).
+    """Every one of ``modes`` (default: all there are), with ``settings`` for each but ``none``, which has none.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for an unknown mode and for settings that one has not, and
     :class:`~hf_offload.errors.OffloadPlanError` if the model cannot be counted.
     """
-    workloads = [workload.in_mode(mode, None if mode == NONE else settings) for mode in modes]
+    workloads = [workload.in_mode(mode, None if mode == NONE else settings) for mode in modes or mode_names()]
     budget = int(hardware.memory_bytes.value * BUDGET_SHARE) if budget_bytes is None else budget_bytes
     counter = _Counter(workload, hardware)
     rows, refused = [], {}
@@ -88,7 +87,7 @@ def compare_modes(
 
 
 class _Counter:
-    """Modes that train every weight run the same step but for the optimizer, which is counted once for all of them."""
+    """Modes that leave the step alone differ in the optimizer only: that step is counted once for all of them."""
 
     def __init__(self, workload: Workload, hardware: Hardware):
         self._plain = workload.in_mode(NONE)
@@ -98,8 +97,8 @@ class _Counter:
 
     def count(self, workload: Workload) -> Footprint:
         mode = workload.mode
-        in_backward = workload.update_in_backward or updates_in_backward(mode)
-        if mode is not None and not trains_every_weight(mode):
+        in_backward = workload.update_in_backward or (mode is not None and mode.updates_in_backward())
+        if mode is not None and mode.alters_step:
             return count_workload(workload, self._hardware)
         if in_backward not in self._footprints:
             plain = dataclasses.replace(self._plain, update_in_backward=in_backward)
@@ -110,7 +109,7 @@ class _Counter:
         if self._model is None:
             with fake_mode():
                 self._model = self._plain.build()
-        return _with_optimizer(footprint, mode_needs(mode, self._model, self._hardware, workload.fused))
+        return _with_optimizer(footprint, optimizer_needs(workload, self._model, self._hardware))
 
 
 def _with_optimizer(footprint: Footprint, needs: OptimizerNeeds) -> Footprint:

@@ -9,13 +9,13 @@ from torch import nn
 
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.forecast.counting import OptimizerNeeds, count_footprint, fake_mode
-from hf_offload.forecast.modes import begin_turn, mode_needs, prepare_without_data, updates_in_backward
 from hf_offload.forecast.workload_inputs import describe_batch, length_unit, longest_row, make_batch
-from hf_offload.memory_modes.registry import NONE, MemoryMode, read_settings
+from hf_offload.memory_modes.protocol import MemoryMode
 from hf_offload.memory_modes.registry import memory_mode as find_mode
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.settings.lean import LeanConfig
+from hf_offload.settings.memory_modes import NONE, read_mode_settings
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig, smallest_bytes
 from hf_offload.settings.shown import cropped
@@ -56,8 +56,7 @@ class Workload:
         optimizer: A name of the Trainer's ``optim``.
         min_offload_bytes: Smaller tensors stay in memory; None where the device decides.
         weights: Parameters by dtype as found in a checkpoint, if one was read.
-        memory_mode: One of :data:`~hf_offload.memory_modes.registry.MODES`; ``none`` trains every weight with ``optimizer``,
-            the others have an optimizer of their own.
+        memory_mode: ``none`` trains every weight with ``optimizer``; the others have an optimizer of their own.
         memory_mode_kwargs: Settings of the mode.
         sampled: How linear layers are sampled, if they are.
         lean: What is not saved but made again, if anything.
@@ -114,7 +113,7 @@ class Workload:
         except (TypeError, ValueError, ImportError) as error:
             raise OffloadConfigError(f"{self.name} cannot be built for {self.task}: {reason_of(error)}") from error
         mode = self.mode
-        return (model if mode is None else prepare_without_data(mode, model)).train()
+        return (model if mode is None else mode.prepare_fake(model)).train()
 
     def inputs(self, model: nn.Module) -> dict[str, Any]:
         """A batch without padding for ``model``, as :meth:`build` gave it."""
@@ -147,7 +146,7 @@ class Workload:
         Raises :class:`~hf_offload.errors.OffloadConfigError` for an unknown mode and for settings that it has not.
         """
         find_mode(name, settings)
-        return dataclasses.replace(self, memory_mode=name, memory_mode_kwargs=read_settings(settings))
+        return dataclasses.replace(self, memory_mode=name, memory_mode_kwargs=read_mode_settings(settings))
 
     def resized(self, batch: int, sequence: int) -> "Workload":
         """The same model on a batch of another shape."""
@@ -199,7 +198,9 @@ def optimizer_needs(workload: Workload, model: nn.Module, hardware: Hardware) ->
     """Memory and time of the optimizer's step, from the number and dtype of the weights."""
     mode = workload.mode
     if mode is not None:
-        return mode_needs(mode, model, hardware, workload.fused)
+        found = mode.optimizer_bytes(model, on_cpu=hardware.device == "cpu", fused=workload.fused)
+        step_s = found.moved / hardware.memory_bytes_per_s.value
+        return OptimizerNeeds(found.state, found.step, step_s, found.gradients)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
     state = round(weights * state_elements(workload.optimizer))
@@ -238,8 +239,8 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
         ) from error
     needs = optimizer_needs(workload, model, hardware)
     mode = workload.mode
-    if mode is not None:
-        begin_turn(mode, model)
+    for parameter in () if mode is None else mode.waiting(model):
+        parameter.requires_grad_(False)
     footprint = count_footprint(
         model,
         batch,
@@ -248,6 +249,6 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
         min_offload_bytes=smallest_bytes(workload.min_offload_bytes, hardware.device == "cpu"),
         as_on_cuda=hardware.device != "cpu",
         autocast=workload.autocast,
-        update_in_backward=workload.update_in_backward or updates_in_backward(mode),
+        update_in_backward=workload.update_in_backward or (mode is not None and mode.updates_in_backward()),
     )
     return dataclasses.replace(footprint, tiled=tuple(tiling.names), sampled=sampling.names)

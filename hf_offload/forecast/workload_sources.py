@@ -13,8 +13,8 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.options import check_options
 from hf_offload.forecast.workload import DEFAULT_OPTIMIZER, Workload, class_for, state_elements
 from hf_offload.forecast.workload_inputs import default_length
-from hf_offload.memory_modes.registry import NONE
 from hf_offload.settings.load import choose
+from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import TASKS, load_recipe
 from hf_offload.settings.shown import listed, shown

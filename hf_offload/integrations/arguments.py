@@ -12,11 +12,12 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.trainer import OffloadCallback, refuse_conflicts
 from hf_offload.settings.load import collect_errors, renaming
+from hf_offload.settings.memory_modes import MODES
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.values import folders, optional
 
 if TYPE_CHECKING:
-    from hf_offload.memory_modes.registry import MemoryMode
+    from hf_offload.memory_modes.protocol import MemoryMode
 
 REPORT_NAME = "hf_offload"
 
@@ -122,8 +123,8 @@ class OffloadArguments:
     memory_mode: str = dataclasses.field(
         default="none",
         metadata={
-            "help": "What is trained and what the optimizer keeps of it: lora, qlora, lora_fa, dora, adamw_8bit, adamw_4bit, "
-            "galore, galore_8bit, apollo, apollo_mini, frugal, lisa, badam, or none for all weights and AdamW."
+            "help": f"What is trained and what the optimizer keeps of it: {', '.join(MODES)}, or none for all weights and "
+            "AdamW."
         },
     )
     memory_mode_kwargs: str | None = dataclasses.field(

@@ -6,15 +6,14 @@ wrapped, once in a process and only when arguments with a memory mode are made. 
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.memory_modes.registry import MemoryMode, Projected
-from hf_offload.optimizers.blockwise import BlockwiseOptimizer
-from hf_offload.optimizers.projected import ProjectedAdamW, UpdateInBackward
+from hf_offload.memory_modes.protocol import MemoryMode
 from hf_offload.settings.load import collect_errors
 
 
@@ -64,25 +63,9 @@ def check_arguments(mode: MemoryMode, args: TrainingArguments) -> None:
                 raise OffloadConfigError(
                     f"memory_mode={_name(args)!r} has an optimizer of its own, and DeepSpeed brings its own, too: drop one."
                 )
-        if isinstance(mode, Projected) and mode.update_in_backward:
-            for name, why in (
-                ("max_grad_norm", "all gradients at once"),
-                ("gradient_accumulation_steps", "them to stay"),
-            ):
-                with check:
-                    value = getattr(args, name)
-                    usual = 0 if name == "max_grad_norm" else 1
-                    if value is not None and value > usual:
-                        raise OffloadConfigError(
-                            f"{name}={value} needs {why}, and with update_in_backward each gradient is gone as soon as it "
-                            f"was used: set {name}={usual}, or drop update_in_backward."
-                        )
+        for problem in mode.conflicts(args):
             with check:
-                if args.fp16:
-                    raise OffloadConfigError(
-                        "fp16=True scales the loss and looks at all gradients before a step, and with update_in_backward "
-                        "they are gone by then: set bf16=True, or drop update_in_backward."
-                    )
+                raise OffloadConfigError(problem)
 
 
 class MemoryModeCallback(TrainerCallback):
@@ -90,7 +73,7 @@ class MemoryModeCallback(TrainerCallback):
 
     def __init__(self, mode: MemoryMode):
         self._mode = mode
-        self._in_backward: UpdateInBackward | None = None
+        self._end: Callable[[], None] | None = None
 
     def on_train_begin(
         self,
@@ -100,30 +83,24 @@ class MemoryModeCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._close(None)
-        inner = _inner(optimizer)
-        if isinstance(inner, BlockwiseOptimizer):
-            inner.open()
-        if isinstance(self._mode, Projected) and self._mode.update_in_backward:
-            assert isinstance(inner, ProjectedAdamW)
-            self._in_backward = UpdateInBackward(inner)
+        self._end_training()  # of one that raised
+        self._end = self._mode.begin_training(
+            getattr(optimizer, "optimizer", optimizer)
+        )  # in a wrapper of accelerate's
 
     def on_train_end(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._close(_inner(optimizer))
+        self._end_training()
 
-    def _close(self, optimizer: Any) -> None:
-        if self._in_backward is not None:
-            self._in_backward.remove()
-            self._in_backward = None
-        if isinstance(optimizer, BlockwiseOptimizer):
-            optimizer.close()
+    def _end_training(self) -> None:
+        if self._end is not None:
+            self._end()
+            self._end = None
 
 
 class _Factory:
@@ -156,10 +133,6 @@ class _Prepared:
 
     def __call__(self, *args: Any) -> nn.Module:
         return self._mode.prepare(self._model_init(*args))
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _optim(args: TrainingArguments) -> str:

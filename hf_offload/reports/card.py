@@ -12,6 +12,7 @@ from hf_offload.bench.formats import markdown_table
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.card_memory import MEMORY_PLOT, Comparison, describe_machine, memory_section
 from hf_offload.settings.load import collect_errors
+from hf_offload.settings.memory_modes import NONE, mode_class
 from hf_offload.settings.outputs import check_output_folder
 from hf_offload.settings.shown import cropped, shown
 from hf_offload.settings.yaml_text import dump_yaml
@@ -147,7 +148,7 @@ def _metadata(report: TrainingReport, facts: CardFacts) -> Any:
     from huggingface_hub import EvalResult, ModelCardData
 
     task = report.settings["model"]["task"]
-    adapted = report.settings.get("memory", {}).get("mode") in ("lora", "qlora", "lora_fa", "dora")
+    mode = report.settings.get("memory", {}).get("mode", NONE)
     results = [
         EvalResult(
             task_type=_PIPELINES[task],
@@ -161,7 +162,7 @@ def _metadata(report: TrainingReport, facts: CardFacts) -> Any:
     return ModelCardData(
         language=list(facts.languages) or None,
         license=facts.license,
-        library_name="peft" if adapted else "transformers",
+        library_name="transformers" if mode == NONE else mode_class(mode).card_library,
         base_model=_base_model(report, facts),
         pipeline_tag=_PIPELINES[task],
         tags=["hf_offload", task],

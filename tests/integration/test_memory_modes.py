@@ -13,9 +13,10 @@ from accelerate import Accelerator
 from transformers import HfArgumentParser, Trainer, TrainerCallback
 
 from hf_offload import OffloadConfigError, OffloadTrainingArguments
-from hf_offload.memory_modes.registry import MODES, memory_mode
+from hf_offload.memory_modes.registry import memory_mode
 from hf_offload.optimizers.blockwise import BlockwiseOptimizer
 from hf_offload.optimizers.projected import ProjectedAdamW
+from hf_offload.settings.memory_modes import MODES
 from tests.low_bit import optimizer_of
 from tests.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
@@ -339,7 +340,7 @@ def test_a_directory_of_its_own_goes_before_that_of_activations(tmp_path):
         ("lisa", {"blocks_active": 0}, "blocks_active=0"),
         ("lisa", {"inactive_state": "disk"}, "choose one of drop, ram, ssd"),
         ("lisa", {"directory": "/nvme"}, "directory given, but inactive_state='drop' writes no files"),
-        ("lora", {"dropout": 1.0}, "no probability"),
+        ("lora", {"dropout": 1.0}, "not a probability"),
     ],
 )
 def test_wrong_settings(mode, settings, part, tmp_path):
@@ -408,5 +409,5 @@ def test_a_checkpoint_of_another_mode(tmp_path):
 
 
 def test_every_mode_has_a_test():
-    assert set(MODES) == {"none", "adamw_4bit", *SETTINGS}  # and that one, where torchao is installed
+    assert set(MODES) == {"adamw_4bit", *SETTINGS}  # and that one, where torchao is installed
     assert memory_mode("none") is None

@@ -22,10 +22,11 @@ from hf_offload import (
 from hf_offload.allocator import CHOSEN_VARIABLE
 from hf_offload.integrations.arguments import OffloadArguments
 from hf_offload.integrations.launch import SECTION, take_section
-from hf_offload.memory_modes.registry import MODES, memory_mode
+from hf_offload.memory_modes.registry import memory_mode
 from hf_offload.settings.environment import FIELDS, PREFIX, SWITCHES, variable
 from hf_offload.settings.evaluation import EvaluationRecipe, Generation
 from hf_offload.settings.library_source import training_fields
+from hf_offload.settings.memory_modes import MODES
 from hf_offload.settings.recipe_data import DataRecipe, HubData
 from hf_offload.settings.recipe_model import ModelRecipe
 from hf_offload.settings.recipes import load_recipe
@@ -310,7 +311,7 @@ def from_override(draw):
 
 
 def from_memory_mode(draw):
-    mode = draw(st.sampled_from(MODES[1:]))
+    mode = draw(st.sampled_from(sorted(MODES)))
     name = draw(st.sampled_from(MODE_SETTINGS))
     value = draw(ANY)
     return refuses_or_takes(name, lambda: memory_mode(mode, {name: value}), "memory_mode")

@@ -6,7 +6,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.memory_modes.adapters import AdapterConfig
+from hf_offload.memory_modes.lora import Lora
 from hf_offload.settings.recipes import DataRecipe
 from hf_offload.training.tasks import classes
 from hf_offload.training.tasks.task import Setup
@@ -100,7 +100,7 @@ def test_a_stream_needs_named_classes():
 def test_adapters_train_all_of_a_new_head_and_keep_the_rest(config, heads, targets):
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     inside = {id(one) for one in model.base_model.parameters()}
-    adapted = AdapterConfig(rank=8, targets=targets).prepare(model)
+    adapted = Lora(rank=8, targets=targets).prepare(model)
     trained = [name for name, one in adapted.named_parameters() if one.requires_grad and "lora_" not in name]
     assert {name.partition("modules_to_save")[0].split(".")[-2] for name in trained} == set(heads)
     assert all(not one.requires_grad for one in adapted.parameters() if id(one) in inside)

@@ -1,0 +1,56 @@
+"""The memory mode adamw_8bit."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hf_offload.memory_modes.libraries import load_library
+from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
+from hf_offload.optimizers.param_groups import decay_groups
+from hf_offload.settings.values import flag, setting
+
+_SINGLE_BYTES = 4
+_LEAST_ELEMENTS = 4096
+"""bitsandbytes leaves the moments of smaller tensors alone."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW8bit(MemoryMode):
+    """AdamW with moments in 8 bits (Dettmers et al., ICLR 2022, arXiv 2110.02861), from bitsandbytes. Small tensors and
+    embeddings keep theirs in 32 bits.
+
+    Args:
+        paged: Moments lie in memory that CUDA moves to RAM where it runs short.
+    """
+
+    alters_step: ClassVar[bool] = False
+
+    paged: bool = setting(False, flag())
+
+    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+        """The package's."""
+        library = load_library("bitsandbytes", "adamw_8bit", "'hf-offload[low-bit]'").optim
+        kind = library.PagedAdamW8bit if self.paged else library.AdamW8bit
+        groups = decay_groups(model, weight_decay)
+        manager = library.GlobalOptimManager.get_instance()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                manager.register_module_override(module, "weight", {"optim_bits": 32})
+        made: torch.optim.Optimizer = kind(groups, **adam)
+        return made
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """After a step, wherever it lies if it is paged."""
+        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        trained = trained_parameters(model)
+        narrow = [one.numel() for one in trained if one.numel() >= _LEAST_ELEMENTS and id(one) not in embeddings]
+        wide = sum(one.numel() for one in trained) - sum(narrow)
+        # What codes stand for is stored once for all: 256 numbers for each of the moments.
+        shared = 2 * 256 * _SINGLE_BYTES if narrow else 0
+        return 2 * _SINGLE_BYTES * wide + sum(2 * (n + _SINGLE_BYTES * -(-n // 256)) for n in narrow) + shared
+
+    def step_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> int:
+        """None: one kernel reads and writes each element."""
+        return 0

@@ -1,0 +1,76 @@
+"""The memory modes lisa and badam: a few blocks at a time, each with AdamW."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from hf_offload.memory_modes.protocol import MemoryMode, OptimizerBytes, trained_parameters
+from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, deepest_turn, peak_bytes, release
+from hf_offload.optimizers.param_groups import decay_groups
+from hf_offload.settings.load import from_mapping
+from hf_offload.settings.schema import Directory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blockwise(MemoryMode):
+    """:class:`BlockwiseOptimizer`, whose settings ``config`` are those of the mode."""
+
+    takes_fused: ClassVar[bool] = True
+
+    config: BlockwiseConfig
+
+    @classmethod
+    def setting_names(cls) -> list[str]:
+        return [field.name for field in dataclasses.fields(BlockwiseConfig)]
+
+    @classmethod
+    def from_settings(cls, values: Mapping[str, Any], where: str, directories: Sequence[Directory] = ()) -> Self:
+        config = from_mapping(BlockwiseConfig, values, where)
+        if config.inactive_state == "ssd" and not config.directories and directories:
+            config = dataclasses.replace(config, directory=directories)
+        return cls(config=config)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """What an earlier training left frozen is free again."""
+        release(model)
+        return model
+
+    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+        """:class:`BlockwiseOptimizer` over all trainable parameters."""
+        return BlockwiseOptimizer(decay_groups(model, weight_decay), model, self.config, **adam)
+
+    def begin_training(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """Blocks wait for their turn until the training ends."""
+        assert isinstance(optimizer, BlockwiseOptimizer)
+        optimizer.open()
+        return optimizer.close
+
+    def waiting(self, model: nn.Module) -> list[nn.Parameter]:
+        """In the turn with the first block: backward ends at the first block that trains."""
+        trains = deepest_turn(model, self.config)
+        return [parameter for name, parameter in model.named_parameters() if name not in trains]
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """Moments, counters and float32 copies of the weights, of the turn that needs most."""
+        most = peak_bytes(model, self.config)
+        return most.state + most.masters
+
+    def optimizer_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> OptimizerBytes:
+        """Of the turn with the largest gradients and state, which need not be the one of :meth:`waiting`. State that
+        waits in RAM is counted where that is the device's memory, and state on disk nowhere.
+        """
+        most = peak_bytes(model, self.config)
+        state = used = most.state + most.masters
+        if on_cpu and self.config.inactive_state == "ram":
+            state = most.all_state + most.masters  # what waits is in the same memory
+        if fused:
+            copies = 0
+        elif on_cpu:
+            copies = max((one.nbytes for one in trained_parameters(model)), default=0)
+        else:
+            copies = max(most.masters, most.gradients)  # of all at once (foreach), in float32 where there are masters
+        moved = 3 * most.gradients + 2 * used
+        return OptimizerBytes(state, most.step_gradients + copies, moved, most.gradients)

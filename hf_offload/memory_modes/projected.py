@@ -1,0 +1,153 @@
+"""The memory modes galore, apollo and frugal: all weights, with the state of chosen matrices in a small space."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from hf_offload.memory_modes.protocol import MemoryMode
+from hf_offload.optimizers.param_groups import param_groups
+from hf_offload.optimizers.projected import (
+    ApolloConfig,
+    FrugalConfig,
+    GaLoreConfig,
+    ProjectedAdamW,
+    ProjectedConfig,
+    UpdateInBackward,
+)
+from hf_offload.optimizers.projected import state_bytes as count_state
+from hf_offload.optimizers.projected.checks import check_parameters
+from hf_offload.optimizers.projected.projections import Projection, projection_of
+from hf_offload.settings.load import collect_errors, from_mapping
+from hf_offload.settings.schema import Directory
+from hf_offload.settings.values import flag, names, reader_of, setting
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+_SINGLE_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Projected(MemoryMode):
+    """A method of :mod:`hf_offload.optimizers.projected`, whose settings are those of the mode, too.
+
+    Args:
+        method: The settings of the method.
+        targets: Which matrices (:func:`~hf_offload.optimizers.param_groups.param_groups`).
+        update_in_backward: Whether each weight is updated as soon as its gradient is there, so that gradients never add up.
+    """
+
+    alters_step: ClassVar[bool] = False
+    method_class: ClassVar[type[ProjectedConfig]]
+
+    method: ProjectedConfig
+    targets: str | Sequence[str] = setting("auto", names("ends of module names", alone=("auto", "all")))
+    update_in_backward: bool = setting(False, flag())
+
+    @classmethod
+    def setting_names(cls) -> list[str]:
+        """Those of the method, and the mode's own."""
+        return [*(field.name for field in dataclasses.fields(cls.method_class)), *_OWN]
+
+    @classmethod
+    def from_settings(cls, values: Mapping[str, Any], where: str, directories: Sequence[Directory] = ()) -> Self:
+        """With a method that has ``values``, but for the mode's own."""
+        own = {}
+        with collect_errors(where) as check:
+            for name in [name for name in _OWN if name in values]:
+                reader: Any = reader_of(cls, name)
+                with check:
+                    own[name] = reader(name, values[name])
+            with check:
+                of_method = {name: value for name, value in values.items() if name not in _OWN}
+                method = from_mapping(cls.method_class, of_method, where)
+        return cls(method=method, **own)
+
+    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+        """:class:`ProjectedAdamW` over all trainable parameters."""
+        groups = param_groups(model, targets=self.targets, weight_decay=weight_decay)
+        return ProjectedAdamW(groups, self.method, weight_decay=weight_decay, **adam)
+
+    def conflicts(self, args: "TrainingArguments") -> Iterator[str]:
+        """What needs all gradients at once, or the same gradient twice, where each is gone after its update."""
+        if not self.update_in_backward:
+            return
+        for name, usual, why in (
+            ("max_grad_norm", 0, "all gradients at once"),
+            ("gradient_accumulation_steps", 1, "them to stay"),
+        ):
+            value = getattr(args, name)
+            if value is not None and value > usual:
+                yield (
+                    f"{name}={value} needs {why}, and with update_in_backward each gradient is gone as soon as it was used: "
+                    f"set {name}={usual}, or drop update_in_backward."
+                )
+        if args.fp16:
+            yield (
+                "fp16=True scales the loss and looks at all gradients before a step, and with update_in_backward they are "
+                "gone by then: set bf16=True, or drop update_in_backward."
+            )
+
+    def begin_training(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """Updates are made in backward from here on, if they are asked for."""
+        if not self.update_in_backward:
+            return super().begin_training(optimizer)
+        assert isinstance(optimizer, ProjectedAdamW)
+        return UpdateInBackward(optimizer).remove
+
+    def updates_in_backward(self) -> bool:
+        return self.update_in_backward
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """The closed form, for each dtype of parameters there is."""
+        shapes: dict[torch.dtype, tuple[list[tuple[int, int]], list[torch.Size]]] = {}
+        checked: list[tuple[str, torch.Tensor, bool, Projection | None]] = []
+        for group in param_groups(model, targets=self.targets):
+            for name, parameter in group["params"]:
+                projected, plain = shapes.setdefault(parameter.dtype, ([], []))
+                if group["projected"]:
+                    rows, columns = reversed(parameter.shape) if group["transposed"] else parameter.shape
+                    projected.append((rows, columns))
+                    checked.append((name, parameter, True, projection_of(self.method, (rows, columns))))
+                else:
+                    plain.append(parameter.shape)
+        check_parameters(checked, self.method)
+        return sum(count_state(*both, self.method, dtype).total for dtype, both in shapes.items())
+
+    def step_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> int:
+        """Of the weight that needs most: they are updated one after the other."""
+        narrow = self.method.plain_state_dtype is not None
+        most = 0
+        for group in param_groups(model, targets=self.targets):
+            for _, parameter in group["params"]:
+                copies = parameter.nbytes  # of the step
+                if group["projected"]:
+                    copies += _SINGLE_BYTES * parameter.numel()  # of the gradient, for singular vectors
+                elif narrow and parameter.dim() > 1:
+                    copies = 5 * _SINGLE_BYTES * parameter.numel()  # gradient, moments, root and step
+                most = max(most, copies)
+        return most
+
+
+_OWN = tuple(field.name for field in dataclasses.fields(Projected) if field.name != "method")
+
+
+class Galore(Projected):
+    """GaLore."""
+
+    method_class = GaLoreConfig
+
+
+class Apollo(Projected):
+    """APOLLO."""
+
+    method_class = ApolloConfig
+
+
+class Frugal(Projected):
+    """FRUGAL."""
+
+    method_class = FrugalConfig

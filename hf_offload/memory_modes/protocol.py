@@ -1,0 +1,131 @@
+"""What a memory mode is: everything that the Trainer, a plan and a model card ask of one."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from hf_offload.settings.load import from_mapping
+from hf_offload.settings.schema import Directory
+from hf_offload.settings.values import read_fields
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerBytes:
+    """What an optimizer needs.
+
+    Attributes:
+        state: Bytes that stay.
+        step: Bytes that are there during a step only.
+        moved: Bytes that a step reads and writes.
+        gradients: Most bytes of gradients, where other weights than those of the counted step may have more.
+    """
+
+    state: int
+    step: int
+    moved: int
+    gradients: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryMode(abc.ABC):
+    """What is trained, and with which optimizer. A mode is a frozen dataclass whose fields are its settings, declared with
+    :func:`~hf_offload.settings.values.setting`. It has to say which optimizer it has and how much state that holds.
+
+    Attributes:
+        takes_fused: The optimizer has the option ``fused`` of ``torch.optim.AdamW``.
+        alters_step: Forward and backward differ from those of the model without a mode. Plans of several modes count the step
+            once for all that leave it alone.
+        card_library: The library that loads the trained model, as the Hub names it.
+    """
+
+    takes_fused: ClassVar[bool] = False
+    alters_step: ClassVar[bool] = True
+    card_library: ClassVar[str] = "transformers"
+
+    def __post_init__(self) -> None:
+        with read_fields(self, f"settings of {type(self).__name__}"):
+            pass
+
+    @classmethod
+    def setting_names(cls) -> list[str]:
+        """What ``memory_mode_kwargs`` may hold."""
+        return [field.name for field in dataclasses.fields(cls)]
+
+    @classmethod
+    def from_settings(cls, values: Mapping[str, Any], where: str, directories: Sequence[Directory] = ()) -> Self:
+        """The mode with these settings. State that goes to disk goes to ``directories``, unless ``values`` name one.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors, each after ``where``.
+        """
+        return from_mapping(cls, values, where)
+
+    # -- model and optimizer --------------------------------------------------------------------------------------------
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """The model that is trained. Raises :class:`~hf_offload.errors.OffloadConfigError` where it cannot be."""
+        return model
+
+    @abc.abstractmethod
+    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+        """The optimizer of a prepared ``model``; ``adam`` is ``lr``, ``betas``, ``eps`` and perhaps ``fused``. Raises as
+        :meth:`prepare`.
+        """
+
+    # -- training -------------------------------------------------------------------------------------------------------
+
+    def conflicts(self, args: "TrainingArguments") -> Iterable[str]:
+        """Why this mode and ``args`` exclude each other, beyond what holds for every mode: one sentence for each reason."""
+        return ()
+
+    def begin_training(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """Called when a training with this mode's ``optimizer`` begins; what is returned is called when it ends."""
+        return lambda: None
+
+    # -- plans: models of fake tensors, no data -------------------------------------------------------------------------
+
+    def prepare_fake(self, model: nn.Module) -> nn.Module:
+        """What :meth:`prepare` would return, for a ``model`` of fake tensors. Raises likewise."""
+        return self.prepare(model)
+
+    def waiting(self, model: nn.Module) -> Iterable[nn.Parameter]:
+        """What does not train in the step that saves most for backward, where not all weights train in every step."""
+        return ()
+
+    def updates_in_backward(self) -> bool:
+        """Whether each weight is updated as soon as its gradient is there, so that gradients never add up."""
+        return False
+
+    @abc.abstractmethod
+    def state_bytes(self, model: nn.Module) -> int:
+        """Most bytes of the optimizer's state for a prepared ``model``, from its shapes. Raises as :meth:`optimizer`."""
+
+    def step_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> int:
+        """Bytes that the optimizer's step allocates. Here those of ``torch.optim.AdamW``: none with ``fused``, a copy of one
+        weight after the other on a CPU, and of all at once (foreach) elsewhere.
+        """
+        if fused and self.takes_fused:
+            return 0
+        sizes = [one.nbytes for one in trained_parameters(model)]
+        return max(sizes, default=0) if on_cpu else sum(sizes)
+
+    def optimizer_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> OptimizerBytes:
+        """What the optimizer needs for a prepared ``model`` that is trained ``on_cpu``, or on an accelerator.
+
+        A step reads and writes weights, gradients and state: projecting gradients, and the singular vectors that are computed
+        now and then, are not counted.
+        """
+        state = self.state_bytes(model)
+        weights = sum(one.nbytes for one in trained_parameters(model))
+        return OptimizerBytes(state, self.step_bytes(model, on_cpu=on_cpu, fused=fused), 3 * weights + 2 * state)
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that require gradients."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

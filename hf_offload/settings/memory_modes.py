@@ -1,0 +1,81 @@
+"""The memory modes there are, by name. A new one is a class in ``hf_offload/memory_modes`` and a line here; other defaults of
+an existing class are a line alone.
+"""
+
+import dataclasses
+import pkgutil
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hf_offload.settings.load import choose
+from hf_offload.settings.shown import shown
+from hf_offload.settings.text_files import parse_json
+from hf_offload.settings.values import mapping
+
+if TYPE_CHECKING:
+    from hf_offload.memory_modes.protocol import MemoryMode
+
+NONE = "none"
+"""All weights, with the optimizer that the training arguments name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A memory mode: ``module:class`` of its :class:`~hf_offload.memory_modes.protocol.MemoryMode`, loaded when it is first
+    used, and the settings whose defaults are not those of the class.
+    """
+
+    path: str
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def load(self) -> "type[MemoryMode]":
+        """The class."""
+        found: type[MemoryMode] = pkgutil.resolve_name(self.path)
+        return found
+
+
+_MODES = "hf_offload.memory_modes"
+_EIGHT_BIT = dict.fromkeys(("state_dtype", "plain_state_dtype", "projector_dtype"), "8bit")
+
+MODES = {
+    "lora": Entry(f"{_MODES}.lora:Lora"),
+    "qlora": Entry(f"{_MODES}.qlora:Qlora"),
+    "lora_fa": Entry(f"{_MODES}.lora_fa:LoraFa"),
+    "dora": Entry(f"{_MODES}.dora:Dora"),
+    "adamw_8bit": Entry(f"{_MODES}.adamw_8bit:AdamW8bit"),
+    "adamw_4bit": Entry(f"{_MODES}.adamw_4bit:AdamW4bit"),
+    "galore": Entry(f"{_MODES}.projected:Galore"),
+    "galore_8bit": Entry(f"{_MODES}.projected:Galore", _EIGHT_BIT),
+    "apollo": Entry(f"{_MODES}.projected:Apollo"),
+    "apollo_mini": Entry(f"{_MODES}.projected:Apollo", {"rank": 1, "scale": 128**0.5, "scale_by": "tensor"}),
+    "frugal": Entry(f"{_MODES}.projected:Frugal"),
+    "lisa": Entry(f"{_MODES}.blockwise:Blockwise", {"blocks_active": 2, "switch_every": 20, "order": "draw"}),
+    "badam": Entry(f"{_MODES}.blockwise:Blockwise", {"outside": "turns"}),
+}
+
+
+def mode_names() -> tuple[str, ...]:
+    """All that ``memory_mode`` may be."""
+    return (NONE, *MODES)
+
+
+def mode_class(name: str) -> "type[MemoryMode]":
+    """The class of the mode ``name``, which is not ``"none"``.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for an unknown name.
+    """
+    choose("memory_mode", name, mode_names())
+    return MODES[name].load()
+
+
+def read_mode_settings(settings: Any) -> Mapping[str, Any]:
+    """A mapping as it is, or from its JSON text; an empty one for None.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for anything else.
+    """
+    if isinstance(settings, str):
+        settings = parse_json(settings, f"memory_mode_kwargs={shown(settings)}")
+    if settings is None:
+        return {}
+    found: Mapping[str, Any] = mapping("such as {'rank': 128}")("memory_mode_kwargs", settings)
+    return found

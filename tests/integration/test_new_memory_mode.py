@@ -1,0 +1,93 @@
+"""A memory mode of one class and one line of the registry: every surface knows it."""
+
+import dataclasses
+import json
+from typing import ClassVar
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import Trainer
+from typer.testing import CliRunner
+
+from hf_offload import OffloadConfigError, OffloadTrainingArguments
+from hf_offload.cli.main import app
+from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
+from hf_offload.settings.memory_modes import MODES, Entry
+from hf_offload.settings.values import number, setting
+from tests.tiny_models import ExampleDataset, tiny_model
+
+SMALL_GPT2 = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=2"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Momentum(MemoryMode):
+    """SGD with momentum."""
+
+    alters_step: ClassVar[bool] = False
+    card_library: ClassVar[str] = "momentum-library"
+
+    momentum: float = setting(0.9, number(at_least=0, at_most=1))
+
+    def optimizer(self, model, *, weight_decay, lr, **adam):
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=self.momentum, weight_decay=weight_decay)
+
+    def state_bytes(self, model):
+        return sum(one.nbytes for one in trained_parameters(model))
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    monkeypatch.setitem(MODES, "momentum", Entry(f"{__name__}:Momentum"))
+    monkeypatch.setitem(MODES, "slow_momentum", Entry(f"{__name__}:Momentum", {"momentum": 0.99}))
+
+
+def invoke(*arguments):
+    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert result.exit_code == 0, result.output + result.stderr
+    return result.stdout
+
+
+def trained(folder, mode, settings=None):
+    torch.manual_seed(0)
+    args = OffloadTrainingArguments(
+        output_dir=str(folder), max_steps=3, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True,
+        save_strategy="no", memory_mode=mode, memory_mode_kwargs=settings,
+    )  # fmt: skip
+    run = Trainer(model=tiny_model("llama"), args=args, train_dataset=ExampleDataset("llama", 12))
+    run.train()
+    return run.optimizer.optimizer
+
+
+def test_the_training_arguments_take_it(tmp_path):
+    assert isinstance(trained(tmp_path, "momentum"), torch.optim.SGD)
+    found = {name: trained(tmp_path, name).param_groups[0]["momentum"] for name in ("momentum", "slow_momentum")}
+    assert found == {"momentum": 0.9, "slow_momentum": 0.99}
+    assert trained(tmp_path, "slow_momentum", {"momentum": 0.5}).param_groups[0]["momentum"] == 0.5
+
+
+def test_errors_name_it():
+    for name, settings, part in (
+        ("momentu", None, "Did you mean 'momentum'"),
+        ("momentum", {"momentum": 2}, "memory_mode='momentum': momentum=2 is not a number"),
+        ("lora", {"momentum": 0.5}, "it is one of momentum, slow_momentum"),
+        ("none", {"momentum": 0.5}, "badam, momentum, slow_momentum"),
+    ):
+        with pytest.raises(OffloadConfigError, match=part):
+            OffloadTrainingArguments("unused", memory_mode=name, memory_mode_kwargs=settings)
+
+
+def test_it_is_planned(tmp_path):
+    model = ["gpt2-small", *SMALL_GPT2, "--gpu", "rtx4090", "--sequence", "128"]
+    alone = json.loads(invoke("plan", *model, "--memory-mode", "momentum", "--json"))
+    table = json.loads(invoke("plan", *model, "--modes", "--memory-mode", "none,momentum", "--json"))
+    adamw, momentum = table["rows"]
+    assert momentum["state_bytes"] == alone["optimizer_state_bytes"] == adamw["state_bytes"] // 2
+
+
+def test_a_card_says_what_loads_it(tiny_recipe, tmp_path):
+    report, card = tmp_path / "report.json", tmp_path / "card"
+    invoke("train", tiny_recipe, "memory.mode=momentum", "--report", report)
+    facts = ["--name", "tiny", "--dataset", "words", "--dataset-license", "cc0-1.0", "--license", "apache-2.0"]
+    invoke("card", report, "--output", card, *facts)
+    assert ModelCard.load(card / "README.md").data.library_name == "momentum-library"
