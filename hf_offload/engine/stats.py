@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from hf_offload.storage.tier import Tier, TierStats
+from hf_offload.storage.tier import Tier
 
 
 @dataclasses.dataclass
@@ -66,7 +66,7 @@ class OffloadStats:
         self.steps: collections.deque[StepStats] = collections.deque(maxlen=1000)
         self.ended_steps = 0
         self._ended = StepStats()
-        self._source = tier
+        self._tier = None if tier is None else tier.stats
         self._seen = (0, 0, 0.0, 0.0)
 
     @property
@@ -75,15 +75,9 @@ class OffloadStats:
         self._read_tier()
         total = dataclasses.replace(self._ended)
         _add(total, self.step)
-        tier = self._tier
-        if tier is not None:
-            total.write_bytes_per_s, total.read_bytes_per_s = tier.bytes_per_s
+        if self._tier is not None:
+            total.write_bytes_per_s, total.read_bytes_per_s = self._tier.bytes_per_s
         return total
-
-    @property
-    def _tier(self) -> TierStats | None:
-        # asked for each time: a tier of several tiers adds up anew
-        return None if self._source is None else self._source.stats
 
     @property
     def waited_s(self) -> float:

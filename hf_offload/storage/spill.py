@@ -8,17 +8,6 @@ import torch
 from hf_offload.errors import TierFullError
 from hf_offload.storage.tier import Slot, Tier, TierStats
 
-_SUMMED = (
-    "used_bytes",
-    "written_bytes",
-    "read_bytes",
-    "timed_written_bytes",
-    "timed_read_bytes",
-    "write_busy_s",
-    "read_busy_s",
-    "ended_calls",
-)
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SpillSlot(Slot):
@@ -41,18 +30,8 @@ class SpillTier(Tier):
         self.first = first
         self.then = then
         self.name = f"{first.name}+{then.name}"
-        self._peak_bytes = 0
-
-    @property
-    def stats(self) -> TierStats:  # type: ignore[override]  # computed, so it cannot be assigned
-        """A snapshot: both tiers' counters added up; counting into it is lost. See :attr:`parts`."""
-        both = TierStats()
-        for name in _SUMMED:
-            setattr(both, name, getattr(self.first.stats, name) + getattr(self.then.stats, name))
-        both.peak_used_bytes = self._peak_bytes
-        for kind in both._active:
-            both._active[kind] = self.first.stats._active[kind] + self.then.stats._active[kind]
-        return both
+        self.stats = TierStats()
+        first.stats.whole = then.stats.whole = self.stats
 
     @property
     def where(self) -> str:
@@ -62,14 +41,12 @@ class SpillTier(Tier):
         try:
             if place == self.then.name:
                 raise TierFullError(f"The plan keeps {self.first.name} for others.")
-            slot = SpillSlot(nbytes, self.first, self.first.reserve(nbytes))
+            return SpillSlot(nbytes, self.first, self.first.reserve(nbytes))
         except TierFullError as first_full:
             try:
-                slot = SpillSlot(nbytes, self.then, self.then.reserve(nbytes))
+                return SpillSlot(nbytes, self.then, self.then.reserve(nbytes))
             except TierFullError as then_full:
                 raise TierFullError(f"Both tiers are full. {first_full} {then_full}") from then_full
-        self._peak_bytes = max(self._peak_bytes, self.first.stats.used_bytes + self.then.stats.used_bytes)
-        return slot
 
     def write(self, slot: Slot, buffer: torch.Tensor) -> "Future[None]":
         assert isinstance(slot, SpillSlot)

@@ -46,3 +46,20 @@ def test_a_bandwidth_is_that_of_the_tier_that_was_timed(rig):
     assert found[rig.tier.then.name] == pytest.approx(
         (other.written_bytes / other.write_busy_s, other.read_bytes / other.read_busy_s)
     )
+
+
+def test_the_bandwidth_of_both_tiers_together_is_over_the_time_in_which_either_ran(monkeypatch):
+    ram, disk = ControlledTier(), ControlledTier()
+    both = SpillTier(ram, disk)
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    ram.stats.begin("write")
+    disk.stats.begin("write")
+    now = 2.0
+    ram.stats.end("write", 200)
+    now = 4.0
+    disk.stats.end("write", 100)
+    ram.stats.count("write", 1000)  # by a device, at an unknown speed
+    assert both.stats.written_bytes == 1300
+    assert both.stats.bytes_per_s[0] == 300 / 4
+    assert (ram.stats.bytes_per_s[0], disk.stats.bytes_per_s[0]) == (100, 25)
