@@ -318,8 +318,8 @@ class Engine:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _on_failed_store(self, error: BaseException, nbytes: int) -> None:
-        self.transfer.refused(nbytes, "a tensor", error)
+    def _on_failed_store(self, nbytes: int, unit: str, error: BaseException) -> None:
+        self.transfer.refused(nbytes, unit, error)
 
     def end_step(self) -> None:
         """Close the running step's statistics."""

@@ -25,9 +25,11 @@ class Mover(abc.ABC):
         self._tier.free(slot)
 
     @abc.abstractmethod
-    def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
+    def store(
+        self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None], unit: str = "a tensor"
+    ) -> "Future[None]":
         """Start writing. ``drop`` is called in a training thread as soon as the engine may let go of ``buffer``, unless
-        the future already says so (see :attr:`drops_early`).
+        the future already says so (see :attr:`drops_early`). ``unit`` is the module that saved it, for messages.
         """
 
     @abc.abstractmethod
@@ -64,7 +66,9 @@ class HostMover(Mover):
 
     drops_early = False
 
-    def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
+    def store(
+        self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None], unit: str = "a tensor"
+    ) -> "Future[None]":
         return self._tier.write(slot, buffer)
 
     def load(self, slot: Slot, target: torch.Tensor, urgent: bool) -> "Future[Any]":

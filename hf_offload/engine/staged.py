@@ -75,7 +75,7 @@ class StagedMover(Mover):
         device: Device,
         tier: Tier,
         ring_bytes: int,
-        report: Callable[[BaseException, int], None],
+        report: Callable[[int, str, BaseException], None],
         pinned: bool = True,
     ):
         super().__init__(tier)
@@ -136,7 +136,9 @@ class StagedMover(Mover):
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
-    def store(self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None]) -> "Future[None]":
+    def store(
+        self, buffer: torch.Tensor, slot: Slot, drop: Callable[[], None], unit: str = "a tensor"
+    ) -> "Future[None]":
         compute = self._device.current_stream()
         self._device.wait(self.store_stream, self._device.record(compute))
         view = None if isinstance(slot, ChunkedSlot) else self._tier.host_view(slot)
@@ -144,13 +146,13 @@ class StagedMover(Mover):
             copied = self._copy_to_tier(buffer, slot, view)
             done = _STORED
         else:
-            copied, done = self._store_in_chunks(buffer, slot)
+            copied, done = self._store_in_chunks(buffer, slot, unit)
         with self._lock:
             self._leaving.append((copied, compute, buffer, drop))
             self._leaving_bytes += buffer.numel()
         return done
 
-    def _store_in_chunks(self, buffer: torch.Tensor, slot: Slot) -> tuple[Event, "Future[None]"]:
+    def _store_in_chunks(self, buffer: torch.Tensor, slot: Slot, unit: str) -> tuple[Event, "Future[None]"]:
         chunks = chunks_of(slot)
         store = ChunkedTransfer[None](len(chunks), lambda: None)
         try:
@@ -163,7 +165,7 @@ class StagedMover(Mover):
                 self._in_use.add(chunk)
                 staging = self._ring.acquire(end - begin)
                 copied = self._copy_out(buffer[begin:end], staging)
-                self._store_workers.submit(partial(self._write, chunk, staging, copied, store))
+                self._store_workers.submit(partial(self._write, chunk, staging, copied, store, unit))
         except BaseException:  # no room any more, or Ctrl-C while it was waited for: chunks on their way need not go on
             store.done.cancel()
             raise
@@ -180,7 +182,7 @@ class StagedMover(Mover):
         self._device.copy(target, source, self.store_stream)
         return self._device.record(self.store_stream)
 
-    def _write(self, slot: Slot, staging: torch.Tensor, copied: Event, store: ChunkedTransfer[None]) -> None:
+    def _write(self, slot: Slot, staging: torch.Tensor, copied: Event, store: ChunkedTransfer[None], unit: str) -> None:
         self._device.synchronize(copied)
         if not store.begin() or slot not in self._in_use:
             self._ring.release(staging)
@@ -193,10 +195,14 @@ class StagedMover(Mover):
                     self._rescued[slot] = staging.clone()
                     if slot not in self._in_use:  # freed meanwhile: nobody will ask for them
                         self._rescued.pop(slot, None)
-                    self._report(error, staging.numel())
+                    self._report(staging.numel(), unit, error)
             except Exception as failure:  # no memory for them: whoever loads them is told that nothing is stored
                 logger.error(
-                    "Nothing is left of %d bytes that could not be stored (%s): %s", staging.numel(), error, failure
+                    "Nothing is left of %d bytes of %s that could not be stored (%s): %s",
+                    staging.numel(),
+                    unit,
+                    error,
+                    failure,
                 )
             finally:
                 self._ring.release(staging)

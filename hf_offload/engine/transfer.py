@@ -84,7 +84,7 @@ class Transfer:
         slot = None
         try:
             slot = self._mover.reserve(record.nbytes, place)
-            future = self._mover.store(buffer, slot, partial(self._drop_source, reference))
+            future = self._mover.store(buffer, slot, partial(self._drop_source, reference), record.unit)
         except BaseException as error:  # Ctrl-C, too, which may come while a place in the queue is waited for
             if slot is not None:
                 self._mover.free(slot)

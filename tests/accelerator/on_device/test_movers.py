@@ -24,7 +24,7 @@ BUFFERS = 6
 @pytest.fixture
 def mover(late) -> Iterator[StagedMover]:
     tier = RamTier(pinned=True, arena_bytes=1 << 18)
-    mover = StagedMover(AcceleratorDevice(DEVICE), tier, 1 << 18, lambda error, nbytes: None)
+    mover = StagedMover(AcceleratorDevice(DEVICE), tier, 1 << 18, lambda nbytes, unit, error: None)
     late.reseed(0, pace=0.0)
     yield mover
     mover.close()
@@ -124,7 +124,7 @@ def test_a_mover_is_closed_once_nothing_is_on_its_way_in(mover):
 
 def test_the_error_of_a_load_holds_no_memory(late, tmp_path, monkeypatch):
     tier = DiskTier(tmp_path)
-    mover = StagedMover(AcceleratorDevice(DEVICE), tier, 1 << 18, lambda error, nbytes: None)
+    mover = StagedMover(AcceleratorDevice(DEVICE), tier, 1 << 18, lambda nbytes, unit, error: None)
     slot = mover.reserve(NBYTES)
     mover.store(filled(3), slot, lambda: None).result(20)
     mover.advance(0)
@@ -149,7 +149,7 @@ def test_the_error_of_a_load_holds_no_memory(late, tmp_path, monkeypatch):
 def either(request, late, tmp_path) -> Iterator[StagedMover]:
     """A mover whose tier is memory that is copied to and from directly, or drives behind a ring."""
     tier = RamTier(pinned=True, arena_bytes=1 << 18) if request.param == "ram" else DiskTier(tmp_path)
-    mover = StagedMover(AcceleratorDevice(DEVICE), tier, 1 << 18, lambda error, nbytes: None)
+    mover = StagedMover(AcceleratorDevice(DEVICE), tier, 1 << 18, lambda nbytes, unit, error: None)
     late.reseed(0, pace=0.5)
     yield mover
     mover.close()
