@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_recipes import RANDOM_RECIPE, TINY_MODEL
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.limits import largest_that_fits
 from hf_offload.bench.cell import CRASHED, DONE, OUT_OF_MEMORY, CellResult
+from tests.helpers.bench_recipes import RANDOM_RECIPE, TINY_MODEL
 
 CRASH = CellResult(CRASHED, "RuntimeError: no such luck")
 

@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from controlled_tier import ControlledTier, Rig
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_offload.engine.record import KeptTensor, Settling
 from hf_offload.errors import OffloadError, SavedTensorModifiedError
+from tests.helpers.controlled_tier import ControlledTier, Rig
 
 
 def leaf(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from controlled_tier import Rig
-from made_footprints import MB, footprint_of
 
 from hf_offload.engine.record import State
 from hf_offload.plan.plan import Keeping, Placement, Plan
 from hf_offload.plan.planner import find_plan, plan_of
 from hf_offload.plan.problem import Problem
 from hf_offload.plan.simulate import Channel, Windows
+from tests.helpers.controlled_tier import Rig
+from tests.helpers.handmade_footprints import MB, footprint_of
 
 ONE = 64 * 64 * 4  # bytes of each tensor that is saved
 PLENTY = 1 << 40

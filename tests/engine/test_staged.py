@@ -6,14 +6,14 @@ import time
 
 import pytest
 import torch
-from controlled_tier import ControlledTier, Rig
-from simulated_device import SimulatedDevice
 from torch import nn
 
 from hf_offload.engine import ring as rings
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.storage.buffers import PAGE
 from hf_offload.storage.ram import RamTier
+from tests.helpers.controlled_tier import ControlledTier, Rig
+from tests.helpers.simulated_device import SimulatedDevice
 
 SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 60))]
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from hf_offload.cli.main import app
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from tests.faults.test_processes import trainer_in
-from tests.tiny_models import weights
+from tests.helpers.tiny_models import weights
 
 STEPS = 5
 NEWEST, BEFORE = "checkpoint-4", "checkpoint-2"

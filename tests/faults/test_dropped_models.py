@@ -18,8 +18,8 @@ from hf_offload.plan.hardware import Figure, Hardware
 from hf_offload.reports.summary import summary_lines
 from hf_offload.session import attached_session
 from hf_offload.settings.sampling import SampledLinearConfig
-from tests.threads import OurThreads
-from tests.tiny_models import gradients, tiny_batch, tiny_model
+from tests.helpers.package_threads import OurThreads
+from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
 
 TIMEOUT_S = 60
 TIERS = ["ram", "ssd", "auto"]
@@ -281,7 +281,7 @@ import gc, os, sys, threading
 from pathlib import Path
 import torch
 from accelerate import Accelerator
-from tests.tiny_models import tiny_batch, tiny_model
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 def train():
     accelerator = Accelerator()

@@ -19,7 +19,7 @@ from hf_offload.errors import StorageError
 from hf_offload.storage import disk_io
 from hf_offload.storage.file_systems import MEMORY_FILE_SYSTEMS
 from tests.faults.failing_calls import ALL, Faults, Hang
-from tests.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
 
 SEED = 5
 

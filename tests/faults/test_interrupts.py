@@ -27,8 +27,8 @@ from hf_offload.storage.tier import Tier
 from hf_offload.structure.units import find_blocks
 from tests.faults.failing_calls import Hang
 from tests.faults.test_faulty_steps import assert_nothing_left
-from tests.threads import OurThreads
-from tests.tiny_models import gradients, tiny_batch, tiny_model
+from tests.helpers.package_threads import OurThreads
+from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
 
 PACKAGE = str(Path(hf_offload.__file__).parent)
 INTERRUPTS = interrupts.__file__

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.engine.device import CpuDevice
-from tests.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
 
 TIMEOUT_S = 250
 

@@ -25,7 +25,7 @@ from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
 from tests.faults.failing_calls import TIMEOUT_S, Hang
-from tests.threads import OurThreads
+from tests.helpers.package_threads import OurThreads
 
 MIB = 1 << 20
 

@@ -15,7 +15,7 @@ from hf_offload.plan import hardware
 from hf_offload.plan.hardware import measure_hardware
 from hf_offload.storage import wear
 from hf_offload.storage.wear import Drive
-from tests.tiny_models import gradients, tiny_batch, tiny_model
+from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
 
 NOBODY = 54321
 VARIABLES = ("XDG_CACHE_HOME", "XDG_STATE_HOME")
@@ -30,7 +30,7 @@ from hf_offload.storage import wear
 hardware._measure = lambda directories, device: {{name: 1e9 for name in hardware._measured_names(directories, device.type)}}
 wear.drive_of = lambda directory: wear.Drive("made_up", "a made-up drive")
 from hf_offload import OffloadConfig, offload_activations
-from tests.tiny_models import tiny_batch, tiny_model
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 model = tiny_model("gpt2")
 config = OffloadConfig(tier="auto", memory_budget="100MiB", directory=sys.argv[1], min_offload_bytes=0)
 with offload_activations(model, config) as session:

@@ -19,7 +19,7 @@ from hf_offload.storage import wear
 from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.wear import Drive, Wear, drive_of, read_wear
-from tests.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
 MIB = 1 << 20
 TIMEOUT_S = 60

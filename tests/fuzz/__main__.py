@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tests.fuzz.runs import run
-from tests.seeds import try_seeds
+from tests.helpers.seed_search import try_seeds
 
 
 def main(

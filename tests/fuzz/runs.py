@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.controlled_tier import ControlledTier, Rig
 from tests.fuzz.programs import DTYPES, OPERATIONS, WEIGHTS, Instruction, play
+from tests.helpers.controlled_tier import ControlledTier, Rig
 
 ENDINGS = ("backward", "backward", "backward", "again", "double", "never")
 LEAVES = ((6, 8), (8, 6), (4, 4))

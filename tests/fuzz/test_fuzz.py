@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.programs import DTYPES, OPERATIONS, STUMBLING, Instruction
 from tests.fuzz.runs import ENDINGS, Program, check, outcomes, rig_for, run, some_parameters
-from tests.seeds import attempt
+from tests.helpers.seed_search import attempt
 
 _NUMBER = st.integers(0, 63)
 _INSTRUCTION = st.builds(Instruction, st.sampled_from(OPERATIONS), _NUMBER, _NUMBER, _NUMBER)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer
-from tests.tiny_models import tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 
 pytestmark = pytest.mark.gpu
 

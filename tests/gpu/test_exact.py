@@ -14,7 +14,7 @@ from hf_offload import LeanConfig, OffloadConfig, attach
 from hf_offload.transforms.rematerialization.apply import Lean
 from hf_offload.transforms.rematerialization.functions import dropout_again, packed_dropout
 from hf_offload.transforms.sampling.estimator import draw_rows
-from tests.tiny_models import gradients, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model, weights
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)

@@ -24,7 +24,7 @@ from hf_offload import (
 )
 from hf_offload.integrations.accelerate import attached_accelerators, switch_on
 from hf_offload.session import attached_session
-from tests.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
 METHODS = dict(vars(Accelerator))
 

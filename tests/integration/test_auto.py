@@ -5,8 +5,6 @@ import logging
 import pytest
 import torch
 import transformers
-from live_bytes import peak_bytes_in_use, peak_live_bytes
-from small_models import ROWS, TOKENS, batch, build
 from transformers import Trainer
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach, offload_activations

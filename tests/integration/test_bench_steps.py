@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_recipes import RANDOM_RECIPE, fake_report
 from transformers import Trainer
 from typer.testing import CliRunner
 
@@ -32,7 +31,8 @@ from hf_offload.settings.recipes import load_recipe
 from hf_offload.settings.sizes import parse_bytes
 from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.training.run import run_recipe
-from tests.tiny_models import tiny_model
+from tests.helpers.bench_recipes import RANDOM_RECIPE, fake_report
+from tests.helpers.tiny_models import tiny_model
 
 REPOSITORY = Path(hf_offload.__file__).parent.parent
 ON_CPU = not torch.accelerator.is_available()

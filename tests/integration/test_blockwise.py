@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
-from processes import assert_done, run_in_processes
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 from hf_offload import OffloadConfig, OffloadConfigError, attach, offload_activations
 from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, release
-from tests.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.gloo_processes import assert_done, run_in_processes
+from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
 PROCESSES = 2
 BADAM = BlockwiseConfig.badam(switch_every=1, seed=1)

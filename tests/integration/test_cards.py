@@ -22,7 +22,7 @@ from hf_offload.reports.card import CardFacts, card_of
 from hf_offload.reports.card_memory import Comparison
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.report import TrainingReport
-from tests.tiny_models import ExampleDataset, tiny_model
+from tests.helpers.tiny_models import ExampleDataset, tiny_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from hf_offload import OffloadPlugin
-from tests.tiny_models import tiny_batch, tiny_model
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 stage, tier = int(sys.argv[1]), sys.argv[2]
 accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=1))

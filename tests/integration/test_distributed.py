@@ -6,8 +6,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_done, run_in_processes
-from small_models import batch, build
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -17,7 +15,9 @@ from hf_offload.plan.hardware import Figure, Hardware
 from hf_offload.planning import ranks
 from hf_offload.reports.summary import summary_lines
 from hf_offload.settings.sizes import format_bytes
-from tests.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.activation_heavy_models import batch, build
+from tests.helpers.gloo_processes import assert_done, run_in_processes
+from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
 TWO, FOUR = 2, 4
 

@@ -15,7 +15,7 @@ SCRIPT = r"""
 import sys
 import torch
 from accelerate import Accelerator
-from tests.tiny_models import tiny_batch, tiny_model
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 accelerator = Accelerator()
 torch.manual_seed(accelerator.process_index)

@@ -6,7 +6,6 @@ import logging
 import pickle
 import weakref
 
-import live_bytes
 import peft
 import pytest
 import torch
@@ -22,7 +21,8 @@ from hf_offload import (
     offload_activations,
 )
 from hf_offload.transforms.rematerialization.apply import Lean
-from tests.tiny_models import HIDDEN, SEQUENCE, ExampleDataset, gradients, tiny_batch, tiny_model
+from tests.helpers import live_bytes
+from tests.helpers.tiny_models import HIDDEN, SEQUENCE, ExampleDataset, gradients, tiny_batch, tiny_model
 
 SIZE = 4
 TOKENS = SIZE * SEQUENCE

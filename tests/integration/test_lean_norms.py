@@ -7,7 +7,7 @@ from torch import nn
 
 from hf_offload import LeanConfig, OffloadConfigError
 from hf_offload.transforms.rematerialization.apply import Lean
-from tests.tiny_models import gradients
+from tests.helpers.tiny_models import gradients
 
 
 def lean(model):

@@ -17,8 +17,8 @@ from hf_offload.memory_modes.registry import memory_mode
 from hf_offload.optimizers.blockwise import BlockwiseOptimizer
 from hf_offload.optimizers.projected import ProjectedAdamW
 from hf_offload.settings.memory_modes import MODES
-from tests.low_bit import optimizer_of
-from tests.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.torchao_optimizers import optimizer_of
 
 SETTINGS = {
     "lora": {"rank": 4},

@@ -15,7 +15,7 @@ from hf_offload.cli.main import app
 from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
 from hf_offload.settings.memory_modes import MODES, Entry
 from hf_offload.settings.values import number, setting
-from tests.tiny_models import ExampleDataset, tiny_model
+from tests.helpers.tiny_models import ExampleDataset, tiny_model
 
 SMALL_GPT2 = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=2"]
 

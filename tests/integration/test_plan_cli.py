@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_models import CONFIGS, build
 from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
+from tests.helpers.activation_heavy_models import CONFIGS, build
 
 SMALL = [
     "model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=2", "model.config.vocab_size=512",

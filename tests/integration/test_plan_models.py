@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 import transformers
-from live_bytes import peak_live_bytes
 from torch._subclasses.fake_tensor import FakeTensor
 from typer.testing import CliRunner
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_done, run_in_processes
-from tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 from hf_offload.optimizers.param_groups import param_groups
 from hf_offload.optimizers.projected import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedAdamW
+from tests.helpers.gloo_processes import assert_done, run_in_processes
+from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
 METHODS = (
     GaLoreConfig(rank=4, update_proj_gap=3),

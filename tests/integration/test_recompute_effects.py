@@ -6,13 +6,10 @@ import itertools
 import random
 import types
 
-import noise
 import numpy
 import pytest
 import torch
 import transformers
-from live_bytes import peak_live_bytes
-from noise import draw
 from torch import nn
 from torch.nn.utils import parametrizations
 from transformers.modeling_layers import GradientCheckpointingLayer

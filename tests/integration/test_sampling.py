@@ -6,7 +6,6 @@ import logging
 import pickle
 import weakref
 
-import live_bytes
 import peft
 import pytest
 import torch
@@ -24,7 +23,8 @@ from hf_offload import (
 )
 from hf_offload.transforms.sampling.convert import convert_linears, restore_linears
 from hf_offload.transforms.sampling.linear import PADDING_WEIGHT, SampledConv1D, SampledLinear
-from tests.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
+from tests.helpers import live_bytes
+from tests.helpers.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
 
 CONFIG = SampledLinearConfig(ratio=0.25, min_rows=1)
 

@@ -6,13 +6,13 @@ import shlex
 import warnings
 
 import pytest
-from processes import assert_done, run_in_processes
-from shrunk_recipes import save_tokenizer, shrunk
 
 from hf_offload.integrations.launch import find_config, read_config
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.run import run_recipe
+from tests.helpers.gloo_processes import assert_done, run_in_processes
+from tests.helpers.shrunk_recipes import save_tokenizer, shrunk
 
 TWO = 2
 LINE = re.compile(r"^# hf-offload launch --config_file ddp -m hf_offload train (.*)$", re.MULTILINE)

@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 import pytest
-from shrunk_recipes import VOCABULARY, one_of_each, save_tokenizer, shrunk
 from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
@@ -18,6 +17,7 @@ from hf_offload.plan.planner import find_plan, make_problem
 from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.run import run_recipe
+from tests.helpers.shrunk_recipes import VOCABULARY, one_of_each, save_tokenizer, shrunk
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft uses the older name
 

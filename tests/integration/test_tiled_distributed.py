@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_done, run_in_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_offload import OffloadConfig, OffloadConfigError, offload_activations
-from tests.tiny_models import VOCABULARY, tiny_batch, tiny_model
+from tests.helpers.gloo_processes import assert_done, run_in_processes
+from tests.helpers.tiny_models import VOCABULARY, tiny_batch, tiny_model
 
 PROCESSES = 2
 TILED = OffloadConfig(tier="none", tiled_loss="on", tile_bytes=4 * VOCABULARY * 10)

@@ -12,7 +12,7 @@ from transformers import Trainer
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadTrainingArguments, offload_activations
 from hf_offload.transforms.tiling.logits import TiledLogits
 from hf_offload.transforms.tiling.mlp import position_wise, why_not
-from tests.tiny_models import VOCABULARY, ExampleDataset, gradients, tiny_batch, tiny_model
+from tests.helpers.tiny_models import VOCABULARY, ExampleDataset, gradients, tiny_batch, tiny_model
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}

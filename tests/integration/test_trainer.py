@@ -28,7 +28,7 @@ from hf_offload import (
     offload_activations,
 )
 from hf_offload.engine.transfer import Transfer
-from tests.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
 
 FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
 # Up to transformers 5.x the older name; where both exist the older one is deprecated.

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from hf_offload import OffloadArguments, OffloadCallback
-from tests.tiny_models import VOCABULARY, tiny_model, weights
+from tests.helpers.tiny_models import VOCABULARY, tiny_model, weights
 
 # TRL switches it on; transformers has renamed it.
 CHECKPOINTING = next(

@@ -14,7 +14,7 @@ from torch import nn
 from hf_offload import OffloadConfig, OffloadError, offload_activations
 from hf_offload.reports.gauges import _allocator_counter
 from hf_offload.storage import disk_io
-from tests.controlled_tier import wait_for_stores
+from tests.helpers.controlled_tier import wait_for_stores
 
 WARM_STEPS, STEPS = 50, 500
 # What is over is forgotten at the next use, so what the last step left behind is still there: identities of storages that

@@ -9,11 +9,11 @@ import weakref
 import peft
 import pytest
 import torch
-from small_models import VOCABULARY, build
 
 from hf_offload import OffloadConfigError
 from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, peak_bytes, release
-from tests.tiny_models import NAMES, tiny_model, weights
+from tests.helpers.activation_heavy_models import VOCABULARY, build
+from tests.helpers.tiny_models import NAMES, tiny_model, weights
 
 LAYERS = [f"model.layers.{number}" for number in range(4)]
 SIDES = ["model.embed_tokens", "model.norm", "lm_head"]

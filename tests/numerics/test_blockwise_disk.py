@@ -16,7 +16,7 @@ from hf_offload.errors import OffloadConfigError, StorageError
 from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer
 from hf_offload.storage import disk_io
 from hf_offload.storage.wear import drive_of, read_wear
-from tests.tiny_models import tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 
 SETTINGS = {"order": "ascending", "outside": "turns", "switch_every": 2}
 TURNS = 5  # embeddings, two blocks, norm, head

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, attach, offload_activations
-from tests.controlled_tier import wait_for_stores
-from tests.tiny_models import NAMES, gradients, tiny_batch, tiny_model, weights
+from tests.helpers.controlled_tier import wait_for_stores
+from tests.helpers.tiny_models import NAMES, gradients, tiny_batch, tiny_model, weights
 
 STEPS = 2
 

@@ -28,7 +28,7 @@ from hf_offload.transforms.rematerialization.functions import (
 )
 from hf_offload.transforms.rematerialization.modules import Again
 from hf_offload.transforms.rematerialization.recipes import Recipe, Recipes
-from tests.tiny_models import gradients, tiny_batch, tiny_model
+from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
 
 WIDTH = 24
 MODULES = {

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import tiny_batch, tiny_model, weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,6 +22,7 @@ from hf_offload.optimizers.projected import (
     state_bytes,
 )
 from hf_offload.optimizers.projected.sizes import adamw_bytes
+from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 
 SHARED = {"update_proj_gap": 5}
 METHODS = {

@@ -17,7 +17,7 @@ from torchgen.packaged.autograd.load_derivatives import load_derivatives
 
 from hf_offload import OffloadConfig, OffloadSession, attach
 from hf_offload.engine.selection import is_plain
-from tests.controlled_tier import wait_for_stores
+from tests.helpers.controlled_tier import wait_for_stores
 from tests.operators.catalogue import Call, seed
 
 

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
+from tests.helpers.seed_search import try_seeds
 from tests.races.runs import run
-from tests.seeds import try_seeds
 
 
 def main(

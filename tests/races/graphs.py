@@ -9,7 +9,7 @@ import random
 
 import torch
 
-from tests.simulated_device import SimulatedDevice
+from tests.helpers.simulated_device import SimulatedDevice
 
 SIZES = ((8, 8), (16, 16), (24, 24), (32, 32), (40, 40))  # the last in two chunks where the ring is small
 

@@ -9,10 +9,10 @@ import torch
 
 from hf_offload.engine import hooks
 from hf_offload.storage.ram import RamTier
-from tests.controlled_tier import ControlledTier, Rig
+from tests.helpers.controlled_tier import ControlledTier, Rig
+from tests.helpers.seeded_scheduler import Workers
+from tests.helpers.simulated_device import SimulatedDevice
 from tests.races.graphs import Graph
-from tests.simulated_device import SimulatedDevice
-from tests.stepped_workers import Workers
 
 SCENARIOS = ("once", "once", "once", "again", "dropped", "stumbling", "two")
 

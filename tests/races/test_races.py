@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hf_offload.storage.ram import RamTier
-from tests.controlled_tier import Rig
+from tests.helpers.controlled_tier import Rig
+from tests.helpers.seed_search import attempt
+from tests.helpers.seeded_scheduler import Workers
+from tests.helpers.simulated_device import SimulatedDevice
 from tests.races.runs import expected, play, random_case, run
-from tests.seeds import attempt
-from tests.simulated_device import SimulatedDevice
-from tests.stepped_workers import Workers
 
 _EACH = 100
 _USUAL = range(0, 500, _EACH)

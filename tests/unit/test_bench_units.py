@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from bench_recipes import RANDOM_RECIPE, TINY_MODEL, fake_report
 
 from hf_offload import OffloadConfigError
 from hf_offload.bench.cell import CRASHED, DONE, CellResult
@@ -12,6 +11,7 @@ from hf_offload.bench.results import Case, Cell, Results
 from hf_offload.bench.strategies import find_strategy, parse_strategies, strategy_names
 from hf_offload.bench.tables import footnotes, identity, markdown
 from hf_offload.reports.plots import Point, pareto_front, plot_pareto
+from tests.helpers.bench_recipes import RANDOM_RECIPE, TINY_MODEL, fake_report
 
 # ----------------------------------------------------------------------------------------------------------- strategies
 

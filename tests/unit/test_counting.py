@@ -4,8 +4,6 @@ import itertools
 
 import pytest
 import transformers
-from live_bytes import peak_live_bytes
-from small_models import CONFIGS, ROWS, TOKENS, batch, build
 
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
@@ -13,6 +11,8 @@ from hf_offload.forecast.counting import OptimizerNeeds, count_footprint, fake_m
 from hf_offload.structure.units import find_units
 from hf_offload.transforms.rematerialization.apply import Lean
 from hf_offload.transforms.sampling.convert import Sampling
+from tests.helpers.activation_heavy_models import CONFIGS, ROWS, TOKENS, batch, build
+from tests.helpers.live_bytes import peak_live_bytes
 
 NOTHING = OptimizerNeeds(0, 0, 0.0)
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny_models import NAMES, tiny_batch, tiny_model
 from torch import nn
 from transformers import Trainer
 from transformers.pytorch_utils import Conv1D

@@ -6,7 +6,6 @@ import random
 import statistics
 
 import pytest
-from made_footprints import MB, footprint_of
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.placement import greedy, smallest, solve, uniform
@@ -14,6 +13,7 @@ from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import find_plan
 from hf_offload.plan.problem import Problem, smallest_budget
 from hf_offload.plan.simulate import Channel, Windows
+from tests.helpers.handmade_footprints import MB, footprint_of
 
 
 def random_problem(seed):

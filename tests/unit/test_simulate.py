@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from made_footprints import MB, footprint_of
 
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.simulate import Channel, Windows, simulate
+from tests.helpers.handmade_footprints import MB, footprint_of
 
 NARROW = Windows(0, 1 << 40)
 

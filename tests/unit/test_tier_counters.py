@@ -6,8 +6,8 @@ import torch
 from hf_offload.engine import ring as rings
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
-from tests.controlled_tier import ControlledTier, Rig
-from tests.simulated_device import SimulatedDevice
+from tests.helpers.controlled_tier import ControlledTier, Rig
+from tests.helpers.simulated_device import SimulatedDevice
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from hf_offload import OffloadConfig, OffloadError, OffloadSession, attach
 from hf_offload.errors import TierFullError
 from tests.accelerator.on_device.training import Case, batch, build
 from tests.faults.failing_calls import ALL, Faults
-from tests.tiny_models import gradients
+from tests.helpers.tiny_models import gradients
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_behind")
 CASE = Case()

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.accelerator.on_device.training import EVERY_TIER, TIERS, Case, assert_exact
-from tests.tiny_models import NAMES
+from tests.helpers.tiny_models import NAMES
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_behind")
 

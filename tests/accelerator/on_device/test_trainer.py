@@ -19,7 +19,7 @@ from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.plan.hardware import Figure, Hardware
 from hf_offload.session import attached_session
 from tests.accelerator.on_device.training import differences, let_go_of_what_was_loaded
-from tests.tiny_models import ExampleDataset, gradients, tiny_model, weights
+from tests.helpers.tiny_models import ExampleDataset, gradients, tiny_model, weights
 
 DEVICE = torch.device("late:0")
 STEPS = 4

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from hf_offload import OffloadConfig, OffloadSession, attach
-from tests.tiny_models import gradients, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model, weights
 
 STEPS = 3
 TIERS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from hf_offload.engine import chunks, ring, staged, transfer
 from tests import controlled_tier
-from tests.simulated_device import POISON
+from tests.helpers.simulated_device import POISON
 
 _PINNED_RING = ring.PinnedRing
 

@@ -1,4 +1,4 @@
-"""Which output heads transformers has, and which of them a tiled loss serves: ``python -m tests.survey_heads FILE.md``.
+"""Which output heads transformers has, and which of them a tiled loss serves: ``python docs/make_tiled_heads.py FILE.md``.
 
 Every language model of the three kinds is built from its own configuration, made small. A head is served if a training step
 with it gives the loss and the gradients of a step without.
@@ -115,7 +115,7 @@ def main(path: Path) -> None:
         "# Output heads of transformers, and the tiled loss",
         "",
         f"transformers {transformers.__version__}: of {len(rows)} classes {tried} could be built small and trained for a",
-        f"step from their default configuration; {served} of those are served. `python -m tests.survey_heads` makes this",
+        f"step from their default configuration; {served} of those are served. `docs/make_tiled_heads.py` makes this",
         "table. *Served*: the logits never existed, and loss and gradients are those of the usual way. *True logits*: the",
         "model does something with them that is not known to work token by token, so they were computed: correct, and no",
         "memory saved.",
