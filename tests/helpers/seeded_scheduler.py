@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from unittest.mock import patch
 
 from hf_offload.engine import chunks, ring, staged, transfer
-from tests import controlled_tier
+from tests.helpers import controlled_tier
 from tests.helpers.simulated_device import POISON
 
 _PINNED_RING = ring.PinnedRing

@@ -11,6 +11,8 @@ from hf_offload import OffloadConfig, OffloadTrainingArguments, attach, offload_
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.plan.plan import Placement
 from hf_offload.planning.measuring import StepMeter
+from tests.helpers.activation_heavy_models import ROWS, TOKENS, batch, build
+from tests.helpers.live_bytes import peak_bytes_in_use, peak_live_bytes
 
 MIB = 1 << 20
 

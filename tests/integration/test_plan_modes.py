@@ -16,6 +16,7 @@ from hf_offload.memory_modes.registry import memory_mode
 from hf_offload.optimizers.blockwise import BlockwiseConfig, deepest_turn
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.settings.memory_modes import mode_names
+from tests.helpers.tiny_models import _ARCHITECTURES, tiny_batch, tiny_model
 from tests.helpers.torchao_optimizers import optimizer_of
 
 RANK = {"rank": 4}

@@ -18,6 +18,9 @@ from hf_offload import OffloadConfig, offload_activations
 from hf_offload.engine.recompute import Recompute
 from hf_offload.errors import OffloadPlanError, RecomputeError
 from hf_offload.structure.units import find_blocks
+from tests.helpers import other_module_noise as noise
+from tests.helpers.live_bytes import peak_live_bytes
+from tests.helpers.other_module_noise import draw
 
 WIDTH, ROWS = 32, 256
 STEPS = 4

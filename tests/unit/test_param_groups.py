@@ -10,6 +10,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.param_groups import param_groups
 from hf_offload.optimizers.projected import GaLoreConfig, ProjectedAdamW
 from hf_offload.structure.linears import chosen_linears
+from tests.helpers.tiny_models import NAMES, tiny_batch, tiny_model
 
 LINEARS = {
     "gpt2": {"c_attn", "c_proj", "c_fc"},
