@@ -258,7 +258,7 @@ class Engine:
         buffer = whole_storage(tensor)
         if end - begin < whole:
             buffer = buffer[begin:end]
-        record = Record(buffer, probe, weakref.ref(_root(tensor)), begin, self.unit, self.transfer.graveyard)
+        record = Record(buffer, probe, weakref.ref(_root(tensor)), begin, self.unit, self.transfer.finalized)
         record.forward = self._forward
         del buffer
         if self._keeping is not None:

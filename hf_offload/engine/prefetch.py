@@ -105,7 +105,7 @@ class Prefetcher:
             while tape.next < len(tape.order):
                 record = tape.records[tape.order[tape.next]]()
                 # What is kept never leaves, unless room has to be made for others.
-                if record is not None and not record.estate.ahead and not record.estate.kept:
+                if record is not None and not record.cleanup.ahead and not record.cleanup.kept:
                     state = record.state
                     if state is State.STORED:
                         if record.memory() is None:
@@ -128,5 +128,5 @@ class Prefetcher:
     def _has_room(self, record: Record, tape: Tape, window: int) -> bool:
         own = self._transfer.own_bytes
         # What still leaves is in memory, too, until it has left; keeping it then adds nothing.
-        more = 0 if record.estate.leaving else record.nbytes
+        more = 0 if record.cleanup.leaving else record.nbytes
         return own + more <= window or (own == 0 and tape.narrowed_bytes is None)

@@ -3,7 +3,7 @@
 Note: lifetimes
     autograd -> handle (:class:`PackedView`, :class:`KeptTensor`) -> :class:`Record` -> bytes.
     Autograd lets go of a handle when the graph does; the last handle takes its record along, and the record's
-    :class:`Estate` is put on a queue. Nothing else ends a life: not the number of unpacks, not the end of a step. So
+    :class:`Cleanup` is put on a queue. Nothing else ends a life: not the number of unpacks, not the end of a step. So
     retain_graph, exceptions, tensors that are never unpacked and several forwards before a backward need no special case.
     A handle never holds the tensor that pack received: that tensor holds its graph, the graph holds the handle, and the
     cycle runs through C++, where Python's collector cannot see it.
@@ -61,7 +61,7 @@ class Settling:
         self._until_done.release()
 
 
-class Estate(weakref.ref["Record"]):
+class Cleanup(weakref.ref["Record"]):
     """What a record has in the tier and in the counts: what is left to do once it is gone. Held by who does it.
 
     It is the weak reference whose callback puts it on the queue.
@@ -71,12 +71,12 @@ class Estate(weakref.ref["Record"]):
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
-    def __new__(cls, record: "Record", graveyard: "queue.SimpleQueue[Estate]") -> "Estate":
+    def __new__(cls, record: "Record", finalized: "queue.SimpleQueue[Cleanup]") -> "Cleanup":
         # May be called inside any allocation, under any lock that this thread holds: it must take none.
-        return super().__new__(cls, record, graveyard.put)
+        return super().__new__(cls, record, finalized.put)
 
-    def __init__(self, record: "Record", graveyard: "queue.SimpleQueue[Estate]"):
-        super().__init__(record, graveyard.put)  # type: ignore[call-arg]  # typeshed knows no __init__ of a reference
+    def __init__(self, record: "Record", finalized: "queue.SimpleQueue[Cleanup]"):
+        super().__init__(record, finalized.put)  # type: ignore[call-arg]  # typeshed knows no __init__ of a reference
         self.key = id(record)
         self.nbytes = record.nbytes
         self.slot: Slot | None = None
@@ -93,7 +93,7 @@ class Record:
     __slots__ = (
         "__weakref__",
         "buffer",
-        "estate",
+        "cleanup",
         "forward",
         "nbytes",
         "ordinal",
@@ -118,7 +118,7 @@ class Record:
         root: "weakref.ref[torch.Tensor]",
         start: int,
         unit: str,
-        graveyard: "queue.SimpleQueue[Estate]",
+        finalized: "queue.SimpleQueue[Cleanup]",
     ):
         self.buffer: torch.Tensor | None = buffer
         self.nbytes = buffer.numel()
@@ -131,7 +131,7 @@ class Record:
         self.state = State.RESIDENT
         self.unit = unit
         self.wanted = False  # backward will need it soon: a store that ends must not drop the buffer
-        self.estate = Estate(self, graveyard)
+        self.cleanup = Cleanup(self, finalized)
         self.forward = 0  # the engine's count of forwards when it was saved
         self.ordinal = -1
         self.tape: Any = None
@@ -146,7 +146,7 @@ class Record:
     def hold(self, buffer: torch.Tensor) -> None:
         """Let ``buffer`` be the record's bytes in memory from now on."""
         self.buffer = buffer
-        self.estate.held = True
+        self.cleanup.held = True
         self._point_at(buffer)
 
     def forget_memory(self) -> None:
@@ -161,20 +161,20 @@ class Record:
     @property
     def slot(self) -> Slot | None:
         """Its room in the tier."""
-        return self.estate.slot
+        return self.cleanup.slot
 
     @slot.setter
     def slot(self, slot: Slot | None) -> None:
-        self.estate.slot = slot
+        self.cleanup.slot = slot
 
     @property
     def future(self) -> "Future[Any] | None":
         """The transfer that is on its way, or was the last."""
-        return self.estate.future
+        return self.cleanup.future
 
     @future.setter
     def future(self, future: "Future[Any] | None") -> None:
-        self.estate.future = future
+        self.cleanup.future = future
 
 
 def _nothing() -> None:

@@ -3,7 +3,7 @@
 Note: threads and the lock
     Training threads pack and unpack, device threads unpack (several at once), I/O threads finish transfers. One re-entrant
     lock guards every record's state and the byte counts; nobody waits for a transfer while holding it. Finalizers take no
-    lock at all: they put an :class:`~hf_offload.engine.record.Estate` on a queue, and ``reap`` works it off.
+    lock: they put a :class:`~hf_offload.engine.record.Cleanup` on the queue ``finalized``, and ``reap`` carries it out.
 """
 
 import collections
@@ -20,7 +20,7 @@ import torch
 
 from hf_offload.engine.device import Device
 from hf_offload.engine.movers import Mover
-from hf_offload.engine.record import Estate, Record, Settling, State
+from hf_offload.engine.record import Cleanup, Record, Settling, State
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadError, StandstillError, StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
@@ -35,9 +35,9 @@ class Transfer:
 
     def __init__(self, device: Device, tier: Tier, mover: Mover, stats: OffloadStats):
         self.lock = threading.RLock()
-        self.graveyard: queue.SimpleQueue[Estate] = queue.SimpleQueue()
+        self.finalized: queue.SimpleQueue[Cleanup] = queue.SimpleQueue()
         self.tier = tier
-        self._estates: set[Estate] = set()  # of all records that are alive, or not buried yet
+        self._cleanups: set[Cleanup] = set()  # of all records that are alive, or not cleaned up after yet
         self.ahead_bytes = 0
         self.leaving_bytes = 0
         self.kept_bytes = 0
@@ -52,12 +52,12 @@ class Transfer:
         # What the plan keeps in memory, oldest first: what backward needs last.
         self._kept: collections.deque[weakref.ref[Record]] = collections.deque()
         self._warned = False
-        self._outlived = False  # the session is over, and a thread works off the graveyard
+        self._outlived = False  # the session is over, and a thread cleans up after the last records
 
     @property
     def live_records(self) -> int:
         """How many records graphs still hold."""
-        return len(self._estates)
+        return len(self._cleanups)
 
     @property
     def own_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Transfer:
     def adopt(self, record: Record) -> None:
         """Count a new record, whose bytes are in memory."""
         with self.lock:
-            self._estates.add(record.estate)
+            self._cleanups.add(record.cleanup)
             self._hold(record.nbytes)
 
     def store(self, record: Record, write_behind_bytes: int, place: str | None = None) -> None:
@@ -96,10 +96,10 @@ class Transfer:
         # A copy into memory is where it belongs in stream order, and there is nothing to wait for but the source.
         settled = None if self._mover.drops_early and future.done() else Settling()
         with self.lock:
-            estate = record.estate
-            estate.slot, estate.future, record.settled = slot, future, settled
+            cleanup = record.cleanup
+            cleanup.slot, cleanup.future, record.settled = slot, future, settled
             record.state = State.STORED if settled is None else State.STORING
-            estate.leaving = True
+            cleanup.leaving = True
             self.leaving_bytes += record.nbytes
             if settled is not None:
                 self._pending_bytes += record.nbytes
@@ -167,7 +167,7 @@ class Transfer:
         with self.lock:
             self._pending_bytes -= nbytes
             record = reference()
-            if record is None or record.estate.future is not future:
+            if record is None or record.cleanup.future is not future:
                 return
             try:
                 error = future.exception()
@@ -214,7 +214,7 @@ class Transfer:
         with self.lock:
             while self._kept and self._kept[0]() is None:
                 self._kept.popleft()
-            record.estate.kept = True
+            record.cleanup.kept = True
             self.kept_bytes += record.nbytes
             self._kept.append(weakref.ref(record))
 
@@ -243,7 +243,7 @@ class Transfer:
         with self.lock:
             while self._kept:
                 record = self._kept.popleft()()
-                if record is not None and record.estate.kept:
+                if record is not None and record.cleanup.kept:
                     self._count_not_kept(record)
                     if record.state is State.RESIDENT and not record.wanted:
                         return record
@@ -383,29 +383,29 @@ class Transfer:
     # -- accounts -----------------------------------------------------------------------------------------------------
 
     def reap(self) -> None:
-        """Work off what finalizers left: free slots, cancel stores nobody needs, correct the counts."""
-        while not self._outlived and not self.graveyard.empty():
+        """Carry out what finalizers left to do: free slots, cancel stores nobody needs, correct the counts."""
+        while not self._outlived and not self.finalized.empty():
             with signals_deferred:
                 try:
-                    self._bury(self.graveyard.get_nowait())
+                    self._clean_up(self.finalized.get_nowait())
                 except queue.Empty:
                     break
         self._mover.advance()
 
-    def _bury(self, estate: Estate) -> None:
+    def _clean_up(self, cleanup: Cleanup) -> None:
         with self.lock:
-            self._estates.discard(estate)
-            self.resident_bytes -= estate.nbytes * estate.held
-            self.ahead_bytes -= estate.nbytes * estate.ahead
-            self.leaving_bytes -= estate.nbytes * estate.leaving
-            self.kept_bytes -= estate.nbytes * estate.kept
-            consumed = self._consumed.get(estate.key)
+            self._cleanups.discard(cleanup)
+            self.resident_bytes -= cleanup.nbytes * cleanup.held
+            self.ahead_bytes -= cleanup.nbytes * cleanup.ahead
+            self.leaving_bytes -= cleanup.nbytes * cleanup.leaving
+            self.kept_bytes -= cleanup.nbytes * cleanup.kept
+            consumed = self._consumed.get(cleanup.key)
             if consumed is not None and consumed() is None:  # else the id is used again already
-                del self._consumed[estate.key]
-            if estate.slot is not None:
-                if estate.future is not None:
-                    estate.future.cancel()
-                self._mover.free(estate.slot)
+                del self._consumed[cleanup.key]
+            if cleanup.slot is not None:
+                if cleanup.future is not None:
+                    cleanup.future.cancel()
+                self._mover.free(cleanup.slot)
 
     def _hold(self, nbytes: int) -> None:
         self.resident_bytes += nbytes
@@ -414,28 +414,28 @@ class Transfer:
     def _release_buffer(self, record: Record) -> None:
         if record.buffer is not None:
             record.buffer = None
-            record.estate.held = False
+            record.cleanup.held = False
             self.resident_bytes -= record.nbytes
             self._count_not_leaving(record)
 
     def _count_ahead(self, record: Record) -> None:
-        if not record.estate.ahead:
-            record.estate.ahead = True
+        if not record.cleanup.ahead:
+            record.cleanup.ahead = True
             self.ahead_bytes += record.nbytes
 
     def _count_not_leaving(self, record: Record) -> None:
-        if record.estate.leaving:
-            record.estate.leaving = False
+        if record.cleanup.leaving:
+            record.cleanup.leaving = False
             self.leaving_bytes -= record.nbytes
 
     def _count_not_kept(self, record: Record) -> None:
-        if record.estate.kept:
-            record.estate.kept = False
+        if record.cleanup.kept:
+            record.cleanup.kept = False
             self.kept_bytes -= record.nbytes
 
     def _count_not_ahead(self, record: Record) -> None:
-        if record.estate.ahead:
-            record.estate.ahead = False
+        if record.cleanup.ahead:
+            record.cleanup.ahead = False
             self.ahead_bytes -= record.nbytes
 
     def close_when_unused(self) -> None:
@@ -450,7 +450,7 @@ class Transfer:
     def _outlive(self) -> None:
         self._device.make_current()
         while self.live_records > 0:
-            self._bury(self.graveyard.get())
+            self._clean_up(self.finalized.get())
         self._close()
 
     def _close(self) -> None:

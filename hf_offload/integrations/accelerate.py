@@ -140,7 +140,7 @@ class OffloadedAccelerator:
             self._not_trained.discard(model)
         self.prepared(model, args, kwargs)
 
-    def gone_backward(self, result: Any, args: Any, kwargs: Any) -> None:
+    def after_backward(self, result: Any, args: Any, kwargs: Any) -> None:
         """A backward is over. DeepSpeed steps in it, out of sight of any hook."""
         accelerator = self._accelerator()
         assert accelerator is not None
@@ -211,7 +211,7 @@ _AFTER: dict[str, Callable[..., None]] = {
     "prepare_model": OffloadedAccelerator.prepared_model,
     "prepare_optimizer": OffloadedAccelerator.prepared,
     "free_memory": OffloadedAccelerator.prepared,
-    "backward": OffloadedAccelerator.gone_backward,
+    "backward": OffloadedAccelerator.after_backward,
 }
 # Name of a method of Accelerator -> the one that stood there, and the one that stands there now.
 _replaced: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}

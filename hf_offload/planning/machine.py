@@ -168,7 +168,7 @@ def _cpu_name() -> str:
 def _drive(directory: Path, sample_bytes: int) -> DriveFacts:
     with contextlib.closing(DiskTier(directory)) as tier:
         file = tier.files[0]
-        free = tier.patiently(lambda: free_disk_bytes([directory]))
+        free = tier.call_with_watchdog(lambda: free_disk_bytes([directory]))
         write, read, both = _measure(tier, sample_bytes, free)
         return DriveFacts(directory, file.file_system, free, file.direct, write, read, both)
 

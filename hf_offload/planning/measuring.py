@@ -276,7 +276,7 @@ class StepMeter(StepRecorder):
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._model_ref() is None:
             return
-        self._bury()
+        self._clean_up()
         if self._optimizing:  # else the whole step ran inside of the optimizer's, in a closure
             live, least, peak = self._before_optimizing
             needed = max(0, self._most - least - max(0, self._live - live))

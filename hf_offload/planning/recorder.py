@@ -207,7 +207,7 @@ class StepRecorder(TorchDispatchMode):
 
     def _after(self, func: Any, args: Any, kwargs: Any, result: Any, shared: frozenset[int]) -> None:
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self._bury()
+        self._clean_up()
         fresh = False
         # lift_fresh wraps memory that belongs to something else, such as a buffer that was shifted to a wanted address.
         counts = func is not torch.ops.aten.lift_fresh.default
@@ -270,7 +270,7 @@ class StepRecorder(TorchDispatchMode):
             self._live -= seen.nbytes
             seen.nbytes = 0
 
-    def _bury(self) -> None:
+    def _clean_up(self) -> None:
         while not self._dead.empty():
             seen = self._dead.get()
             self._known.discard(seen.key)
@@ -287,7 +287,7 @@ class StepRecorder(TorchDispatchMode):
 
     def end_moment(self) -> int:
         """Close the running moment; returns the index of the next one."""
-        self._bury()
+        self._clean_up()
         seconds = self.elapsed()
         live = self._live - self.elsewhere()
         if seconds > 0 or self._most > live or not self.moments:

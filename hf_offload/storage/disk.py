@@ -105,7 +105,7 @@ class DiskTier(QueuedTier):
         try:
             for path in paths:
                 opening = functools.partial(DataFile, path, allow_direct=direct)
-                self._files.append(self.patiently(opening, DataFile.close))
+                self._files.append(self.call_with_watchdog(opening, DataFile.close))
             self.block_bytes = max(align_bytes or 1, *(file.direct.align_bytes for file in self._files))
             if any(self.block_bytes % file.direct.align_bytes for file in self._files):
                 raise OffloadConfigError(f"align_bytes={align_bytes} is not a multiple of what the drives need.")
@@ -117,7 +117,7 @@ class DiskTier(QueuedTier):
         self.checksum = checksum
         granule = max(self.block_bytes, 4096)
         self.chunk_bytes = max(chunk_bytes // granule, 1) * granule
-        self._room = DiskRoom(self._files, granule, self.chunk_bytes, budget_bytes, self.patiently)
+        self._room = DiskRoom(self._files, granule, self.chunk_bytes, budget_bytes, self.call_with_watchdog)
         self._paid_bytes = 0
         self.write_limit_reached = False  # something was refused because of max_write_bytes
         self.gate = Gate()
@@ -298,7 +298,7 @@ class DiskTier(QueuedTier):
     # -- end -----------------------------------------------------------------------------------------------------------
 
     def _shut(self) -> None:
-        self.patiently(functools.partial(_close_files, self._files, self._owner_pid))
+        self.call_with_watchdog(functools.partial(_close_files, self._files, self._owner_pid))
 
     def abandon_in_child(self) -> None:
         """After a fork, in the child: close its copies of the files, so that they do not keep the disk space."""

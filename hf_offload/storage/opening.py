@@ -64,7 +64,7 @@ def drives_for(config: OffloadConfig, on_host: bool) -> tuple[Path, ...]:
 
 
 def _check_room(budget_bytes: int, disk: DiskTier) -> None:
-    free = disk.patiently(lambda: free_disk_bytes(file.directory for file in disk.files))
+    free = disk.call_with_watchdog(lambda: free_disk_bytes(file.directory for file in disk.files))
     if budget_bytes > free:
         raise OffloadConfigError(
             f"disk_budget={format_bytes(budget_bytes)}, but only {format_bytes(free)} are free in {disk.where}: free some "

@@ -29,7 +29,7 @@ class DiskRoom:
 
     A large slot is spread evenly over the files, so that all drives work on it; smaller ones go to the files in turn.
     Freed ranges are taken before a file is made larger, and files only grow: what was once preallocated stays for the
-    next step. Files are enlarged through ``patiently``, which may give up waiting for a call that goes on.
+    next step. Files are enlarged through ``call_with_watchdog``, which may give up waiting for a call that goes on.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class DiskRoom:
         granule_bytes: int,
         chunk_bytes: int,
         budget_bytes: int | None,
-        patiently: Callable[[Callable[[], None]], None] = lambda growth: growth(),
+        call_with_watchdog: Callable[[Callable[[], None]], None] = lambda growth: growth(),
     ) -> None:
         self._files = files
         self._granule_bytes = granule_bytes
         self._chunk_bytes = chunk_bytes
         self._budget_bytes = budget_bytes
-        self._patiently = patiently
+        self._call_with_watchdog = call_with_watchdog
         self._growing = threading.Lock()  # also by a growth that was given up
         self._extents = [Extents(granule_bytes=granule_bytes) for _ in files]
         self._next_file = itertools.cycle(range(len(files)))
@@ -130,7 +130,7 @@ class DiskRoom:
         for size in dict.fromkeys((step, needed)):
             try:
                 if size:
-                    self._patiently(partial(self._grow, file, size, capacity))
+                    self._call_with_watchdog(partial(self._grow, file, size, capacity))
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise StorageError(

@@ -173,7 +173,7 @@ class Tier(abc.ABC):
         """Wait for transfers, whatever becomes of them. Raises as :meth:`wait_for` does."""
         self.wait_for(lambda seconds: not concurrent.futures.wait(futures, seconds).not_done)
 
-    def patiently(self, call: Callable[[], T], undo: Callable[[T], None] = lambda result: None) -> T:
+    def call_with_watchdog(self, call: Callable[[], T], undo: Callable[[T], None] = lambda result: None) -> T:
         """What ``call`` returns, which opens, enlarges or closes files: on a drive that hangs it would never end.
 
         It runs in a thread of its own. Raises :class:`~hf_offload.errors.StandstillError` if it comes to a standstill; should

@@ -452,17 +452,17 @@ def test_a_record_that_is_gone_cannot_be_found_again():
     assert all(reference() is not None for reference in references)
     found = []
 
-    class Graveyard:
-        def put(self, estate):
+    class Finalized:
+        def put(self, cleanup):
             found.append([reference() for reference in references])
 
     for reference in references:
         record = reference()
-        record.estate = type(record.estate)(record, Graveyard())
+        record.cleanup = type(record.cleanup)(record, Finalized())
         del record
-    estates = [reference().estate for reference in references]
+    cleanups = [reference().cleanup for reference in references]
     del y
-    assert len(estates) == 1
+    assert len(cleanups) == 1
     assert found == [[None]]
 
 

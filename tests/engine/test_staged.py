@@ -229,7 +229,7 @@ def test_a_failed_read_can_be_repeated(monkeypatch):
         patch.setattr(rig.transfer._device, "allocate", lambda *size: targets.append(allocate(*size)) or targets[-1])
         with pytest.raises(OffloadError, match="Input/output error"):
             torch.autograd.grad(y, x, retain_graph=True)
-    ahead = [estate.future for estate in rig.transfer._estates if estate.ahead]
+    ahead = [cleanup.future for cleanup in rig.transfer._cleanups if cleanup.ahead]
     assert any(isinstance(future.exception(timeout=20), StorageError) for future in ahead)
     tier.fail_reads = False
     assert torch.equal(torch.autograd.grad(y, x)[0], expected)

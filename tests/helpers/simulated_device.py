@@ -249,7 +249,7 @@ class SimulatedDevice(Device):
         """Some time goes by."""
         self.every_turn()
         with self._lock:
-            self._bury()
+            self._clean_up()
             for stream in self._streams:
                 while stream.queue and self._random.random() < stream.pace and self._step(stream):
                     pass
@@ -268,7 +268,7 @@ class SimulatedDevice(Device):
             self._pages += [block] * (nbytes // _PAGE)
         return block
 
-    def _bury(self):
+    def _clean_up(self):
         while not self._given_back.empty():
             block = self._given_back.get()
             users, block.users = block.users, set()
