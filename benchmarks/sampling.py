@@ -25,7 +25,7 @@ from hf_offload.plan.placement import uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.simulate import Windows, simulate
-from hf_offload.settings.lean import LeanConfig
+from hf_offload.settings.elementwise import RecomputeElementwiseConfig
 from hf_offload.settings.load import choose
 from hf_offload.settings.outputs import check_output_folder
 from hf_offload.settings.sampling import SampledLinearConfig
@@ -49,7 +49,7 @@ def _sampled(ratio: float, *lean: str) -> dict[str, Any]:
 
 
 def _lean(*switches: str) -> dict[str, Any]:
-    return {"lean": LeanConfig(switches)} if switches else {}
+    return {"lean": RecomputeElementwiseConfig(switches)} if switches else {}
 
 
 BASELINE, FAIR = "full, eager", "full"

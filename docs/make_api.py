@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the docstrings of the public names: `make api`, or `python docs/make_api.py`."""
+"""Writes docs/api.md from docstrings and docs/settings.md from declarations: `make api`, or `python docs/make_api.py`."""
 
 import dataclasses
 import inspect
@@ -7,17 +7,51 @@ from pathlib import Path
 from typing import Any
 
 import hf_offload
+from hf_offload.settings.environment import READERS
+from hf_offload.settings.renamed import RENAMED
+from hf_offload.settings.schema import OffloadConfig, argument
+from hf_offload.settings.values import MODEL, MOVING, help_of
 
 PAGE = Path(__file__).with_name("api.md")
+SETTINGS_PAGE = Path(__file__).with_name("settings.md")
 OPENING = """# The names of the API
 
 Made from docstrings by `make api`; what is written here by hand is lost. `python -m pydoc hf_offload.OffloadConfig` shows
 the same in a terminal.
 """
 
+SETTINGS_OPENING = """# Settings
+
+Made from the declarations of `OffloadConfig` by `make api`; what is written here by hand is lost.
+
+A setting has one name. It is the keyword of `OffloadConfig` and `OffloadPlugin`, the key in the section `offload` of a recipe
+and in `hf_offload_config` of a config file of accelerate, and in capitals behind `HF_OFFLOAD_` the environment variable. The
+training argument is the same word, with `offload_` before it where it is about moving tensors; `tier` is `offload` there, and
+`none` by default. Sizes are numbers of bytes or text such as `20GiB`; directories and names in variables and arguments are
+separated by commas.
+"""
+SCOPES = {MOVING: "What is moved, where, and how", MODEL: "What changes in the model"}
+
+
+def settings_page() -> str:
+    """Tables of all settings."""
+    parts = [SETTINGS_OPENING]
+    for scope, heading in SCOPES.items():
+        rows = [
+            f"| `{name}` | `{argument(name)}` | `{_default(field)}` | {READERS[name].unit} | {help_of(OffloadConfig, name)} |"
+            for name, field in OffloadConfig.__dataclass_fields__.items()
+            if field.metadata["scope"] == scope
+        ]
+        head = ["| setting | training argument | default | unit | meaning |", "|---|---|---|---|---|"]
+        parts.append("\n".join([f"## {heading}\n", *head, *rows]) + "\n")
+    old = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
+    head = ["They work for one version, with a warning, and so do the variables.\n", "| old | new |", "|---|---|"]
+    parts.append("\n".join(["## Old names\n", *head, *old]))
+    return "\n".join(parts) + "\n"
+
 
 def page() -> str:
-    """The whole page."""
+    """The page of the API."""
     return "\n".join([OPENING, *(_entry(name, getattr(hf_offload, name)) for name in hf_offload.__all__)])
 
 
@@ -25,14 +59,15 @@ def _entry(name: str, thing: Any) -> str:
     parts = [f"## {name}\n", f"`{thing.__module__}.{name}`\n", _text(thing)]
     if inspect.isclass(thing):
         # Of an arguments class, what it adds to the class of transformers or TRL that it stands on.
-        own = vars(thing).get("__annotations__", {})
+        bases = [thing, *(base for base in thing.__bases__ if base.__name__.startswith("_"))]
+        own = {name for base in bases for name in vars(base).get("__annotations__", {})}
         fields = (
             [field for field in dataclasses.fields(thing) if field.name in own]
             if dataclasses.is_dataclass(thing)
             else []
         )
         if fields:
-            rows = [f"| `{field.name}` | `{_default(field)}` | {field.metadata.get('help', '')} |" for field in fields]
+            rows = [f"| `{field.name}` | `{_default(field)}` | {_help(field)} |" for field in fields]
             parts.append("\n".join(["| field | default | |", "|---|---|---|", *rows]) + "\n")
         for member, value in vars(thing).items():
             if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
@@ -45,6 +80,11 @@ def _entry(name: str, thing: Any) -> str:
 
 def _default(field: "dataclasses.Field[Any]") -> str:
     return "required" if field.default is dataclasses.MISSING else repr(field.default)
+
+
+def _help(field: "dataclasses.Field[Any]") -> str:
+    """Of settings, nothing: their class's docstring says it."""
+    return "" if "reader" in field.metadata else field.metadata.get("help", "").replace("%%", "%")
 
 
 def _signature(thing: Any) -> str:
@@ -72,3 +112,4 @@ def _text(thing: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    SETTINGS_PAGE.write_text(settings_page())

@@ -26,7 +26,7 @@ with tempfile.TemporaryDirectory() as output:
         memory_mode="galore",  # or apollo, frugal, lisa, badam, lora, ...: `hf-offload plan MODEL --modes` compares them
         memory_mode_kwargs={"rank": 8},  # yours: 128 and more; a quarter of the width is usual
         offload="ssd",
-        offload_dir=output,  # yours: a folder on the SSD
+        offload_directory=output,  # yours: a folder on the SSD
     )
     trainer = Trainer(model, arguments, train_dataset=data)
     trainer.train()

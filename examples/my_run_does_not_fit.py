@@ -115,9 +115,9 @@ def train(**flags: str) -> tuple[int, float, float]:
 
 WAYS = {
     "keep": {},
-    "ssd": {"offload": "ssd", "offload_dir": work.name},
-    "ssd, tiled loss": {"offload": "ssd", "offload_dir": work.name, "tiled_loss": "on"},
-    "auto": {"offload": "auto", "offload_memory_budget": str(budget), "offload_dir": work.name},
+    "ssd": {"offload": "ssd", "offload_directory": work.name},
+    "ssd, tiled loss": {"offload": "ssd", "offload_directory": work.name, "tiled_loss": "on"},
+    "auto": {"offload": "auto", "offload_memory_budget": str(budget), "offload_directory": work.name},
 }
 measured = {}
 print(f"{'measured':18}{'peak':>12}{'fits':>6}{'step':>9}{'loss':>11}")

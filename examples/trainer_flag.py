@@ -25,6 +25,6 @@ with tempfile.TemporaryDirectory() as output:
         save_strategy="no",
         dataloader_pin_memory=torch.accelerator.is_available(),
         offload="ssd",
-        offload_dir=sys.argv[1] if len(sys.argv) > 1 else None,
+        offload_directory=sys.argv[1] if len(sys.argv) > 1 else None,
     )
     Trainer(model, arguments, train_dataset=data).train()  # the log has offload/* counters

@@ -40,6 +40,6 @@ with tempfile.TemporaryDirectory() as output:
         dataloader_pin_memory=torch.accelerator.is_available(),
         gradient_checkpointing=False,  # TRL's default; offloading everything takes its place
         offload="ssd",
-        offload_dir=output,  # yours: a folder on the SSD
+        offload_directory=output,  # yours: a folder on the SSD
     )
     SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer).train()

@@ -26,6 +26,6 @@ with tempfile.TemporaryDirectory() as output:
         save_strategy="no",
         dataloader_pin_memory=torch.accelerator.is_available(),
         offload="ssd",
-        offload_dir=output,  # yours: a folder on the SSD
+        offload_directory=output,  # yours: a folder on the SSD
     )
     Trainer(model, arguments, train_dataset=data).train()

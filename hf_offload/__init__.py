@@ -1,6 +1,7 @@
 """Activation offloading for Hugging Face training: GPU memory to RAM to SSD, with bit-exact gradients."""
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import (
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from hf_offload.integrations.trainer import OffloadCallback
     from hf_offload.memory_modes.registry import memory_mode
     from hf_offload.session import OffloadSession, attach, offload_activations
-    from hf_offload.settings.lean import LeanConfig
+    from hf_offload.settings.elementwise import RecomputeElementwiseConfig
     from hf_offload.settings.sampling import SampledLinearConfig
     from hf_offload.settings.schema import OffloadConfig
     from hf_offload.transforms.sampling.diagnostics import measure_errors
@@ -30,7 +31,7 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `import hf_offload` stays light, and plain PyTorch use never imports the Trainer.
 _HOMES = {
-    "LeanConfig": "hf_offload.settings.lean",
+    "RecomputeElementwiseConfig": "hf_offload.settings.elementwise",
     "OffloadArguments": "hf_offload.integrations.arguments",
     "OffloadCallback": "hf_offload.integrations.trainer",
     "OffloadConfig": "hf_offload.settings.schema",
@@ -46,7 +47,6 @@ _HOMES = {
 }
 
 __all__ = [
-    "LeanConfig",
     "OffloadArguments",
     "OffloadCallback",
     "OffloadConfig",
@@ -56,6 +56,7 @@ __all__ = [
     "OffloadSeq2SeqTrainingArguments",
     "OffloadSession",
     "OffloadTrainingArguments",
+    "RecomputeElementwiseConfig",
     "SampledLinearConfig",
     "SavedTensorModifiedError",
     "StorageError",
@@ -70,6 +71,15 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    from hf_offload.settings.renamed import RENAMED
+
+    if RENAMED.get(name) in _HOMES:
+        warnings.warn(
+            f"{name} is called {RENAMED[name]} now; the old name goes with the next version.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return __getattr__(RENAMED[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -151,7 +151,7 @@ class OffloadSession:
         ranks: The processes that train the model together.
         training: The trainer's run the session belongs to, if one made it.
         by: What attached it.
-        must_stop: The limit of bytes written was met in a step that has ended, and ``at_disk_write_limit`` is ``"stop"``.
+        must_stop: The limit of bytes written was met in a step that has ended, and ``on_disk_write_limit`` is ``"stop"``.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class OffloadSession:
         if self.must_stop:
             raise OffloadError(
                 f"max_disk_write_bytes={format_bytes(int(self.config.max_disk_write_bytes or 0))} have been written, and "
-                "at_disk_write_limit='stop'. The last step is complete: save the model, and raise the limit to go on."
+                "on_disk_write_limit='stop'. The last step is complete: save the model, and raise the limit to go on."
             )
         if self._feedback is not None:
             model = self._model()
@@ -351,7 +351,7 @@ class OffloadSession:
             self._feedback.end_step()
         if self._wear is not None:
             self._wear.keep(now=False)
-        if self._disk is not None and self.config.at_disk_write_limit == "stop":
+        if self._disk is not None and self.config.on_disk_write_limit == "stop":
             self.must_stop = any(self.ranks.gather(self._disk.write_limit_reached))
 
     def _end_counters(self) -> None:

@@ -103,7 +103,7 @@ def measure_overhead(
     """
     kinds: dict[str, tuple[str, Callable[[int], _Sample]]] = {
         "hooks alone": ("what autograd adds for hooks that do nothing", _hooks_alone),
-        "kept": ("smaller than min_offload_bytes", _kept),
+        "kept": ("smaller than min_bytes", _kept),
         "parameter": ("a Parameter itself", _parameter),
         "weight": ("a view of a Parameter, as nn.Linear saves it", _weight_view),
         "offloaded": ("stored, and loaded again", _offloaded),

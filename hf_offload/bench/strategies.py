@@ -135,8 +135,8 @@ _NO_BUDGET = "offload.memory_budget=null"  # tiers that move everything have non
 # A recipe's directory and its limits are for files, which the RAM tier has none of.
 _NO_FILES = (
     _NO_BUDGET,
-    *(f"offload.{name}=null" for name in ("directory", "disk_budget", "max_disk_write_bytes", "disk_rated_bytes")),
-    "offload.at_disk_write_limit=keep",
+    *(f"offload.{name}=null" for name in ("directory", "disk_budget", "max_disk_write_bytes", "drive_endurance_bytes")),
+    "offload.on_disk_write_limit=keep",
 )
 _AUTO = ("offload.tier=auto", "offload.keep_last_count=0", "offload.read_ahead_bytes=null")
 _ONLY_DISK = ("offload.tier=ssd", "offload.ram_budget=null", _NO_BUDGET)
@@ -168,14 +168,14 @@ def _ours() -> list[Strategy]:
         ),
         Strategy(
             "ours:lean",
-            (_NO_OFFLOAD, *plain, "offload.lean_activations=exact"),
-            "OffloadConfig(tier='none', lean_activations='exact'): what can be made again is not saved, masks are bits",
+            (_NO_OFFLOAD, *plain, "offload.recompute_elementwise=exact"),
+            "OffloadConfig(tier='none', recompute_elementwise='exact'): what can be made again is not saved, masks are bits",
             REFERENCE,
         ),
         Strategy(
             "ours:ssd+lean",
-            (*_ONLY_DISK, *plain, "offload.lean_activations=exact"),
-            "OffloadConfig(tier='ssd', lean_activations='exact')",
+            (*_ONLY_DISK, *plain, "offload.recompute_elementwise=exact"),
+            "OffloadConfig(tier='ssd', recompute_elementwise='exact')",
             REFERENCE,
         ),
         Strategy(

@@ -15,7 +15,7 @@ from hf_offload.cli.plan_checks import described_machines, refuse_silent_options
 from hf_offload.cli.plan_modes import show_modes
 from hf_offload.forecast.options import check_options
 from hf_offload.plan.hardware import measure_hardware
-from hf_offload.settings.lean import lean_activations as parse_lean_activations
+from hf_offload.settings.elementwise import recompute_elementwise as parse_recompute_elementwise
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.outputs import check_output_file
 from hf_offload.settings.recipe_files import recipe_names, resolve_shape
@@ -132,7 +132,7 @@ def plan(
             with check:
                 sampled = parse_sampled_linear(sampled_linear)
             with check:
-                lean_config = parse_lean_activations(lean)
+                lean_config = parse_recompute_elementwise(lean)
             with check:
                 others = {"--budget": budget, "--gpu": gpu, "--directory": directory}
                 refuse_silent_options(table, {**pictures, **others, **tables})

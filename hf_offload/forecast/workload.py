@@ -14,7 +14,7 @@ from hf_offload.memory_modes.protocol import MemoryMode
 from hf_offload.memory_modes.registry import memory_mode as find_mode
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.settings.lean import LeanConfig
+from hf_offload.settings.elementwise import RecomputeElementwiseConfig
 from hf_offload.settings.memory_modes import NONE, read_mode_settings
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig, smallest_bytes
@@ -82,7 +82,7 @@ class Workload:
     memory_mode: str = NONE
     memory_mode_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sampled: SampledLinearConfig | None = None
-    lean: LeanConfig | None = None
+    lean: RecomputeElementwiseConfig | None = None
     tiled_loss: str = "off"
     tiled_mlp: str | Sequence[str] = "off"
     cut: Cut = dataclasses.field(default_factory=Cut)

@@ -127,7 +127,7 @@ def _from_recipe(name: str, overrides: Sequence[str]) -> Workload:
         autocast=autocast,
         attention=model.attention,
         optimizer=str(training.get("optim", DEFAULT_OPTIMIZER)),
-        min_offload_bytes=recipe.offload.min_offload_bytes,  # type: ignore[arg-type]  # a number or None, once checked
+        min_offload_bytes=recipe.offload.min_bytes,  # type: ignore[arg-type]  # a number or None, once checked
         memory_mode=str(recipe.memory.get("mode", NONE)),
         memory_mode_kwargs={key: value for key, value in recipe.memory.items() if key != "mode"},
         sampled=recipe.offload.sampling,

@@ -15,6 +15,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.summary import summary_lines
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session, compiled_error
 from hf_offload.settings.environment import FIELDS, settings_with, variable
+from hf_offload.settings.renamed import with_current_names
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, shown
 
@@ -43,6 +44,7 @@ class OffloadPlugin:
     """
 
     def __init__(self, **settings: Any):
+        settings = with_current_names(settings, FIELDS)
         self.config, found = settings_with(settings, "OffloadPlugin")
         for field in sorted(settings.keys() & found.keys()):
             if settings[field] != found[field]:

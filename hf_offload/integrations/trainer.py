@@ -88,7 +88,7 @@ class OffloadCallback(TrainerCallback):
             control.should_training_stop = control.should_save = True
             if state.is_world_process_zero:
                 logger.warning(
-                    "offload_max_disk_write is spent after step %d, so the training is saved and ends.",
+                    "offload_max_disk_write_bytes is spent after step %d, so the training is saved and ends.",
                     state.global_step,
                 )
 

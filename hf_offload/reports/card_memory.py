@@ -21,7 +21,7 @@ _WAYS = {
     "ours:ssd": "offload to SSD",
     "ours:ram": "offload to RAM",
     "ours:auto": "within the budget (`tier: auto`)",
-    "ours:lean": "make again what is cheap (`lean_activations`)",
+    "ours:lean": "make again what is cheap (`recompute_elementwise`)",
 }
 _TRAINER_BATCH = 8
 """The Trainer's own ``per_device_train_batch_size``."""

@@ -52,8 +52,8 @@ def run_checks(
     """
     device = device or default_device()
     folders = [str(Path(folder)) for folder in directories]
-    tiers = {"ram": OffloadConfig(tier="ram", min_offload_bytes=0)}
-    tiers["ssd"] = OffloadConfig(tier="ssd", directory=folders, min_offload_bytes=0)
+    tiers = {"ram": OffloadConfig(tier="ram", min_bytes=0)}
+    tiers["ssd"] = OffloadConfig(tier="ssd", directory=folders, min_bytes=0)
     work: dict[str, Callable[[], str]] = {}
     for tier, config in tiers.items():
         work[f"bytes there and back, {tier}"] = partial(_check_bytes, config, device)

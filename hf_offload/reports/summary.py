@@ -17,7 +17,9 @@ def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
         lines.append(_compared(session.forecast))
     written = session.written()  # every process keeps its count first
     mine = {each.drive.key: each.run_bytes for each in written}
-    return lines + _worn(written, session.ranks.gather(mine) if together else [mine], session.config.disk_rated_bytes)
+    return lines + _worn(
+        written, session.ranks.gather(mine) if together else [mine], session.config.drive_endurance_bytes
+    )
 
 
 def _worn(written: list[Written], everyone: list[dict[str, int]], rated_bytes: int | str | None) -> list[str]:

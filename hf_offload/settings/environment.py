@@ -6,23 +6,21 @@ not set.
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from hf_offload.allocator import ALLOCATORS, CHOSEN_VARIABLE
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.lean import LeanConfig
-from hf_offload.settings.load import choose, collect_errors, from_mapping, renaming
-from hf_offload.settings.sampling import sampled_linear
+from hf_offload.settings.load import choose, collect_errors, from_mapping, naming
+from hf_offload.settings.renamed import old_names, with_current_names
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, nearest, shown
-from hf_offload.settings.values import reader_of
+from hf_offload.settings.values import Reader, reader_of
 
 PREFIX = "HF_OFFLOAD_"
-_MOST_DIGITS = 20
 FIELDS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
+READERS: Mapping[str, Reader] = {field: reader_of(OffloadConfig, field) for field in FIELDS}
 
 AUTOLOAD_VARIABLE = f"{PREFIX}AUTOLOAD"
 DISABLE_VARIABLE = f"{PREFIX}DISABLE"
@@ -66,10 +64,11 @@ def check_variables(environ: Mapping[str, str] | None = None) -> None:
     """
     environ = os.environ if environ is None else environ
     known = [variable(field) for field in FIELDS]
+    old = [variable(name) for name in old_names(FIELDS)]
     with collect_errors("environment") as check:
         for name in sorted(environ):
             with check:
-                if name.startswith(PREFIX) and name not in (*_OTHERS, *known):
+                if name.startswith(PREFIX) and name not in (*_OTHERS, *known, *old):
                     raise OffloadConfigError(f"The variable {cropped(name)} is no setting.{nearest(name, known)}")
         for name in SWITCHES:
             with check:
@@ -88,7 +87,7 @@ def settings_with(
     Raises :class:`~hf_offload.errors.OffloadConfigError` for all mistakes of both, those that do not take effect included.
     """
     environ = os.environ if environ is None else environ
-    found = _values(environ)
+    given, found = with_current_names(given, FIELDS, where), _values(environ)
     both = given.keys() & found.keys()
     losing, merged = (given, {**given, **found}) if environment_first else (found, {**found, **given})
     of_environment = {field: variable(field) for field in found if environment_first or field not in given}
@@ -96,49 +95,23 @@ def settings_with(
         with check:
             check_variables(environ)
         for field in sorted(both):
-            reader = reader_of(OffloadConfig, field)
             name = f"{where}: {field}" if environment_first else variable(field)
             with check:
-                if reader is not None:
-                    reader(name, losing[field])
-        with check, renaming(where, of_environment):
+                READERS[field](name, losing[field])
+        with check, naming(OffloadConfig, of_environment):
             config = from_mapping(OffloadConfig, merged, where)
     return config, found
 
 
 def variables_for(settings: Mapping[str, Any]) -> dict[str, str]:
     """The variables that :func:`settings_from` reads back as ``settings``; ``None`` is left out."""
-    return {variable(field): _text(field, value) for field, value in settings.items() if value is not None}
+    given = with_current_names(settings, FIELDS)
+    return {
+        variable(field): READERS[field].to_text(field, value) for field, value in given.items() if value is not None
+    }
 
 
 def _values(environ: Mapping[str, str]) -> dict[str, Any]:
-    texts = {field: environ.get(variable(field), "").strip() for field in FIELDS}
-    return {field: _value(field, text) for field, text in texts.items() if text}
-
-
-def _value(field: str, text: str) -> Any:
-    if field == "directory":
-        return [part.strip() for part in text.split(",") if part.strip()]
-    if field == "keep_last_count" and len(text) <= _MOST_DIGITS and text.isdecimal():
-        return int(text)
-    return text  # a wrong one is refused with all others
-
-
-def _text(field: str, value: Any) -> str:
-    if field == "sampled_linear" and not isinstance(value, str):
-        sampling = sampled_linear(value)
-        return json.dumps(None if sampling is None else dataclasses.asdict(sampling))
-    if isinstance(value, LeanConfig):
-        return str(value)
-    if isinstance(value, bool):  # what YAML makes of an unquoted on
-        return "on" if value else "off"
-    parts = [value] if isinstance(value, (str, int, float, os.PathLike)) else list(value)
-    texts = [str(part) for part in parts]
-    if len(texts) > 1 or field == "directory":
-        for text in texts:
-            if "," in text or text != text.strip():
-                raise OffloadConfigError(
-                    f"{field}: {shown(text)} cannot be handed on as a variable: a name must not hold a comma, or begin or "
-                    "end with a space."
-                )
-    return ",".join(texts)
+    texts = {name: environ.get(variable(name), "").strip() for name in (*FIELDS, *old_names(FIELDS))}
+    given = with_current_names({name: text for name, text in texts.items() if text}, FIELDS, shown=variable)
+    return {field: READERS[field].from_text(given[field]) for field in FIELDS if field in given}

@@ -17,6 +17,8 @@ from typing import Any
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.recipe_files import layer_names, read_yaml, recipe_names, recipe_roots, shipped_name
+from hf_offload.settings.renamed import with_current_names
+from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, listed, shown
 from hf_offload.settings.text_files import is_file
 from hf_offload.settings.values import expand
@@ -24,6 +26,9 @@ from hf_offload.settings.values import expand
 BASE = "base"
 REPLACED_WHOLE = (("model", "shape"),)
 """Mappings that are one fact: half of one model's shape in another's is the shape of no model."""
+
+
+_OFFLOAD = [field.name for field in dataclasses.fields(OffloadConfig)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +154,10 @@ def _read(
         for base in bases:
             with check:
                 _read(base, (*above, path), tree, origins, files)
-    _merge({key: value for key, value in content.items() if key != BASE}, tree, origins, path, ())
+    sections = {key: value for key, value in content.items() if key != BASE}
+    if isinstance(sections.get("offload"), dict):  # before they are merged: another layer may use the new name
+        sections["offload"] = with_current_names(sections["offload"], _OFFLOAD, f"{path}: offload")
+    _merge(sections, tree, origins, path, ())
     files.append(path)
 
 

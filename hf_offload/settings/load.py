@@ -2,17 +2,18 @@
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.renamed import with_current_names
 from hf_offload.settings.shown import listed, nearest, shown
 
-__all__ = ["choose", "collect_errors", "from_mapping", "nearest", "renaming"]
+__all__ = ["choose", "collect_errors", "from_mapping", "names_of", "naming", "nearest"]
 
 T = TypeVar("T")
-_VALUE = re.compile(r"=|(?:, \w+)* (?:is )?given")
+_names: ContextVar[tuple[type | None, Mapping[str, str]]] = ContextVar("names", default=(None, {}))
 
 
 def choose(name: str, value: object, allowed: Iterable[Any], aliases: Iterable[str] = ()) -> None:
@@ -72,37 +73,44 @@ def joined(what: str, problems: Iterable[str]) -> OffloadConfigError:
 
 
 @contextlib.contextmanager
-def renaming(what: str, names: Mapping[str, str], prefix: str = "") -> Iterator[None]:
-    """Errors call settings by the names they have where they were given: setting -> name there. ``prefix`` goes in front of
-    problems that do not say where they are.
-    """
-    words = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}\b" for name in names))
+def naming(cls: type, names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of ``cls(...)`` call its settings by the names they have where they were given: field -> name there."""
+    token = _names.set((cls, names))
+    try:
+        yield
+    finally:
+        _names.reset(token)
+
+
+def names_of(cls: type) -> Mapping[str, str]:
+    """The names of :func:`naming` that hold for ``cls`` now."""
+    of, names = _names.get()
+    return names if of is cls else {}
+
+
+@contextlib.contextmanager
+def _located(where: str) -> Iterator[None]:
+    """Problems that do not say where they are begin with ``where``."""
     try:
         yield
     except OffloadConfigError as error:
-        found = []
-        for problem in error.problems or (str(error),):
-            new = words.sub(lambda hit: _renamed(hit, names), problem) if names else problem
-            found.append(new if not prefix or new.startswith(prefix.rstrip(": ")) else f"{prefix}{new}")
-        raise joined(what, found) from None
-
-
-def _renamed(hit: re.Match[str], names: Mapping[str, str]) -> str:
-    # Names with an underscore are no words of English; the others are names where a value follows or is said to be given.
-    name = hit.group()
-    return names[name] if "_" in name or _VALUE.match(hit.string, hit.end()) else name
+        problems = error.problems or (str(error),)
+        found = [problem if problem.startswith(where) else f"{where}: {problem}" for problem in problems]
+        raise joined(where, found) from None
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """Build the dataclass ``cls`` from ``values``; unknown keys and wrong values are reported together, with ``where``."""
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     with collect_errors(where) as check:
+        with check:
+            values = with_current_names(values, names, where)
         for key in values:
             with check:
                 if key not in names:
                     raise OffloadConfigError(
                         f"{where}: unknown key {shown(key)}.{nearest(key, names)} Known: {listed(names, key)}."
                     )
-        with check, renaming(where, {}, f"{where}: "):
+        with check, _located(where):
             return_value = cls(**{key: value for key, value in values.items() if key in names})
     return return_value

@@ -1,5 +1,6 @@
 """Changes to a recipe from the command line, such as ``training.max_steps=3``."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from hf_offload.settings.evaluation import EvaluationRecipe, Generation
 from hf_offload.settings.recipe_data import DataRecipe, HubData
 from hf_offload.settings.recipe_model import ModelRecipe
 from hf_offload.settings.recipe_training import training_reader
+from hf_offload.settings.renamed import with_current_names
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shapes import ModelShape
@@ -40,6 +42,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise OffloadConfigError(
             f"{shown(override)} is no override: write section.key=value, such as training.max_steps=3."
         )
+    if parents == ["offload"]:
+        (last,) = with_current_names({last: text}, list(OffloadConfig.__dataclass_fields__), "offload")
     value = _value([*parents, last], text, shown(override))
     where = tree
     for depth, part in enumerate(parents):
@@ -80,8 +84,10 @@ def _value(keys: Sequence[str], text: str, where: str) -> Any:
 
 def _as_text(keys: Sequence[str]) -> str:
     reader = None
-    if tuple(keys[:-1]) == ("training",):
-        reader = training_reader(keys[-1])
-    elif tuple(keys[:-1]) in _CLASSES:
-        reader = reader_of(_CLASSES[tuple(keys[:-1])], keys[-1])
+    *section, key = keys
+    if section == ["training"]:
+        reader = training_reader(key)
+    elif tuple(section) in _CLASSES:
+        with contextlib.suppress(KeyError):  # whoever builds the class knows its keys
+            reader = reader_of(_CLASSES[tuple(section)], key)
     return NEVER if reader is None else reader.as_text

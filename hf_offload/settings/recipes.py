@@ -16,12 +16,13 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.environment import check_variables
 from hf_offload.settings.evaluation import EvaluationRecipe
 from hf_offload.settings.layers import drop_nulls, read_layers
-from hf_offload.settings.load import collect_errors, from_mapping, nearest, renaming
+from hf_offload.settings.load import collect_errors, from_mapping, nearest
 from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_data import RANDOM_TOKENS, DataRecipe, HubData
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
 from hf_offload.settings.recipe_model import DTYPES, TASKS, ModelRecipe
 from hf_offload.settings.recipe_training import training_value
+from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import shown
 
@@ -114,9 +115,9 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
             if "sampling" in tree:
                 if "sampled_linear" in asked:
                     raise OffloadConfigError("offload.sampled_linear and the section sampling say the same: drop one.")
-                asked["sampled_linear"] = sections["sampling"]
-            with renaming("offload", {"offload: sampled_linear": "sampling"} if "sampling" in tree else {}):
-                offload = from_mapping(OffloadConfig, asked, "offload")
+                with check:
+                    asked["sampled_linear"] = from_mapping(SampledLinearConfig, sections["sampling"], "sampling")
+            offload = from_mapping(OffloadConfig, asked, "offload")
         with check:
             if sections["data"].get("streaming") is True and int(training.get("max_steps") or 0) <= 0:
                 raise OffloadConfigError("data.streaming has no known end: set training.max_steps.")

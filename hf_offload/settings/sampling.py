@@ -1,11 +1,12 @@
 """What the user asked to have sampled."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import from_mapping, renaming
+from hf_offload.settings.load import from_mapping, naming
 from hf_offload.settings.shown import shown
 from hf_offload.settings.text_files import parse_json
 from hf_offload.settings.values import flag, names, number, one_of, read_fields, setting, whole
@@ -51,6 +52,9 @@ class SampledLinearConfig:
                     "take estimator='wta-crs' or 'crs'."
                 )
 
+    def __str__(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
     @property
     def samples(self) -> bool:
         """Whether anything is left out at all."""
@@ -72,5 +76,5 @@ def sampled_linear(value: Any, name: str = "sampled_linear") -> SampledLinearCon
         return value
     if isinstance(value, Mapping):
         return from_mapping(SampledLinearConfig, value, name)
-    with renaming(name, {"ratio": name}):
+    with naming(SampledLinearConfig, {"ratio": name}):
         return SampledLinearConfig(ratio=value)

@@ -7,16 +7,20 @@ A field of a settings class is declared with :func:`setting`, which says how it 
 
 import contextlib
 import dataclasses
+import inspect
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose, collect_errors, from_mapping
+from hf_offload.settings.load import choose, collect_errors, from_mapping, names_of
 from hf_offload.settings.shown import cropped, shown
 from hf_offload.settings.sizes import LARGEST, parse_bytes
+
+T = TypeVar("T")
 
 NEVER, SCALAR, ALWAYS = "never", "scalar", "always"
 
@@ -29,29 +33,77 @@ class Reader:
         read: From its name and a raw value.
         as_text: Whether what stands on a command line is the text itself and no YAML: :data:`ALWAYS`, :data:`NEVER`, or for a
             :data:`SCALAR`, where a list or a mapping may stand too.
+        kind: The type of the value where it is not read from text.
+        unit: What a number counts, such as ``"bytes"``.
+        splits: Whether commas separate values in a text that came from a variable or an argument.
     """
 
     read: Callable[[str, Any], Any]
     as_text: str = NEVER
+    kind: type = str
+    unit: str = ""
+    splits: bool = False
 
     def __call__(self, name: str, value: Any) -> Any:
         return self.read(name, value)
 
+    def from_text(self, text: str) -> Any:
+        """What a variable or an argument says. Wrong text stays what it is, for :attr:`read` to refuse."""
+        if self.splits:
+            return [part.strip() for part in text.split(",") if part.strip()] if text.strip() else None
+        if self.kind is bool:
+            return {"true": True, "on": True, "false": False, "off": False}.get(text.strip().lower(), text)
+        if self.kind is not str:
+            with contextlib.suppress(ValueError):
+                return self.kind(text)
+        return text
 
-def setting(default: Any, reader: Reader) -> Any:
-    """A field of a settings class. ``None``, where it is the default, needs no reading."""
-    metadata = {"reader": optional(reader) if default is None else reader}
+    def to_text(self, name: str, value: Any) -> str:
+        """The text that :meth:`from_text` and :attr:`read` understand as ``value``, which is none of ``None``."""
+        if isinstance(value, bool):  # what YAML makes of an unquoted on
+            return "on" if value else "off"
+        if isinstance(value, Mapping):
+            return json.dumps(value)
+        if isinstance(value, (str, int, float, os.PathLike)) or not isinstance(value, Iterable):
+            parts = [str(value)]
+        else:
+            parts = [str(part) for part in value]
+        if self.splits or len(parts) > 1:
+            for part in parts:
+                if "," in part or part != part.strip():
+                    raise OffloadConfigError(
+                        f"{name}: {shown(part)} cannot be handed on as a variable: a name must not hold a comma, or begin "
+                        "or end with a space."
+                    )
+        return ",".join(parts)
+
+
+MOVING, MODEL = "moving", "model"
+"""Who reads a setting: what moves tensors (the engine, storage, the plan), or what changes the model's modules."""
+
+
+def setting(default: Any, reader: Reader, help: str = "", *, scope: str = MOVING) -> Any:
+    """A field of a settings class. ``None``, where it is the default, needs no reading.
+
+    Args:
+        default: Its default.
+        reader: How it is read.
+        help: What it means, for training arguments, docstrings and tables. ``{tier}`` stands for that setting's name.
+        scope: :data:`MOVING` or :data:`MODEL`.
+    """
+    metadata = {"reader": optional(reader) if default is None else reader, "help": help, "scope": scope}
     if isinstance(default, (dict, list)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 class FieldCheck:
-    """``with check:`` collects an error; :meth:`good` says which fields may be compared."""
+    """``with check:`` collects an error; :meth:`good` says which fields may be compared, :attr:`name` their names."""
 
-    def __init__(self, check: Any, wrong: set[str]):
+    def __init__(self, check: Any, wrong: set[str], name: Callable[[str], str]):
         self._check = check
         self._wrong = wrong
+        self.name = name
 
     def __enter__(self) -> None:
         self._check.__enter__()
@@ -70,6 +122,11 @@ def read_fields(instance: Any, what: str, prefix: str = "") -> Iterator[FieldChe
 
     All mistakes, with those found inside, are raised as one error at the end. Names in messages begin with ``prefix``.
     """
+    names = names_of(type(instance))
+
+    def name(field: str) -> str:
+        return names.get(field, prefix + field)
+
     with collect_errors(what) as check:
         wrong = set()
         for field in dataclasses.fields(instance):
@@ -82,14 +139,29 @@ def read_fields(instance: Any, what: str, prefix: str = "") -> Iterator[FieldChe
             make: Any = field.default_factory
             object.__setattr__(instance, field.name, field.default if make is dataclasses.MISSING else make())
             with check:
-                object.__setattr__(instance, field.name, reader(prefix + field.name, value))
+                object.__setattr__(instance, field.name, reader(name(field.name), value))
                 wrong.remove(field.name)
-        yield FieldCheck(check, wrong)
+        yield FieldCheck(check, wrong, name)
 
 
-def reader_of(cls: Any, name: str) -> Reader | None:
-    """How the field ``name`` of the settings class ``cls`` is read; None if there is none."""
-    return next((field.metadata.get("reader") for field in dataclasses.fields(cls) if field.name == name), None)
+def help_of(cls: Any, name: str, named: Callable[[str], str] = str) -> str:
+    """What the field ``name`` of the settings class ``cls`` means; ``named`` says what other fields are called."""
+    names = {field.name: named(field.name) for field in dataclasses.fields(cls)}
+    return str(cls.__dataclass_fields__[name].metadata["help"].format_map(names))
+
+
+def described(cls: type[T]) -> type[T]:
+    """A settings class whose docstring ends with what its fields mean."""
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    lines = "".join(f"\n    {name}: {help_of(cls, name)}" for name in names)
+    cls.__doc__ = f"{inspect.getdoc(cls)}\n\nArgs:{lines}\n"
+    return cls
+
+
+def reader_of(cls: Any, name: str) -> Reader:
+    """How the field ``name`` of the settings class ``cls`` is read. Raises ``KeyError`` if there is none."""
+    reader: Reader = cls.__dataclass_fields__[name].metadata["reader"]
+    return reader
 
 
 # ------------------------------------------------------------------------------------------------------------- readers
@@ -97,7 +169,7 @@ def reader_of(cls: Any, name: str) -> Reader | None:
 
 def optional(reader: Reader) -> Reader:
     """``None`` stays; anything else is read."""
-    return Reader(lambda name, value: None if value is None else reader(name, value), reader.as_text)
+    return dataclasses.replace(reader, read=lambda name, value: None if value is None else reader(name, value))
 
 
 def text(*, may_be_empty: bool = False) -> Reader:
@@ -134,7 +206,7 @@ def flag() -> Reader:
             raise OffloadConfigError(f"{name}={shown(value)} is neither true nor false.")
         return value
 
-    return Reader(read)
+    return Reader(read, kind=bool)
 
 
 def whole(at_least: int, what: str = "") -> Reader:
@@ -149,7 +221,7 @@ def whole(at_least: int, what: str = "") -> Reader:
             raise OffloadConfigError(f"{name}={shown(value)} is too large: give {LARGEST} or less.")
         return value
 
-    return Reader(read)
+    return Reader(read, kind=int, unit=what.removeprefix("of "))
 
 
 def number(*, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf) -> Reader:
@@ -166,7 +238,7 @@ def number(*, above: float = -math.inf, at_least: float = -math.inf, at_most: fl
             raise OffloadConfigError(f"{name}={shown(value)} is not a number{bounds and ' '}{' and '.join(bounds)}.")
         return float(value) if isinstance(value, float) else value
 
-    return Reader(read)
+    return Reader(read, kind=float)
 
 
 def size(*, at_least: int = 0) -> Reader:
@@ -178,7 +250,7 @@ def size(*, at_least: int = 0) -> Reader:
             raise OffloadConfigError(f"{name}={shown(value)} is too small: give {at_least} or more, or leave it out.")
         return found
 
-    return Reader(read, ALWAYS)
+    return Reader(read, ALWAYS, unit="bytes")
 
 
 def names(what: str, *, alone: Iterable[str] = (), or_none: bool = False) -> Reader:
@@ -237,7 +309,7 @@ def folders() -> Reader:
             raise OffloadConfigError(f"{name}={shown(', '.join(map(str, paths)))} names the same path twice.")
         return paths
 
-    return Reader(read, SCALAR)
+    return Reader(read, SCALAR, splits=True)
 
 
 def mapping(what: str) -> Reader:

@@ -54,7 +54,7 @@ def open_tier(config: OffloadConfig, on_host: bool, processes: int = 1) -> tuple
 
 def drives_for(config: OffloadConfig, on_host: bool) -> tuple[Path, ...]:
     """The directories that files go to; empty where none are written."""
-    of_files = (config.disk_budget, config.max_disk_write_bytes, config.disk_rated_bytes)
+    of_files = (config.disk_budget, config.max_disk_write_bytes, config.drive_endurance_bytes)
     # Nobody asked for a drive: a step of a large model would write more to it than a drive takes for long.
     spares_drives = config.tier == "auto" and not on_host and config.ram_budget != 0 and of_files == (None, None, None)
     if config.directories or config.tier in ("none", "ram") or spares_drives:

@@ -1,8 +1,6 @@
 """The training arguments that a recipe stands for."""
 
 import contextlib
-import dataclasses
-import json
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -10,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.environment import FIELDS, READERS
 from hf_offload.settings.evaluation import LOSS, METRICS, Generation
 from hf_offload.settings.library_source import reporters
 from hf_offload.settings.recipes import Recipe
-from hf_offload.settings.schema import SIZES, OffloadConfig
+from hf_offload.settings.schema import OffloadConfig, argument
 from hf_offload.settings.shown import LONGEST, cropped
 from hf_offload.training.metrics import needs_generation
 from hf_offload.training.tasks.pairs import target_length
@@ -106,16 +105,8 @@ def _evaluation_arguments(recipe: Recipe) -> dict[str, Any]:
 
 def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
     """The flat training arguments that stand for ``offload``."""
-    from hf_offload.integrations.arguments import ARGUMENTS
-
-    values = {field.name: getattr(offload, field.name) for field in dataclasses.fields(offload)}
-    values["directory"] = ",".join(str(path) for path in offload.directories) or None
-    if not isinstance(offload.tiled_mlp, str):
-        values["tiled_mlp"] = ",".join(offload.tiled_mlp)
-    if offload.sampling is not None:
-        values["sampled_linear"] = json.dumps(dataclasses.asdict(offload.sampling))
-    if offload.lean is not None:
-        values["lean_activations"] = str(offload.lean)
-    for name in SIZES:
-        values[name] = None if values[name] is None else str(values[name])
-    return {ARGUMENTS.get(name, name): value for name, value in values.items()}
+    values = {field: getattr(offload, field) for field in FIELDS}
+    return {
+        argument(field): None if value is None else READERS[field].to_text(field, value)
+        for field, value in values.items()
+    }

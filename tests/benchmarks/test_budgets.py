@@ -21,7 +21,7 @@ training:
   per_device_train_batch_size: 8
   save_strategy: no
   disable_tqdm: true
-offload: {min_offload_bytes: 4KiB}
+offload: {min_bytes: 4KiB}
 """
 
 

@@ -203,7 +203,7 @@ def budgets(name: str, scenario: Scenario, shares: list[float], directory: Any) 
         budget = int(keep.fixed + share * (most - keep.fixed))
 
         def run(budget: int) -> Run:
-            config = OffloadConfig(tier="auto", memory_budget=budget, directory=directory, min_offload_bytes=4096)
+            config = OffloadConfig(tier="auto", memory_budget=budget, directory=directory, min_bytes=4096)
             return train(name, scenario, config)
 
         # What is needed can grow in later steps: where layers are unfrozen, for one.

@@ -66,7 +66,7 @@ def test_others_hooks_see_what_they_would_see_without_offloading(way, tier, lean
     expected = found(WAYS[way], network())
     model = network()
     where = {} if tier == "ram" else {"directory": tmp_path}
-    session = attach(model, OffloadConfig(tier=tier, min_offload_bytes=0, lean_activations=lean, **where))
+    session = attach(model, OffloadConfig(tier=tier, min_bytes=0, recompute_elementwise=lean, **where))
     assert all(map(torch.equal, expected, found(WAYS[way], model, session.end_step)))
     if way == "nobody's":
         assert session.stats.total.offloaded_bytes > 0
@@ -77,9 +77,7 @@ def test_a_model_in_another_one_has_hooks_of_its_own(tmp_path):
     """Those of the outer one are ours, too."""
     inner = network()
     outer = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH))
-    sessions = [
-        attach(model, OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0)) for model in (outer, inner)
-    ]
+    sessions = [attach(model, OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0)) for model in (outer, inner)]
     outer(torch.randn(ROWS, WIDTH)).sum().backward()
     assert all(session.stats.total.offloaded_bytes > 0 for session in sessions)
     for session in sessions:

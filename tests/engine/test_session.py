@@ -32,7 +32,7 @@ def tiny_gpt2(**config):
 
 @pytest.fixture
 def config(tmp_path):
-    return OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0)
+    return OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0)
 
 
 TOKENS = torch.arange(32).reshape(2, 16) % 64
@@ -84,7 +84,7 @@ def test_units_name_blocks_and_keep_last_count_keeps_them(tmp_path):
     assert list(find_blocks(model)) == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
     sizes = []
     for keep in (0, 1, 3):
-        config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, keep_last_count=keep)
+        config = OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, keep_last_count=keep)
         with offload_activations(model, config) as session:
             seen = set()
             original = session._engine._new_record
@@ -250,7 +250,7 @@ def test_refusals(tmp_path, monkeypatch, caplog):
 def test_without_a_directory_the_temporary_one_is_used_named_and_left_empty(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model = tiny_gpt2()
-    with offload_activations(model, OffloadConfig(min_offload_bytes=0)) as session:
+    with offload_activations(model, OffloadConfig(min_bytes=0)) as session:
         assert str(tmp_path) in caplog.text
         model(TOKENS, labels=TOKENS).loss.backward()
         assert session.stats.total.written_bytes > 0
@@ -258,7 +258,7 @@ def test_without_a_directory_the_temporary_one_is_used_named_and_left_empty(tmp_
 
 
 def test_ram_on_the_cpu_warns_that_it_saves_nothing(caplog):
-    with offload_activations(tiny_gpt2(), OffloadConfig(tier="ram", min_offload_bytes=0)):
+    with offload_activations(tiny_gpt2(), OffloadConfig(tier="ram", min_bytes=0)):
         assert "saves no memory" in caplog.text
 
 
@@ -284,7 +284,7 @@ def test_an_input_that_numpy_fills_again_is_another_input(tmp_path):
         del earlier
         return model[0].weight.grad
 
-    config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, read_ahead_bytes=0)
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, read_ahead_bytes=0)
     expected = gradient(lambda model: contextlib.nullcontext())
     found = gradient(lambda model: offload_activations(model, config))
     assert torch.equal(expected, found)

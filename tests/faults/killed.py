@@ -38,7 +38,7 @@ def train(directory: Path, sessions: int) -> bool:
     """Whether steps of that many sessions, one after the other, are right."""
     model = make_model()
     expected = one_step(model)
-    config = OffloadConfig(tier="ssd", directory=directory, min_offload_bytes=0, read_ahead_bytes=1)
+    config = OffloadConfig(tier="ssd", directory=directory, min_bytes=0, read_ahead_bytes=1)
     for _ in range(sessions):
         with offload_activations(model, config) as session:
             for _ in range(3):

@@ -43,7 +43,7 @@ def known_machine(monkeypatch):
 def settings(tier, directory, **others):
     where = {} if tier == "ram" else {"directory": directory}
     budget = {"memory_budget": "1GiB"} if tier == "auto" else {"read_ahead_bytes": 1}
-    return OffloadConfig(tier=tier, min_offload_bytes=0, **where, **budget, **others)
+    return OffloadConfig(tier=tier, min_bytes=0, **where, **budget, **others)
 
 
 class Before:
@@ -110,7 +110,7 @@ def test_a_session_that_somebody_holds_keeps_its_counters_and_nothing_else(tmp_p
     optimizer = adam(model)
     everything = {
         "tiled_loss": "on", "tiled_mlp": ("transformer.h.0.mlp",), "sampled_linear": SampledLinearConfig(ratio=0.5),
-        "lean_activations": ("exact", "dropout"), "keep_last_count": 0,
+        "recompute_elementwise": ("exact", "dropout"), "keep_last_count": 0,
     }  # fmt: skip
     session = attach(model, settings(tier, tmp_path, **everything))
     for _ in range(4):

@@ -25,7 +25,7 @@ SEED = 5
 
 
 def settings(directory, **others):
-    return OffloadConfig(tier="ssd", directory=directory, min_offload_bytes=0, read_ahead_bytes=1, **others)
+    return OffloadConfig(tier="ssd", directory=directory, min_bytes=0, read_ahead_bytes=1, **others)
 
 
 def step(model, session=None, before_backward=lambda: None):
@@ -414,8 +414,8 @@ def our_arguments(tmp_path, **others):
     directory = tmp_path / "tier"
     directory.mkdir()
     ours = {
-        "output_dir": str(tmp_path / "ours"), "offload": "ssd", "offload_dir": str(directory), "offload_min_bytes": "0",
-        "offload_read_ahead": "1",
+        "output_dir": str(tmp_path / "ours"), "offload": "ssd", "offload_directory": str(directory), "offload_min_bytes": "0",
+        "offload_read_ahead_bytes": "1",
     }  # fmt: skip
     return OffloadTrainingArguments(**PLAIN | ours | others)
 

@@ -44,7 +44,7 @@ SETTINGS = {
     "ram": {"tier": "ram"},
     "auto": {"tier": "auto", "memory_budget": "1MiB"},
     "sampled": {"tier": "ssd", "sampled_linear": SampledLinearConfig(ratio=0.5)},
-    "lean": {"tier": "ssd", "lean_activations": "exact"},
+    "lean": {"tier": "ssd", "recompute_elementwise": "exact"},
     "tiled": {"tier": "ssd", "tiled_loss": "on", "tiled_mlp": "on", "tile_bytes": "4KiB"},
     "recompute": {"tier": "ssd"},
 }
@@ -61,7 +61,7 @@ class Run:
         if not changes_bits:
             self.expected = self._gradients()
         where = {} if kind == "ram" else {"directory": folder}
-        self._config = OffloadConfig(min_offload_bytes=0, **where, **SETTINGS[kind])
+        self._config = OffloadConfig(min_bytes=0, **where, **SETTINGS[kind])
         self._measures = kind == "auto"
         if kind == "recompute":
             self.model.config.use_cache = False  # what fills a cache cannot run twice

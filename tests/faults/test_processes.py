@@ -56,9 +56,9 @@ def trainer_in(folder, offloaded, callbacks=(), **others):
         args = OffloadTrainingArguments(
             **plain,
             offload="ssd",
-            offload_dir=str(folder.parent / "tier"),
+            offload_directory=str(folder.parent / "tier"),
             offload_min_bytes="0",
-            offload_read_ahead="1",
+            offload_read_ahead_bytes="1",
         )
     return Trainer(
         model=tiny_model("gpt2"),
@@ -165,7 +165,7 @@ def test_out_of_memory_leaves_a_usable_session_and_nothing_of_its_step(tmp_path,
         return gradients(model)
 
     expected = step()
-    session = attach(model, OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, read_ahead_bytes=1))
+    session = attach(model, OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, read_ahead_bytes=1))
     transfer = session._engine.transfer
     for _ in range(3):
         with no_memory(model.transformer.h[1].mlp, error, direction), pytest.raises(error, match="more than there is"):
@@ -195,7 +195,7 @@ def no_memory(module: nn.Module, error, direction):
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_no_memory_to_read_back_into_ends_the_step_and_the_next_one_is_right(tmp_path, monkeypatch, error):
     model = tiny_model("gpt2")
-    config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, read_ahead_bytes="64KiB")
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, read_ahead_bytes="64KiB")
     session = attach(model, config)
     transfer = session._engine.transfer
 

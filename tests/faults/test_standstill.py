@@ -46,7 +46,7 @@ def gradients_of(model):
 
 
 def settings(tmp_path, **others):
-    return OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, read_ahead_bytes=1, **others)
+    return OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, read_ahead_bytes=1, **others)
 
 
 def test_a_hung_read_is_an_error_and_backward_can_be_repeated(tmp_path, monkeypatch, model):
@@ -316,7 +316,7 @@ def train(side):
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     if side == "open_once":
         disk_io.open_once = hang
-    session = attach(model, OffloadConfig(tier="ssd", directory=directory, min_offload_bytes=0, read_ahead_bytes=1))
+    session = attach(model, OffloadConfig(tier="ssd", directory=directory, min_bytes=0, read_ahead_bytes=1))
     if side in ("allocate_once", "write_once"):
         setattr(disk_io, side, hang)
     loss = model(torch.ones(64, 64)).sum()

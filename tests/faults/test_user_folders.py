@@ -32,7 +32,7 @@ wear.drive_of = lambda directory: wear.Drive("made_up", "a made-up drive")
 from hf_offload import OffloadConfig, offload_activations
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 model = tiny_model("gpt2")
-config = OffloadConfig(tier="auto", memory_budget="100MiB", directory=sys.argv[1], min_offload_bytes=0)
+config = OffloadConfig(tier="auto", memory_budget="100MiB", directory=sys.argv[1], min_bytes=0)
 with offload_activations(model, config) as session:
     for _ in range(3):
         model(**tiny_batch("gpt2")).loss.backward()
@@ -118,7 +118,7 @@ def train(directory):
     model = tiny_model("gpt2", dropout=0.0)
     model(**tiny_batch("gpt2")).loss.backward()
     expected = gradients(model)
-    with offload_activations(model, OffloadConfig(tier="ssd", directory=directory, min_offload_bytes=0)) as session:
+    with offload_activations(model, OffloadConfig(tier="ssd", directory=directory, min_bytes=0)) as session:
         for _ in range(2):
             model.zero_grad()
             model(**tiny_batch("gpt2")).loss.backward()

@@ -224,7 +224,7 @@ def test_a_file_counts_every_byte_it_takes(tmp_path):
 
 
 def settings(tmp_path, **others):
-    return OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, **others)
+    return OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, **others)
 
 
 def one_step(model):
@@ -235,7 +235,7 @@ def test_the_summary_says_what_of_the_drive_s_life_is_used(tmp_path, folder):
     model = tiny_model("gpt2")
     lines = []
     for rated in (None, "1MB"):
-        with offload_activations(model, settings(tmp_path, disk_rated_bytes=rated)) as session:
+        with offload_activations(model, settings(tmp_path, drive_endurance_bytes=rated)) as session:
             one_step(model)
             session._engine.transfer._wait_for_writes(0)
             session.end_step()
@@ -314,7 +314,7 @@ def test_at_the_limit_ram_takes_over(tmp_path, folder):
 
 def test_at_the_limit_a_loop_stops_between_two_steps(tmp_path, folder):
     model = tiny_model("gpt2")
-    config = settings(tmp_path, max_disk_write_bytes=LIMIT, at_disk_write_limit="stop")
+    config = settings(tmp_path, max_disk_write_bytes=LIMIT, on_disk_write_limit="stop")
     with offload_activations(model, config) as session:
         one_step(model)
         one_step(model)  # the same step: nothing is torn apart
@@ -343,11 +343,11 @@ def test_at_the_limit_the_trainer_saves_and_goes_on_from_there(tmp_path, folder,
     expected = trained(TrainingArguments(output_dir=str(tmp_path / "plain"), **plain))
     flags = {
         "offload": "ssd",
-        "offload_dir": str(tmp_path),
+        "offload_directory": str(tmp_path),
         "offload_min_bytes": "0",
         "output_dir": str(tmp_path / "ours"),
     }
-    limit = {"offload_max_disk_write": str(LIMIT), "offload_at_disk_write_limit": "stop"}
+    limit = {"offload_max_disk_write_bytes": str(LIMIT), "offload_on_disk_write_limit": "stop"}
     with caplog.at_level(logging.WARNING):
         stopped = trained(OffloadTrainingArguments(**plain, **flags, **limit))
     assert stopped.state.global_step == 1
@@ -361,8 +361,8 @@ def test_at_the_limit_the_trainer_saves_and_goes_on_from_there(tmp_path, folder,
 
 def test_settings_that_cannot_be_meant():
     with pytest.raises(OffloadConfigError, match=r"2 mistakes.*") as refused:
-        OffloadConfig(at_disk_write_limit="stop", disk_rated_bytes=0)
+        OffloadConfig(on_disk_write_limit="stop", drive_endurance_bytes=0)
     assert "there is no limit: set max_disk_write_bytes" in str(refused.value)
-    assert "disk_rated_bytes=0 is too small" in str(refused.value)
+    assert "drive_endurance_bytes=0 is too small" in str(refused.value)
     with pytest.raises(OffloadConfigError, match="Did you mean 'stop'"):
-        OffloadConfig(at_disk_write_limit="stpo", max_disk_write_bytes=1)
+        OffloadConfig(on_disk_write_limit="stpo", max_disk_write_bytes=1)

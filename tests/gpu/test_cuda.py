@@ -29,7 +29,7 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.fixture(params=["ram", "ssd"])
 def config(request, tmp_path):
     directory = str(tmp_path) if request.param == "ssd" else None
-    return OffloadConfig(tier=request.param, directory=directory, min_offload_bytes=0)
+    return OffloadConfig(tier=request.param, directory=directory, min_bytes=0)
 
 
 def stall(stream: torch.Stream) -> None:
@@ -160,7 +160,7 @@ def test_a_budget_is_kept_and_changes_no_gradient(tmp_path):
     keep = torch.cuda.max_memory_allocated()
     model.zero_grad()
     budget = before + (keep - before) // 2
-    config = OffloadConfig(tier="auto", memory_budget=budget, directory=str(tmp_path), min_offload_bytes=0)
+    config = OffloadConfig(tier="auto", memory_budget=budget, directory=str(tmp_path), min_bytes=0)
     with offload_activations(model, config) as session:
         for _ in range(8):
             torch.cuda.reset_peak_memory_stats()

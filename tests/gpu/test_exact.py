@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload import LeanConfig, OffloadConfig, attach
+from hf_offload import OffloadConfig, RecomputeElementwiseConfig, attach
 from hf_offload.transforms.rematerialization.apply import Lean
 from hf_offload.transforms.rematerialization.functions import dropout_again, packed_dropout
 from hf_offload.transforms.sampling.estimator import draw_rows
@@ -87,7 +87,7 @@ def any_bytes(dtype: torch.dtype, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("tier", ["ram", "ssd"])
 def test_every_byte_comes_back(tier, layout, tmp_path):
     directory = str(tmp_path) if tier == "ssd" else None
-    config = OffloadConfig(tier=tier, directory=directory, min_offload_bytes=0, read_ahead_bytes=0)
+    config = OffloadConfig(tier=tier, directory=directory, min_bytes=0, read_ahead_bytes=0)
     model = _Saver()
     session = attach(model, config)
     made = [lambda dtype=dtype, seed=seed: LAYOUTS[layout](any_bytes(dtype, seed)) for seed, dtype in enumerate(DTYPES)]
@@ -144,7 +144,7 @@ def test_a_llama_is_trained_to_the_same_bits(tier, tmp_path):
     settings: dict[str, Any] = {"ram": {"ram_budget": 1 << 30}, "ssd": {"directory": str(tmp_path)}}.get(
         tier, {"directory": str(tmp_path), "ram_budget": 1 << 30, "memory_budget": 1 << 30}
     )
-    found, loaded = trained(OffloadConfig(tier=tier, min_offload_bytes=0, **settings))
+    found, loaded = trained(OffloadConfig(tier=tier, min_bytes=0, **settings))
     assert [what for what, value in expected.items() if not same_bits(value, found[what])] == []
     assert loaded > 0
 
@@ -179,7 +179,7 @@ def test_dropout_is_made_again_to_the_last_bit(dtype):
 def test_a_lean_model_has_the_gradients_of_the_usual_one(probability):
     """Its linear layers save what their inputs are made of, dropout among it."""
     found = []
-    for config in (None, LeanConfig(("activations", "norms", "dropout"))):
+    for config in (None, RecomputeElementwiseConfig(("activations", "norms", "dropout"))):
         model = tiny_model("gpt2", dropout=probability).to(DEVICE).train()
         lean = Lean(model, config)
         lean.apply()

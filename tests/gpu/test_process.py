@@ -62,7 +62,7 @@ from hf_offload import OffloadConfig, attach
 
 torch.cuda.set_device(1)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4))).to("cuda:1")
-session = attach(model, OffloadConfig(min_offload_bytes=0, read_ahead_bytes=0, **{settings!r}))
+session = attach(model, OffloadConfig(min_bytes=0, read_ahead_bytes=0, **{settings!r}))
 for _ in range(3):
     model(torch.ones(512, 256, device="cuda:1")).sum().backward()
     session.end_step()

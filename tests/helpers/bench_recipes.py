@@ -17,7 +17,7 @@ training:
   learning_rate: 1e-3
   save_strategy: no
   disable_tqdm: true
-offload: {min_offload_bytes: 1KiB}
+offload: {min_bytes: 1KiB}
 """
 
 TINY_MODEL = ModelFacts(

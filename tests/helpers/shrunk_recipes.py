@@ -99,7 +99,7 @@ def shrunk(name, folder, tokenizer):
         changes[f"model.config.{positions}"] = LENGTH + 2  # RoBERTa counts from 2
     if recipe.offload.tier in ("ssd", "auto"):
         changes["offload.directory"] = str(folder)
-    changes["offload.min_offload_bytes"] = 256
+    changes["offload.min_bytes"] = 256
     if "rank" in recipe.memory:
         changes["memory.rank"] = RANK
     if recipe.training.get("fp16"):  # of GPUs alone

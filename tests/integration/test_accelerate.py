@@ -40,7 +40,7 @@ def every_accelerator_is_let_go():
 
 @pytest.fixture
 def plugin(tmp_path):
-    return OffloadPlugin(tier="ssd", directory=tmp_path, min_offload_bytes=0)
+    return OffloadPlugin(tier="ssd", directory=tmp_path, min_bytes=0)
 
 
 def hooks_on(model):
@@ -153,7 +153,7 @@ def test_saving_and_resuming(plugin, tmp_path):
         accelerator.load_state(str(tmp_path / "state"))
         return model, optimizer, accelerator.skip_first_batches(loader, 2), scheduler
 
-    again = OffloadPlugin(tier="ssd", directory=tmp_path, min_offload_bytes=0).accelerator(cpu=True)
+    again = OffloadPlugin(tier="ssd", directory=tmp_path, min_bytes=0).accelerator(cpu=True)
     resumed = loop(again, prepare_and_load, steps=6, dropout=0.0)
     assert resumed[0] == expected[0][2:]
     assert all(torch.equal(resumed[1][name], tensor) for name, tensor in expected[1].items())
@@ -270,11 +270,9 @@ def test_accelerators_are_still_pickled(plugin):
 def test_variables_are_the_defaults_and_the_script_goes_before(monkeypatch, caplog):
     monkeypatch.setenv("HF_OFFLOAD_TIER", "ram")
     monkeypatch.setenv("HF_OFFLOAD_RAM_BUDGET", "1GiB")
-    plugin = OffloadPlugin(ram_budget="2GiB", min_offload_bytes=7)
-    assert plugin.config == OffloadConfig(tier="ram", ram_budget="2GiB", min_offload_bytes=7)
-    assert repr(plugin) == (
-        "OffloadPlugin(tier='ram' (from HF_OFFLOAD_TIER), ram_budget=2147483648, min_offload_bytes=7)"
-    )
+    plugin = OffloadPlugin(ram_budget="2GiB", min_bytes=7)
+    assert plugin.config == OffloadConfig(tier="ram", ram_budget="2GiB", min_bytes=7)
+    assert repr(plugin) == ("OffloadPlugin(tier='ram' (from HF_OFFLOAD_TIER), ram_budget=2147483648, min_bytes=7)")
     assert "HF_OFFLOAD_RAM_BUDGET=1GiB is not used: the script says ram_budget='2GiB'." in caplog.text
 
 
@@ -298,7 +296,12 @@ def test_two_plugins_are_refused(plugin):
 
 def test_a_plugin_and_training_arguments_are_refused(plugin, tmp_path):
     arguments = OffloadTrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, report_to="none", offload="ssd", offload_dir=str(tmp_path), max_steps=1
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        report_to="none",
+        offload="ssd",
+        offload_directory=str(tmp_path),
+        max_steps=1,
     )
     trainer = Trainer(tiny_model("gpt2"), arguments, train_dataset=ExampleDataset("gpt2", 4))
     plugin.attach(trainer.accelerator)
@@ -383,23 +386,23 @@ def test_trainers_of_scripts_that_know_nothing(settings, plugin, tmp_path):
 
 
 def test_training_arguments_go_before_the_environment(switched, tmp_path, caplog):
-    trained(tmp_path, OffloadTrainingArguments, offload="ssd", offload_dir=str(tmp_path), offload_min_bytes="64")
+    trained(tmp_path, OffloadTrainingArguments, offload="ssd", offload_directory=str(tmp_path), offload_min_bytes="64")
     assert "the Trainer's OffloadCallback is used for GPT2LMHeadModel, and not the environment's" in caplog.text
 
 
 def test_a_callback_goes_before_the_environment(switched, tmp_path):
-    callback = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=64))
+    callback = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=64))
     trained(tmp_path, callbacks=[callback])
     assert callback.stats.ended_steps == 3
 
 
 def test_a_script_s_own_plugin_goes_before_the_environment(switched, tmp_path, caplog):
-    own = OffloadPlugin(tier="ssd", directory=tmp_path, min_offload_bytes=64)
+    own = OffloadPlugin(tier="ssd", directory=tmp_path, min_bytes=64)
     accelerator = Accelerator(cpu=True)
     own.attach(accelerator)
     loop(accelerator, together)
     assert "an OffloadPlugin is used for this Accelerator, and not the environment's" in caplog.text
-    assert session_of(accelerator).config.min_offload_bytes == 64
+    assert session_of(accelerator).config.min_bytes == 64
 
 
 def test_a_model_that_the_script_offloads_itself_is_left_to_it(switched, plugin):

@@ -89,7 +89,7 @@ def live_peaks(name):
 
 
 def auto(budget, tmp_path, **settings):
-    return OffloadConfig(tier="auto", memory_budget=budget, directory=tmp_path, min_offload_bytes=4096, **settings)
+    return OffloadConfig(tier="auto", memory_budget=budget, directory=tmp_path, min_bytes=4096, **settings)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_one_argument_of_the_trainer_is_enough(tmp_path):
     rows = [{name: value[0] for name, value in batch().items()} for _ in range(16)]
     arguments = OffloadTrainingArguments(
         output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=ROWS, report_to=[], save_strategy="no",
-        offload="auto", offload_memory_budget=str(int(fixed + 0.5 * activations)), offload_dir=str(tmp_path),
+        offload="auto", offload_memory_budget=str(int(fixed + 0.5 * activations)), offload_directory=str(tmp_path),
         offload_min_bytes="4096", dataloader_pin_memory=False,
     )  # fmt: skip
     trainer = Trainer(model_of("gpt2"), arguments, train_dataset=rows)

@@ -87,7 +87,7 @@ def in_backward(model):
 def train(make_step, budget, directory, steps=6):
     """What was measured of the steps under plans, and the weights."""
     model = net()
-    config = OffloadConfig(tier="auto", directory=directory, memory_budget=budget, min_offload_bytes=4096)
+    config = OffloadConfig(tier="auto", directory=directory, memory_budget=budget, min_bytes=4096)
     if budget is None:
         config = OffloadConfig(tier="none")
     step = make_step(model)
@@ -141,7 +141,7 @@ def test_state_under_one_weights_name_is_not_expected_of_all(tmp_path):
     def run(budget):
         model = net()
         optimizer = by_history(model)
-        config = OffloadConfig(tier="auto", directory=tmp_path, memory_budget=budget, min_offload_bytes=4096)
+        config = OffloadConfig(tier="auto", directory=tmp_path, memory_budget=budget, min_bytes=4096)
         with offload_activations(model, config) as session:
             for index in range(6):
 

@@ -63,7 +63,7 @@ def known_machine(machine_with_drive):
 
 
 def auto(tmp_path, budget="100MiB"):
-    return OffloadConfig(tier="auto", directory=tmp_path, memory_budget=budget, min_offload_bytes=4096)
+    return OffloadConfig(tier="auto", directory=tmp_path, memory_budget=budget, min_bytes=4096)
 
 
 def train(model, steps=4, session=None, forward=None, rows=lambda step: 64):

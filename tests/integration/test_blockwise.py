@@ -154,7 +154,7 @@ def test_offloading_changes_no_bit(config, tmp_path):
         return weights(model), session
 
     expected, _ = run(OffloadConfig(tier="none"))
-    found, session = run(OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0))
+    found, session = run(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0))
     assert session.stats.total.offloaded_bytes > 0
     assert_equal(found, expected)
 
@@ -170,9 +170,7 @@ def test_a_plan_made_while_training_changes_no_bit(tmp_path):
         return model, optimizer, session
 
     expected, _, _ = run(OffloadConfig(tier="none"))
-    model, optimizer, session = run(
-        OffloadConfig(tier="auto", directory=tmp_path, memory_budget="1GiB", min_offload_bytes=0)
-    )
+    model, optimizer, session = run(OffloadConfig(tier="auto", directory=tmp_path, memory_budget="1GiB", min_bytes=0))
     assert_equal(weights(model), weights(expected))
     # Two optimizers step, one inside of the other, and hold the same state: it is counted once. The measured step was
     # one of the first turn, and blocks are of one size.

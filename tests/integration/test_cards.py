@@ -46,7 +46,7 @@ def section(text):
 
 
 def test_a_trainers_card_tells_of_offloading(tmp_path):
-    text = run(tmp_path, offload="ssd", offload_dir=str(tmp_path), offload_min_bytes=0, sampled_linear=0.5)
+    text = run(tmp_path, offload="ssd", offload_directory=str(tmp_path), offload_min_bytes=0, sampled_linear=0.5)
     said = section(text)
     assert "tier='ssd' was asked for" in said
     assert "changes no bit of a gradient" in said
@@ -65,7 +65,7 @@ def test_any_way_of_switching_on_and_any_trainer(tmp_path):
             card = Path(self.args.output_dir) / "README.md"
             card.write_text(card.read_text(encoding="utf-8") + "\n## Own\n", encoding="utf-8")
 
-    offloaded = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0))
+    offloaded = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0))
     text = run(tmp_path / "first", Own, [offloaded])
     assert text.count("\n## Memory\n") == 1
     assert "## Own" in text
@@ -73,10 +73,10 @@ def test_any_way_of_switching_on_and_any_trainer(tmp_path):
 
 
 def test_cards_of_other_trainings_stay_as_they_are(tmp_path):
-    run(tmp_path / "first", offload="ssd", offload_dir=str(tmp_path), offload_min_bytes=0)  # wraps the method
+    run(tmp_path / "first", offload="ssd", offload_directory=str(tmp_path), offload_min_bytes=0)  # wraps the method
     assert not section(run(tmp_path / "second"))
     # A training that was offloaded, and one after it with the same callback that was stopped, has nothing to tell of it.
-    callback = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0))
+    callback = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0))
     run(tmp_path / "third", callbacks=[callback])
     assert callback.summary
 
@@ -373,7 +373,7 @@ def test_committed_cards_are_whole(path, tmp_path):
     loaded, shipped = load_recipe(recipe), load_recipe(comparison.rows[0]["shape"])
     for section in ("model", "training", "evaluation"):
         assert getattr(loaded, section) == getattr(shipped, section)
-    assert dataclasses.replace(loaded.offload, min_offload_bytes=None) == shipped.offload
+    assert dataclasses.replace(loaded.offload, min_bytes=None) == shipped.offload
     assert loaded.offload.smallest_bytes(on_host=True) == shipped.offload.smallest_bytes(on_host=True)
     assert dataclasses.replace(loaded.data, data_dir=None) == shipped.data
     assert f"`model_cards/make.sh DATA {path.parents[1].name}`" in text

@@ -19,7 +19,7 @@ from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 stage, tier = int(sys.argv[1]), sys.argv[2]
 accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=1))
-offloaded = OffloadPlugin(tier=tier, min_offload_bytes=0).attach(accelerator)
+offloaded = OffloadPlugin(tier=tier, min_bytes=0).attach(accelerator)
 accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2
 torch.manual_seed(0)
 model = tiny_model("llama")

@@ -23,7 +23,7 @@ TWO, FOUR = 2, 4
 
 
 def settings(folder, **others):
-    return OffloadConfig(tier="ssd", directory=folder, min_offload_bytes=0, **others)
+    return OffloadConfig(tier="ssd", directory=folder, min_bytes=0, **others)
 
 
 def trained(model, wrapped, rank, config=None, steps=3):
@@ -145,7 +145,7 @@ def with_accelerate(rank, folder):
         return losses, weights(model)
 
     expected = run(None)
-    found = run(OffloadPlugin(tier="ssd", directory=folder, min_offload_bytes=0))
+    found = run(OffloadPlugin(tier="ssd", directory=folder, min_bytes=0))
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
 
@@ -264,7 +264,7 @@ def follows_one_plan(rank, folder, wrap):
         return losses, [local(parameter) for parameter in model.parameters()], plans, forecast
 
     def auto(budget):
-        return OffloadConfig(tier="auto", memory_budget=budget, directory=folder, min_offload_bytes=4096)
+        return OffloadConfig(tier="auto", memory_budget=budget, directory=folder, min_bytes=4096)
 
     with pytest.raises(OffloadPlanError) as refused:
         run(auto("1MiB"))
@@ -285,7 +285,7 @@ def gone_in_one_of_them(rank, folder):
     (folder / f"gone{rank}").mkdir()
     ranks.measure_hardware = lambda directories, device: a_machine()
     model = tiny_model("gpt2")
-    config = OffloadConfig(tier="auto", memory_budget="1GiB", directory=folder / f"gone{rank}", min_offload_bytes=0)
+    config = OffloadConfig(tier="auto", memory_budget="1GiB", directory=folder / f"gone{rank}", min_bytes=0)
     session = attach(model, config)
     for _ in range(2):
         model(**tiny_batch("gpt2")).loss.backward()

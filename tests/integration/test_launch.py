@@ -51,7 +51,7 @@ def place(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "tier").mkdir()
     (tmp_path / "plain.yaml").write_text(yaml.safe_dump(CONFIG))
-    section = {"tier": "ssd", "directory": str(tmp_path / "tier"), "min_offload_bytes": 0}
+    section = {"tier": "ssd", "directory": str(tmp_path / "tier"), "min_bytes": 0}
     (tmp_path / "ours.yaml").write_text(yaml.safe_dump(CONFIG | {"hf_offload_config": section}))
     return tmp_path
 

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import Trainer
 
 from hf_offload import (
-    LeanConfig,
     OffloadConfig,
     OffloadConfigError,
     OffloadTrainingArguments,
+    RecomputeElementwiseConfig,
     attach,
     offload_activations,
 )
@@ -31,7 +31,7 @@ SWITCHES = ["activations", "norms", "dropout", "exact"]
 
 
 def lean(model, *switches):
-    done = Lean(model, LeanConfig(switches))
+    done = Lean(model, RecomputeElementwiseConfig(switches))
     done.apply()
     return done
 
@@ -160,12 +160,12 @@ def test_nothing_changes_when_off():
     session = attach(model, OffloadConfig(tier="none"))
     assert session.lean == []
     assert not any("forward" in vars(module) for module in model.modules())
-    assert not OffloadConfig(tier="none", lean_activations="off").changes_a_run
+    assert not OffloadConfig(tier="none", recompute_elementwise="off").changes_a_run
 
 
 def test_a_session_takes_it_off_again():
     model = tiny_model("llama")
-    session = attach(model, OffloadConfig(tier="none", lean_activations="norms"))
+    session = attach(model, OffloadConfig(tier="none", recompute_elementwise="norms"))
     assert {"model.layers.0.input_layernorm", "model.norm", "lm_head"} <= set(session.lean)
     session.detach()
     session.detach()
@@ -344,10 +344,10 @@ def test_offloading_what_is_left_changes_no_bit(name, tmp_path):
             found = run(model, name)
         return found, session.stats.total.offloaded_bytes
 
-    disk = {"tier": "ssd", "directory": tmp_path, "min_offload_bytes": 0}
+    disk = {"tier": "ssd", "directory": tmp_path, "min_bytes": 0}
     expected, _ = go(tier="none")
     usual, moved_usually = go(**disk)
-    found, moved = go(**disk, lean_activations="exact")
+    found, moved = go(**disk, recompute_elementwise="exact")
     assert_same(found, expected)
     assert_same(usual, expected)
     assert 0 < moved < moved_usually
@@ -364,7 +364,7 @@ def test_a_planned_run_changes_no_bit(tmp_path):
         return gradients(model)
 
     expected = go(tier="none")
-    found = go(tier="auto", directory=tmp_path, memory_budget="1GiB", lean_activations="exact")
+    found = go(tier="auto", directory=tmp_path, memory_budget="1GiB", recompute_elementwise="exact")
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
@@ -372,7 +372,7 @@ def test_a_planned_run_changes_no_bit(tmp_path):
 def test_sampled_layers_keep_their_rows_and_the_others_are_lean(name, caplog):
     sampling = {"tier": "none", "sampled_linear": {"ratio": 0.25, "min_rows": 1}}
     sizes, found = [], []
-    for settings in (sampling, {**sampling, "lean_activations": "exact"}):
+    for settings in (sampling, {**sampling, "recompute_elementwise": "exact"}):
         model = tiny_model(name)
         session = attach(model, OffloadConfig(**settings))
         found.append(run(model, name))
@@ -388,7 +388,7 @@ def test_sampled_layers_keep_their_rows_and_the_others_are_lean(name, caplog):
 def test_coarse_derivatives_and_sampled_layers():
     settings = {"tier": "none", "sampled_linear": {"ratio": 0.25, "min_rows": 1}}
     sizes = []
-    for more in ({}, {"lean_activations": "norms,dropout,derivative-8bit"}):
+    for more in ({}, {"recompute_elementwise": "norms,dropout,derivative-8bit"}):
         model = tiny_model("gpt2")
         session = attach(model, OffloadConfig(**settings, **more))
         run(model, "gpt2")
@@ -417,7 +417,7 @@ def test_activation_checkpointing(name, reentrant, caplog):
 @pytest.mark.parametrize("settings", [{"tiled_loss": "on"}, {"tiled_mlp": "on"}])
 def test_tiles(settings):
     found = []
-    for more in ({}, {"lean_activations": "exact"}):
+    for more in ({}, {"recompute_elementwise": "exact"}):
         model = tiny_model("llama")
         session = attach(model, OffloadConfig(tier="none", tile_bytes=4096, **settings, **more))
         found.append(run(model, "llama"))
@@ -469,7 +469,7 @@ def test_compiled(wrapped):
 
 def test_one_argument_of_the_trainer_is_enough(tmp_path, caplog):
     arguments = OffloadTrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to="none", lean_activations="norms, activations",
+        output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to="none", recompute_elementwise="norms, activations",
         save_strategy="no", per_device_train_batch_size=2, disable_tqdm=True, gradient_accumulation_steps=2,
     )  # fmt: skip
     model = tiny_model("llama")
@@ -496,12 +496,12 @@ def test_one_argument_of_the_trainer_is_enough(tmp_path, caplog):
 )
 def test_wrong_settings(value, part):
     with pytest.raises(OffloadConfigError, match=part):
-        OffloadConfig(lean_activations=value)
+        OffloadConfig(recompute_elementwise=value)
 
 
 def test_every_mistake_is_told_at_once():
     with pytest.raises(OffloadConfigError) as refused:
-        LeanConfig(("norm", "masks"))
+        RecomputeElementwiseConfig(("norm", "masks"))
     assert len(refused.value.problems) == 2
 
 
@@ -518,7 +518,7 @@ def test_every_mistake_is_told_at_once():
 def test_a_switch_that_finds_nothing(make, switches, part):
     model = make()
     with pytest.raises(OffloadConfigError, match=part):
-        attach(model, OffloadConfig(tier="none", lean_activations=switches))
+        attach(model, OffloadConfig(tier="none", recompute_elementwise=switches))
     assert not any("forward" in vars(module) for module in model.modules())
 
 

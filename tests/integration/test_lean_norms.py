@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload import LeanConfig, OffloadConfigError
+from hf_offload import OffloadConfigError, RecomputeElementwiseConfig
 from hf_offload.transforms.rematerialization.apply import Lean
 from tests.helpers.tiny_models import gradients
 
 
 def lean(model):
-    done = Lean(model, LeanConfig(("norms",)))
+    done = Lean(model, RecomputeElementwiseConfig(("norms",)))
     done.apply()
     return done
 

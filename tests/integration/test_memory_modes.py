@@ -196,7 +196,7 @@ def test_other_models(mode, name, tmp_path):
 
 @pytest.mark.parametrize("mode", ["lora", "galore", "frugal", "lisa", "badam"])
 def test_offloading_changes_no_bit(mode, tmp_path):
-    settings = {"offload": "ssd", "offload_dir": str(tmp_path), "offload_min_bytes": "0"}
+    settings = {"offload": "ssd", "offload_directory": str(tmp_path), "offload_min_bytes": "0"}
     expected, found = trained(tmp_path, mode), trained(tmp_path, mode, **settings)
     assert same(expected.model, found.model)
     assert any("offload/offloaded_bytes" in entry for entry in found.state.log_history)
@@ -296,7 +296,7 @@ def test_state_on_disk_goes_where_activations_do_and_resumes(offload, tmp_path):
         "inactive_state": "ssd",
         "directory": None if offload else str(folders[1]),
     }
-    others = {"offload": "ssd", "offload_dir": str(folders[0])} if offload else {}
+    others = {"offload": "ssd", "offload_directory": str(folders[0])} if offload else {}
     # Five units, each two steps: after twelve the first one goes on with what it had.
     long = {"max_steps": 14, "save_strategy": "steps", "save_steps": 7} | others
     whole = trainer(tmp_path, "badam", settings, **long)

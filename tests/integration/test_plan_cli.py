@@ -13,7 +13,7 @@ from tests.helpers.activation_heavy_models import CONFIGS, build
 
 SMALL = [
     "model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=2", "model.config.vocab_size=512",
-    "offload.min_offload_bytes=256KiB",  # on a card, nothing of so small a model is worth moving
+    "offload.min_bytes=256KiB",  # on a card, nothing of so small a model is worth moving
 ]  # fmt: skip
 CARD = ["--gpu", "24GB", "--tflops", "80", "--pcie", "25GB/s", "--ssd", "5GB/s", "--ram", "64GB"]
 

@@ -159,7 +159,7 @@ def test_what_is_counted_is_what_a_real_step_saves_and_needs(name, folder, tmp_p
     if name not in WORKSPACE:
         tolerance = 0.1 if name in COPIES else 0.05
         assert kept.timeline.peak_bytes - weights == pytest.approx(peak_live_bytes(step), rel=tolerance)
-    with offload_activations(model, OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=1024)) as session:
+    with offload_activations(model, OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=1024)) as session:
         step()
         moved = session.stats.total.offloaded_bytes
     assert sum(one.nbytes for one in footprint.saved) == pytest.approx(moved, rel=0.03)
@@ -203,7 +203,7 @@ def test_mixed_precision_is_counted_as_it_runs(autocast, folder, tmp_path):
     workload = find_workload(folder("ViTForImageClassification"), batch=4, dtype="float32", autocast=autocast)
     footprint, batch = counted(workload)
     model, step = real_step(workload, batch)
-    with offload_activations(model, OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=1024)) as session:
+    with offload_activations(model, OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=1024)) as session:
         step()
         moved = session.stats.total.offloaded_bytes
     assert sum(one.nbytes for one in footprint.saved) == pytest.approx(moved, rel=0.01)

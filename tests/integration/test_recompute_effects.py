@@ -311,7 +311,7 @@ def budget_for(block):
 
 
 def auto(tmp_path, block=Plain):
-    return OffloadConfig(tier="auto", memory_budget=budget_for(block), directory=tmp_path, min_offload_bytes=1024)
+    return OffloadConfig(tier="auto", memory_budget=budget_for(block), directory=tmp_path, min_bytes=1024)
 
 
 NONE = OffloadConfig(tier="none")
@@ -514,7 +514,7 @@ def budget_of(model, share):
 
 
 def llama_auto(tmp_path, model, share=0.6):
-    return OffloadConfig(tier="auto", memory_budget=budget_of(model, share), directory=tmp_path, min_offload_bytes=1024)
+    return OffloadConfig(tier="auto", memory_budget=budget_of(model, share), directory=tmp_path, min_bytes=1024)
 
 
 def equal_runs(found, expected):
@@ -559,6 +559,6 @@ def test_a_cache_is_used_by_blocks_that_are_to_be_recomputed():
 
 
 def test_a_refusal_says_which_blocks_cannot_be_recomputed(tmp_path):
-    config = OffloadConfig(tier="auto", memory_budget="2MiB", directory=tmp_path, min_offload_bytes=1024)
+    config = OffloadConfig(tier="auto", memory_budget="2MiB", directory=tmp_path, min_bytes=1024)
     with pytest.raises(OffloadPlanError, match=r"recomputing model\.layers\.0 and 5 other blocks.*past_key_values"):
         train_llama(llama(), config, cache_by_hand)

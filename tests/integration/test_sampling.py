@@ -178,9 +178,7 @@ def test_offloading_sampled_rows_changes_no_bit(name, tmp_path):
 
     expected, plain = run(OffloadConfig(tier="none", sampled_linear={"ratio": 0.25, "min_rows": 1}))
     found, session = run(
-        OffloadConfig(
-            tier="ssd", directory=tmp_path, min_offload_bytes=0, sampled_linear={"ratio": 0.25, "min_rows": 1}
-        )
+        OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, sampled_linear={"ratio": 0.25, "min_rows": 1})
     )
     assert session.stats.total.offloaded_bytes > 0
     assert plain.stats.total.offloaded_bytes == 0

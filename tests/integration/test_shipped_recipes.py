@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory):
 
 def about(recipe):
     """What a recipe is about: everything that says how memory is spent, and the task."""
-    offload = dataclasses.replace(recipe.offload, directory=None, min_offload_bytes=0)
+    offload = dataclasses.replace(recipe.offload, directory=None, min_bytes=0)
     memory = {key: value for key, value in recipe.memory.items() if key != "rank"}
     again = recipe.training.get("gradient_checkpointing")
     data = [name for name, value in dataclasses.asdict(recipe.data).items() if name.endswith("_column") and value]

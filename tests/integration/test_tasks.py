@@ -43,7 +43,7 @@ T5 = {
     "config": {"num_layers": 1, "num_decoder_layers": 1, "num_heads": 2, "d_model": 32, "d_ff": 64, "d_kv": 16},
 }
 BPE = {"train_bpe": 300}
-OFFLOAD = {"tier": "ssd", "min_offload_bytes": "256", "directory": "tier"}
+OFFLOAD = {"tier": "ssd", "min_bytes": "256", "directory": "tier"}
 
 
 @pytest.fixture(autouse=True)

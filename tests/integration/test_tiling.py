@@ -86,7 +86,7 @@ def test_models_give_what_they_gave(name, no_logits):
 def test_offloading_changes_no_bit_of_a_tiled_step(name, tmp_path):
     model = model_of(name, dropout=0.1)
     found = []
-    for tier in ({"tier": "none"}, {"tier": "ssd", "directory": tmp_path, "min_offload_bytes": 0}):
+    for tier in ({"tier": "none"}, {"tier": "ssd", "directory": tmp_path, "min_bytes": 0}):
         torch.manual_seed(0)
         found.append(step(copy.deepcopy(model), batch_of(name), tiles(**tier)))
     (loss, expected, _), (offloaded_loss, offloaded, _) = found
@@ -250,7 +250,7 @@ def test_the_trainers_own_label_smoothing_gets_true_logits(tmp_path):
 
 def test_a_callback_with_settings_of_its_own(tmp_path, no_logits):
     _, expected = trained(tmp_path)
-    callback = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, tiled_loss="on"))
+    callback = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, tiled_loss="on"))
     _, found = trained(tmp_path, callbacks=[callback])
     assert found == pytest.approx(expected, rel=1e-4)
     assert callback.stats.total.offloaded_bytes > 0

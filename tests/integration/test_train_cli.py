@@ -31,7 +31,7 @@ def trained(recipe, *overrides):
 
 
 RECOMPUTE = next(change for change in find_strategy("recompute").overrides if change.endswith("=true"))
-OFFLOAD = ("offload.tier=ssd", "offload.min_offload_bytes=1KiB", "offload.directory=tier")
+OFFLOAD = ("offload.tier=ssd", "offload.min_bytes=1KiB", "offload.directory=tier")
 
 
 def test_a_recipe_trains_from_end_to_end(tiny_recipe):
@@ -93,7 +93,7 @@ def test_every_task_trains_on_random_tokens_without_datasets(tiny_recipe, monkey
     keep = trained(tiny_recipe, *overrides)
     assert keep.steps == 4
     assert all(0 < loss < 20 for loss in keep.losses)
-    offloaded = trained(tiny_recipe, *overrides, *OFFLOAD, "offload.min_offload_bytes=256")
+    offloaded = trained(tiny_recipe, *overrides, *OFFLOAD, "offload.min_bytes=256")
     assert offloaded.losses_hex == keep.losses_hex
     assert offloaded.parameters_sha256 == keep.parameters_sha256
     assert offloaded.offload["written_bytes"] > 0
@@ -117,11 +117,11 @@ def test_every_setting_of_a_recipe_reaches_the_session(tiny_recipe):
     recipe = load_recipe(
         tiny_recipe,
         [
-            "offload={tier: ssd, directory: [a, b], ram_budget: 1MiB, disk_budget: 1GiB, min_offload_bytes: 3KiB, "
+            "offload={tier: ssd, directory: [a, b], ram_budget: 1MiB, disk_budget: 1GiB, min_bytes: 3KiB, "
             "keep_last_count: 1, read_ahead_bytes: 5MiB, verify: checksum, max_disk_write_bytes: 7GiB, "
-            "at_disk_write_limit: stop, disk_rated_bytes: 600TB, "
+            "on_disk_write_limit: stop, drive_endurance_bytes: 600TB, "
             "tiled_loss: on, tiled_mlp: [mlp, fc], tile_bytes: 2MiB, "
-            "lean_activations: [norms, dropout]}",
+            "recompute_elementwise: [norms, dropout]}",
             "training.max_steps=3",
         ],
     )

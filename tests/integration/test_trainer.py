@@ -90,12 +90,12 @@ def flags(tmp_path):
     """Those that switch offloading on, for every tensor there is."""
     directory = tmp_path / "tier"
     directory.mkdir()
-    return {"offload": "ssd", "offload_dir": str(directory), "offload_min_bytes": "0"}
+    return {"offload": "ssd", "offload_directory": str(directory), "offload_min_bytes": "0"}
 
 
 @pytest.fixture
 def config(flags):
-    return OffloadConfig(tier="ssd", directory=flags["offload_dir"], min_offload_bytes=0)
+    return OffloadConfig(tier="ssd", directory=flags["offload_directory"], min_bytes=0)
 
 
 def make_trainer(args, name="gpt2", model=None, trainer=Trainer, **kwargs):
@@ -474,7 +474,7 @@ def test_arguments_are_replaced(plain, flags):
     args = OffloadTrainingArguments(**plain, **flags)
     assert args.report_to == ["hf_offload"]
     assert dataclasses.replace(args, learning_rate=1.0).report_to == ["hf_offload"]
-    assert dataclasses.replace(args, offload="none", offload_dir=None).report_to == []
+    assert dataclasses.replace(args, offload="none", offload_directory=None).report_to == []
     with pytest.raises(OffloadConfigError, match="ssd"):
         dataclasses.replace(args, offload="sdd")
 
@@ -495,8 +495,9 @@ def test_arguments_are_pickled(plain, flags, tmp_path):
 def test_arguments_are_parsed(arguments, source, flags, tmp_path):
     values = {
         "output_dir": str(tmp_path / "out"), **flags, "offload_ram_budget": "20GiB", "offload_disk_budget": "1GB",
-        "offload_keep_last_count": 1, "offload_read_ahead": "1MiB", "offload_verify": "checksum",
-        "offload_max_disk_write": "1TiB", "offload_at_disk_write_limit": "stop", "offload_disk_rated": "600TB",
+        "offload_keep_last_count": 1, "offload_read_ahead_bytes": "1MiB", "offload_verify": "checksum",
+        "offload_max_disk_write_bytes": "1TiB", "offload_on_disk_write_limit": "stop",
+        "offload_drive_endurance_bytes": "600TB",
         "use_cpu": True, "report_to": "none",
     }  # fmt: skip
     parser = HfArgumentParser(arguments)
@@ -511,9 +512,9 @@ def test_arguments_are_parsed(arguments, source, flags, tmp_path):
         (args,) = parser.parse_json_file(path) if source == "json" else parser.parse_yaml_file(path)
     assert type(args) is arguments
     assert args.offload_config() == OffloadConfig(
-        tier="ssd", directory=flags["offload_dir"], ram_budget=20 << 30, disk_budget=10**9, min_offload_bytes=0,
+        tier="ssd", directory=flags["offload_directory"], ram_budget=20 << 30, disk_budget=10**9, min_bytes=0,
         keep_last_count=1, read_ahead_bytes=1 << 20, verify="checksum", max_disk_write_bytes=1 << 40,
-        at_disk_write_limit="stop", disk_rated_bytes=600 * 10**12,
+        on_disk_write_limit="stop", drive_endurance_bytes=600 * 10**12,
     )  # fmt: skip
     assert args.report_to == ["hf_offload"]
 

@@ -57,7 +57,7 @@ def trained(trainer, config, tokenizer, dataset, tmp_path, **settings):
 
 def assert_same(trainer, plain, ours, tokenizer, dataset, tmp_path, **settings):
     expected, nothing = trained(trainer, plain, tokenizer, dataset, tmp_path, **settings)
-    flags = {"offload": "ssd", "offload_dir": str(tmp_path), "offload_min_bytes": "0"}
+    flags = {"offload": "ssd", "offload_directory": str(tmp_path), "offload_min_bytes": "0"}
     found, callback = trained(trainer, ours, tokenizer, dataset, tmp_path, **settings, **flags)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert any(not torch.equal(tensor, weights(tiny_model("llama"))[name]) for name, tensor in found.items())

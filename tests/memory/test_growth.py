@@ -76,7 +76,7 @@ def test_nothing_grows_over_500_steps(tmp_path):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batch = torch.randn(256, 64)
-    with offload_activations(model, OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0)) as session:
+    with offload_activations(model, OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0)) as session:
         for step in range(1, STEPS + 1):
             model(batch).square().mean().backward()
             optimizer.step()
@@ -170,7 +170,7 @@ def resident_bytes():
 def test_nothing_grows_in_a_rough_life(tmp_path, warm, steps):
     torch.manual_seed(0)
     model = Model()
-    config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, read_ahead_bytes=1)
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, read_ahead_bytes=1)
     with offload_activations(model, config) as session:
         life = Life(session, model)
         for step in range(0, steps, len(CYCLE)):

@@ -201,7 +201,7 @@ def assert_exact(case: Case, config: OffloadConfig, scoped: bool = False) -> Any
 
 @pytest.fixture
 def on_ssd(tmp_path):
-    return OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0)
+    return OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0)
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
@@ -238,13 +238,13 @@ def test_same_bits_when_compiled(checkpointing, on_ssd):
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_same_bits_from_ram(accumulation):
-    _, tier = assert_exact(Case(name="gpt2", accumulation=accumulation), OffloadConfig(tier="ram", min_offload_bytes=0))
+    _, tier = assert_exact(Case(name="gpt2", accumulation=accumulation), OffloadConfig(tier="ram", min_bytes=0))
     assert tier.stats.written_bytes > 0
 
 
 def test_same_bits_when_ram_spills_to_the_disk(tmp_path):
     budget_bytes = 128 << 10
-    config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, ram_budget=budget_bytes)
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, ram_budget=budget_bytes)
     stats, tier = assert_exact(Case(name="gpt2"), config)
     assert 0 < tier.first.stats.peak_used_bytes <= budget_bytes
     assert tier.then.stats.written_bytes > 0
@@ -256,9 +256,7 @@ def test_same_bits_with_checksums_on_striped_directories(tmp_path):
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:
         directory.mkdir()
-    assert_exact(
-        Case(name="gpt2"), OffloadConfig(tier="ssd", directory=directories, min_offload_bytes=0, verify="checksum")
-    )
+    assert_exact(Case(name="gpt2"), OffloadConfig(tier="ssd", directory=directories, min_bytes=0, verify="checksum"))
 
 
 # -- single operations -----------------------------------------------------------------------------------------------------
@@ -381,7 +379,7 @@ def test_parts_of_a_storage_with_version_counters_of_their_own(make, on_ssd):
 
 
 def test_a_spilling_tier_reports_what_it_wrote(tmp_path):
-    config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=0, ram_budget=128 << 10)
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, ram_budget=128 << 10)
     stats, _ = assert_exact(Case(name="gpt2"), config)
     assert stats.total.written_bytes > 0
     assert stats.total.read_bytes > 0

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 import hf_offload
-from hf_offload import LeanConfig, SampledLinearConfig
+from hf_offload import RecomputeElementwiseConfig, SampledLinearConfig
 from hf_offload.transforms.rematerialization.apply import Lean
 from hf_offload.transforms.sampling.convert import convert_linears
 from tests.operators.probes import bits
@@ -32,7 +32,7 @@ class Gated(nn.Module):
 
 def lean(switches, *make):
     def change(model):
-        Lean(model, LeanConfig(switches)).apply()
+        Lean(model, RecomputeElementwiseConfig(switches)).apply()
 
     return lambda: nn.Sequential(*(one() for one in make)), change
 

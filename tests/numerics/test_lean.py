@@ -12,7 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from hf_offload import LeanConfig
+from hf_offload import RecomputeElementwiseConfig
 from hf_offload.transforms.rematerialization.apply import Lean
 from hf_offload.transforms.rematerialization.functions import (
     Products,
@@ -70,7 +70,7 @@ def recompute(module, hidden):
 
 def replaced(module, hidden):
     model = nn.Sequential(module)
-    lean = Lean(model, LeanConfig(("exact",)))
+    lean = Lean(model, RecomputeElementwiseConfig(("exact",)))
     lean.apply()
     result = module(hidden)
     lean.remove()
@@ -311,7 +311,7 @@ def test_coarse_gradients_of_a_model_are_near_the_exact_ones():
         return loss.detach(), gradients(model)
 
     loss, exact = run(None)
-    same, coarse = run(LeanConfig(("derivative-8bit",)))
+    same, coarse = run(RecomputeElementwiseConfig(("derivative-8bit",)))
     assert torch.equal(loss, same)
     errors = {name: float((coarse[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
     assert errors["transformer.ln_f.weight"] == 0

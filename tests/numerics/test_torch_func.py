@@ -187,7 +187,7 @@ def train(transform, config, scoped=False):
 
 
 def settings(tier, directory):
-    return OffloadConfig(tier=tier, min_offload_bytes=0, **({"directory": directory} if tier == "ssd" else {}))
+    return OffloadConfig(tier=tier, min_bytes=0, **({"directory": directory} if tier == "ssd" else {}))
 
 
 @pytest.mark.filterwarnings("ignore:The model is on the CPU")

@@ -92,7 +92,7 @@ class Comparison:
     """Runs calls with and without offloading to one tier; backward begins when everything has been written."""
 
     def __init__(self, tier: str, directory: Path, minimum: int | None):
-        settings: dict[str, Any] = {} if minimum is None else {"min_offload_bytes": minimum}
+        settings: dict[str, Any] = {} if minimum is None else {"min_bytes": minimum}
         settings |= {"directory": directory} if tier == "ssd" else {}
         self._model = nn.Linear(1, 1)
         with warnings.catch_warnings():

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_offload import (
-    LeanConfig,
     OffloadConfig,
     OffloadConfigError,
     OffloadPlugin,
+    RecomputeElementwiseConfig,
     SampledLinearConfig,
 )
 from hf_offload.allocator import CHOSEN_VARIABLE
@@ -30,6 +30,7 @@ from hf_offload.settings.memory_modes import MODES
 from hf_offload.settings.recipe_data import DataRecipe, HubData
 from hf_offload.settings.recipe_model import ModelRecipe
 from hf_offload.settings.recipes import load_recipe
+from hf_offload.settings.renamed import RENAMED
 from hf_offload.settings.shapes import ModelShape
 from hf_offload.settings.yaml_text import dump_yaml, parse_yaml
 
@@ -157,7 +158,16 @@ OBJECTS = st.sampled_from(
             Path("a\0b"),
             Path("~nouser"),
         ),
-        *([["ssd"]], [None], [Odd()], {1: 2}, {"ratio": Odd()}, [float("nan")], OffloadConfig(), LeanConfig("norms")),
+        *(
+            [["ssd"]],
+            [None],
+            [Odd()],
+            {1: 2},
+            {"ratio": Odd()},
+            [float("nan")],
+            OffloadConfig(),
+            RecomputeElementwiseConfig("norms"),
+        ),
     ]
 )
 ANY = NESTED | OBJECTS
@@ -185,7 +195,7 @@ KEYS += [
 ]
 KEYS += [f"training.{name}" for name in training_fields()]
 OF_CLASSES = [(kind, field.name) for kind in SECTIONS.values() for field in dataclasses.fields(kind)]
-ARGUMENT_NAMES = [field.name for field in dataclasses.fields(OffloadArguments)]
+ARGUMENT_NAMES = [field.name for field in dataclasses.fields(OffloadArguments) if field.name not in RENAMED]
 MODE_SETTINGS = [
     "rank",
     "alpha",

@@ -46,7 +46,7 @@ def kept_curve(footprint):
 def test_counted_bytes_are_those_of_a_real_step(name, dropout, tmp_path):
     footprint = count(name, dropout)
     model = build(name, dropout)
-    config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=4096)
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=4096)
     with offload_activations(model, config) as session:
         model(**batch()).loss.backward()
         moved = session.stats.total.offloaded_bytes
@@ -72,8 +72,8 @@ def test_the_counted_peak_is_that_of_a_real_step(name, dropout):
 
 SAVING = {
     "sampled": {"sampled_linear": {"ratio": 0.25}},
-    "lean": {"lean_activations": "exact"},
-    "both": {"sampled_linear": 0.25, "lean_activations": "dropout,derivative-8bit"},
+    "lean": {"recompute_elementwise": "exact"},
+    "both": {"sampled_linear": 0.25, "recompute_elementwise": "dropout,derivative-8bit"},
 }
 
 
@@ -83,7 +83,7 @@ def test_sampled_and_lean_models_are_counted_as_they_run(name, settings, tmp_pat
     """On tensors without data, which also shows that nothing of a draw is read on the host."""
     if (name, settings) == ("llama", "both"):
         pytest.skip("its dropout is inside of attention")
-    config = OffloadConfig(tier="ssd", directory=tmp_path, min_offload_bytes=4096, **SAVING[settings])
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=4096, **SAVING[settings])
     usual = count(name, 0.1)
     with fake_mode():
         model, inputs = build(name, 0.1), batch()

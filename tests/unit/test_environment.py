@@ -1,7 +1,5 @@
 """Settings as environment variables."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -10,49 +8,46 @@ from hf_offload.allocator import ALLOCATORS, CHOSEN_VARIABLE
 from hf_offload.parents import parent_variables
 from hf_offload.settings.environment import (
     FIELDS,
+    READERS,
     check_variables,
     is_on,
     settings_from,
     settings_with,
-    variable,
     variables_for,
 )
 from hf_offload.settings.recipes import read_recipe
 
-EVERYTHING = {
+EXAMPLES = {
     "tier": "auto",
-    "memory_budget": "20GiB",
     "directory": ["/a", "/b c"],
-    "ram_budget": "1GiB",
-    "disk_budget": "1e9",
-    "min_offload_bytes": "4KiB",
-    "keep_last_count": 2,
-    "read_ahead_bytes": "1MiB",
     "verify": "checksum",
-    "max_disk_write_bytes": "1TiB",
-    "at_disk_write_limit": "stop",
-    "disk_rated_bytes": "600TB",
+    "on_disk_write_limit": "stop",
     "tiled_loss": "on",
     "tiled_mlp": ["mlp", "h.0.mlp"],
-    "tile_bytes": "2MiB",
     "sampled_linear": {"ratio": 0.3, "targets": ["mlp", "q_proj"]},
-    "lean_activations": ["norms", "dropout"],
+    "recompute_elementwise": ["norms", "dropout"],
+}
+NEEDED = {
+    "memory_budget": {"tier": "auto"},
+    "tile_bytes": {"tiled_loss": "on"},
+    "on_disk_write_limit": {"max_disk_write_bytes": "1TiB"},
 }
 
 
-def test_every_setting_goes_through_a_variable():
-    assert set(EVERYTHING) == set(FIELDS) == {field.name for field in dataclasses.fields(OffloadConfig)}
-    variables = variables_for(EVERYTHING)
-    assert variables["HF_OFFLOAD_DIRECTORY"] == "/a,/b c"
-    for field, value in EVERYTHING.items():
-        others = {"tier": "ssd"} if field not in ("tier", "memory_budget") else {"tier": "auto"}
-        if field == "tile_bytes":
-            others["tiled_loss"] = "on"
-        if field == "at_disk_write_limit":
-            others["max_disk_write_bytes"] = "1TiB"
-        found = settings_from({variable(field): variables[variable(field)]})
-        assert set(found) == {field}
-        assert OffloadConfig(**others | found) == OffloadConfig(**others | {field: value})
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_setting_goes_through_a_variable(field):
+    value = EXAMPLES.get(field, "4KiB" if READERS[field].unit == "bytes" else 2)
+    found = settings_from(variables_for({field: value}))
+    assert set(found) == {field}
+    others = {"tier": "ssd"} | NEEDED.get(field, {})
+    config = OffloadConfig(**others | found)
+    assert config == OffloadConfig(**others | {field: value})
+    assert settings_from(variables_for({field: getattr(config, field)}))[field] is not None
+    assert OffloadConfig(**others | settings_from(variables_for({field: getattr(config, field)}))) == config
+
+
+def test_variables_hold_several_folders():
+    assert variables_for({"directory": ["/a", "/b c"]}) == {"HF_OFFLOAD_DIRECTORY": "/a,/b c"}
 
 
 def test_nothing_is_set():
@@ -125,7 +120,7 @@ def begin_a_session():
         pass
 
 
-READERS = {
+CALLS = {
     "plugin": OffloadPlugin,
     "recipe": lambda: read_recipe("gpt/demo"),
     "session": begin_a_session,
@@ -133,13 +128,13 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", CALLS)
 @pytest.mark.parametrize(("name", "value", "message"), WRONG_VARIABLES)
 def test_a_variable_that_says_nothing_is_refused_wherever_settings_come_from(monkeypatch, reader, name, value, message):
-    READERS[reader]()
+    CALLS[reader]()
     monkeypatch.setenv(name, value)
     with pytest.raises(OffloadConfigError) as refused:
-        READERS[reader]()
+        CALLS[reader]()
     assert message in str(refused.value)
 
 

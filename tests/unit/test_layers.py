@@ -77,9 +77,9 @@ def test_null_with_nothing_below_is_a_value_of_a_configuration(mine):
 
 
 def test_lists_are_replaced_and_not_joined(mine):
-    below = "offload: {lean_activations: [norms, dropout]}\n"
-    path = write(mine.parent, _method=below, mine=RECIPE + "offload: {lean_activations: [norms]}\n")
-    assert read_layers(path).tree["offload"]["lean_activations"] == ["norms"]
+    below = "offload: {recompute_elementwise: [norms, dropout]}\n"
+    path = write(mine.parent, _method=below, mine=RECIPE + "offload: {recompute_elementwise: [norms]}\n")
+    assert read_layers(path).tree["offload"]["recompute_elementwise"] == ["norms"]
 
 
 def test_a_shape_is_replaced_as_a_whole(mine):

@@ -89,13 +89,13 @@ def test_overrides_reach_every_section_and_the_later_wins(tiny_recipe):
             "training.max_steps=3",
             "training.max_steps=5",
             "offload.tier=ssd",
-            "offload.min_offload_bytes=1KiB",
+            "offload.min_bytes=1KiB",
             "model.config.n_layer=1",
             "data.sequence_length=16",
         ],
     )
     assert recipe.training["max_steps"] == 5
-    assert recipe.offload == OffloadConfig(tier="ssd", min_offload_bytes=1024)
+    assert recipe.offload == OffloadConfig(tier="ssd", min_bytes=1024)
     assert recipe.model.config["n_layer"] == 1
     assert recipe.data.sequence_length == 16
 
@@ -112,9 +112,9 @@ def test_no_offload_section_means_no_offloading(tiny_recipe):
 
 
 def test_lean_activations_in_a_recipe(tiny_recipe):
-    recipe = load_recipe(tiny_recipe, ["offload={tier: none, lean_activations: [norms, dropout]}"])
-    assert recipe.offload == OffloadConfig(tier="none", lean_activations="norms,dropout")
-    assert "Did you mean 'norms'" in mistakes(tiny_recipe, "offload.lean_activations=[norm]")
+    recipe = load_recipe(tiny_recipe, ["offload={tier: none, recompute_elementwise: [norms, dropout]}"])
+    assert recipe.offload == OffloadConfig(tier="none", recompute_elementwise="norms,dropout")
+    assert "Did you mean 'norms'" in mistakes(tiny_recipe, "offload.recompute_elementwise=[norm]")
 
 
 def test_a_section_of_its_own_for_the_memory_mode(tiny_recipe):

@@ -166,7 +166,7 @@ def run(uid):
     os.setuid(uid)
     os.environ["XDG_STATE_HOME"] = f"{directory}/state{uid}"
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    with offload_activations(model, OffloadConfig(directory=directory, min_offload_bytes=0)) as session:
+    with offload_activations(model, OffloadConfig(directory=directory, min_bytes=0)) as session:
         loss = model(torch.randn(64, 64)).sum()
         session._engine.transfer._wait_for_writes(0)  # before backward, which takes from memory what is not written yet
         loss.backward()

@@ -58,10 +58,10 @@ def test_formatting_can_be_read_back(size):
 
 
 def test_config_holds_bytes_and_paths():
-    config = OffloadConfig(tier="nvme", directory="/a", ram_budget="1GiB", min_offload_bytes="4KiB")
+    config = OffloadConfig(tier="nvme", directory="/a", ram_budget="1GiB", min_bytes="4KiB")
     assert config.tier == "ssd"
     assert [str(path) for path in config.directories] == ["/a"]
-    assert (config.ram_budget, config.min_offload_bytes) == (2**30, 4096)
+    assert (config.ram_budget, config.min_bytes) == (2**30, 4096)
     assert OffloadConfig().directories == ()
 
 
@@ -70,7 +70,7 @@ def test_without_settings_only_what_a_budget_needs_is_moved_and_more_on_a_host()
     assert OffloadConfig().smallest_bytes(on_host=True) == 256 << 10
     assert OffloadConfig().smallest_bytes(on_host=False) == 2 << 20
     for on_host in (True, False):
-        assert OffloadConfig(min_offload_bytes="1KiB").smallest_bytes(on_host) == 1024
+        assert OffloadConfig(min_bytes="1KiB").smallest_bytes(on_host) == 1024
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_nearest_name():
         choose("letter", "c", ["a", "b"])
 
 
-@pytest.mark.parametrize("name", ["directory", "disk_budget", "max_disk_write_bytes", "disk_rated_bytes"])
+@pytest.mark.parametrize("name", ["directory", "disk_budget", "max_disk_write_bytes", "drive_endurance_bytes"])
 def test_what_is_for_files_is_refused_with_the_ram_tier(name):
     with pytest.raises(OffloadConfigError, match=f"{name} given, but tier='ram'"):
         OffloadConfig(tier="ram", **{name: "1"})

@@ -12,7 +12,7 @@ from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.lean import SWITCHES, LeanConfig
+from hf_offload.settings.elementwise import SWITCHES, RecomputeElementwiseConfig
 from hf_offload.transforms.rematerialization.modules import (
     CoarseActivation,
     Gate,
@@ -47,7 +47,7 @@ class Lean:
     ``head`` is an output head that is left as it is: its input is saved by whatever computes the loss in pieces.
     """
 
-    def __init__(self, model: nn.Module, config: LeanConfig | None, head: nn.Module | None = None):
+    def __init__(self, model: nn.Module, config: RecomputeElementwiseConfig | None, head: nn.Module | None = None):
         self._model_ref = weakref.ref(model)
         self._config = config
         self._head = (lambda: None) if head is None else weakref.ref(head)
@@ -99,7 +99,7 @@ class Lean:
 
     def _warn(self, rebuilds: bool) -> None:
         for why, names in self._left_out.items():
-            logger.warning("lean_activations leaves out %d norms, such as %s. %s.", len(names), names[0], why)
+            logger.warning("recompute_elementwise leaves out %d norms, such as %s. %s.", len(names), names[0], why)
         modules = list(self._model.modules())
         if any(getattr(module, "gradient_checkpointing", False) for module in modules):
             logger.warning(
@@ -153,7 +153,7 @@ class Lean:
         wanted = "; ".join(f"{switch!r} looks for {_LOOKS_FOR[switch]}" for switch in switches)
         left_out = "".join(f" Left out: {why}." for why in self._left_out)
         modules = f"Modules of {name}: {', '.join(kinds)}."
-        return f"lean_activations: {name} has nothing for a switch. {wanted}.{left_out} {modules}"
+        return f"recompute_elementwise: {name} has nothing for a switch. {wanted}.{left_out} {modules}"
 
 
 class _Forget:

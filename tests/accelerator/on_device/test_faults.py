@@ -128,7 +128,7 @@ class Run:
 @contextmanager
 def offloaded(late: Any, expected: dict[str, torch.Tensor], **settings: Any) -> Iterator[Run]:
     model = build(CASE)
-    session = attach(model, OffloadConfig(**{"min_offload_bytes": 0, "read_ahead_bytes": 1} | settings))
+    session = attach(model, OffloadConfig(**{"min_bytes": 0, "read_ahead_bytes": 1} | settings))
     try:
         yield Run(late, expected, session, model)
     finally:

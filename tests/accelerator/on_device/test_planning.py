@@ -83,7 +83,7 @@ def test_copies_beside_compute_are_not_taken_for_compute(late, monkeypatch):
 
 def test_streams_that_wait_for_copies_say_how_long(late):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).to("late:0")
-    session = attach(model, OffloadConfig(tier="ram", min_offload_bytes=0))
+    session = attach(model, OffloadConfig(tier="ram", min_bytes=0))
     engine = session._engine
     engine.transfer.time_stalls()
     for seed in range(4):
@@ -128,7 +128,7 @@ def test_memory_that_cannot_be_pinned_leaves_tensors_where_they_are(late, caplog
     model(x).sum().backward()
     expected = [parameter.grad.cpu() for parameter in model.parameters()]
     model.zero_grad()
-    session = attach(model, OffloadConfig(tier="ram", min_offload_bytes=0))
+    session = attach(model, OffloadConfig(tier="ram", min_bytes=0))
     late.fail_pinning(True)
     model(x).sum().backward()
     session.detach()

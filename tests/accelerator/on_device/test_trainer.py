@@ -124,14 +124,18 @@ def assert_exact(
 def test_the_trainer_within_a_budget(late, known_machine, tmp_path):
     def offload(plain: _Record) -> dict[str, Any]:
         fixed, peak = max(plain.allocated), max(plain.peaks)
-        return {"offload": "auto", "offload_memory_budget": str((fixed + peak) // 2), "offload_dir": str(tmp_path)}
+        return {
+            "offload": "auto",
+            "offload_memory_budget": str((fixed + peak) // 2),
+            "offload_directory": str(tmp_path),
+        }
 
     assert_exact(late, tmp_path, SHARED, offload)
 
 
 def test_the_trainer_with_activation_checkpointing(late, tmp_path):
     shared = SHARED | {"activation_checkpointing": True}
-    assert_exact(late, tmp_path, shared, lambda _: {"offload": "ssd", "offload_dir": str(tmp_path)})
+    assert_exact(late, tmp_path, shared, lambda _: {"offload": "ssd", "offload_directory": str(tmp_path)})
 
 
 def loop(accelerator: Accelerator) -> tuple[dict[str, torch.Tensor], list[int], nn.Module]:
@@ -170,7 +174,7 @@ def test_a_loop_with_an_accelerator(late, settings):
     for seed in range(2):
         let_go()
         late.reseed(seed)
-        plugin = OffloadPlugin(min_offload_bytes=0, **settings)
+        plugin = OffloadPlugin(min_bytes=0, **settings)
         found, found_allocated, model = loop(plugin.accelerator(gradient_accumulation_steps=2))
         stats = attached_session(model).stats.total
         assert differences(expected, found) == [], f"seed {seed}"

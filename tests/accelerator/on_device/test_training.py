@@ -30,7 +30,7 @@ def test_the_default_device_may_be_the_accelerator(late, tier):
 @pytest.mark.parametrize("tier", ["ram", "ssd"])
 def test_an_error_leaves_nothing_behind(late, tier, where):
     model = build(Case())
-    session = attach(model, OffloadConfig(min_offload_bytes=0, **TIERS[tier]))
+    session = attach(model, OffloadConfig(min_bytes=0, **TIERS[tier]))
     block = model.transformer.h[1]
 
     def fail(*_: Any) -> None:
@@ -55,7 +55,7 @@ def test_what_is_left_is_closed_by_a_thread_that_has_the_device(late, goes_last)
     """The training's own thread has another one."""
     case, before = Case(device="late:1"), late.pinned_bytes()
     model = build(case)
-    session = attach(model, OffloadConfig(min_offload_bytes=0, tier="ram"))
+    session = attach(model, OffloadConfig(min_bytes=0, tier="ram"))
     loss = model(**batch(case, 0)).loss
     assert late.pinned_bytes() > before
     if goes_last == "graph":
@@ -78,7 +78,7 @@ def test_two_models_at_once(late):
     for seed in range(2):
         late.reseed(seed)
         models = [build(case) for case in cases]
-        sessions = [attach(model, OffloadConfig(min_offload_bytes=0, tier="ssd")) for model in models]
+        sessions = [attach(model, OffloadConfig(min_bytes=0, tier="ssd")) for model in models]
         found = [
             train(case, model, session.end_step)[0]
             for case, model, session in zip(cases, models, sessions, strict=True)
@@ -95,7 +95,7 @@ def _peak(late: Any, tier: str | None, pace: float) -> int:
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(16)]
     model = nn.Sequential(*blocks).to("late:0")
     x = torch.randn(512, 64, device="late:0")
-    session = None if tier is None else attach(model, OffloadConfig(min_offload_bytes=0, tier=tier))
+    session = None if tier is None else attach(model, OffloadConfig(min_bytes=0, tier=tier))
     late.reseed(0, pace)
     for _ in range(3):
         model.zero_grad(set_to_none=False)
@@ -121,7 +121,7 @@ def test_no_memory_to_read_ahead_narrows_the_window(late, tier):
     case = Case(name="llama")
     plain, _ = train(case, build(case))
     model = build(case)
-    session = attach(model, OffloadConfig(min_offload_bytes=0, read_ahead_bytes=1 << 20, tier=tier))
+    session = attach(model, OffloadConfig(min_bytes=0, read_ahead_bytes=1 << 20, tier=tier))
     transfer = session._engine.transfer
     tried = 0
     begin = transfer.start_load
@@ -144,7 +144,7 @@ def test_no_memory_to_read_ahead_narrows_the_window(late, tier):
 
 def test_nothing_is_moved_while_a_stream_captures(late):
     model = build(Case())
-    session = attach(model, OffloadConfig(min_offload_bytes=0, tier="ram"))
+    session = attach(model, OffloadConfig(min_bytes=0, tier="ram"))
     late.set_capturing(True)
     try:
         model(**batch(Case(), 0)).loss.backward()
@@ -162,7 +162,7 @@ def test_compile_modes_with_graphs_are_refused_by_name(late, mode, where):
     model = build(Case())
     (model if where == "whole" else model.transformer.h[0]).compile(mode=mode)
     with pytest.raises(OffloadConfigError, match=r"reduce-overhead.*max-autotune-no-cudagraphs"):
-        attach(model, OffloadConfig(min_offload_bytes=0, tier="ram"))
+        attach(model, OffloadConfig(min_bytes=0, tier="ram"))
     model = build(Case())
     model.compile(mode="max-autotune-no-cudagraphs")
-    attach(model, OffloadConfig(min_offload_bytes=0, tier="ram")).detach()
+    attach(model, OffloadConfig(min_bytes=0, tier="ram")).detach()

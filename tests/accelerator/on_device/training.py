@@ -108,7 +108,7 @@ def let_go_of_what_was_loaded(session: OffloadSession) -> None:
 
 def train_offloaded(case: Case, **settings: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
     model = build(case)
-    session = attach(model, OffloadConfig(min_offload_bytes=0, **settings))
+    session = attach(model, OffloadConfig(min_bytes=0, **settings))
 
     def end_step() -> None:
         session.end_step()

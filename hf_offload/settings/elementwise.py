@@ -1,11 +1,11 @@
-"""What the user asked to have saved in fewer bytes."""
+"""Which elementwise operations the user wants recomputed."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose, collect_errors, renaming
+from hf_offload.settings.load import choose, collect_errors, names_of, naming
 from hf_offload.settings.values import names
 
 EXACT_SWITCHES = ("activations", "norms", "dropout")
@@ -15,12 +15,12 @@ ALL_EXACT = "exact"
 
 
 @dataclasses.dataclass(frozen=True)
-class LeanConfig:
-    """Which tensors are not saved for backward, but made again from what is saved anyway.
+class RecomputeElementwiseConfig:
+    """Which results are recomputed in backward from what is saved anyway, instead of being saved themselves.
 
     Args:
-        switches: ``"activations"``: results of activation functions, and products with them (gated MLPs), are made again from
-            the inputs, and ReLU keeps a bit an element. ``"norms"``: results of LayerNorm and RMSNorm are made again.
+        switches: ``"activations"``: results of activation functions, and products with them (gated MLPs), are recomputed from
+            their inputs, and ReLU keeps a bit an element. ``"norms"``: results of LayerNorm and RMSNorm are recomputed.
             ``"dropout"``: masks are kept as bits. These three are exact, to the last bit, and ``"exact"`` stands for as many
             of them as the model has use for.
             ``"derivative-8bit"``: activation functions keep their derivative in 8 bits instead of their input; not exact
@@ -31,19 +31,18 @@ class LeanConfig:
     switches: Sequence[str]
 
     def __post_init__(self) -> None:
-        read: Any = names(f"switches, which are {', '.join(SWITCHES)} and {ALL_EXACT!r}", or_none=True)(
-            "lean_activations", self.switches
-        )
-        switches = tuple(dict.fromkeys(read))
-        with collect_errors("lean activations") as check:
+        name = names_of(RecomputeElementwiseConfig).get("switches", "recompute_elementwise")
+        read: Any = names(f"switches, which are {', '.join(SWITCHES)} and {ALL_EXACT!r}", or_none=True)
+        switches = tuple(dict.fromkeys(read(name, self.switches)))
+        with collect_errors(name) as check:
             for switch in switches:
                 with check:
-                    choose("lean_activations", switch, (*SWITCHES, ALL_EXACT))
+                    choose(name, switch, (*SWITCHES, ALL_EXACT))
             with check:
                 both = {"activations", ALL_EXACT}.intersection(switches)
                 if both and "derivative-8bit" in switches:
                     raise OffloadConfigError(
-                        f"lean_activations: {both.pop()!r} makes results again from the inputs of activation functions, and "
+                        f"{name}: {both.pop()!r} recomputes results from the inputs of activation functions, and "
                         "'derivative-8bit' does not keep those: drop one of them."
                     )
         object.__setattr__(self, "switches", switches)
@@ -60,14 +59,14 @@ class LeanConfig:
         return ",".join(self.switches)
 
 
-def lean_activations(value: Any, name: str = "lean_activations") -> LeanConfig | None:
+def recompute_elementwise(value: Any, name: str = "recompute_elementwise") -> RecomputeElementwiseConfig | None:
     """What a setting says: names of switches, as a list or separated by commas, or nothing.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError`.
     """
-    if value is None or isinstance(value, LeanConfig):
+    if value is None or isinstance(value, RecomputeElementwiseConfig):
         return value
     if value is False or (isinstance(value, (str, tuple, list)) and value in ("", "off", (), [])):
         return None
-    with renaming(name, {"lean_activations": name}):
-        return LeanConfig(value)
+    with naming(RecomputeElementwiseConfig, {"switches": name}):
+        return RecomputeElementwiseConfig(value)

@@ -1,0 +1,67 @@
+"""Names that settings had before. They work for one version, with a warning that says the new one."""
+
+import functools
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+from hf_offload.errors import OffloadConfigError
+
+T = TypeVar("T")
+
+RENAMED = {
+    # Fields of OffloadConfig: keywords, variables, keys of recipes and of accelerate's section.
+    "min_offload_bytes": "min_bytes",
+    "at_disk_write_limit": "on_disk_write_limit",
+    "disk_rated_bytes": "drive_endurance_bytes",
+    "lean_activations": "recompute_elementwise",  # a training argument, too
+    # Training arguments.
+    "offload_dir": "offload_directory",
+    "offload_read_ahead": "offload_read_ahead_bytes",
+    "offload_max_disk_write": "offload_max_disk_write_bytes",
+    "offload_at_disk_write_limit": "offload_on_disk_write_limit",
+    "offload_disk_rated": "offload_drive_endurance_bytes",
+    # Classes.
+    "LeanConfig": "RecomputeElementwiseConfig",
+}
+"""Old name -> new one."""
+
+
+def with_current_names(
+    given: Mapping[str, Any], known: Collection[str], where: str = "", shown: Callable[[str], str] = str
+) -> dict[str, Any]:
+    """``given`` with the new names of those of ``known`` that were renamed. In messages, ``shown`` makes of a name what it is
+    called in ``where``.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` if a setting is given by both of its names.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        new = RENAMED.get(name) if isinstance(name, str) and name not in known else None
+        if new is None or new not in known:
+            found[name] = value
+            continue
+        said = f"{where}: {shown(name)}" if where else shown(name)
+        if new in given:
+            raise OffloadConfigError(f"{said} is the old name of {shown(new)}, which is given, too: drop it.")
+        warnings.warn(f"{said} is called {shown(new)} now; the old name goes with the next version.", FutureWarning, 2)
+        found[new] = value
+    return found
+
+
+def old_names(known: Collection[str]) -> dict[str, str]:
+    """Old name -> new one, of those of ``known`` that were renamed."""
+    return {old: new for old, new in RENAMED.items() if new in known}
+
+
+def takes_old_names(cls: type[T]) -> type[T]:
+    """The dataclass ``cls``, whose constructor takes old names of its fields, too."""
+    make: Any = cls.__init__
+    known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **settings: Any) -> None:
+        make(self, *args, **with_current_names(settings, known))
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls

@@ -1,0 +1,103 @@
+"""Old names of settings work for one version, and say what they are called now."""
+
+import pytest
+from transformers import HfArgumentParser
+
+from hf_offload import OffloadConfig, OffloadPlugin, OffloadTrainingArguments
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.environment import FIELDS, settings_from
+from hf_offload.settings.load import from_mapping
+from hf_offload.settings.recipes import load_recipe
+from hf_offload.settings.renamed import old_names
+from hf_offload.settings.schema import argument
+
+VALUES = {
+    "min_offload_bytes": "4KiB",
+    "at_disk_write_limit": "keep",
+    "disk_rated_bytes": "600TB",
+    "lean_activations": "norms",
+}
+ARGUMENTS = {
+    "offload_dir": ("directory", "/tmp"),
+    "offload_read_ahead": ("read_ahead_bytes", "8MiB"),
+    "offload_max_disk_write": ("max_disk_write_bytes", "1GiB"),
+    "offload_at_disk_write_limit": ("on_disk_write_limit", "keep"),
+    "offload_disk_rated": ("drive_endurance_bytes", "600TB"),
+    "lean_activations": ("recompute_elementwise", "norms"),
+}
+
+
+def test_every_old_name_is_tried_here():
+    assert VALUES.keys() == old_names(FIELDS).keys()
+    assert ARGUMENTS.keys() == old_names([argument(field) for field in FIELDS]).keys()
+
+
+@pytest.mark.parametrize("old", VALUES)
+def test_an_old_keyword_is_the_new_one(old):
+    new = old_names(FIELDS)[old]
+    with pytest.warns(FutureWarning, match=f"{old} is called {new} now"):
+        found = OffloadConfig(tier="ssd", **{old: VALUES[old]})
+    assert found == OffloadConfig(tier="ssd", **{new: VALUES[old]})
+
+
+@pytest.mark.parametrize("old", VALUES)
+def test_both_names_at_once_are_refused(old):
+    new = old_names(FIELDS)[old]
+    with pytest.raises(OffloadConfigError, match=f"{old} is the old name of {new}"):
+        OffloadConfig(**{old: VALUES[old], new: VALUES[old]})
+
+
+@pytest.mark.parametrize("old", VALUES)
+def test_an_old_key_of_a_section_is_the_new_one(old):
+    new = old_names(FIELDS)[old]
+    with pytest.warns(FutureWarning, match=f"section offload: {old} is called {new} now"):
+        found = from_mapping(OffloadConfig, {"tier": "ssd", old: VALUES[old]}, "section offload")
+    assert found == OffloadConfig(tier="ssd", **{new: VALUES[old]})
+
+
+@pytest.mark.parametrize("old", VALUES)
+def test_an_old_variable_is_the_new_one(old):
+    new = old_names(FIELDS)[old]
+    with pytest.warns(FutureWarning, match=f"HF_OFFLOAD_{old.upper()} is called HF_OFFLOAD_{new.upper()} now"):
+        found = settings_from({f"HF_OFFLOAD_{old.upper()}": VALUES[old]})
+    assert found == settings_from({f"HF_OFFLOAD_{new.upper()}": VALUES[old]})
+
+
+@pytest.mark.parametrize("old", VALUES)
+def test_an_old_keyword_of_the_plugin_is_the_new_one(old):
+    new = old_names(FIELDS)[old]
+    with pytest.warns(FutureWarning, match=f"{old} is called {new} now"):
+        found = OffloadPlugin(tier="ssd", **{old: VALUES[old]})
+    assert found.config == OffloadConfig(tier="ssd", **{new: VALUES[old]})
+
+
+@pytest.mark.parametrize("old", ARGUMENTS)
+def test_an_old_training_argument_is_the_new_one(old, tmp_path):
+    field, value = ARGUMENTS[old]
+    with pytest.warns(FutureWarning, match=f"{old} is called {argument(field)} now"):
+        found = OffloadTrainingArguments(output_dir=tmp_path, offload="ssd", report_to=[], **{old: value})
+    assert found.offload_config() == OffloadConfig(tier="ssd", **{field: value})
+    assert getattr(found, old) is None
+    assert getattr(found, argument(field)) == value
+
+
+def test_an_old_and_a_new_training_argument_at_once_are_refused(tmp_path):
+    with pytest.raises(OffloadConfigError, match="offload_dir is the old name of offload_directory"):
+        OffloadTrainingArguments(output_dir=tmp_path, offload="ssd", offload_dir="/tmp", offload_directory="/tmp")
+
+
+def test_a_parser_of_arguments_takes_old_names(tmp_path):
+    parser = HfArgumentParser(OffloadTrainingArguments)
+    with pytest.warns(FutureWarning, match="offload_dir is called offload_directory now"):
+        (found,) = parser.parse_args_into_dataclasses(
+            ["--output_dir", str(tmp_path), "--offload", "ssd", "--offload_dir", str(tmp_path)]
+        )
+    assert found.offload_config().directories == (tmp_path,)
+
+
+def test_a_recipe_of_before_is_read(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: gpt/demo\noffload: {tier: ssd, min_offload_bytes: 4KiB}\n")
+    with pytest.warns(FutureWarning, match="min_offload_bytes is called .*min_bytes now"):
+        found = load_recipe(recipe)
+    assert found.offload.min_bytes == 4096
