@@ -1,4 +1,4 @@
-"""From settings to a running engine and back: the order of everything that is applied can be read in :func:`attach`."""
+"""From settings to a running engine and back. :meth:`OffloadSession._apply` shows the order of everything that is applied."""
 
 import logging
 import weakref
@@ -14,8 +14,10 @@ from hf_offload.engine.hooks import Engine
 from hf_offload.engine.phases import Phases
 from hf_offload.engine.recompute import Recompute
 from hf_offload.engine.stats import OffloadStats
+from hf_offload.engine.unsupported import check_eager, check_no_graphs, check_one_process_per_device, trains_anything
 from hf_offload.engine.watch import ModelWatch
 from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.former_names import FormerName, renamed_arguments
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
@@ -29,28 +31,26 @@ from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.opening import open_tier
 from hf_offload.storage.wear import Wear, Written
 from hf_offload.structure.units import find_blocks, find_units
-from hf_offload.transforms.rematerialization.apply import Lean
-from hf_offload.transforms.sampling.convert import Sampling
+from hf_offload.transforms.order import transforms_for
 from hf_offload.transforms.sampling.gradient_cache import GradientCache
-from hf_offload.transforms.sampling.sample_ids import carry_sample_ids, drop_sample_ids
-from hf_offload.transforms.tiling.apply import Tiling
 
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT = "the environment"
-"""Who attaches to the models of a script that knows nothing of it; whatever the script says itself goes before."""
+"""Who attaches to the models of a script that knows nothing of it; what the script says itself takes precedence."""
 
 # A session lives as long as its hooks do: until it is detached or its model goes.
 _attached: "weakref.WeakKeyDictionary[nn.Module, OffloadSession]" = weakref.WeakKeyDictionary()
 
 
+@renamed_arguments(training="run_id", by="owner")
 def attach(
-    model: nn.Module, config: OffloadConfig, training: object = None, by: str = "attach or offload_activations"
+    model: nn.Module, config: OffloadConfig, run_id: object = None, owner: str = "attach or offload_activations"
 ) -> "OffloadSession":
     """Offload the saved tensors of ``model``'s forwards until :meth:`OffloadSession.detach`.
 
-    ``training`` is whatever tells one run of a trainer from another, ``by`` names the caller. A session that another run
-    of the same caller left behind, because it raised, is detached first.
+    ``run_id`` is any object that tells one run of a trainer from another, ``owner`` names the caller. A session that another
+    run of the same caller left behind, because it raised, is detached first.
 
     With several processes (``torch.distributed``), all of them attach, with the same settings; those of one machine share
     ``ram_budget``, ``disk_budget`` and ``max_disk_write_bytes`` in equal parts.
@@ -58,60 +58,22 @@ def attach(
     Raises :class:`~hf_offload.errors.OffloadConfigError` before anything is changed if the settings cannot work here.
     """
     config = _with_environment(config)
-    _check_model(model, training, by)
-    ranks = Ranks()
-    sampling, tiling = Sampling(model, config.sampling), Tiling(model, config)
-    lean = Lean(model, config.lean, tiling.head)
+    check_one_process_per_device(model)
+    _detach_former(model, run_id, owner)
+    session = OffloadSession(model, config, run_id, owner)
     try:
-        config = agreed(config, ranks)
-        sampling.apply()
-        lean.apply()
-        tiling.apply()
-        session = _attach(model, config, sampling, lean, tiling, ranks)
+        session._apply(model)
+        if session.changes_model:
+            _attached[model] = session
     except BaseException:
-        tiling.remove()
-        lean.remove()
-        sampling.remove()
-        ranks.close()
+        session.detach()
         raise
-    session.training, session.by = training, by
     return session
 
 
 def attached_session(model: nn.Module) -> "OffloadSession | None":
     """The session that is attached to ``model``, if there is one."""
     return _attached.get(model)
-
-
-def _attach(
-    model: nn.Module, config: OffloadConfig, sampling: Sampling, lean: Lean, tiling: Tiling, ranks: Ranks
-) -> "OffloadSession":
-    blocks = find_blocks(model)
-    on_host = device_of(model).type == "cpu"
-    automatic = config.tier == "auto"
-    plan = safest_plan(config, on_host) if automatic else plan_from_settings(config, list(blocks), on_host)
-    if not plan.moves or not _has_work(model):
-        return OffloadSession(model, config, plan, sampling, lean, tiling, ranks)
-    device = open_device(device_of(model))
-    if automatic:
-        _check_eager(model)
-    if not on_host:
-        _check_no_graphs(model)
-    tier, disk = open_tier(config, on_host, ranks.local_count)
-    if on_host:
-        logger.info("CPU allocator: %s.", tune_running_allocator())
-    engine = Engine(model, plan, device, tier)
-    phases = Phases(engine)
-    session = OffloadSession(model, config, plan, sampling, lean, tiling, ranks, engine, phases)
-    session.watch_writes(disk)
-    units: Mapping[str, nn.Module] = blocks
-    if automatic:
-        session.plan_while_training(hardware_of_all(config, ranks, device.torch_device), Recompute(blocks))
-        units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
-    with signals_deferred:
-        phases.install(model, units, session.begin_forward, session.end_forward)
-        session.watch_model()
-    return session
 
 
 @contextmanager
@@ -149,53 +111,71 @@ class OffloadSession:
         plan: What was decided.
         stats: Counters, per step and in total (:class:`~hf_offload.engine.stats.OffloadStats`).
         ranks: The processes that train the model together.
-        training: The trainer's run the session belongs to, if one made it.
-        by: What attached it.
+        run_id: The trainer's run the session belongs to, if one made it.
+        owner: What attached it.
         must_stop: The limit of bytes written was met in a step that has ended, and ``on_disk_write_limit`` is ``"stop"``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: OffloadConfig,
-        plan: Plan,
-        sampling: Sampling,
-        lean: Lean,
-        tiling: Tiling,
-        ranks: Ranks,
-        engine: Engine | None = None,
-        phases: Phases | None = None,
-    ):
+    def __init__(self, model: nn.Module, config: OffloadConfig, run_id: object, owner: str):
         self.config = config
-        self.plan = plan
-        self.stats = engine.stats if engine is not None else OffloadStats(None)
+        self.run_id = run_id
+        self.owner = owner
+        self.stats = OffloadStats(None)
+        self.ranks = Ranks()
+        self.must_stop = False
         self._model = weakref.ref(model)
-        self._engine = engine
-        self._phases = phases
+        self._transforms = transforms_for(model, config)
+        self._engine: Engine | None = None
+        self._phases: Phases | None = None
         self._feedback: Feedback | None = None
         self._recompute: Recompute | None = None
-        self._sampling = sampling
-        self._lean = lean
-        self._tiling = tiling
-        self.ranks = ranks
-        self.training: object = None
-        self.by = ""
-        self._loader: Any = None
-        self._stepped = False
         self._watch: ModelWatch | None = None
         self._disk: DiskTier | None = None
         self._wear: Wear | None = None
-        self.must_stop = False
-        if engine is not None or self.tiled or self.sampled or self.lean:
-            _attached[model] = self
+        self._stepped = False
 
-    def plan_while_training(self, hardware: Hardware, recompute: Recompute) -> None:
+    plan: Plan
+    training = FormerName("run_id")
+    by = FormerName("owner")
+    lean = FormerName("rematerialized")
+
+    def _apply(self, model: nn.Module) -> None:
+        """Transforms of the model, then the plan, then the engine with its storage, and hooks at last."""
+        config = self.config = agreed(self.config, self.ranks)
+        self._transforms.apply()
+        blocks = find_blocks(model)
+        on_host = device_of(model).type == "cpu"
+        automatic = config.tier == "auto"
+        self.plan = safest_plan(config, on_host) if automatic else plan_from_settings(config, list(blocks), on_host)
+        if not self.plan.moves or not trains_anything(model):
+            return
+        device = open_device(device_of(model))
+        if automatic:
+            check_eager(model)
+        if not on_host:
+            check_no_graphs(model)
+        tier, self._disk = open_tier(config, on_host, self.ranks.local_count)
+        self._wear = None if self._disk is None else Wear(self._disk.files)
+        if on_host:
+            logger.info("CPU allocator: %s.", tune_running_allocator())
+        self._engine = Engine(model, self.plan, device, tier)
+        self._phases = Phases(self._engine)
+        self.stats = self._engine.stats
+        units: Mapping[str, nn.Module] = blocks
+        if automatic:
+            hardware = hardware_of_all(config, self.ranks, device.torch_device)
+            self._plan_while_training(model, hardware, Recompute(blocks))
+            units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
+        with signals_deferred:
+            self._phases.install(model, units, self.begin_forward, self.end_forward)
+            # When the model goes, what the session holds is given back as if it had been detached.
+            self._watch = ModelWatch(model, self._leave_thread, self._close_without_model)
+
+    def _plan_while_training(self, model: nn.Module, hardware: Hardware, recompute: Recompute) -> None:
         """Let measured steps decide about the plan from now on."""
-        engine, model = self._engine, self._model()
-        assert engine is not None
-        assert model is not None
+        assert self._engine is not None
         budget = self.config.memory_budget
-        engine.transfer.time_stalls()  # else transfers would be taken for compute, and plans be made of that
+        self._engine.transfer.time_stalls()  # else transfers would be taken for compute, and plans be made of that
         self._recompute = recompute
         self._feedback = Feedback(
             model,
@@ -203,16 +183,10 @@ class OffloadSession:
             hardware,
             safest=self.plan,
             apply=self._follow,
-            engine=engine,
-            need_less=self._tiling.need_less,
+            engine=self._engine,
+            need_less=self._transforms.tiling.need_less,
             ranks=self.ranks,
         )
-
-    def watch_model(self) -> None:
-        """Give back what the session holds when the model goes, as if it had been detached."""
-        model = self._model()
-        assert model is not None
-        self._watch = ModelWatch(model, self._leave_thread, self._close_without_model)
 
     def _leave_thread(self) -> None:
         if self._phases is not None:
@@ -223,10 +197,6 @@ class OffloadSession:
     def _close_without_model(self) -> None:
         assert self._engine is not None
         self._engine.enter_thread()
-        self._close()
-
-    def _close(self) -> None:
-        assert self._engine is not None
         self._engine.close()
         if self._wear is not None:
             self._wear.keep()
@@ -235,11 +205,6 @@ class OffloadSession:
         """What is left to do for a model that has gone is done when this returns."""
         if self._watch is not None and self._model() is None:
             self._watch.join()
-
-    def watch_writes(self, disk: DiskTier | None) -> None:
-        """Count from now on what is written to the drives of ``disk``."""
-        self._disk = disk
-        self._wear = None if disk is None else Wear(disk.files)
 
     def written(self) -> list[Written]:
         """What was written to each drive, by this process and by all runs together. Keeps the count first."""
@@ -268,7 +233,7 @@ class OffloadSession:
         if self._feedback is not None:
             model = self._model()
             assert model is not None, "a forward has a model"
-            _check_eager(model, compiled)  # again: it may have been compiled since
+            check_eager(model, compiled)  # again: it may have been compiled since
             self._feedback.begin_forward(args, kwargs)
 
     def end_forward(self) -> None:
@@ -284,12 +249,12 @@ class OffloadSession:
     @property
     def tiled(self) -> list[str]:
         """Names of the modules that are computed a few tokens at a time."""
-        return self._tiling.names
+        return list(self._transforms.tiling.names)
 
     @property
     def sampled(self) -> list[str]:
         """Names of the linear layers whose weight gradient is estimated."""
-        return list(self._sampling.names)
+        return list(self._transforms.sampling.names)
 
     def carry_sample_ids(self, loader: Any) -> GradientCache | None:
         """Let the batches of the training ``loader`` say which rows of its data set they hold, and remember how large the
@@ -297,21 +262,22 @@ class OffloadSession:
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` for a stream, whose rows cannot be told apart.
         """
-        if not self._sampling.caches_gradients:
-            return None
-        cache = self._sampling.start_cache(carry_sample_ids(loader))
-        self._loader = loader
-        return cache
+        return self._transforms.sampling.carry_sample_ids(loader)
 
     @property
     def gradient_cache(self) -> GradientCache | None:
         """What is remembered of the gradients of each sample, if anything is."""
-        return self._sampling.cache
+        return self._transforms.sampling.cache
 
     @property
-    def lean(self) -> list[str]:
-        """Names of the modules that save less for backward."""
-        return list(self._lean.names)
+    def rematerialized(self) -> list[str]:
+        """Names of the modules that recompute in backward what they would save."""
+        return list(self._transforms.rematerialization.names)
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether anything is offloaded, or computed in another way."""
+        return self.active or any(transform.names for transform in self._transforms)
 
     @property
     def active(self) -> bool:
@@ -399,12 +365,7 @@ class OffloadSession:
             self._feedback.close()
         if self._recompute is not None:
             self._recompute.remove()
-        self._tiling.remove()
-        self._lean.remove()
-        self._sampling.remove()
-        if self._loader is not None:
-            drop_sample_ids(self._loader)
-            self._loader = None
+        self._transforms.remove()
         if phases is not None:
             phases.remove()
         if model is not None:
@@ -421,64 +382,19 @@ def _with_environment(config: OffloadConfig) -> OffloadConfig:
     return config
 
 
-def _check_model(model: nn.Module, training: object, by: str) -> None:
-    if isinstance(model, nn.DataParallel):
-        raise OffloadConfigError(
-            "nn.DataParallel runs forwards in threads with copies of the model and cannot be offloaded. Start one process "
-            "per GPU instead: `accelerate launch --multi_gpu train.py`, or set CUDA_VISIBLE_DEVICES to one GPU."
-        )
+def _detach_former(model: nn.Module, run_id: object, owner: str) -> None:
+    """Make way for a session of ``owner``, or raise if the one that is attached is of another."""
     session = _attached.get(model)
     if session is None:
         return
-    if session.by == ENVIRONMENT != by:
-        logger.warning("%s is used for %s, and not the environment's settings.", by, type(model).__name__)
-        session.detach()
-        return
     # `is`: a trainer's state compares by value, and two that have just begun are equal
-    runs = (training, session.training)
-    if session.by == by and runs[0] is not runs[1] and all(run is not None for run in runs):
-        session.detach()
-        return
-    raise OffloadConfigError(
-        f"Offloading is attached to this model already, by {session.by}; now {by} wants to, too. Use one surface only (the "
-        "training arguments, a callback, an OffloadPlugin or offload_activations), or detach the first session."
-    )
-
-
-def _check_eager(model: nn.Module, compiled: bool = False) -> None:
-    if compiled or any(
-        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
-        for module in model.modules()
-    ):
-        raise compiled_error()
-
-
-def _check_no_graphs(model: nn.Module) -> None:
-    """Refuse compile modes that replay CUDA graphs: what they save lives in memory that the next replay writes to."""
-    for module in model.modules():
-        call: Any = module if hasattr(module, "get_compiler_config") else getattr(module, "_compiled_call_impl", None)
-        options = call.get_compiler_config() if hasattr(call, "get_compiler_config") else None
-        if options and options.get("triton.cudagraphs"):
-            raise OffloadConfigError(
-                f"{type(module).__name__} is compiled with CUDA graphs (mode 'reduce-overhead' or 'max-autotune'), whose "
-                "saved tensors live in memory that the next replay overwrites: compile it with mode='default' or "
-                "'max-autotune-no-cudagraphs'."
-            )
-
-
-def compiled_error() -> OffloadConfigError:
-    """What ``tier="auto"`` says to a compiled model."""
-    return OffloadConfigError(
-        "tier='auto' measures operations one by one, and a compiled model has none to show: take tier='ssd' or 'ram' "
-        "with torch.compile."
-    )
-
-
-def _has_work(model: nn.Module) -> bool:
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        return True
-    logger.warning(
-        "No parameter of %s requires a gradient, so autograd saves nothing and there is nothing to offload.",
-        type(model).__name__,
-    )
-    return False
+    runs = (run_id, session.run_id)
+    of_another_run = session.owner == owner and runs[0] is not runs[1] and all(run is not None for run in runs)
+    if session.owner == ENVIRONMENT != owner:
+        logger.warning("%s is used for %s, and not the environment's settings.", owner, type(model).__name__)
+    elif not of_another_run:
+        raise OffloadConfigError(
+            f"Offloading is attached to this model already, by {session.owner}; now {owner} wants to, too. Use one surface "
+            "only (the training arguments, a callback, an OffloadPlugin or offload_activations), or detach the first session."
+        )
+    session.detach()

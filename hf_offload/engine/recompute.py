@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import checkpoint
-from hf_offload.copied_hooks import InertInCopies
 from hf_offload.errors import RecomputeError
 from hf_offload.structure.effects import blocking_argument, inputs_read_again, read_by, rewritten_name
+from hf_offload.surgery import InertInCopies
 
 
 class Recompute:

@@ -20,9 +20,7 @@ from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig, smallest_bytes
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import reason_of
-from hf_offload.transforms.rematerialization.apply import Lean
-from hf_offload.transforms.sampling.convert import Sampling
-from hf_offload.transforms.tiling.apply import Tiling
+from hf_offload.transforms.order import transforms_for
 from hf_offload.transforms.tiling.cut import Cut
 
 if TYPE_CHECKING:
@@ -224,12 +222,14 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
         with fake_mode():
             model = workload.build()
             batch = workload.inputs(model)
-            sampling = Sampling(model, workload.sampled)
-            sampling.apply()
-            settings = OffloadConfig(tiled_loss=workload.tiled_loss, tiled_mlp=workload.tiled_mlp)
-            tiling = Tiling(model, settings, workload.cut)
-            Lean(model, workload.lean, tiling.head).apply()
-            tiling.apply()
+            settings = OffloadConfig(
+                tiled_loss=workload.tiled_loss,
+                tiled_mlp=workload.tiled_mlp,
+                sampled_linear=workload.sampled,
+                lean_activations=workload.lean,
+            )
+            transforms = transforms_for(model, settings, workload.cut)
+            transforms.apply()
     except OffloadConfigError:
         raise
     except Exception as error:  # a constructor that needs data fails in a way of its own
@@ -251,4 +251,4 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
         autocast=workload.autocast,
         update_in_backward=workload.update_in_backward or (mode is not None and mode.updates_in_backward()),
     )
-    return dataclasses.replace(footprint, tiled=tuple(tiling.names), sampled=sampling.names)
+    return dataclasses.replace(footprint, tiled=transforms.tiling.names, sampled=transforms.sampling.names)

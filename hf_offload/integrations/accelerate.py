@@ -10,14 +10,15 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
-from hf_offload.copied_hooks import InertInCopies
+from hf_offload.engine.unsupported import compiled_error
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.summary import summary_lines
-from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session, compiled_error
+from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
 from hf_offload.settings.environment import FIELDS, settings_with, variable
 from hf_offload.settings.renamed import with_current_names
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, shown
+from hf_offload.surgery import InertInCopies
 
 logger = logging.getLogger(__name__)
 
@@ -195,9 +196,9 @@ class OffloadedAccelerator:
         present = attached_session(model)
         if present is not None and self._by == ENVIRONMENT:
             return  # the script offloads this model itself, and knows better
-        session = attach(model, self._config, training=self, by=self._by)
+        session = attach(model, self._config, run_id=self, owner=self._by)
         self._sessions.append(session)
-        self.offloaded_models += session.active or bool(session.tiled or session.sampled or session.lean)
+        self.offloaded_models += session.changes_model
         if session.active and session.ranks.is_first:
             logger.info("Offloading activations of %s: %s.", type(model).__name__, session.plan.reason)
 

@@ -70,7 +70,7 @@ class OffloadCallback(TrainerCallback):
         refuse_conflicts(args)
         config = _without_twice(config, args)
         _refuse_data_parallel(args)
-        self.session = attach(model, config, training=state, by="the Trainer's OffloadCallback")
+        self.session = attach(model, config, run_id=state, owner="the Trainer's OffloadCallback")
         self.stats = self.session.stats
         self.summary = []
         describe_offloading_in_cards(_summary_of)

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from hf_offload.copied_hooks import InertInCopies
 from hf_offload.plan.footprint import BlockSpan, Moment
 from hf_offload.planning.workspace import workspace_bytes
 from hf_offload.structure.effects import Effects
 from hf_offload.structure.units import find_blocks, find_units
+from hf_offload.surgery import InertInCopies
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 

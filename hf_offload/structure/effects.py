@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from hf_offload.copied_hooks import InertInCopies
 from hf_offload.interrupts import signals_deferred
+from hf_offload.surgery import InertInCopies
 
 # Objects that are looked into, and how deep, before the comparison is content with what it has.
 _MOST_OBJECTS = 5_000

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, RecomputeElementwiseConfig, attach
-from hf_offload.transforms.rematerialization.apply import Lean
+from hf_offload.transforms.rematerialization.apply import Rematerialization
 from hf_offload.transforms.rematerialization.functions import dropout_again, packed_dropout
 from hf_offload.transforms.sampling.estimator import draw_rows
 from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model, weights
@@ -181,7 +181,7 @@ def test_a_lean_model_has_the_gradients_of_the_usual_one(probability):
     found = []
     for config in (None, RecomputeElementwiseConfig(("activations", "norms", "dropout"))):
         model = tiny_model("gpt2", dropout=probability).to(DEVICE).train()
-        lean = Lean(model, config)
+        lean = Rematerialization(model, config)
         lean.apply()
         torch.manual_seed(3)
         model(**{name: value.to(DEVICE) for name, value in tiny_batch("gpt2").items()}).loss.backward()

@@ -20,7 +20,7 @@ from hf_offload import (
     attach,
     offload_activations,
 )
-from hf_offload.transforms.rematerialization.apply import Lean
+from hf_offload.transforms.rematerialization.apply import Rematerialization
 from tests.helpers import live_bytes
 from tests.helpers.tiny_models import HIDDEN, SEQUENCE, ExampleDataset, gradients, tiny_batch, tiny_model
 
@@ -31,7 +31,7 @@ SWITCHES = ["activations", "norms", "dropout", "exact"]
 
 
 def lean(model, *switches):
-    done = Lean(model, RecomputeElementwiseConfig(switches))
+    done = Rematerialization(model, RecomputeElementwiseConfig(switches))
     done.apply()
     return done
 
@@ -158,7 +158,7 @@ def test_derivatives_take_a_quarter_of_the_input():
 def test_nothing_changes_when_off():
     model = tiny_model("gpt2")
     session = attach(model, OffloadConfig(tier="none"))
-    assert session.lean == []
+    assert session.rematerialized == []
     assert not any("forward" in vars(module) for module in model.modules())
     assert not OffloadConfig(tier="none", recompute_elementwise="off").changes_a_run
 
@@ -166,7 +166,7 @@ def test_nothing_changes_when_off():
 def test_a_session_takes_it_off_again():
     model = tiny_model("llama")
     session = attach(model, OffloadConfig(tier="none", recompute_elementwise="norms"))
-    assert {"model.layers.0.input_layernorm", "model.norm", "lm_head"} <= set(session.lean)
+    assert {"model.layers.0.input_layernorm", "model.norm", "lm_head"} <= set(session.rematerialized)
     session.detach()
     session.detach()
     assert not any("forward" in vars(module) for module in model.modules())
@@ -266,8 +266,8 @@ def test_views_of_a_result():
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
-def recipes_of(model):
-    return next(module.forward.__self__.recipes for module in model.modules() if "forward" in vars(module))
+def formulas_of(model):
+    return next(module.forward.__self__.formulas for module in model.modules() if "forward" in vars(module))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
@@ -283,7 +283,7 @@ def test_nothing_is_held_when_forward_and_backward_are_over(name):
         if type(module).__name__ in ("NewGELUActivation", "SiLUActivation", "LlamaRMSNorm", "T5LayerNorm", "LayerNorm"):
             module.register_forward_pre_hook(note)
     output = model(**tiny_batch(name), output_hidden_states=True)
-    assert not recipes_of(model)._known
+    assert not formulas_of(model)._known
     output.loss.backward()
     kept = {id(state.untyped_storage()) for state in (output.get("hidden_states") or ())}
     del output
@@ -305,7 +305,7 @@ def test_an_exception_leaves_nothing_behind():
         model(**tiny_batch("llama"))
     handle.remove()
     assert raised.tb is not None  # holds the tensors of all frames
-    assert not recipes_of(model)._known
+    assert not formulas_of(model)._known
     assert_same(run(model, "llama"), expected)
 
 
@@ -378,7 +378,7 @@ def test_sampled_layers_keep_their_rows_and_the_others_are_lean(name, caplog):
         found.append(run(model, name))
         sizes.append(saved_bytes(model, name))
         assert session.sampled
-        assert not set(session.sampled) & set(session.lean)
+        assert not set(session.sampled) & set(session.rematerialized)
         session.detach()
     assert_same(found[1], found[0])
     assert sizes[1] < sizes[0]

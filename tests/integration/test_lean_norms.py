@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfigError, RecomputeElementwiseConfig
-from hf_offload.transforms.rematerialization.apply import Lean
+from hf_offload.transforms.rematerialization.apply import Rematerialization
 from tests.helpers.tiny_models import gradients
 
 
 def lean(model):
-    done = Lean(model, RecomputeElementwiseConfig(("norms",)))
+    done = Rematerialization(model, RecomputeElementwiseConfig(("norms",)))
     done.apply()
     return done
 

@@ -4,6 +4,7 @@ import copy
 import importlib
 import logging
 import pickle
+import sys
 import weakref
 
 import peft
@@ -21,7 +22,7 @@ from hf_offload import (
     measure_errors,
     offload_activations,
 )
-from hf_offload.transforms.sampling.convert import convert_linears, restore_linears
+from hf_offload.transforms.sampling.apply import convert_linears
 from hf_offload.transforms.sampling.linear import PADDING_WEIGHT, SampledConv1D, SampledLinear
 from tests.helpers import live_bytes
 from tests.helpers.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
@@ -59,7 +60,7 @@ def test_auto_takes_what_is_worth_it(name, converted, left):
     usual = weights(tiny_model(name))
     assert weights(model).keys() == usual.keys()
     assert model.state_dict().keys() == tiny_model(name).state_dict().keys()
-    assert restore_linears(model) == len(report.converted)
+    report.restore()
     assert not any(isinstance(module, (SampledLinear, SampledConv1D)) for module in model.modules())
     assert not any("draws" in vars(module) for module in model.modules())
 
@@ -98,14 +99,16 @@ def test_what_is_saved_can_leave():
         return tensor.clone()
 
     for estimator in ("wta-crs", "rad", "features"):
-        convert_linears(model, SampledLinearConfig(ratio=0.25, min_rows=1, estimator=estimator, targets="all"))
+        conversion = convert_linears(
+            model, SampledLinearConfig(ratio=0.25, min_rows=1, estimator=estimator, targets="all")
+        )
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = model(**tiny_batch("llama")).loss
         own = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
         alive = [storage for reference in seen if (storage := reference()) is not None and id(storage) not in own]
         assert len(alive) <= 2  # the labels, and what the batch itself holds
         loss.backward()
-        restore_linears(model)
+        conversion.restore()
 
 
 def quantised(model):
@@ -191,9 +194,9 @@ def test_lora_before_and_after(first):
     model = tiny_model("llama")
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     if first == "sampling":
-        convert_linears(model, CONFIG)
+        before = convert_linears(model, CONFIG)
         model = peft.get_peft_model(model, settings)
-        restore_linears(model)  # frozen now
+        before.restore()  # frozen now
         report = convert_linears(model, CONFIG)
     else:
         model = peft.get_peft_model(model, settings)
@@ -203,7 +206,7 @@ def test_lora_before_and_after(first):
     assert report.left["base_model.model.model.layers.0.self_attn.q_proj.base_layer"].startswith("its weight is frozen")
     model(**tiny_batch("llama")).loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-    restore_linears(model)
+    report.restore()
     merged = model.merge_and_unload()
     assert merged.state_dict().keys() == tiny_model("llama").state_dict().keys()
 
@@ -395,7 +398,8 @@ def test_the_models_own_mask_says_what_is_padding():
     assert not model._forward_pre_hooks
 
 
-def test_the_former_module_of_measure_errors_warns():
+def test_the_former_module_of_measure_errors_warns(monkeypatch):
+    monkeypatch.delitem(sys.modules, "hf_offload.sampling.diagnostics", raising=False)
     with pytest.warns(FutureWarning, match="from hf_offload import measure_errors"):
         former = importlib.import_module("hf_offload.sampling.diagnostics")
     assert former.measure_errors is measure_errors

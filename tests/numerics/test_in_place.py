@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_offload
 from hf_offload import RecomputeElementwiseConfig, SampledLinearConfig
-from hf_offload.transforms.rematerialization.apply import Lean
-from hf_offload.transforms.sampling.convert import convert_linears
+from hf_offload.transforms.rematerialization.apply import Rematerialization
+from hf_offload.transforms.sampling.apply import convert_linears
 from tests.operators.probes import bits
 
 WIDTH = 24
@@ -32,7 +32,7 @@ class Gated(nn.Module):
 
 def lean(switches, *make):
     def change(model):
-        Lean(model, RecomputeElementwiseConfig(switches)).apply()
+        Rematerialization(model, RecomputeElementwiseConfig(switches)).apply()
 
     return lambda: nn.Sequential(*(one() for one in make)), change
 
@@ -86,6 +86,7 @@ def every_function():
     return found
 
 
+@pytest.mark.filterwarnings("ignore:hf_offload.sampling.diagnostics has moved:FutureWarning")
 def test_every_function_of_the_package_is_here():
     assert {name.partition(",")[0] for name in FUNCTIONS} | ELSEWHERE == every_function()
 

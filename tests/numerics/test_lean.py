@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_offload import RecomputeElementwiseConfig
-from hf_offload.transforms.rematerialization.apply import Lean
+from hf_offload.transforms.rematerialization.apply import Rematerialization
+from hf_offload.transforms.rematerialization.formulas import Formula, Formulas
 from hf_offload.transforms.rematerialization.functions import (
     Products,
     coarse_activation,
@@ -27,7 +28,6 @@ from hf_offload.transforms.rematerialization.functions import (
     unpack_bits,
 )
 from hf_offload.transforms.rematerialization.modules import Again
-from hf_offload.transforms.rematerialization.recipes import Recipe, Recipes
 from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
 
 WIDTH = 24
@@ -70,7 +70,7 @@ def recompute(module, hidden):
 
 def replaced(module, hidden):
     model = nn.Sequential(module)
-    lean = Lean(model, RecomputeElementwiseConfig(("exact",)))
+    lean = Rematerialization(model, RecomputeElementwiseConfig(("exact",)))
     lean.apply()
     result = module(hidden)
     lean.remove()
@@ -144,8 +144,8 @@ def test_what_is_made_again_is_made_in_the_same_precision():
 def test_only_a_view_of_everything_in_order_is_made_again():
     hidden = numbers(WIDTH, WIDTH).requires_grad_() * 1
     made = hidden.sin()
-    recipes = Recipes()
-    recipes.remember(made, Recipe((hidden,), torch.sin))
+    recipes = Formulas()
+    recipes.remember(made, Formula((hidden,), torch.sin))
     for view in (made, made.view(2, -1), made.unsqueeze(0)):
         recipe = recipes.of(view)
         assert torch.equal(recipe.build(*recipe.tensors), view)
@@ -156,10 +156,10 @@ def test_only_a_view_of_everything_in_order_is_made_again():
 def test_a_product_saves_only_what_a_gradient_needs(frozen):
     hidden = numbers(8, WIDTH).requires_grad_() * 1
     other = numbers(8, WIDTH, seed=1).requires_grad_() * 1
-    recipes, saved = Recipes(), []
+    recipes, saved = Formulas(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
         made = hidden.sin()
-        recipes.remember(made, Recipe((hidden,), torch.sin))
+        recipes.remember(made, Formula((hidden,), torch.sin))
         factors = [made, other]
         if frozen is not None:
             factors[frozen] = factors[frozen].detach()
@@ -304,7 +304,7 @@ def test_coarse_gradients_are_within_their_bound(name):
 def test_coarse_gradients_of_a_model_are_near_the_exact_ones():
     def run(config):
         model = tiny_model("gpt2", dropout=0.0)
-        lean = Lean(model, config)
+        lean = Rematerialization(model, config)
         lean.apply()
         loss = model(**tiny_batch("gpt2")).loss
         loss.backward()

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_offload import SampledLinearConfig
 from hf_offload.transforms.sampling import estimator
-from hf_offload.transforms.sampling.convert import convert_linears
+from hf_offload.transforms.sampling.apply import convert_linears
 from hf_offload.transforms.sampling.estimator import draw_rows, winners
 from hf_offload.transforms.sampling.gradient_cache import GradientCache
 from hf_offload.transforms.sampling.linear import PADDING_WEIGHT, draw_part

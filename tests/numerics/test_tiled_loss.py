@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_offload.transforms.tiling.cut import Cut
 from hf_offload.transforms.tiling.head import TiledHead
-from hf_offload.transforms.tiling.loss import _Sum
+from hf_offload.transforms.tiling.sums import WideSum
 
 # Errors are compared over all elements of a tensor: two roundings of the same number need not agree. A product of a few rows
 # in float32 adds up a thousand terms in another order than one of many rows, with any number of threads in yet another: the
@@ -206,7 +206,7 @@ def test_sums_in_16_bits_lose_nothing_until_the_end(dtype):
     """A thousand parts, each of which would be lost in the sum so far."""
     like = torch.zeros(7, 5, dtype=dtype)
     parts = [torch.rand(7, 5) * 1e-3 - 0.2e-3 for _ in range(1000)]
-    grown, exact = _Sum(like), torch.zeros(7, 5, dtype=torch.double)
+    grown, exact = WideSum(like), torch.zeros(7, 5, dtype=torch.double)
     for part in parts:
         grown.add(part)
         exact += part

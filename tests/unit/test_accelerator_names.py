@@ -33,6 +33,7 @@ REASONS = {
     ("storage/host_memory.py", "torch.cuda.device"): _REGISTER,
     ("transforms/tiling/logits.py", ".is_cuda"): "an attribute that a model may ask of logits, as is_cpu",
     ("transforms/tiling/loss.py", ".is_cuda"): _WIDE_PRODUCT,
+    ("transforms/tiling/sums.py", ".is_cuda"): _WIDE_PRODUCT,
 }
 
 

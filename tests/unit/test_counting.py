@@ -9,8 +9,8 @@ from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
 from hf_offload.forecast.counting import OptimizerNeeds, count_footprint, fake_mode
 from hf_offload.structure.units import find_units
-from hf_offload.transforms.rematerialization.apply import Lean
-from hf_offload.transforms.sampling.convert import Sampling
+from hf_offload.transforms.rematerialization.apply import Rematerialization
+from hf_offload.transforms.sampling.apply import Sampling
 from tests.helpers.activation_heavy_models import CONFIGS, ROWS, TOKENS, batch, build
 from tests.helpers.live_bytes import peak_live_bytes
 
@@ -88,7 +88,7 @@ def test_sampled_and_lean_models_are_counted_as_they_run(name, settings, tmp_pat
     with fake_mode():
         model, inputs = build(name, 0.1), batch()
         Sampling(model, config.sampling).apply()
-        Lean(model, config.lean).apply()
+        Rematerialization(model, config.lean).apply()
     footprint = count_footprint(
         model, inputs, cost=lambda *_: 0.0, optimizer=NOTHING, min_offload_bytes=4096, as_on_cuda=False
     )

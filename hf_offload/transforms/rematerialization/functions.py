@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from hf_offload.engine.device import open_device
 from hf_offload.interrupts import signals_deferred
-from hf_offload.transforms.rematerialization.recipes import Recipe, Recipes, as_it_is, autocast_as_now
+from hf_offload.transforms.autocast import autocast_as_now
+from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, as_it_is
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +108,11 @@ class _Recomputed(torch.autograd.Function):
 
 
 class Products(TorchFunctionMode):
-    """Inside, products of tensors with recipes save what the recipes need, and have recipes themselves; casts have, too."""
+    """Inside, products of tensors with formulas save what those need, and have formulas themselves; so do casts."""
 
-    def __init__(self, recipes: Recipes):
+    def __init__(self, formulas: Formulas):
         super().__init__()
-        self._recipes = recipes
+        self._formulas = formulas
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -125,22 +126,22 @@ class Products(TorchFunctionMode):
         return result
 
     def _note_cast(self, tensor: Tensor, result: Tensor) -> None:
-        recipe = None if result is tensor or result.device != tensor.device else self._recipes.of(tensor)
-        if recipe is not None and result.stride() == tensor.stride():
-            self._recipes.remember(result, Recipe(recipe.tensors, _Cast(recipe.build, result.dtype)))
+        formula = None if result is tensor or result.device != tensor.device else self._formulas.of(tensor)
+        if formula is not None and result.stride() == tensor.stride():
+            self._formulas.remember(result, Formula(formula.tensors, _Cast(formula.build, result.dtype)))
 
     def _product(self, left: Any, right: Any) -> Tensor | None:
         if not (isinstance(left, Tensor) and isinstance(right, Tensor)) or left is right:
             return None
         if left.shape != right.shape or left.dtype != right.dtype or not (left.requires_grad or right.requires_grad):
             return None
-        recipes = self._recipes.of(left), self._recipes.of(right)
-        if recipes == (None, None):
+        formulas = self._formulas.of(left), self._formulas.of(right)
+        if formulas == (None, None):
             return None
-        of_left, of_right = recipes[0] or as_it_is(left), recipes[1] or as_it_is(right)
+        of_left, of_right = formulas[0] or as_it_is(left), formulas[1] or as_it_is(right)
         product = _Product.apply(left, right, of_left, of_right)
         tensors = (*of_left.tensors, *of_right.tensors)
-        self._recipes.remember(product, Recipe(tensors, _Times(of_left.build, of_right.build, len(of_left.tensors))))
+        self._formulas.remember(product, Formula(tensors, _Times(of_left.build, of_right.build, len(of_left.tensors))))
         return product
 
 
@@ -165,7 +166,7 @@ class _Times:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, left: Tensor, right: Tensor, of_left: Recipe, of_right: Recipe) -> Tensor:
+    def forward(ctx: Any, left: Tensor, right: Tensor, of_left: Formula, of_right: Formula) -> Tensor:
         # The gradient of one needs the other.
         for_right = of_left.tensors if ctx.needs_input_grad[1] else ()
         for_left = of_right.tensors if ctx.needs_input_grad[0] else ()

@@ -10,6 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.interrupts import signals_deferred
+from hf_offload.surgery import ReplacedForward
+from hf_offload.transforms.autocast import autocast_as_now, autocast_dtype
+from hf_offload.transforms.linear_of_part import LinearOfPart, Part
+from hf_offload.transforms.rematerialization.formulas import Formula, Formulas
 from hf_offload.transforms.rematerialization.functions import (
     Products,
     coarse_activation,
@@ -18,44 +22,41 @@ from hf_offload.transforms.rematerialization.functions import (
     packed_relu,
     recomputed,
 )
-from hf_offload.transforms.rematerialization.recipes import Recipe, Recipes, autocast_as_now
-from hf_offload.transforms.sampling.linear import LinearOfPart, Part
-from hf_offload.transforms.tiling.replaced import ReplacedForward
 
 # Tensors that are what they look like; fake ones are those that plans are counted on.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
-class LeanModule(ReplacedForward):
+class RematerializedModule(ReplacedForward):
     """Does what the module did, and saves less; not without gradients, and not in compiled code, which decides for itself."""
 
-    def __init__(self, name: str, module: nn.Module, recipes: Recipes):
+    def __init__(self, name: str, module: nn.Module, formulas: Formulas):
         super().__init__(name, module)
-        self.recipes = recipes
+        self.formulas = formulas
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, or :meth:`leanly`."""
+        """The module's own, or :meth:`saving_less`."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.own_forward(*args, **kwargs)
-        return self.leanly(*args, **kwargs)
+        return self.saving_less(*args, **kwargs)
 
     @abstractmethod
-    def leanly(self, *args: Any, **kwargs: Any) -> Any:
+    def saving_less(self, *args: Any, **kwargs: Any) -> Any:
         """The same result, with less saved."""
 
 
-class Gate(LeanModule):
+class ProductsInside(RematerializedModule):
     """The module around an activation function: products inside are made again where they would be saved."""
 
-    def leanly(self, *args: Any, **kwargs: Any) -> Any:
-        with signals_deferred, Products(self.recipes):
+    def saving_less(self, *args: Any, **kwargs: Any) -> Any:
+        with signals_deferred, Products(self.formulas):
             return self.own_forward(*args, **kwargs)
 
 
-class Elementary(LeanModule):
+class OneTensorModule(RematerializedModule):
     """A module that is given one tensor; called in another way, it does what it did."""
 
-    def leanly(self, *args: Any, **kwargs: Any) -> Any:
+    def saving_less(self, *args: Any, **kwargs: Any) -> Any:
         plain = len(args) == 1 and not kwargs and type(args[0]) in _PLAIN and args[0].is_floating_point()
         return self.of_tensor(args[0]) if plain else self.own_forward(*args, **kwargs)
 
@@ -64,7 +65,7 @@ class Elementary(LeanModule):
         """The result for ``inputs``."""
 
 
-class LeanFunction(Elementary):
+class RecomputedFunction(OneTensorModule):
     """An activation function or a norm, whose result is made from its input again wherever it would be saved."""
 
     def of_tensor(self, inputs: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class LeanFunction(Elementary):
         else:
             result = recomputed(self.operations(inputs), inputs, parameters)
         # Parameters are not used to make it again, but must not change until then.
-        self.recipes.remember(result, Recipe((inputs, *parameters), Again(self.own_forward, inputs)))
+        self.formulas.remember(result, Formula((inputs, *parameters), Again(self.own_forward, inputs)))
         return result
 
     def operations(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
@@ -87,13 +88,12 @@ class LeanFunction(Elementary):
     def _saves_only_its_input(self, inputs: Tensor) -> bool:
         """Whether the usual operation is one whose backward needs its input, and hardly more."""
         if type(self.module) is nn.LayerNorm:
-            return not torch.is_autocast_enabled(
-                inputs.device.type
-            )  # which casts the input on some devices, and saves that
+            # autocast casts the input on some devices, and saves that
+            return autocast_dtype(inputs.device) is None
         return saves_only_its_input(self.module)
 
 
-class LeanRMSNorm(LeanFunction):
+class RecomputedRMSNorm(RecomputedFunction):
     """torch's RMSNorm, which on a CPU uses its input twice behind one name (in 16 bits only to cast it)."""
 
     def operations(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
@@ -122,30 +122,30 @@ class Again:
             return self._forward(inputs)
 
 
-class KeptActivation(Elementary):
+class SavedResult(OneTensorModule):
     """An activation function whose result is what its backward needs, such as Tanh."""
 
     def of_tensor(self, inputs: Tensor) -> Tensor:
         result = self.own_forward(inputs)
-        self.recipes.remember(result, None)
+        self.formulas.remember(result, None)
         return result
 
 
-class PackedReLU(Elementary):
+class PackedReLU(OneTensorModule):
     """ReLU whose backward needs a bit an element. What comes next may need the result, or only a part of it, or nothing."""
 
     def of_tensor(self, inputs: Tensor) -> Tensor:
         return packed_relu(inputs) if inputs.requires_grad and inputs.is_contiguous() else self.own_forward(inputs)
 
 
-class CoarseActivation(Elementary):
+class CoarseActivation(OneTensorModule):
     """An activation function that saves its derivative in 8 bits."""
 
     def of_tensor(self, inputs: Tensor) -> Tensor:
         return coarse_activation(self.own_forward, inputs) if inputs.requires_grad else self.own_forward(inputs)
 
 
-class LeanDropout(Elementary):
+class PackedDropoutModule(OneTensorModule):
     """Dropout that saves its mask as bits."""
 
     def of_tensor(self, inputs: Tensor) -> Tensor:
@@ -154,47 +154,45 @@ class LeanDropout(Elementary):
         if not (self.module.training and 0 < probability < 1 and inputs.requires_grad and inputs.is_contiguous()):
             return self.own_forward(inputs)
         result, bits = packed_dropout(inputs, probability)
-        recipe = self.recipes.of(inputs)
-        again = None if recipe is None else dropout_again(inputs, probability)
-        if recipe is not None and again is not None:
-            self.recipes.remember(result, Recipe((bits, *recipe.tensors), _Dropped(recipe, again)))
+        formula = self.formulas.of(inputs)
+        again = None if formula is None else dropout_again(inputs, probability)
+        if formula is not None and again is not None:
+            self.formulas.remember(result, Formula((bits, *formula.tensors), _Dropped(formula, again)))
         return result
 
 
 class _Dropped:
     """A result of dropout, from bits and what its input is made from."""
 
-    def __init__(self, recipe: Recipe, again: Callable[[Tensor, Tensor], Tensor]):
-        self._build = recipe.build
+    def __init__(self, formula: Formula, again: Callable[[Tensor, Tensor], Tensor]):
+        self._build = formula.build
         self._again = again
 
     def __call__(self, bits: Tensor, *tensors: Tensor) -> Tensor:
         return self._again(self._build(*tensors), bits)
 
 
-class LeanLinear(Elementary):
+class RebuiltInputLinear(OneTensorModule):
     """A linear layer that saves what its input can be made from instead of the input, where that is known."""
 
     def of_tensor(self, inputs: Tensor) -> Tensor:
         layer: Any = self.module
         transposed = isinstance(layer, Conv1D)
-        recipe = None
+        formula = None
         # Plain weights only: sharded ones (DTensor) have operations of their own.
         if layer.weight.requires_grad and type(layer.weight) in _PLAIN and inputs.dim() > 1:
-            recipe = self.recipes.of(inputs) if inputs.is_contiguous() else None
-        if recipe is None:
+            formula = self.formulas.of(inputs) if inputs.is_contiguous() else None
+        if formula is None:
             return self.own_forward(inputs)
-        kind = inputs.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
-        part = Part(recipe.tensors, _Rebuilt(recipe, dtype))
+        part = Part(formula.tensors, _Rebuilt(formula, autocast_dtype(inputs.device) or inputs.dtype))
         return LinearOfPart.apply(inputs, layer.weight, layer.bias, part, transposed)
 
 
 class _Rebuilt:
-    """All of an input, made again (:class:`~hf_offload.transforms.sampling.linear.Product`)."""
+    """All of an input, made again (:class:`~hf_offload.transforms.linear_of_part.Product`)."""
 
-    def __init__(self, recipe: Recipe, dtype: torch.dtype):
-        self._build = recipe.build
+    def __init__(self, formula: Formula, dtype: torch.dtype):
+        self._build = formula.build
         self._dtype = dtype
 
     def __call__(self, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:

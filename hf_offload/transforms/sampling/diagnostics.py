@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.sampling import SampledLinearConfig
-from hf_offload.transforms.sampling.convert import chosen_linears
+from hf_offload.transforms.sampling.apply import sampled_linears
 from hf_offload.transforms.sampling.linear import draw_part
 
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
@@ -47,7 +47,7 @@ def measure_errors(
     Raises :class:`~hf_offload.errors.OffloadConfigError` if there is nothing to measure.
     """
     config = config or SampledLinearConfig()
-    layers, _ = chosen_linears(model, config)
+    layers, _ = sampled_linears(model, config)
     found: dict[str, dict[float, float]] = {}
     given: dict[str, Tensor] = {}
     handles = []

@@ -19,7 +19,7 @@ def carry_sample_ids(loader: Any) -> int:
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a stream, whose rows have no numbers.
     """
-    loader = _base(loader)
+    loader = base_loader(loader)
     data = loader.dataset
     if isinstance(data, _Numbered):
         return len(data)
@@ -42,17 +42,17 @@ def carry_sample_ids(loader: Any) -> int:
 
 def drop_sample_ids(loader: Any) -> None:
     """Make the batches of ``loader`` what they were before :func:`carry_sample_ids`. Idempotent."""
-    loader = _base(loader)
+    loader = base_loader(loader)
     if isinstance(loader.dataset, _Numbered):
         vars(loader)["dataset"] = loader.dataset.data
         loader.collate_fn = loader.collate_fn.collate
 
 
-def _base(loader: Any) -> Any:
+def base_loader(loader: Any) -> Any:
     """The DataLoader inside of what accelerate makes of it."""
     inner = getattr(loader, "base_dataloader", None)
     if inner is not None:
-        return _base(inner)
+        return base_loader(inner)
     if not isinstance(loader, DataLoader):
         raise OffloadConfigError(
             f"A {type(loader).__name__} is no DataLoader: give the torch.utils.data.DataLoader of the training set."

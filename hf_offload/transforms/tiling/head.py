@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.surgery import ReplacedForward
+from hf_offload.transforms.autocast import autocast_dtype
 from hf_offload.transforms.tiling.cut import Cut
 from hf_offload.transforms.tiling.logits import TiledLogits
-from hf_offload.transforms.tiling.loss import Projection
-from hf_offload.transforms.tiling.replaced import ReplacedForward
+from hf_offload.transforms.tiling.loss import HeadProjection
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Module]:
@@ -64,10 +65,9 @@ class TiledHead(ReplacedForward):
         assert isinstance(hidden, Tensor)
         if not hidden.requires_grad and not any(one.requires_grad for one in self.module.parameters()):
             return self.own_forward(hidden)
-        device = hidden.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast = autocast_dtype(hidden.device)
         vocabulary, dtype = self._says(hidden, autocast)
-        projection = Projection(self.module, self.own_forward, vocabulary, dtype, autocast, self._cut)
+        projection = HeadProjection(self.module, self.own_forward, vocabulary, dtype, autocast, self._cut)
         self._check_tile(projection, hidden.numel() // max(1, hidden.shape[-1]))
         return TiledLogits(hidden, projection)
 
@@ -80,7 +80,7 @@ class TiledHead(ReplacedForward):
             one = self.own_forward(hidden.detach()[..., :1, :].reshape(1, -1)[:1, : hidden.shape[-1]])
         return one.shape[-1], one.dtype
 
-    def _check_tile(self, projection: Projection, tokens: int) -> None:
+    def _check_tile(self, projection: HeadProjection, tokens: int) -> None:
         # Only the first batch: a last one may be short.
         if self._checked:
             return

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hf_offload.interrupts import signals_deferred
-from hf_offload.transforms.tiling.loss import Projection, tiled_cross_entropy
+from hf_offload.transforms.tiling.loss import HeadProjection, tiled_cross_entropy
 
 
 class TiledLogits(Tensor):
@@ -23,11 +23,11 @@ class TiledLogits(Tensor):
     """
 
     _hidden: Tensor
-    _projection: Projection
+    _projection: HeadProjection
     _true: Tensor | None
 
     @staticmethod
-    def __new__(cls: type["TiledLogits"], hidden: Tensor, projection: Projection) -> "TiledLogits":
+    def __new__(cls: type["TiledLogits"], hidden: Tensor, projection: HeadProjection) -> "TiledLogits":
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             (*hidden.shape[:-1], projection.vocabulary),
@@ -41,7 +41,7 @@ class TiledLogits(Tensor):
                 made.register_hook(_lost)
         return made
 
-    def __init__(self, hidden: Tensor, projection: Projection):
+    def __init__(self, hidden: Tensor, projection: HeadProjection):
         pass
 
     @classmethod

@@ -18,16 +18,14 @@ from torch.autograd.function import once_differentiable
 from hf_offload.checkpointing import checkpoint
 from hf_offload.interrupts import signals_deferred
 from hf_offload.transforms.tiling.cut import Cut
+from hf_offload.transforms.tiling.sums import WideSum, product, wide_dtype, widened
 
-_HALF = (torch.float16, torch.bfloat16)
 # Gradients of single logits are around 1e-5: in 16 bits with a small exponent they need to be larger to be numbers.
 _FLOAT16_SCALE = 64.0
-# Products are added to a sum of another dtype by so many bytes, or by such a part of it: a GPU wants few large ones.
-_BLOCK_BYTES, _BLOCK_PARTS = 4 << 20, 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Projection:
+class HeadProjection:
     """From hidden states to logits.
 
     Attributes:
@@ -54,7 +52,7 @@ class Projection:
         """How many tokens a piece has."""
         return self.cut.loss_rows(tokens, self.vocabulary)
 
-    def then(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype, *, cast: bool = False) -> "Projection":
+    def then(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype, *, cast: bool = False) -> "HeadProjection":
         """The same with one more thing done to the logits, which then have ``dtype``."""
         return dataclasses.replace(
             self, finish=(*self.finish, function), dtype=dtype, only_casts=self.only_casts and cast
@@ -84,7 +82,7 @@ class Projection:
 def tiled_cross_entropy(
     hidden: Tensor,
     labels: Tensor,
-    projection: Projection,
+    projection: HeadProjection,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -116,11 +114,11 @@ class _Rule:
     ignore_index: int
     label_smoothing: float
     reduction: str
-    projection: Projection
+    projection: HeadProjection
 
     def nll(self, logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
         return nn.functional.cross_entropy(
-            _wide(logits),
+            widened(logits),
             labels,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
@@ -144,17 +142,17 @@ class _CrossEntropy(torch.autograd.Function):
         projection = rule.projection
         rows_wanted, wanted = ctx.needs_input_grad[1], any(ctx.needs_input_grad)
         counted = (labels != rule.ignore_index).sum()
-        share = 1.0 / _wide(counted.clamp(min=1)) if rule.reduction == "mean" else _wide(counted.new_ones(()))
+        share = 1.0 / widened(counted.clamp(min=1)) if rule.reduction == "mean" else widened(counted.new_ones(()))
         # The share is in the gradient of the logits before that is rounded, but for powers of two, which change no digit.
         scale, ctx.left = share, None
         if torch.float16 in (projection.autocast, hidden.dtype):
             digits, exponent = torch.frexp(share)
             scale, ctx.left = digits * _FLOAT16_SCALE, torch.ldexp(torch.ones_like(share), exponent) / _FLOAT16_SCALE
-        rows_gradient = torch.empty_like(hidden, dtype=_wide_dtype(hidden)) if rows_wanted else None
-        sums = [_Sum(parameter) for parameter in parameters] if wanted else []
+        rows_gradient = torch.empty_like(hidden, dtype=wide_dtype(hidden)) if rows_wanted else None
+        sums = [WideSum(parameter) for parameter in parameters] if wanted else []
         with signals_deferred:
             tile = _linear_tile(rule, parameters) if projection.linear is not None else _any_tile(rule, parameters)
-        total = _wide(hidden.new_zeros(()))
+        total = widened(hidden.new_zeros(()))
         step = projection.tile_rows(len(hidden))
         for begin in range(0, len(hidden), step):
             end = begin + step
@@ -174,11 +172,11 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.taken:
             raise RuntimeError(
-                "Trying to go backward through the tiled loss a second time: its gradients were handed out. Say "
+                "Trying to go backward through the tiled loss a second time: its gradients were handed out. Pass "
                 "retain_graph=True the first time."
             )
         again = torch._C._autograd._get_current_graph_task_keep_graph()
-        factor = _wide(outer) if ctx.left is None else _wide(outer) * ctx.left
+        factor = widened(outer) if ctx.left is None else widened(outer) * ctx.left
         rows = ctx.rows_gradient
         if rows is not None:
             rows = (rows * factor).to(ctx.rows_dtype)
@@ -188,7 +186,7 @@ class _CrossEntropy(torch.autograd.Function):
         return None, rows, None, *weights
 
 
-Tile = Callable[[Tensor, Tensor, Tensor | None, list["_Sum"], bool], tuple[Tensor, Tensor | None]]
+Tile = Callable[[Tensor, Tensor, Tensor | None, list[WideSum], bool], tuple[Tensor, Tensor | None]]
 
 
 def _linear_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
@@ -205,13 +203,13 @@ def _linear_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
     of_weight, of_bias = where.get(id(head.weight)), where.get(id(head.bias))
 
     def tile(
-        rows: Tensor, labels: Tensor, scale: Tensor | None, sums: list[_Sum], rows_wanted: bool
+        rows: Tensor, labels: Tensor, scale: Tensor | None, sums: list[WideSum], rows_wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(device, enabled=False):
             rows = rows.detach().to(dtype)
             raw = nn.functional.linear(rows, weight, bias)
         if projection.only_casts:
-            logits = _wide(raw)
+            logits = widened(raw)
             del raw
             loss = _cross_entropy_(logits, labels, rule, scale)
             if scale is None:
@@ -230,7 +228,7 @@ def _linear_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
                 sums[of_weight].add_product(gradient, rows)
             if of_bias is not None:
                 sums[of_bias].add(gradient.sum(0, dtype=torch.float))
-            return loss, _product(gradient, weight) if rows_wanted else None
+            return loss, product(gradient, weight) if rows_wanted else None
 
     return tile
 
@@ -239,7 +237,7 @@ def _any_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
     """A piece of whatever stands in the head's place: autograd knows its gradient."""
 
     def tile(
-        rows: Tensor, labels: Tensor, scale: Tensor | None, sums: list[_Sum], rows_wanted: bool
+        rows: Tensor, labels: Tensor, scale: Tensor | None, sums: list[WideSum], rows_wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
         rows = rows.detach().requires_grad_(rows_wanted)
         with torch.set_grad_enabled(scale is not None), _not_moved():
@@ -271,7 +269,7 @@ def _by_autograd(
     return loss.detach(), gradients
 
 
-def _finished(projection: Projection, raw: Tensor) -> Tensor:
+def _finished(projection: HeadProjection, raw: Tensor) -> Tensor:
     with torch.autocast(raw.device.type, dtype=projection.autocast, enabled=projection.autocast is not None):
         return functools.reduce(lambda logits, function: function(logits), projection.finish, raw)
 
@@ -306,96 +304,3 @@ def _cross_entropy_(logits: Tensor, labels: Tensor, rule: _Rule, scale: Tensor |
         if smoothing:
             logits.sub_(weight * (smoothing / rule.projection.vocabulary))
     return loss.squeeze(1).where(kept, 0).sum()
-
-
-class _Sum:
-    """A sum of many parts, in the memory of one that may be too coarse for it.
-
-    In 16 bits it is kept in 24 while it grows: the upper 16 and the next 8 bits of a 32-bit number, in two tensors. The first
-    of them becomes the result.
-    """
-
-    def __init__(self, like: Tensor):
-        self._dtype = like.dtype
-        self._is_planned = isinstance(like, FakeTensor)
-        kind = torch.int16 if like.dtype in _HALF and not self._is_planned else like.dtype
-        self._sum = torch.zeros_like(like, dtype=kind, memory_format=torch.contiguous_format, requires_grad=False)
-        self._next = torch.zeros_like(self._sum, dtype=torch.uint8) if like.dtype in _HALF else None
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add ``left.T @ right``."""
-        if self._is_planned:  # the same arithmetic and memory, in fewer operations
-            self._sum.addmm_(left.t().to(self._dtype), right.to(self._dtype))
-        elif self._next is None and left.dtype == right.dtype == self._dtype:
-            self._sum.addmm_(left.t(), right)
-        else:
-            for block in _blocks(self._sum):
-                self._write(block, _product(left[:, block].t(), right, self._read(block)))
-
-    def add(self, value: Tensor) -> None:
-        """Add a tensor of the same shape."""
-        for block in _blocks(self._sum):
-            self._write(block, self._read(block).add_(value[block]))
-
-    def scaled(self, factor: Tensor, *, in_place: bool) -> Tensor:
-        """The sum times ``factor``; ``in_place`` it takes no memory, and the sum is gone."""
-        if self._next is None:
-            return self._sum.mul_(factor) if in_place else self._sum * factor
-        result = self._sum.view(self._dtype) if in_place else torch.empty_like(self._sum, dtype=self._dtype)
-        for block in _blocks(self._sum):
-            result[block] = self._read(block).mul_(factor)
-        self._next = None if in_place else self._next
-        return result
-
-    def _read(self, block: slice) -> Tensor:
-        if self._next is None or self._is_planned:
-            return self._sum[block].to(_wide_dtype(self._sum))
-        wide = torch.zeros(self._sum[block].shape, dtype=torch.float, device=self._sum.device)
-        _pieces(wide, torch.int16)[..., 1] = self._sum[block]
-        _pieces(wide, torch.uint8)[..., 1] = self._next[block]
-        return wide
-
-    def _write(self, block: slice, wide: Tensor) -> None:
-        if self._next is None or self._is_planned:
-            self._sum[block] = wide
-            return
-        wide.view(torch.int32).add_(0x80)  # rounds to the 24 bits that are taken
-        self._sum[block] = _pieces(wide, torch.int16)[..., 1]
-        self._next[block] = _pieces(wide, torch.uint8)[..., 1]
-
-
-def _pieces(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """The memory of 32-bit numbers as ``[..., pieces]``, the lowest bits first: everything torch runs on is little-endian."""
-    return wide.view(dtype).unflatten(-1, (-1, wide.itemsize // dtype.itemsize))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """In 32 bits, or in as many as it has."""
-    return tensor.to(_wide_dtype(tensor))
-
-
-def _wide_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float)
-
-
-def _product(left: Tensor, right: Tensor, onto: Tensor | None = None) -> Tensor:
-    """``left @ right``, not rounded to 16 bits, added to ``onto`` if there is one; ``right`` is not copied as a whole."""
-    if left.dtype == right.dtype and left.dtype not in _HALF:
-        return left @ right if onto is None else onto.addmm_(left, right)
-    if left.is_cuda:
-        product = torch.mm(left, right, out_dtype=torch.float)
-        return product if onto is None else onto.add_(product)
-    if isinstance(left, FakeTensor):
-        return _wide(left.to(right.dtype) @ right)
-    result = left.new_zeros(len(left), right.shape[1], dtype=_wide_dtype(left)) if onto is None else onto
-    for block in _blocks(right):
-        result.addmm_(_wide(left[:, block]), _wide(right[block]))
-    return result
-
-
-def _blocks(matrix: Tensor) -> Iterator[slice]:
-    """Slices of its rows that are small in 32 bits."""
-    rows = max(1, len(matrix))
-    step = max(1, rows // _BLOCK_PARTS, _BLOCK_BYTES // (4 * max(1, matrix.numel() // rows)))
-    for begin in range(0, rows, step):
-        yield slice(begin, begin + step)

@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_offload.checkpointing import checkpoint
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.shown import nearest
+from hf_offload.structure.linears import is_named
 from hf_offload.structure.units import find_units
-from hf_offload.transforms.tiling.replaced import ReplacedForward
+from hf_offload.surgery import ReplacedForward
 
 _TRIAL_TOKENS = 4
 # Operations that treat the last dimension of every token alike, or only say otherwise where it lies.
@@ -105,14 +107,11 @@ def chosen_modules(model: nn.Module, names: str | Sequence[str]) -> dict[str, nn
         return found
     chosen: dict[str, nn.Module] = {}
     for wanted in names:
-        matching = {
-            path: module
-            for path, module in model.named_modules()
-            if path and (path == wanted or path.endswith(f".{wanted}"))
-        }
+        matching = {path: module for path, module in model.named_modules() if path and is_named(path, wanted)}
         if not matching:
+            ends = {path.rpartition(".")[2] for path, _ in model.named_modules() if path}
             raise OffloadConfigError(
-                f"tiled_mlp names {wanted!r}, but {type(model).__name__} has no module of that name."
+                f"tiled_mlp names {wanted!r}, but {type(model).__name__} has no module of that name.{nearest(wanted, ends)}"
             )
         chosen |= matching
     for path, module in chosen.items():

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_offload import RecomputeElementwiseConfig
 from hf_offload.transforms.rematerialization import functions
-from hf_offload.transforms.rematerialization.apply import Lean
+from hf_offload.transforms.rematerialization.apply import Rematerialization
 from hf_offload.transforms.rematerialization.functions import dropout_again, packed_dropout
 
 DEVICE = torch.device("late:0")
@@ -79,7 +79,7 @@ def test_a_lean_model_has_the_gradients_of_the_usual_one(kernel, dtype):
     layers = nn.Linear(32, 32), nn.LayerNorm(32), nn.Dropout(0.15), nn.Linear(32, 8)
     usual = nn.Sequential(*layers).to(dtype).to(DEVICE)
     model = copy.deepcopy(usual)
-    lean = Lean(model, RecomputeElementwiseConfig(("norms", "dropout")))
+    lean = Rematerialization(model, RecomputeElementwiseConfig(("norms", "dropout")))
     lean.apply()
     found = []
     for one in (usual, model):

@@ -1,6 +1,5 @@
 """How tensors are made again from others that are saved anyway: noted where they are made, asked for where they are saved."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -12,32 +11,32 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Recipe:
+class Formula:
     """``build(*tensors)`` is the tensor again, to the last bit. Autograd saves ``tensors``, ``build`` holds none."""
 
     tensors: tuple[Tensor, ...]
     build: Callable[..., Tensor]
 
 
-def as_it_is(tensor: Tensor) -> Recipe:
-    """The recipe of what has none."""
-    return Recipe((tensor,), _same)
+def as_it_is(tensor: Tensor) -> Formula:
+    """The formula of what has none."""
+    return Formula((tensor,), _same)
 
 
-class Recipes:
-    """The recipes of one model's tensors. Each is forgotten when its tensor goes, all when the forward ends."""
+class Formulas:
+    """The formulas of one model's tensors. Each is forgotten when its tensor goes, all when the forward ends."""
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
 
-    def remember(self, made: Tensor, recipe: Recipe | None) -> None:
+    def remember(self, made: Tensor, formula: Formula | None) -> None:
         """Note how ``made`` comes about; None: the operation that made it saves it, so saving it again costs nothing."""
         if made.requires_grad:
-            tensors = () if recipe is None else recipe.tensors
+            tensors = () if formula is None else formula.tensors
             versions = made._version, tuple(one._version for one in tensors)
-            self._known[made] = _Entry(versions, _saving_hooks(), recipe)
+            self._known[made] = _Entry(versions, _saving_hooks(), formula)
 
-    def of(self, tensor: Tensor) -> Recipe | None:
+    def of(self, tensor: Tensor) -> Formula | None:
         """How ``tensor``, or what it is a reshaped view of, can be made again; None if it cannot.
 
         Not if it, or what it is made from, was changed in place since. Nor across the border of a checkpointed region, whose
@@ -50,41 +49,30 @@ class Recipes:
             entry = self._known.get(whole)
         if entry is None or entry.hooks != _saving_hooks():
             return None
-        recipe = as_it_is(whole) if entry.recipe is None else entry.recipe
-        tensors = () if entry.recipe is None else recipe.tensors
+        formula = as_it_is(whole) if entry.formula is None else entry.formula
+        tensors = () if entry.formula is None else formula.tensors
         if entry.versions != (whole._version, tuple(one._version for one in tensors)):
             return None
         if whole is tensor:
-            return recipe
-        return Recipe(recipe.tensors, functools.partial(_reshaped, recipe.build, tensor.shape))
+            return formula
+        return Formula(formula.tensors, functools.partial(_reshaped, formula.build, tensor.shape))
 
     def clear(self) -> None:
         """Forget all."""
         self._known.clear()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Recipes":
-        return memo.setdefault(id(self), Recipes())
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Formulas":
+        return memo.setdefault(id(self), Formulas())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Recipes, ()
+        return Formulas, ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Entry:
     versions: tuple[int, tuple[int, ...]]
     hooks: Any
-    recipe: Recipe | None
-
-
-def autocast_as_now(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Makes contexts with autocast as it is at this moment: backward runs without."""
-    return functools.partial(
-        torch.autocast,
-        device.type,
-        dtype=torch.get_autocast_dtype(device.type),
-        enabled=torch.is_autocast_enabled(device.type),
-        cache_enabled=False,
-    )
+    formula: Formula | None
 
 
 def _has_all_of(view: Tensor, base: Tensor | None) -> bool:

@@ -1,0 +1,70 @@
+"""A linear function that saves something else than its input for backward: a sample of it, or what it can be made from."""
+
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hf_offload.interrupts import signals_deferred
+
+
+class Product(Protocol):
+    """How the product with an input ``X`` ``[rows, columns]`` is estimated from what is kept of it. Holds none of it itself:
+    what autograd saves has to be free to leave.
+    """
+
+    def __call__(self, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
+        """``gradient.T @ X`` or an estimate of it; ``kept`` are :attr:`Part.kept` as autograd gives them back.
+
+        ``transposed``: ``X.T @ gradient`` instead.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What stands for an input in backward: ``kept`` is for autograd to save."""
+
+    kept: tuple[Tensor, ...]
+    product: Product
+
+
+class LinearOfPart(torch.autograd.Function):
+    """``inputs @ weight.T + bias``, with the weight's gradient from a part of the inputs.
+
+    Inputs are ``[..., in]``; the weight is ``[out, in]``, or ``[in, out]`` if ``transposed``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, part: Part, transposed: bool) -> Tensor:
+        ctx.product, ctx.transposed, ctx.has_bias = part.product, transposed, bias is not None
+        ctx.save_for_backward(weight, *part.kept)
+        # The operations of the usual layers, so that outputs are theirs to the last bit; autocast is as it was outside.
+        if transposed:
+            assert bias is not None
+            outputs = torch.addmm(bias, inputs.reshape(-1, inputs.shape[-1]), weight)
+            return _own(outputs.view(*inputs.shape[:-1], weight.shape[1]))
+        return _own(nn.functional.linear(inputs, weight, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        of_inputs = of_weight = of_bias = None
+        with signals_deferred, torch.autocast(gradient.device.type, enabled=False):
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            if ctx.needs_input_grad[0]:
+                matrix = (weight.t() if ctx.transposed else weight).to(gradient.dtype)
+                of_inputs = (rows @ matrix).view(*gradient.shape[:-1], matrix.shape[1])
+            if ctx.needs_input_grad[1]:
+                of_weight = ctx.product(rows, tuple(kept), ctx.transposed)
+            if ctx.has_bias and ctx.needs_input_grad[2]:
+                of_bias = rows.sum(0)
+        return of_inputs, of_weight, of_bias, None, None
+
+
+def _own(outputs: Tensor) -> Tensor:
+    """``outputs``, and not a view of anything: autograd refuses to write to a view that a custom function returns."""
+    return torch.ops.aten._unsafe_view(outputs, outputs.shape) if outputs._is_view() else outputs

@@ -1,0 +1,51 @@
+"""All transforms of a model, in the order in which they are applied."""
+
+import logging
+from typing import NamedTuple
+
+from torch import nn
+
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.transforms.rematerialization.apply import Rematerialization
+from hf_offload.transforms.sampling.apply import Sampling
+from hf_offload.transforms.tiling.apply import Tiling
+from hf_offload.transforms.tiling.cut import Cut
+
+logger = logging.getLogger(__name__)
+
+
+class Transforms(NamedTuple):
+    """The transforms of one model.
+
+    Sampling comes first: recompute leaves layers alone that are no longer plain linear ones. Tiling comes last: a piece runs
+    what the others have made of a module.
+    """
+
+    sampling: Sampling
+    rematerialization: Rematerialization
+    tiling: Tiling
+
+    def apply(self) -> None:
+        """Apply all of them.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` if one cannot do what was asked for.
+        """
+        for transform in self:
+            transform.apply()
+        if self.sampling.names and self.rematerialization.rebuilds_inputs:
+            logger.warning(
+                "Sampled linear layers keep rows of their inputs. 'activations' and 'norms' make most of those inputs again, "
+                "exactly and without keeping anything: beside them, sampled_linear saves time and no memory."
+            )
+
+    def remove(self) -> None:
+        """Give the model back as it was. Idempotent."""
+        for transform in reversed(self):
+            transform.remove()
+
+
+def transforms_for(model: nn.Module, config: OffloadConfig, cut: Cut | None = None) -> Transforms:
+    """What ``config`` asks for, not applied yet; ``cut`` overrides how large the pieces of a tiled model are."""
+    tiling = Tiling(model, config, cut)
+    sampling = Sampling(model, config.sampling)
+    return Transforms(sampling, Rematerialization(model, config.lean, left_alone=tiling.head), tiling)

@@ -1,0 +1,24 @@
+"""Public names that have changed: the former ones warn and do what the new ones do."""
+
+import pytest
+from torch import nn
+
+from hf_offload import OffloadConfig, attach
+
+
+@pytest.mark.parametrize(("former", "now"), [("training", "run_id"), ("by", "owner")])
+def test_former_arguments_and_attributes_of_a_session(former, now):
+    with pytest.warns(FutureWarning, match=rf"attach\({former}=\) has been renamed: use {now}=") as caught:
+        session = attach(nn.Linear(2, 2), OffloadConfig(tier="none"), **{former: "a value"})
+    assert caught[0].filename == __file__
+    with pytest.warns(FutureWarning, match=rf"OffloadSession\.{former} has been renamed: use {now}") as caught:
+        assert getattr(session, former) == "a value"
+    assert caught[0].filename == __file__
+    assert getattr(session, now) == "a value"
+
+
+def test_the_former_name_of_recomputed_modules():
+    session = attach(nn.Sequential(nn.Linear(4, 4), nn.GELU()), OffloadConfig(tier="none", lean_activations="exact"))
+    with pytest.warns(FutureWarning, match="rematerialized"):
+        assert session.lean == session.rematerialized != []
+    session.detach()
