@@ -226,7 +226,7 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
                 tiled_loss=workload.tiled_loss,
                 tiled_mlp=workload.tiled_mlp,
                 sampled_linear=workload.sampled,
-                lean_activations=workload.lean,
+                recompute_elementwise=workload.lean,
             )
             transforms = transforms_for(model, settings, workload.cut)
             transforms.apply()
