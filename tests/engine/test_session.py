@@ -247,6 +247,21 @@ def test_refusals(tmp_path, monkeypatch, caplog):
     assert hooks_on(model) == hooks_on(frozen) == 0
 
 
+def test_an_error_after_the_engine_is_there_leaves_nothing_attached(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no /proc")
+
+    model, auto = tiny_gpt2(), OffloadConfig(directory=tmp_path, recompute_elementwise="exact")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no /proc"):
+        patched.setattr("hf_offload.session.hardware_of_all", fail)
+        attach(model, auto)
+    assert hooks_on(model) == 0
+    assert not any("forward" in vars(module) for module in model.modules())
+    session = attach(model, auto)
+    assert session.active
+    session.detach()
+
+
 def test_without_a_directory_the_temporary_one_is_used_named_and_left_empty(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model = tiny_gpt2()
