@@ -18,7 +18,9 @@ def test_former_arguments_and_attributes_of_a_session(former, now):
 
 
 def test_the_former_name_of_recomputed_modules():
-    session = attach(nn.Sequential(nn.Linear(4, 4), nn.GELU()), OffloadConfig(tier="none", recompute_elementwise="exact"))
+    session = attach(
+        nn.Sequential(nn.Linear(4, 4), nn.GELU()), OffloadConfig(tier="none", recompute_elementwise="exact")
+    )
     with pytest.warns(FutureWarning, match="rematerialized"):
         assert session.lean == session.rematerialized != []
     session.detach()

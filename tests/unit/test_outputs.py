@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app as benchmarks
 from hf_offload import OffloadConfigError
 from hf_offload.cli.main import app
 from hf_offload.settings.outputs import check_output_file, check_output_folder
@@ -138,21 +139,27 @@ def test_train_says_it_before_it_reads_the_data(tiny_recipe, tmp_path, monkeypat
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def invoke(command):
+    """``hf-offload ...``, or ``python -m benchmarks ...``."""
+    program, *options = command
+    return CliRunner().invoke(benchmarks, options) if program == "benchmarks" else CliRunner().invoke(app, command)
+
+
 @pytest.mark.parametrize(
     "command",
     [
         ["bench", "steps", "gpt2-small"],
-        ["bench", "budgets", "gpt2-small"],
-        ["bench", "limits", "gpt2-small"],
-        ["bench", "accuracy", "--data-dir", "."],
-        ["bench", "modes", "--data-dir", "."],
-        ["bench", "sampling"],
+        ["benchmarks", "budgets", "gpt2-small"],
+        ["benchmarks", "limits", "gpt2-small"],
+        ["benchmarks", "accuracy", "--data-dir", "."],
+        ["benchmarks", "modes", "--data-dir", "."],
+        ["benchmarks", "sampling"],
     ],
     ids=lambda command: command[1],
 )
 def test_benchmarks_say_it_before_they_run(tmp_path, command):
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "file")])
+    result = invoke([*command, "--output", str(tmp_path / "file")])
     assert result.exit_code == 2, result.output
     assert "--output=" in result.stderr
     assert "is not a folder" in " ".join(result.stderr.split())
@@ -162,17 +169,17 @@ def test_benchmarks_say_it_before_they_run(tmp_path, command):
     ("command", "name"),
     [
         (["bench", "steps", "gpt2-small"], "table.csv"),
-        (["bench", "budgets", "gpt2-small"], "budgets.json"),
-        (["bench", "limits", "gpt2-small"], "limits.json"),
-        (["bench", "accuracy", "--data-dir", "."], "accuracy.md"),
-        (["bench", "modes", "--data-dir", "."], "modes.png"),
-        (["bench", "sampling"], "sampling.json"),
+        (["benchmarks", "budgets", "gpt2-small"], "budgets.json"),
+        (["benchmarks", "limits", "gpt2-small"], "limits.json"),
+        (["benchmarks", "accuracy", "--data-dir", "."], "accuracy.md"),
+        (["benchmarks", "modes", "--data-dir", "."], "modes.png"),
+        (["benchmarks", "sampling"], "sampling.json"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[1],
 )
 def test_benchmarks_look_at_the_files_they_write_last(tmp_path, command, name):
     (tmp_path / "out" / name).mkdir(parents=True)
-    result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "out")])
+    result = invoke([*command, "--output", str(tmp_path / "out")])
     assert result.exit_code == 2, result.output
     assert f"{name} is to lie in it, and it is a folder" in " ".join(result.stderr.split())
 
