@@ -490,8 +490,8 @@ def test_one_argument_of_the_trainer_is_enough(tmp_path, caplog):
         (["norms", "drop-out"], "Did you mean 'dropout'"),
         (True, "no list of switches, which are activations, norms, dropout, derivative-8bit"),
         (0.5, "no list of switches"),
-        (["activations", "derivative-8bit"], "'activations' makes results again from the inputs"),
-        ("exact,derivative-8bit", "'exact' makes results again"),
+        (["activations", "derivative-8bit"], "'activations' recomputes results from the inputs"),
+        ("exact,derivative-8bit", "'exact' recomputes results"),
     ],
 )
 def test_wrong_settings(value, part):
