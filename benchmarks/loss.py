@@ -14,7 +14,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.console import Json, names_of, show_table
+from benchmarks.console import Json, show_table
 from benchmarks.measure import now_s, peak_bytes
 from hf_offload.cli.console import clear_errors, progress_bar
 from hf_offload.errors import OffloadConfigError
@@ -139,7 +139,7 @@ def loss(
 ) -> None:
     """Measure the output head and the loss alone: the usual way, in pieces, and with Liger's kernel where it is installed."""
     with clear_errors():
-        names = names_of(shapes)
+        names = [name.strip() for name in shapes.split(",")]
         for name in names:
             choose("shape", name, SHAPES)
         size = None if tile_bytes is None else parse_bytes(tile_bytes, "tile_bytes")

@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 from transformers.utils import logging as transformers_log
 
-from benchmarks.console import Json, names_of, show_table
+from benchmarks.console import Json, show_table
 from hf_offload.bench.formats import json_text, markdown_table, write_texts
 from hf_offload.cli.console import clear_errors, output, progress_bar
 from hf_offload.forecast.workload import count_workload
@@ -175,7 +175,7 @@ def sampling(
     with clear_errors():
         check_output_folder(output_dir, "--output", "sampling.md", "sampling.json")
         transformers_log.set_verbosity_error()
-        names = names_of(shapes)
+        names = [name.strip() for name in shapes.split(",")]
         hardware = describe_hardware(gpu)
         with progress_bar(counted=False) as progress:
             task = progress.add_task("starting", total=None)
