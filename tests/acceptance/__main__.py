@@ -126,7 +126,7 @@ def _run(suite: Suite, kind: str, source: Path, work: Path) -> None:
             "HF_OFFLOAD_AUTOLOAD": "1",
             "HF_OFFLOAD_TIER": "ssd",
             "HF_OFFLOAD_DIRECTORY": str(tier),
-            "HF_OFFLOAD_MIN_OFFLOAD_BYTES": "0",
+            "HF_OFFLOAD_MIN_BYTES": "0",
             "OFFLOAD_ACCEPTANCE_PEFT": "1" if suite.project == "peft" else "",
         }
     command = [

@@ -318,7 +318,7 @@ def test_a_launched_script_whose_model_goes_before_it_ends_still_has_its_summary
     tier.mkdir()
     environment = os.environ | {
         "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HOME": str(tmp_path / "home"),
-        "HF_OFFLOAD_MIN_OFFLOAD_BYTES": "0",
+        "HF_OFFLOAD_MIN_BYTES": "0",
     }  # fmt: skip
     if variables["HF_OFFLOAD_TIER"] != "ram":
         environment["HF_OFFLOAD_DIRECTORY"] = str(tier)

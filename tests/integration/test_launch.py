@@ -84,7 +84,7 @@ def test_three_ways_to_launch_two_processes(place):
 
     by_variables = run(
         place, *ACCELERATE, "--config_file", "plain.yaml", "-m", "hf_offload.run", "train.py", "--a", "b",
-        HF_OFFLOAD_DIRECTORY=str(place / "tier"), HF_OFFLOAD_MIN_OFFLOAD_BYTES="0",
+        HF_OFFLOAD_DIRECTORY=str(place / "tier"), HF_OFFLOAD_MIN_BYTES="0",
     )  # fmt: skip
     ours = run(place, "-m", "hf_offload", "launch", "--config_file", "ours.yaml", "train.py", "--a", "b")
     opted_in = run(
@@ -107,7 +107,7 @@ def offload(place, *command, **variables):
 
 
 def test_a_script_alone(place):
-    done = offload(place, "train.py", "--x", HF_OFFLOAD_MIN_OFFLOAD_BYTES="0")
+    done = offload(place, "train.py", "--x", HF_OFFLOAD_MIN_BYTES="0")
     assert done.returncode == 0, done.stderr
     assert printed(done) == printed(run(place, "train.py", "--x"))
     assert "['--x'] __main__" in done.stdout
@@ -115,7 +115,7 @@ def test_a_script_alone(place):
 
 
 def test_switched_on_in_two_ways_is_switched_on_once(place):
-    done = offload(place, "train.py", HF_OFFLOAD_MIN_OFFLOAD_BYTES="0", HF_OFFLOAD_AUTOLOAD="1")
+    done = offload(place, "train.py", HF_OFFLOAD_MIN_BYTES="0", HF_OFFLOAD_AUTOLOAD="1")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(OFFLOADED) == 1
     assert "Nothing was offloaded" not in done.stderr
