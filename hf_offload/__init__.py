@@ -1,7 +1,6 @@
 """Activation offloading for Hugging Face training: GPU memory to RAM to SSD, with bit-exact gradients."""
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import (
@@ -71,14 +70,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    from hf_offload.former_names import warn_renamed
     from hf_offload.settings.renamed import RENAMED
 
     if RENAMED.get(name) in _HOMES:
-        warnings.warn(
-            f"{name} is called {RENAMED[name]} now; the old name goes with the next version.",
-            FutureWarning,
-            stacklevel=2,
-        )
+        warn_renamed(name, RENAMED[name])
         return __getattr__(RENAMED[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

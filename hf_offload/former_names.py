@@ -1,23 +1,46 @@
-"""Public names that have changed: the former ones work for one version, with a warning that says the new one."""
+"""Public names that have changed: the former ones work for one version, with a warning that says the new one.
+
+Names of settings are in :mod:`hf_offload.settings.renamed`.
+"""
 
 import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from hf_offload.errors import OffloadConfigError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def warn_renamed(former: str, now: str, stacklevel: int = 2) -> None:
+    """Warn that ``former`` is called ``now``; with ``stacklevel`` 2, at the line that called the caller."""
+    warnings.warn(
+        f"{former} is called {now} now; the old name goes with the next version.", FutureWarning, stacklevel + 1
+    )
+
+
+def check_given_once(former: str, now: str, given: bool) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` if ``now`` is given, too, as ``given`` says."""
+    if given:
+        raise OffloadConfigError(f"{former} is the old name of {now}, which is given, too: drop it.")
+
+
 def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function take arguments by their former names, too: ``former="now"``."""
+    """Let a function take arguments by their former names, too: ``former="now"``.
+
+    It then raises :class:`~hf_offload.errors.OffloadConfigError` if it is called with both.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for former, now in names.items():
                 if former in kwargs:
-                    _warn(f"{function.__name__}({former}=)", f"{now}=", stacklevel=4)
+                    said = f"{function.__name__}({former}=)"
+                    check_given_once(said, f"{now}=", now in kwargs)
+                    warn_renamed(said, f"{now}=")
                     kwargs[now] = kwargs.pop(former)
             return function(*args, **kwargs)
 
@@ -39,9 +62,5 @@ class FormerName:
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        _warn(self._former, self._now, stacklevel=4)
+        warn_renamed(self._former, self._now)
         return getattr(instance, self._now)
-
-
-def _warn(former: str, now: str, stacklevel: int) -> None:
-    warnings.warn(f"{former} has been renamed: use {now}.", FutureWarning, stacklevel=stacklevel - 1)

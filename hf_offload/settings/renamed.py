@@ -1,11 +1,10 @@
 """Names that settings had before. They work for one version, with a warning that says the new one."""
 
 import functools
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-from hf_offload.errors import OffloadConfigError
+from hf_offload.former_names import check_given_once, warn_renamed
 
 T = TypeVar("T")
 
@@ -28,10 +27,14 @@ RENAMED = {
 
 
 def with_current_names(
-    given: Mapping[str, Any], known: Collection[str], where: str = "", shown: Callable[[str], str] = str
+    given: Mapping[str, Any],
+    known: Collection[str],
+    where: str = "",
+    shown: Callable[[str], str] = str,
+    stacklevel: int = 2,
 ) -> dict[str, Any]:
     """``given`` with the new names of those of ``known`` that were renamed. In messages, ``shown`` makes of a name what it is
-    called in ``where``.
+    called in ``where``; ``stacklevel`` is that of the warning, as in :func:`~hf_offload.former_names.warn_renamed`.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` if a setting is given by both of its names.
     """
@@ -42,9 +45,8 @@ def with_current_names(
             found[name] = value
             continue
         said = f"{where}: {shown(name)}" if where else shown(name)
-        if new in given:
-            raise OffloadConfigError(f"{said} is the old name of {shown(new)}, which is given, too: drop it.")
-        warnings.warn(f"{said} is called {shown(new)} now; the old name goes with the next version.", FutureWarning, 2)
+        check_given_once(said, shown(new), new in given)
+        warn_renamed(said, shown(new), stacklevel)
         found[new] = value
     return found
 
@@ -61,7 +63,7 @@ def takes_old_names(cls: type[T]) -> type[T]:
 
     @functools.wraps(make)
     def init(self: Any, *args: Any, **settings: Any) -> None:
-        make(self, *args, **with_current_names(settings, known))
+        make(self, *args, **with_current_names(settings, known, stacklevel=3))
 
     cls.__init__ = init  # type: ignore[method-assign]
     return cls

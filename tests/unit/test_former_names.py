@@ -3,18 +3,24 @@
 import pytest
 from torch import nn
 
-from hf_offload import OffloadConfig, attach
+from hf_offload import OffloadConfig, OffloadConfigError, attach
 
 
 @pytest.mark.parametrize(("former", "now"), [("training", "run_id"), ("by", "owner")])
 def test_former_arguments_and_attributes_of_a_session(former, now):
-    with pytest.warns(FutureWarning, match=rf"attach\({former}=\) has been renamed: use {now}=") as caught:
+    with pytest.warns(FutureWarning, match=rf"attach\({former}=\) is called {now}= now") as caught:
         session = attach(nn.Linear(2, 2), OffloadConfig(tier="none"), **{former: "a value"})
     assert caught[0].filename == __file__
-    with pytest.warns(FutureWarning, match=rf"OffloadSession\.{former} has been renamed: use {now}") as caught:
+    with pytest.warns(FutureWarning, match=rf"OffloadSession\.{former} is called {now} now") as caught:
         assert getattr(session, former) == "a value"
     assert caught[0].filename == __file__
     assert getattr(session, now) == "a value"
+
+
+@pytest.mark.parametrize(("former", "now"), [("training", "run_id"), ("by", "owner")])
+def test_a_former_and_a_new_argument_at_once_are_refused(former, now):
+    with pytest.raises(OffloadConfigError, match=rf"attach\({former}=\) is the old name of {now}="):
+        attach(nn.Linear(2, 2), OffloadConfig(tier="none"), **{former: "one", now: "another"})
 
 
 def test_the_former_name_of_recomputed_modules():

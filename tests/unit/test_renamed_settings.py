@@ -27,29 +27,41 @@ ARGUMENTS = {
 }
 
 
+NEW = {
+    "min_offload_bytes": "min_bytes",
+    "at_disk_write_limit": "on_disk_write_limit",
+    "disk_rated_bytes": "drive_endurance_bytes",
+    "lean_activations": "recompute_elementwise",
+}
+
+
 def test_every_old_name_is_tried_here():
-    assert VALUES.keys() == old_names(FIELDS).keys()
-    assert ARGUMENTS.keys() == old_names([argument(field) for field in FIELDS]).keys()
+    assert old_names(FIELDS) == NEW
+    assert VALUES.keys() == NEW.keys()
+    assert old_names([argument(field) for field in FIELDS]) == {
+        old: argument(field) for old, (field, _) in ARGUMENTS.items()
+    }
 
 
 @pytest.mark.parametrize("old", VALUES)
 def test_an_old_keyword_is_the_new_one(old):
-    new = old_names(FIELDS)[old]
-    with pytest.warns(FutureWarning, match=f"{old} is called {new} now"):
+    new = NEW[old]
+    with pytest.warns(FutureWarning, match=f"{old} is called {new} now") as caught:
         found = OffloadConfig(tier="ssd", **{old: VALUES[old]})
+    assert caught[0].filename == __file__
     assert found == OffloadConfig(tier="ssd", **{new: VALUES[old]})
 
 
 @pytest.mark.parametrize("old", VALUES)
 def test_both_names_at_once_are_refused(old):
-    new = old_names(FIELDS)[old]
+    new = NEW[old]
     with pytest.raises(OffloadConfigError, match=f"{old} is the old name of {new}"):
         OffloadConfig(**{old: VALUES[old], new: VALUES[old]})
 
 
 @pytest.mark.parametrize("old", VALUES)
 def test_an_old_key_of_a_section_is_the_new_one(old):
-    new = old_names(FIELDS)[old]
+    new = NEW[old]
     with pytest.warns(FutureWarning, match=f"section offload: {old} is called {new} now"):
         found = from_mapping(OffloadConfig, {"tier": "ssd", old: VALUES[old]}, "section offload")
     assert found == OffloadConfig(tier="ssd", **{new: VALUES[old]})
@@ -57,7 +69,7 @@ def test_an_old_key_of_a_section_is_the_new_one(old):
 
 @pytest.mark.parametrize("old", VALUES)
 def test_an_old_variable_is_the_new_one(old):
-    new = old_names(FIELDS)[old]
+    new = NEW[old]
     with pytest.warns(FutureWarning, match=f"HF_OFFLOAD_{old.upper()} is called HF_OFFLOAD_{new.upper()} now"):
         found = settings_from({f"HF_OFFLOAD_{old.upper()}": VALUES[old]})
     assert found == settings_from({f"HF_OFFLOAD_{new.upper()}": VALUES[old]})
@@ -65,7 +77,7 @@ def test_an_old_variable_is_the_new_one(old):
 
 @pytest.mark.parametrize("old", VALUES)
 def test_an_old_keyword_of_the_plugin_is_the_new_one(old):
-    new = old_names(FIELDS)[old]
+    new = NEW[old]
     with pytest.warns(FutureWarning, match=f"{old} is called {new} now"):
         found = OffloadPlugin(tier="ssd", **{old: VALUES[old]})
     assert found.config == OffloadConfig(tier="ssd", **{new: VALUES[old]})
