@@ -210,8 +210,9 @@ def test_every_strategy_runs_with_the_bits_of_keep_or_says_why_not(recipe, name)
     assert (result.report.offload is not None) == name.startswith("ours")
     if name.startswith("ours"):
         offloads = name not in ("ours:lean", "ours:sampled")
-        # Not what was loaded: on a busy machine backward may come before anything of so small a model has left memory.
-        assert (result.report.offload["offloaded_bytes"] > 0) == offloads
+        moved = result.report.offload
+        # On a busy machine backward may catch all of so small a model on its way out: nothing is loaded then.
+        assert (moved["offloaded_bytes"] > 0) == (moved["loaded_bytes"] + moved["forwarded_bytes"] > 0) == offloads
     # Results survive the way through a file.
     result.write(recipe.parent / "r.json")
     assert CellResult.read(recipe.parent / "r.json") == result
