@@ -42,10 +42,11 @@ acceptance: $(STAMP)  ## accelerate's and PEFT's own tests, without and with off
 mutations: $(STAMP)  ## Breaks the engine on purpose, rule by rule; a test has to notice each; docs/mutations.md (an hour)
 	$(BIN)/python -m tests.mutations --output docs/mutations.md
 
-lint: $(STAMP)  ## Style and types
+lint: $(STAMP)  ## Style, types, and which folder may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 api: $(STAMP)  ## docs/api.md, from docstrings
 	$(BIN)/python docs/make_api.py

@@ -13,7 +13,6 @@ import typer
 from rich.markup import escape
 
 from hf_offload.bench.cell import DONE, OUT_OF_MEMORY, CellSpec, require_memory_limit, run_cell
-from hf_offload.bench.formats import csv_text, flat, json_text, markdown_table, write_texts
 from hf_offload.bench.results import Case, file_name
 from hf_offload.bench.steps import Plan, plan_steps
 from hf_offload.bench.strategies import Strategy, parse_strategies
@@ -33,6 +32,7 @@ from hf_offload.cli.bench_options import (
 )
 from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, output, progress_bar, visible_log
 from hf_offload.errors import OffloadConfigError
+from hf_offload.reports.formats import csv_text, flat, json_text, markdown_table, write_texts
 from hf_offload.settings.load import choose
 from hf_offload.settings.outputs import check_output_folder
 from hf_offload.settings.sizes import format_bytes, parse_bytes

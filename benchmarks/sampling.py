@@ -15,7 +15,6 @@ from rich.markup import escape
 from transformers.utils import logging as transformers_log
 
 from benchmarks.console import Json, show_table
-from hf_offload.bench.formats import json_text, markdown_table, write_texts
 from hf_offload.cli.console import clear_errors, output, progress_bar
 from hf_offload.forecast.workload import count_workload
 from hf_offload.forecast.workload_sources import find_workload
@@ -25,6 +24,7 @@ from hf_offload.plan.placement import uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.simulate import Windows, simulate
+from hf_offload.reports.formats import json_text, markdown_table, write_texts
 from hf_offload.settings.elementwise import RecomputeElementwiseConfig
 from hf_offload.settings.load import choose
 from hf_offload.settings.outputs import check_output_folder

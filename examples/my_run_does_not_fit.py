@@ -18,9 +18,9 @@ from hf_offload import OffloadCallback, OffloadError, OffloadTrainingArguments
 from hf_offload.forecast.compare_modes import compare_modes
 from hf_offload.forecast.forecast import make_forecast
 from hf_offload.forecast.workload_sources import find_workload
-from hf_offload.plan.hardware import measure_hardware
-from hf_offload.reports.memory import MemoryMeter
+from hf_offload.planning.hardware import measure_hardware
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.training.memory import MemoryMeter
 
 CONFIG = LlamaConfig(
     vocab_size=4096, hidden_size=128, intermediate_size=344, num_hidden_layers=6, num_attention_heads=4, dtype="float32"

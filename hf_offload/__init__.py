@@ -19,9 +19,9 @@ if TYPE_CHECKING:
         OffloadTrainingArguments,
     )
     from hf_offload.integrations.trainer import OffloadCallback
-    from hf_offload.memory_modes.registry import memory_mode
     from hf_offload.session import OffloadSession, attach, offload_activations
     from hf_offload.settings.elementwise import RecomputeElementwiseConfig
+    from hf_offload.settings.memory_modes import memory_mode
     from hf_offload.settings.sampling import SampledLinearConfig
     from hf_offload.settings.schema import OffloadConfig
     from hf_offload.transforms.sampling.diagnostics import measure_errors
@@ -41,7 +41,7 @@ _HOMES = {
     "SampledLinearConfig": "hf_offload.settings.sampling",
     "attach": "hf_offload.session",
     "measure_errors": "hf_offload.transforms.sampling.diagnostics",
-    "memory_mode": "hf_offload.memory_modes.registry",
+    "memory_mode": "hf_offload.settings.memory_modes",
     "offload_activations": "hf_offload.session",
 }
 

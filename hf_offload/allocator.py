@@ -16,10 +16,8 @@ import sys
 from pathlib import Path
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.environment import ALLOCATOR_VARIABLE, ALLOCATORS
 from hf_offload.settings.load import choose
-
-ALLOCATORS = ("auto", "tcmalloc", "glibc-tuned", "glibc")
-CHOSEN_VARIABLE = "HF_OFFLOAD_ALLOCATOR"
 
 # Blocks come from the heap, which is never trimmed and grows in large pieces. Without glibc's per-thread caches the scraps
 # that aligned blocks leave behind are merged again: of two gigabytes of heap that saved a third.
@@ -51,7 +49,7 @@ def environment_with(name: str) -> dict[str, str]:
     """
     choose("allocator", name, ALLOCATORS)
     environment = {key: value for key, value in os.environ.items() if key not in _TUNED | _KEEP_PAGES}
-    environment[CHOSEN_VARIABLE] = name
+    environment[ALLOCATOR_VARIABLE] = name
     preload = [
         part
         for part in environment.pop("LD_PRELOAD", "").replace(" ", ":").split(":")
@@ -92,7 +90,7 @@ def restart_with_allocator() -> None:
 
     Returns if there is nothing to do; otherwise it does not return.
     """
-    if sys.platform != "linux" or os.environ.get(CHOSEN_VARIABLE) or current_allocator() != "glibc":
+    if sys.platform != "linux" or os.environ.get(ALLOCATOR_VARIABLE) or current_allocator() != "glibc":
         return
     import torch
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hf_offload.cli.console import EXIT_REFUSED, clear_errors, visible_log
+from hf_offload.cli.console import clear_errors, visible_log
+from hf_offload.cli.exit_codes import EXIT_REFUSED
 from hf_offload.errors import OffloadConfigError
 from hf_offload.parents import end_with_parent
 from hf_offload.settings.environment import AUTOLOAD_VARIABLE

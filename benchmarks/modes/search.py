@@ -14,11 +14,10 @@ from typing import Any
 
 from benchmarks.modes.costs import Stepper, Times, step_times
 from benchmarks.modes.runs import HEAD, RECIPE, Run, Text, build_model, build_trainer, load_text, train
-from hf_offload.bench.formats import json_text, write_whole
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.memory_modes.registry import memory_mode
+from hf_offload.reports.formats import json_text, write_whole
 from hf_offload.settings.load import choose, collect_errors
-from hf_offload.settings.memory_modes import NONE
+from hf_offload.settings.memory_modes import NONE, memory_mode
 
 PERIOD = 100
 """Steps after which each of MODES has refreshed everything once, and begins a turn."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_offload.bench.cell import CRASHED, DONE, CellResult
-from hf_offload.bench.formats import flat
-from hf_offload.bench.strategies import REFERENCE, Strategy
+from hf_offload.bench.strategies import Strategy
+from hf_offload.reports.formats import REFERENCE, flat
 from hf_offload.training.report import WARMUP_STEPS, ModelFacts, TrainingReport, median_after_warmup
 
 Reports = dict[int, TrainingReport]

@@ -14,8 +14,10 @@ import torch
 from hf_offload import allocator as allocators
 from hf_offload.bench.cell import CRASHED, NOT_INSTALLED, OUT_OF_MEMORY, CellSpec, require_memory_limit, run_cell
 from hf_offload.bench.results import Case, Cell, Results, file_name
-from hf_offload.bench.strategies import REFERENCE, Strategy
+from hf_offload.bench.strategies import Strategy
 from hf_offload.errors import OffloadConfigError
+from hf_offload.reports.formats import REFERENCE
+from hf_offload.settings.environment import ALLOCATORS
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.overrides import text_override
 from hf_offload.settings.recipe_files import is_recipe_file, resolve_shape
@@ -25,7 +27,7 @@ from hf_offload.training.report import WARMUP_STEPS
 logger = logging.getLogger(__name__)
 
 FASTEST = "fastest"
-BENCH_ALLOCATORS = (FASTEST, *allocators.ALLOCATORS)
+BENCH_ALLOCATORS = (FASTEST, *ALLOCATORS)
 _TRAINER_BATCH = 8
 """The Trainer's own ``per_device_train_batch_size``."""
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.reports.formats import REFERENCE
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.recipes import Recipe, load_recipe
 from hf_offload.settings.schema import TIER_ALIASES
 from hf_offload.settings.sizes import parse_bytes
 from hf_offload.training.run import AroundStep
 
-REFERENCE = "keep"
 ALL = "all"
 SPILL_RAM_BUDGET = "512MiB"
 """Of ``ours:spill`` where the recipe names no ``ram_budget``."""

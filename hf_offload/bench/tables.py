@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from hf_offload.bench.cell import DONE
-from hf_offload.bench.formats import csv_text, json_text, markdown_table, write_texts
 from hf_offload.bench.results import Case, Results, Row, outcome
-from hf_offload.bench.strategies import REFERENCE
 from hf_offload.errors import OffloadError
+from hf_offload.reports.formats import REFERENCE, csv_text, json_text, markdown_table, write_texts
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.training.report import WARMUP_STEPS
 

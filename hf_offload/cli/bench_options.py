@@ -9,9 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from hf_offload.allocator import ALLOCATORS
 from hf_offload.cli.console import output
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.environment import ALLOCATORS
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.recipe_files import resolve_shape
 from hf_offload.settings.recipes import Recipe, read_recipe

@@ -22,15 +22,8 @@ from hf_offload.cli.bench_options import (
     print_written,
     whole_numbers,
 )
-from hf_offload.cli.console import (
-    EXIT_INTERRUPTED,
-    EXIT_PROBLEM,
-    clear_errors,
-    messages,
-    output,
-    progress_bar,
-    visible_log,
-)
+from hf_offload.cli.console import clear_errors, messages, output, progress_bar, visible_log
+from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_PROBLEM
 from hf_offload.settings.outputs import check_output_folder
 from hf_offload.settings.sizes import parse_bytes
 

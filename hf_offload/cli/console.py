@@ -10,11 +10,8 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
-from hf_offload.cli.start import EXIT_INTERRUPTED
+from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_REFUSED
 from hf_offload.errors import OffloadError
-
-EXIT_PROBLEM = 1
-EXIT_REFUSED = 2
 
 
 def output() -> Console:

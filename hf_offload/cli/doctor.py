@@ -9,7 +9,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from hf_offload.cli.console import EXIT_PROBLEM, clear_errors, messages, output, progress_bar
+from hf_offload.cli.console import clear_errors, messages, output, progress_bar
+from hf_offload.cli.exit_codes import EXIT_PROBLEM
 from hf_offload.errors import OffloadError
 from hf_offload.settings.sizes import format_bytes
 

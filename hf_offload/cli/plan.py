@@ -10,11 +10,12 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from hf_offload.cli.console import EXIT_REFUSED, clear_errors, messages, output
+from hf_offload.cli.console import clear_errors, messages, output
+from hf_offload.cli.exit_codes import EXIT_REFUSED
 from hf_offload.cli.plan_checks import described_machines, refuse_silent_options
 from hf_offload.cli.plan_modes import show_modes
 from hf_offload.forecast.options import check_options
-from hf_offload.plan.hardware import measure_hardware
+from hf_offload.planning.hardware import measure_hardware
 from hf_offload.settings.elementwise import recompute_elementwise as parse_recompute_elementwise
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.outputs import check_output_file

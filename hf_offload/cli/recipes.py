@@ -12,7 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from hf_offload.cli.console import EXIT_PROBLEM, clear_errors, messages, output, progress_bar
+from hf_offload.cli.console import clear_errors, messages, output, progress_bar
+from hf_offload.cli.exit_codes import EXIT_PROBLEM
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.settings.layers import BASE, bases_of, drop_nulls, read_layers
 from hf_offload.settings.load import collect_errors, nearest

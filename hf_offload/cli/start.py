@@ -4,8 +4,7 @@ import errno
 import os
 import sys
 
-EXIT_FULL = 1
-EXIT_INTERRUPTED = 130
+from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_PROBLEM
 
 
 def main() -> None:
@@ -28,4 +27,4 @@ def main() -> None:
         )
         # What is left in the buffer cannot be written at the end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_FULL)
+        sys.exit(EXIT_PROBLEM)

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, output, visible_log
+from hf_offload.cli.console import clear_errors, output, visible_log
+from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.settings.overrides import text_override
 from hf_offload.settings.recipes import load_recipe, read_recipe
 from hf_offload.settings.sizes import format_bytes

@@ -11,11 +11,11 @@ from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.forecast.counting import OptimizerNeeds, count_footprint, fake_mode
 from hf_offload.forecast.workload_inputs import describe_batch, length_unit, longest_row, make_batch
 from hf_offload.memory_modes.protocol import MemoryMode
-from hf_offload.memory_modes.registry import memory_mode as find_mode
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.settings.elementwise import RecomputeElementwiseConfig
 from hf_offload.settings.memory_modes import NONE, read_mode_settings
+from hf_offload.settings.memory_modes import memory_mode as find_mode
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig, smallest_bytes
 from hf_offload.settings.shown import cropped

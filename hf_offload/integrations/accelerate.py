@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_offload.engine.unsupported import compiled_error
 from hf_offload.errors import OffloadConfigError
-from hf_offload.reports.summary import summary_lines
+from hf_offload.integrations.summary import summary_lines
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
 from hf_offload.settings.environment import FIELDS, settings_with, variable
 from hf_offload.settings.renamed import with_current_names

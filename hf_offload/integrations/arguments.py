@@ -112,7 +112,7 @@ class OffloadArguments(_Declared):
         """The memory mode these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all mistakes."""
         if isinstance(self.memory_mode, str) and self.memory_mode == "none" and self.memory_mode_kwargs is None:
             return None
-        from hf_offload.memory_modes.registry import memory_mode  # only whoever asks for a mode has to load it
+        from hf_offload.settings.memory_modes import memory_mode  # only whoever asks for a mode has to load it
 
         directories = READERS["directory"](argument("directory"), self._value("directory"))
         return memory_mode(self.memory_mode, self.memory_mode_kwargs, directories or ())

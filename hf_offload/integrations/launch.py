@@ -113,7 +113,8 @@ def launch(arguments: Sequence[str]) -> None:
     import torch
     from accelerate.commands.launch import launch_command_parser
 
-    from hf_offload.allocator import CHOSEN_VARIABLE, environment_with
+    from hf_offload.allocator import environment_with
+    from hf_offload.settings.environment import ALLOCATOR_VARIABLE
 
     if not arguments:
         raise OffloadConfigError(
@@ -137,7 +138,7 @@ def launch(arguments: Sequence[str]) -> None:
             if config is not None:
                 config = checked_config(config, str(path))
     os.environ.update(variables | parent_variables())
-    if not torch.accelerator.is_available() and not os.environ.get(CHOSEN_VARIABLE):
+    if not torch.accelerator.is_available() and not os.environ.get(ALLOCATOR_VARIABLE):
         os.environ.update(environment_with("auto"))
     if config is None:
         _launch(chosen, "the options")

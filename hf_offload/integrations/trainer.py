@@ -14,8 +14,8 @@ from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.cards import describe_offloading_in_cards
 from hf_offload.integrations.checkpoints import skip_incomplete_checkpoints
+from hf_offload.integrations.summary import card_lines, summary_lines
 from hf_offload.planning.known import Prediction
-from hf_offload.reports.summary import card_lines, summary_lines
 from hf_offload.session import OffloadSession, attach
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.transforms.sampling.gradient_cache import CACHE_FILE

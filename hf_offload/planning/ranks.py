@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.plan.hardware import Figure, Hardware, measure_hardware
+from hf_offload.plan.hardware import Figure, Hardware
+from hf_offload.planning.hardware import measure_hardware
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.storage.opening import drives_for
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_offload.bench.formats import markdown_table
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.card_memory import MEMORY_PLOT, Comparison, describe_machine, memory_section
+from hf_offload.reports.formats import markdown_table
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.memory_modes import NONE, mode_class
 from hf_offload.settings.outputs import check_output_folder

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_offload.bench.formats import markdown_table
-from hf_offload.bench.strategies import REFERENCE
 from hf_offload.errors import OffloadConfigError
+from hf_offload.reports.formats import REFERENCE, markdown_table
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import parse_json, read_text
 from hf_offload.training.report import TrainingReport

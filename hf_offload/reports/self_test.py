@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadError
-from hf_offload.plan.hardware import link_rates
+from hf_offload.planning.hardware import link_rates
 from hf_offload.planning.machine import default_device
 from hf_offload.session import attach
 from hf_offload.settings.schema import OffloadConfig

@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hf_offload.allocator import ALLOCATORS, CHOSEN_VARIABLE
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose, collect_errors, from_mapping, naming
 from hf_offload.settings.renamed import old_names, with_current_names
@@ -25,9 +24,11 @@ READERS: Mapping[str, Reader] = {field: reader_of(OffloadConfig, field) for fiel
 AUTOLOAD_VARIABLE = f"{PREFIX}AUTOLOAD"
 DISABLE_VARIABLE = f"{PREFIX}DISABLE"
 PARENT_VARIABLE = f"{PREFIX}PARENT"
+ALLOCATOR_VARIABLE = f"{PREFIX}ALLOCATOR"
+ALLOCATORS = ("auto", "tcmalloc", "glibc-tuned", "glibc")
 SWITCHES = (AUTOLOAD_VARIABLE, DISABLE_VARIABLE)
 # Variables of the package that are no settings of a run.
-_OTHERS = (*SWITCHES, PARENT_VARIABLE, CHOSEN_VARIABLE)
+_OTHERS = (*SWITCHES, PARENT_VARIABLE, ALLOCATOR_VARIABLE)
 
 
 def variable(field: str) -> str:
@@ -74,8 +75,8 @@ def check_variables(environ: Mapping[str, str] | None = None) -> None:
             with check:
                 is_on(name, environ)
         with check:
-            if environ.get(CHOSEN_VARIABLE):
-                choose(CHOSEN_VARIABLE, environ[CHOSEN_VARIABLE], ALLOCATORS)
+            if environ.get(ALLOCATOR_VARIABLE):
+                choose(ALLOCATOR_VARIABLE, environ[ALLOCATOR_VARIABLE], ALLOCATORS)
 
 
 def settings_with(

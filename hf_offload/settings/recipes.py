@@ -162,7 +162,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
             recipe.model.check_library()
         with check, layers.naming("memory"):
             if recipe.memory:
-                from hf_offload.memory_modes.registry import memory_mode
+                from hf_offload.settings.memory_modes import memory_mode
 
                 settings = {key: value for key, value in recipe.memory.items() if key != "mode"}
                 memory_mode(recipe.memory.get("mode", "none"), settings)

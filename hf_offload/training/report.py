@@ -36,7 +36,7 @@ class TrainingReport:
     parameter_count: int
     step_times_s: list[float]
     memory: dict[str, Any] | None
-    """Of :class:`~hf_offload.reports.memory.MemoryMeter`; ``None`` when the run was not measured."""
+    """Of :class:`~hf_offload.training.memory.MemoryMeter`; ``None`` when the run was not measured."""
     offload: dict[str, Any] | None
     """Counters of the offloading session in total; ``None`` when nothing was offloaded."""
     allocator: str

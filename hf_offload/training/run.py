@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
     from hf_offload import OffloadCallback
-    from hf_offload.reports.memory import MemoryMeter
+    from hf_offload.training.memory import MemoryMeter
     from hf_offload.training.recording import Recording
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def run_recipe(
     """
     from transformers import set_seed
 
-    from hf_offload.reports.memory import MemoryMeter
+    from hf_offload.training.memory import MemoryMeter
     from hf_offload.training.recording import Recording  # loads the Trainer
 
     check_places(recipe, report=report, save=save, resume=resume)

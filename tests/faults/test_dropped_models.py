@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from hf_offload import OffloadConfig, attach
+from hf_offload.integrations.summary import summary_lines
 from hf_offload.plan.hardware import Figure, Hardware
-from hf_offload.reports.summary import summary_lines
 from hf_offload.session import attached_session
 from hf_offload.settings.sampling import SampledLinearConfig
 from tests.helpers.package_threads import OurThreads

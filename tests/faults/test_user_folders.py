@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_offload import OffloadConfig, offload_activations
-from hf_offload.plan import hardware
-from hf_offload.plan.hardware import measure_hardware
+from hf_offload.planning import hardware
+from hf_offload.planning.hardware import measure_hardware
 from hf_offload.storage import wear
 from hf_offload.storage.wear import Drive
 from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
@@ -25,7 +25,7 @@ SCRIPT = f"""
 import logging, os, sys
 logging.basicConfig(format="%(levelname)s %(message)s")
 os.setreuid({NOBODY}, 0)
-from hf_offload.plan import hardware
+from hf_offload.planning import hardware
 from hf_offload.storage import wear
 hardware._measure = lambda directories, device: {{name: 1e9 for name in hardware._measured_names(directories, device.type)}}
 wear.drive_of = lambda directory: wear.Drive("made_up", "a made-up drive")

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadTrainingArguments, offload_activations
 from hf_offload.cli.doctor import doctor
-from hf_offload.reports.summary import summary_lines
+from hf_offload.integrations.summary import summary_lines
 from hf_offload.storage import wear
 from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import peak_bytes
-from hf_offload.reports.gauges import choose_gauge
+from hf_offload.training.gauges import choose_gauge
 
 
 def peak_live_bytes(work: Callable[[], Any]) -> int:

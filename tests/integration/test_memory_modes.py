@@ -13,10 +13,9 @@ from accelerate import Accelerator
 from transformers import HfArgumentParser, Trainer, TrainerCallback
 
 from hf_offload import OffloadConfigError, OffloadTrainingArguments
-from hf_offload.memory_modes.registry import memory_mode
 from hf_offload.optimizers.blockwise import BlockwiseOptimizer
 from hf_offload.optimizers.projected import ProjectedAdamW
-from hf_offload.settings.memory_modes import MODES
+from hf_offload.settings.memory_modes import MODES, memory_mode
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 from tests.helpers.torchao_optimizers import optimizer_of
 

@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 from hf_offload.cli.main import app
 from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.memory_modes.blockwise import Blockwise
-from hf_offload.memory_modes.registry import memory_mode
 from hf_offload.optimizers.blockwise import BlockwiseConfig, deepest_turn
 from hf_offload.plan.hardware import describe_hardware
-from hf_offload.settings.memory_modes import mode_names
+from hf_offload.settings.memory_modes import memory_mode, mode_names
 from tests.helpers.tiny_models import _ARCHITECTURES, tiny_batch, tiny_model
 from tests.helpers.torchao_optimizers import optimizer_of
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, OffloadError, offload_activations
-from hf_offload.reports.gauges import _allocator_counter
 from hf_offload.storage import disk_io
+from hf_offload.training.gauges import _allocator_counter
 from tests.helpers.controlled_tier import wait_for_stores
 
 WARM_STEPS, STEPS = 50, 500

@@ -19,14 +19,12 @@ from hf_offload import (
     RecomputeElementwiseConfig,
     SampledLinearConfig,
 )
-from hf_offload.allocator import CHOSEN_VARIABLE
 from hf_offload.integrations.arguments import OffloadArguments
 from hf_offload.integrations.launch import SECTION, take_section
-from hf_offload.memory_modes.registry import memory_mode
-from hf_offload.settings.environment import FIELDS, PREFIX, SWITCHES, variable
+from hf_offload.settings.environment import ALLOCATOR_VARIABLE, FIELDS, PREFIX, SWITCHES, variable
 from hf_offload.settings.evaluation import EvaluationRecipe, Generation
 from hf_offload.settings.library_source import training_fields
-from hf_offload.settings.memory_modes import MODES
+from hf_offload.settings.memory_modes import MODES, memory_mode
 from hf_offload.settings.recipe_data import DataRecipe, HubData
 from hf_offload.settings.recipe_model import ModelRecipe
 from hf_offload.settings.recipes import load_recipe
@@ -274,7 +272,7 @@ def from_environment(draw):
 
 def from_variables_beside_a_recipe(draw):
     known = [variable(field) for field in FIELDS]
-    name = draw(st.sampled_from([*known, *SWITCHES, CHOSEN_VARIABLE]))
+    name = draw(st.sampled_from([*known, *SWITCHES, ALLOCATOR_VARIABLE]))
     if draw(st.booleans()):
         place = draw(st.integers(len(PREFIX), len(name)))
         name = name[:place] + draw(st.sampled_from("AXZ_")) + name[place + draw(st.integers(0, 1)) :]
@@ -285,7 +283,7 @@ def from_variables_beside_a_recipe(draw):
         refused = refuses_or_takes(name, lambda: load_recipe("drawn.yaml"))
     finally:
         os.environ.pop(name)
-    assert refused or name in (*known, *SWITCHES, CHOSEN_VARIABLE)
+    assert refused or name in (*known, *SWITCHES, ALLOCATOR_VARIABLE)
     return refused
 
 

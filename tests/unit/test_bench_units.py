@@ -6,10 +6,10 @@ import pytest
 
 from hf_offload import OffloadConfigError
 from hf_offload.bench.cell import CRASHED, DONE, CellResult
-from hf_offload.bench.formats import csv_text
 from hf_offload.bench.results import Case, Cell, Results
 from hf_offload.bench.strategies import find_strategy, parse_strategies, strategy_names
 from hf_offload.bench.tables import footnotes, identity, markdown
+from hf_offload.reports.formats import csv_text
 from hf_offload.reports.plots import Point, pareto_front, plot_pareto
 from tests.helpers.bench_recipes import RANDOM_RECIPE, TINY_MODEL, fake_report
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadPlugin, offload_activations
-from hf_offload.allocator import ALLOCATORS, CHOSEN_VARIABLE
 from hf_offload.parents import parent_variables
 from hf_offload.settings.environment import (
+    ALLOCATOR_VARIABLE,
+    ALLOCATORS,
     FIELDS,
     READERS,
     check_variables,
@@ -141,8 +142,8 @@ def test_a_variable_that_says_nothing_is_refused_wherever_settings_come_from(mon
 def test_variables_of_the_package_are_accepted(monkeypatch):
     for name, value in parent_variables().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(CHOSEN_VARIABLE, "")  # as not set
+    monkeypatch.setenv(ALLOCATOR_VARIABLE, "")  # as not set
     check_variables()
     for allocator in ALLOCATORS:
-        monkeypatch.setenv(CHOSEN_VARIABLE, allocator)
+        monkeypatch.setenv(ALLOCATOR_VARIABLE, allocator)
         check_variables()

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.plan import hardware
-from hf_offload.plan.hardware import CARDS, describe_hardware, measure_hardware
+from hf_offload.plan.hardware import CARDS, describe_hardware
+from hf_offload.planning import hardware
+from hf_offload.planning.hardware import measure_hardware
 from hf_offload.planning.machine import probe_machine
 
 

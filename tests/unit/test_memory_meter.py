@@ -7,9 +7,9 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_offload import OffloadError
-from hf_offload.reports import gauges, memory
-from hf_offload.reports.gauges import choose_gauge
-from hf_offload.reports.memory import MemoryMeter, baseline_state
+from hf_offload.training import gauges, memory
+from hf_offload.training.gauges import choose_gauge
+from hf_offload.training.memory import MemoryMeter, baseline_state
 from hf_offload.training.report import WARMUP_STEPS, TrainingReport, median_after_warmup, parameter_digest
 
 MB = 1 << 20

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.measure import now_s, peak_bytes
-from hf_offload.reports.gauges import choose_gauge
 from hf_offload.settings.recipes import load_recipe
+from hf_offload.training.gauges import choose_gauge
 from hf_offload.training.report import TrainingReport
 from hf_offload.training.run import run_recipe
 

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, OffloadConfigError, attach
-from hf_offload.plan import hardware
-from hf_offload.plan.hardware import measure_hardware
-from hf_offload.planning import measuring
+from hf_offload.planning import hardware, measuring
+from hf_offload.planning.hardware import measure_hardware
 from hf_offload.planning.machine import probe_machine
 from hf_offload.reports import self_test
 from hf_offload.storage.host_memory import RAM_SHARE, default_ram_budget, ram_bytes

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+REFERENCE = "keep"
+"""The strategy that a benchmark compares the others with."""
+
+
 def flat(row: "DataclassInstance") -> dict[str, Any]:
     """The fields of ``row``; in place of ``model`` those of the model, ``None`` each where none was built."""
     values: dict[str, Any] = {}

@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_offload.errors import OffloadError
-from hf_offload.reports.gauges import Gauge, choose_gauge
+from hf_offload.training.gauges import Gauge, choose_gauge
 from hf_offload.training.report import parameter_digest
 
 SAMPLE_PERIOD_S = 0.01

@@ -1,0 +1,226 @@
+"""This machine as a plan sees it: rates of its device, link and drives, measured once and kept in the user's cache folder."""
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.folders import user_folder
+from hf_offload.plan.hardware import DTYPES, Figure, Hardware
+from hf_offload.planning.machine import default_device, probe_machine
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.host_memory import RAM_SHARE
+
+logger = logging.getLogger(__name__)
+
+_CACHE_VERSION = 3
+_MATMUL_SIZE = 768
+_COPY_BYTES = 64 << 20
+_REPEATS = 7
+# Accelerators are measured with twice the size until it takes so long: what is shorter measures the launch.
+_LONG_ENOUGH_S = 1e-3
+_LARGEST = 8192
+
+
+def measure_hardware(
+    directories: Sequence[str | os.PathLike[str]], device: torch.device | None = None, *, fresh: bool = False
+) -> Hardware:
+    """This machine, ``device`` (default: the current accelerator, or the CPU) and the drives under ``directories``.
+
+    Takes some seconds; the result is kept in the user's cache folder per machine and directory, and measured again with
+    ``fresh``.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used, and for a device on which there
+    is no room to measure, or that does not say how much memory it has.
+    """
+    device = device or default_device()
+    machine = probe_machine(directories, sample_bytes=0, device=device)
+    if machine.device.usable_bytes is None:
+        raise OffloadConfigError(
+            f"{machine.device.name} does not say how much memory it has, so nothing can be planned for it: set tier='ram' or "
+            "tier='ssd'."
+        )
+    key = _cache_key(machine.device.name, directories)
+    rates = None if fresh else _read(key)
+    if rates is None or not rates.keys() >= _measured_names(directories, machine.device.type):
+        rates = _measure(directories, device)
+        _write(key, rates)
+    measured = {name: Figure(value, "measured") for name, value in rates.items()}
+    store, load, both, room = {}, {}, {}, {}
+    if device.type != "cpu":
+        store["ram"], load["ram"], both["ram"] = (measured[f"ram {way}"] for way in ("store", "load", "both"))
+        room["ram"] = Figure((machine.ram_available_bytes or 0) * RAM_SHARE, "measured")
+    if machine.drives:
+        store["ssd"], load["ssd"], both["ssd"] = (measured[f"ssd {way}"] for way in ("store", "load", "both"))
+        room["ssd"] = Figure(sum({drive.free_bytes for drive in machine.drives}), "measured")
+    return Hardware(
+        name=machine.device.name,
+        device=device.type,
+        memory_bytes=Figure(machine.device.usable_bytes, "measured"),
+        flops_per_s={dtype: measured[f"matmul {dtype}"] for dtype in DTYPES},
+        memory_bytes_per_s=measured["memory"],
+        store_bytes_per_s=store,
+        load_bytes_per_s=load,
+        room_bytes=room,
+        both_bytes_per_s=both,
+    )
+
+
+def _measure(directories: Sequence[str | os.PathLike[str]], device: torch.device) -> dict[str, float]:
+    rates = _measure_cpu(device) if device.type == "cpu" else _measure_accelerator(device)
+    return rates | _measure_drives(directories)
+
+
+def _measure_cpu(device: torch.device) -> dict[str, float]:
+    rates = {f"matmul {name}": _matmul_rate(name, _MATMUL_SIZE, device)[0] for name in DTYPES}
+    return rates | {"memory": _memory_rate(_COPY_BYTES, device)[0]}
+
+
+def _measure_accelerator(device: torch.device) -> dict[str, float]:
+    with torch.accelerator.device_index(device.index):
+        try:
+            rates = {f"matmul {name}": _at_length(_matmul_rate, name, device=device) for name in DTYPES}
+            rates["memory"] = _at_length(_memory_rate, device=device)
+            return rates | link_rates(device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.accelerator.get_memory_info(device)
+            raise OffloadConfigError(
+                f"{device} cannot be measured: {format_bytes(free)} of {format_bytes(total)} are free. End what else uses it "
+                "(nvidia-smi lists processes), or plan before the model is there."
+            ) from error
+        finally:
+            # What was only needed here would be missing in training.
+            torch.accelerator.empty_cache()
+            if hasattr(torch.accelerator, "empty_host_cache"):
+                torch.accelerator.empty_host_cache()
+
+
+def _at_length(measure: Any, *args: Any, device: torch.device) -> float:
+    """The rate at the first size that takes long enough."""
+    size = _MATMUL_SIZE if measure is _matmul_rate else _COPY_BYTES
+    rate, seconds = measure(*args, size, device)
+    while seconds < _LONG_ENOUGH_S and 2 * size <= (_LARGEST if measure is _matmul_rate else 4 * _COPY_BYTES):
+        size *= 2
+        rate, seconds = measure(*args, size, device)
+    return rate
+
+
+def _matmul_rate(name: str, size: int, device: torch.device) -> tuple[float, float]:
+    """Operations a second, and the seconds it took."""
+    left, right = (torch.ones(size, size, dtype=getattr(torch, name), device=device) for _ in range(2))
+    seconds = _median_s(lambda: left @ right, device)
+    return 2 * size**3 / seconds, seconds
+
+
+def _memory_rate(nbytes: int, device: torch.device) -> tuple[float, float]:
+    source = torch.ones(nbytes // 4, device=device)
+    target = torch.empty_like(source)
+    seconds = _median_s(lambda: torch.mul(source, 2.0, out=target), device)
+    return 2 * nbytes / seconds, seconds
+
+
+def link_rates(device: torch.device) -> dict[str, float]:
+    """Bytes a second between ``device`` and pinned memory: ``"ram store"``, ``"ram load"``, and ``"ram both"`` at once."""
+    nbytes = _COPY_BYTES
+    source, target = torch.ones(nbytes // 4, device=device), torch.ones(nbytes // 4, device=device)
+    host, other = (torch.empty(nbytes // 4, device="cpu", pin_memory=True) for _ in range(2))
+    stream = torch.Stream(device=device)
+
+    def both_ways() -> None:
+        with stream:
+            other.copy_(target, non_blocking=True)
+        source.copy_(host, non_blocking=True)
+
+    return {
+        "ram store": nbytes / _median_s(lambda: host.copy_(source, non_blocking=True), device),
+        "ram load": nbytes / _median_s(lambda: source.copy_(host, non_blocking=True), device),
+        "ram both": 2 * nbytes / _median_s(both_ways, device),
+    }
+
+
+def _measure_drives(directories: Sequence[str | os.PathLike[str]]) -> dict[str, float]:
+    rates: dict[str, float] = {}
+    if directories:
+        drives = probe_machine(directories).drives
+        for name, kind in (("store", "write"), ("load", "read"), ("both", "both")):
+            each = [getattr(drive, kind) for drive in drives]
+            missing = [rate.reason for rate in each if rate.bytes_per_s is None]
+            if missing:
+                raise OffloadConfigError(
+                    f"The drive under {', '.join(map(str, directories))} could not be measured: {missing[0]}."
+                )
+            # Stripes move together: as fast as the slowest of them times their number.
+            slowest = min(rate.bytes_per_s for rate in each)
+            rates[f"ssd {name}"] = slowest * len(each)
+    return rates
+
+
+def _median_s(work: Any, device: torch.device) -> float:
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    times = []
+    for _ in range(_REPEATS):
+        wait()
+        begin = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[len(times) // 2]
+
+
+def _measured_names(directories: Sequence[str | os.PathLike[str]], device_type: str) -> set[str]:
+    tiers = [*(["ram"] if device_type != "cpu" else []), *(["ssd"] if directories else [])]
+    ways = [f"{tier} {way}" for tier in tiers for way in ("store", "load", "both")]
+    return {*(f"matmul {name}" for name in DTYPES), "memory", *ways}
+
+
+def _cache_key(device_name: str, directories: Sequence[str | os.PathLike[str]]) -> str:
+    key = json.dumps(
+        [_CACHE_VERSION, platform.node(), device_name, torch.__version__, torch.get_num_threads()]
+        + [str(Path(directory).resolve()) for directory in directories]
+    )
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def _cache_file(key: str) -> Path:
+    return user_folder("XDG_CACHE_HOME", "~/.cache") / f"machine-{key}.json"
+
+
+def _read(key: str) -> dict[str, float] | None:
+    try:
+        found = json.loads(_cache_file(key).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    sound = isinstance(found, dict) and all(isinstance(rate, float) and 0 < rate < math.inf for rate in found.values())
+    return found if sound else None
+
+
+def _write(key: str, rates: Mapping[str, float]) -> None:
+    try:
+        path = _cache_file(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        try:
+            unfinished.write_text(json.dumps(rates, indent=2))
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        _warn(str(error))
+
+
+@functools.cache  # a run measures the machine and its drives, and says this once
+def _warn(error: str) -> None:
+    logger.warning("What was measured cannot be kept (%s); it will be measured again.", error)
