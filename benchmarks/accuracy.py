@@ -16,7 +16,8 @@ import typer
 from rich.markup import escape
 
 from benchmarks.console import Json, names_of, seeds_of, show_table
-from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, progress_bar
+from hf_offload.cli.console import clear_errors, progress_bar
+from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.formats import json_text, markdown_table, write_texts, write_whole
 from hf_offload.settings.load import choose

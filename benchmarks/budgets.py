@@ -16,15 +16,8 @@ from hf_offload.bench.results import Case, Cell, Results
 from hf_offload.bench.steps import Plan, plan_steps, run_steps
 from hf_offload.bench.strategies import budget_strategy, find_strategy, parse_strategies
 from hf_offload.cli.bench_options import check_recipes
-from hf_offload.cli.console import (
-    EXIT_INTERRUPTED,
-    EXIT_PROBLEM,
-    clear_errors,
-    messages,
-    output,
-    progress_bar,
-    visible_log,
-)
+from hf_offload.cli.console import clear_errors, messages, output, progress_bar, visible_log
+from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_PROBLEM
 from hf_offload.errors import OffloadConfigError, OffloadError, OffloadPlanError
 from hf_offload.settings.outputs import check_output_folder
 from hf_offload.training.report import TrainingReport

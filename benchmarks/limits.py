@@ -30,7 +30,8 @@ from hf_offload.cli.bench_options import (
     list_plan,
     print_written,
 )
-from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, output, progress_bar, visible_log
+from hf_offload.cli.console import clear_errors, output, progress_bar, visible_log
+from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.formats import csv_text, flat, json_text, markdown_table, write_texts
 from hf_offload.settings.load import choose

@@ -11,7 +11,8 @@ from rich.markup import escape
 from benchmarks.console import Json, names_of, rates_of, seeds_of, show_table
 from benchmarks.modes.search import MODES, Findings, Setup, bench_modes
 from benchmarks.modes.table import COLUMNS, NOTES, SETTINGS_COLUMNS, mode_rows, settings_texts, texts
-from hf_offload.cli.console import EXIT_INTERRUPTED, clear_errors, messages, output, progress_bar
+from hf_offload.cli.console import clear_errors, messages, output, progress_bar
+from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.reports.curve_plots import plot_curves
 from hf_offload.reports.formats import json_text, markdown_table, write_texts
 from hf_offload.reports.plots import require_matplotlib
