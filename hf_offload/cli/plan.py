@@ -15,7 +15,6 @@ from hf_offload.cli.exit_codes import EXIT_REFUSED
 from hf_offload.cli.plan_checks import described_machines, refuse_silent_options
 from hf_offload.cli.plan_modes import show_modes
 from hf_offload.forecast.options import check_options
-from hf_offload.planning.hardware import measure_hardware
 from hf_offload.settings.elementwise import recompute_elementwise as parse_recompute_elementwise
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.outputs import check_output_file
@@ -149,6 +148,7 @@ def plan(
 
         from hf_offload.forecast.forecast import make_forecast
         from hf_offload.forecast.workload_sources import find_workload
+        from hf_offload.planning.hardware import measure_hardware
         from hf_offload.reports.plots import require_matplotlib
 
         if plot or timeline:
