@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from hf_offload.storage.host_memory import RAM_SHARE
 
 logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 _MATMUL_SIZE = 768
 _COPY_BYTES = 64 << 20
 _REPEATS = 7
+# Of which no more begin after this: a CPU without 16-bit instructions takes seconds for one product of matrices.
+_ENOUGH_S = 0.25
 # Accelerators are measured with twice the size until it takes so long: what is shorter measures the launch.
 _LONG_ENOUGH_S = 1e-3
 _LARGEST = 8192
@@ -37,8 +39,8 @@ def measure_hardware(
 ) -> Hardware:
     """This machine, ``device`` (default: the current accelerator, or the CPU) and the drives under ``directories``.
 
-    Takes some seconds; the result is kept in the user's cache folder per machine and directory, and measured again with
-    ``fresh``.
+    Takes some seconds; results are kept in the user's cache folder, for the device and for each drive, and measured again
+    with ``fresh``.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used, and for a device on which there
     is no room to measure, or that does not say how much memory it has.
@@ -50,11 +52,12 @@ def measure_hardware(
             f"{machine.device.name} does not say how much memory it has, so nothing can be planned for it: set tier='ram' or "
             "tier='ssd'."
         )
-    key = _cache_key(machine.device.name, directories)
-    rates = None if fresh else _read(key)
-    if rates is None or not rates.keys() >= _measured_names(directories, machine.device.type):
-        rates = _measure(directories, device)
-        _write(key, rates)
+    # The device is measured once, whichever drives are: a new directory costs two seconds.
+    about = [machine.device.name, torch.__version__, str(torch.get_num_threads())]
+    rates = _kept(about, _device_rates(device.type), lambda: _measure_device(device), fresh)
+    if directories:
+        about = [str(Path(directory).resolve()) for directory in directories]
+        rates |= _kept(about, _DRIVE_RATES, lambda: _measure_drives(directories), fresh)
     measured = {name: Figure(value, "measured") for name, value in rates.items()}
     store, load, both, room = {}, {}, {}, {}
     if device.type != "cpu":
@@ -76,9 +79,8 @@ def measure_hardware(
     )
 
 
-def _measure(directories: Sequence[str | os.PathLike[str]], device: torch.device) -> dict[str, float]:
-    rates = _measure_cpu(device) if device.type == "cpu" else _measure_accelerator(device)
-    return rates | _measure_drives(directories)
+def _measure_device(device: torch.device) -> dict[str, float]:
+    return _measure_cpu(device) if device.type == "cpu" else _measure_accelerator(device)
 
 
 def _measure_cpu(device: torch.device) -> dict[str, float]:
@@ -150,18 +152,16 @@ def link_rates(device: torch.device) -> dict[str, float]:
 
 def _measure_drives(directories: Sequence[str | os.PathLike[str]]) -> dict[str, float]:
     rates: dict[str, float] = {}
-    if directories:
-        drives = probe_machine(directories).drives
-        for name, kind in (("store", "write"), ("load", "read"), ("both", "both")):
-            each = [getattr(drive, kind) for drive in drives]
-            missing = [rate.reason for rate in each if rate.bytes_per_s is None]
-            if missing:
-                raise OffloadConfigError(
-                    f"The drive under {', '.join(map(str, directories))} could not be measured: {missing[0]}."
-                )
-            # Stripes move together: as fast as the slowest of them times their number.
-            slowest = min(rate.bytes_per_s for rate in each)
-            rates[f"ssd {name}"] = slowest * len(each)
+    drives = probe_machine(directories).drives
+    for name, kind in zip(_DRIVE_RATES, ("write", "read", "both"), strict=True):
+        each = [getattr(drive, kind) for drive in drives]
+        missing = [rate.reason for rate in each if rate.bytes_per_s is None]
+        if missing:
+            raise OffloadConfigError(
+                f"The drive under {', '.join(map(str, directories))} could not be measured: {missing[0]}."
+            )
+        # Stripes move together: as fast as the slowest of them times their number.
+        rates[name] = min(rate.bytes_per_s for rate in each) * len(each)
     return rates
 
 
@@ -170,8 +170,8 @@ def _median_s(work: Any, device: torch.device) -> float:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
-    times = []
-    for _ in range(_REPEATS):
+    times: list[float] = []
+    while len(times) < _REPEATS and sum(times) < _ENOUGH_S:
         wait()
         begin = time.perf_counter()
         work()
@@ -180,18 +180,24 @@ def _median_s(work: Any, device: torch.device) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def _measured_names(directories: Sequence[str | os.PathLike[str]], device_type: str) -> set[str]:
-    tiers = [*(["ram"] if device_type != "cpu" else []), *(["ssd"] if directories else [])]
-    ways = [f"{tier} {way}" for tier in tiers for way in ("store", "load", "both")]
-    return {*(f"matmul {name}" for name in DTYPES), "memory", *ways}
+_LINK_RATES = ("ram store", "ram load", "ram both")
+_DRIVE_RATES = ("ssd store", "ssd load", "ssd both")
 
 
-def _cache_key(device_name: str, directories: Sequence[str | os.PathLike[str]]) -> str:
-    key = json.dumps(
-        [_CACHE_VERSION, platform.node(), device_name, torch.__version__, torch.get_num_threads()]
-        + [str(Path(directory).resolve()) for directory in directories]
-    )
-    return hashlib.sha256(key.encode()).hexdigest()[:16]
+def _device_rates(device_type: str) -> list[str]:
+    return [*(f"matmul {name}" for name in DTYPES), "memory", *(() if device_type == "cpu" else _LINK_RATES)]
+
+
+def _kept(
+    about: Sequence[str], names: Collection[str], measure: Callable[[], dict[str, float]], fresh: bool
+) -> dict[str, float]:
+    """The rates ``names`` of what ``about`` says, from the cache, or measured and kept there."""
+    key = hashlib.sha256(json.dumps([_CACHE_VERSION, platform.node(), *about]).encode()).hexdigest()[:16]
+    rates = None if fresh else _read(key)
+    if rates is None or not rates.keys() >= set(names):
+        rates = measure()
+        _write(key, rates)
+    return rates
 
 
 def _cache_file(key: str) -> Path:

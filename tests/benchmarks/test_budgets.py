@@ -40,6 +40,7 @@ def done(tmp_path_factory):
     return result, json.loads((folder / "out" / "budgets.json").read_text())
 
 
+@pytest.mark.full
 def test_a_budget_that_fits_is_kept_and_compared(done):
     result, (row, _) = done
     assert row["problem"] is None, result.stderr
@@ -51,6 +52,7 @@ def test_a_budget_that_fits_is_kept_and_compared(done):
     assert row["residency_bytes"] > 0
 
 
+@pytest.mark.full
 def test_a_budget_that_does_not_fit_says_what_would(done):
     result, (_, row) = done
     assert "is too small: the least this run can do with is" in row["problem"]

@@ -27,7 +27,8 @@ logging.basicConfig(format="%(levelname)s %(message)s")
 os.setreuid({NOBODY}, 0)
 from hf_offload.planning import hardware
 from hf_offload.storage import wear
-hardware._measure = lambda directories, device: {{name: 1e9 for name in hardware._measured_names(directories, device.type)}}
+hardware._measure_device = lambda device: dict.fromkeys(hardware._device_rates(device.type), 1e9)
+hardware._measure_drives = lambda directories: dict.fromkeys(hardware._DRIVE_RATES, 1e9)
 wear.drive_of = lambda directory: wear.Drive("made_up", "a made-up drive")
 from hf_offload import OffloadConfig, offload_activations
 from tests.helpers.tiny_models import tiny_batch, tiny_model
@@ -65,11 +66,12 @@ def made_up(monkeypatch):
     measured = []
     hardware._warn.cache_clear()
 
-    def measure(directories, device):
-        measured.append(directories)
-        return dict.fromkeys(hardware._measured_names(directories, device.type), 1e9)
+    def measure(device):
+        measured.append(device)
+        return dict.fromkeys(hardware._device_rates(device.type), 1e9)
 
-    monkeypatch.setattr(hardware, "_measure", measure)
+    monkeypatch.setattr(hardware, "_measure_device", measure)
+    monkeypatch.setattr(hardware, "_measure_drives", lambda _: dict.fromkeys(hardware._DRIVE_RATES, 1e9))
     monkeypatch.setattr(wear, "drive_of", lambda directory: Drive("made_up", "a made-up drive"))
     return measured
 
@@ -97,21 +99,19 @@ def name_is_too_long(root):
 
 
 def files_are_folders(root):
+    paths = []
     (root / "hf_offload" / "drives" / "made_up.json" / "inside").mkdir(parents=True)
-    for directories in ([], [root.parent / "tier"]):
-        key = hardware._cache_key(hardware_name(), directories)
-        (root / "hf_offload" / f"machine-{key}.json" / "inside").mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(hardware, "_write", lambda key, _: paths.append(hardware._cache_file(key)))
+        context.setenv("XDG_CACHE_HOME", str(root))
+        measure_hardware([])
+    for path in paths:
+        (path / "inside").mkdir(parents=True)
 
 
 def system_of_processes(root):
     """Where nothing can be made, even by root."""
     return "/proc/self/fdinfo"
-
-
-def hardware_name():
-    from hf_offload.planning.machine import probe_machine
-
-    return probe_machine([], sample_bytes=0).device.name
 
 
 def train(directory):

@@ -50,13 +50,14 @@ def save_tokenizer(folder):
 
 
 def one_of_each(names):
-    """The first recipe of each family, memory mode and tier, with and without sampling."""
+    """The first recipe of each task and memory mode, and of each tier, with and without sampling."""
     chosen = {}
     for name in names:
         recipe = load_recipe(name)
         mode, tier, sampling = recipe.memory.get("mode"), recipe.offload.tier, recipe.offload.sampling is not None
-        chosen.setdefault((name.partition("/")[0], mode, tier, sampling), name)
-    return list(chosen.values())
+        chosen.setdefault((recipe.model.task, mode), name)
+        chosen.setdefault((tier, sampling), name)
+    return [name for name in names if name in chosen.values()]
 
 
 def rows_for(data):

@@ -331,6 +331,7 @@ def test_two_processes(work, folder):
     assert_done(work, TWO, folder)
 
 
+@pytest.mark.full
 def test_four_processes(tmp_path):
     run_in_processes([replicated], FOUR, tmp_path)
     assert_done(replicated, FOUR, tmp_path)

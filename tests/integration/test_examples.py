@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.tables import rows
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIBRARIES = ["transformers.trainer", "transformers.models.llama.modeling_llama", "hf_offload.integrations.arguments"]
 
@@ -81,7 +83,7 @@ LAUNCHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("launcher", LAUNCHED)
+@pytest.mark.parametrize("launcher", rows(LAUNCHED, quick=["hf-offload"]))
 def test_unmodified_script_is_launched(launcher, tmp_path):
     command, variables = LAUNCHED[launcher]
     here = tmp_path / "here"

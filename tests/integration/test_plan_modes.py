@@ -15,6 +15,7 @@ from hf_offload.memory_modes.blockwise import Blockwise
 from hf_offload.optimizers.blockwise import BlockwiseConfig, deepest_turn
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.settings.memory_modes import memory_mode, mode_names
+from tests.helpers.tables import rows
 from tests.helpers.tiny_models import _ARCHITECTURES, tiny_batch, tiny_model
 from tests.helpers.torchao_optimizers import optimizer_of
 
@@ -182,7 +183,7 @@ def quantised_bytes(model):
 
 
 @pytest.mark.parametrize("mode", ["none", "lora", "lora_fa", "dora", "qlora", "galore"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", rows([torch.float32, torch.bfloat16], quick=[torch.bfloat16]))
 def test_weights_are_those_of_the_prepared_model(mode, dtype):
     settings = [{}] if mode == "none" else SETTINGS[mode]
     for one in settings:

@@ -18,6 +18,7 @@ from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.run import run_recipe
 from tests.helpers.shrunk_recipes import VOCABULARY, one_of_each, save_tokenizer, shrunk
+from tests.helpers.tables import rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft uses the older name
 
@@ -40,7 +41,7 @@ def about(recipe):
     return recipe.model.task, offload, memory, again, data, recipe.data.packing, recipe.evaluation.metrics
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", rows(recipe_names(), quick=one_of_each(recipe_names())))
 def test_a_shipped_recipe_trains_two_steps(name, tmp_path, tokenizer):
     changes = shrunk(name, tmp_path, tokenizer)
     recipe = load_recipe(name, changes)
@@ -61,7 +62,7 @@ def test_all_shipped_recipes_are_good():
     assert result.stdout.splitlines() == [f"{name}: good" for name in recipe_names()]
 
 
-@pytest.mark.parametrize("name", one_of_each(recipe_names()))
+@pytest.mark.parametrize("name", rows(recipe_names(), quick=one_of_each(recipe_names())))
 def test_a_shipped_recipe_is_planned(name, tmp_path, tokenizer):
     """For half of what a plan can save."""
     workload, hardware = find_workload(name, shrunk(name, tmp_path, tokenizer)), describe_hardware("t4", ssd="5GB/s")

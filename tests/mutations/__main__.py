@@ -121,7 +121,7 @@ def _pytest(*tests: str) -> list[str]:
         "-p",
         "no:cacheprovider",
         "-m",
-        "not full",
+        "not full",  # what `make test` runs
         "--timeout=60",
         *tests,
     ]

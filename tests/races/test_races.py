@@ -16,8 +16,8 @@ from tests.helpers.simulated_device import SimulatedDevice
 from tests.races.runs import expected, play, random_case, run
 
 _EACH = 100
-_USUAL = range(0, 500, _EACH)
-_MANY = range(500, 10_000, _EACH)
+_USUAL = range(0, 200, _EACH)
+_MANY = range(200, 10_000, _EACH)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """The machine as a plan sees it."""
 
-import json
 import mmap
 
 import pytest
@@ -92,17 +91,33 @@ def test_this_machine_is_measured_once(quick, monkeypatch):
     assert first.both_bytes_per_s["ssd"].source == "measured"
     assert 0 < first.channels["ssd"].shared <= 1
     kept = list((quick / "cache" / "hf_offload").glob("machine-*.json"))
-    assert len(kept) == 1
+    assert len(kept) == 2, "of the device, and of the drive"
     measured = []
-    monkeypatch.setattr(hardware, "_measure", lambda *_: measured.append(1) or json.loads(kept[0].read_text()))
+
+    def counting(kind):
+        measure = getattr(hardware, f"_measure_{kind}")
+        monkeypatch.setattr(hardware, f"_measure_{kind}", lambda subject: measured.append(kind) or measure(subject))
+
+    counting("device")
+    counting("drives")
     again = measure_hardware([quick])
     assert not measured
     assert again.flops_per_s == first.flops_per_s
     measure_hardware([quick], fresh=True)
-    assert measured
+    assert measured == ["device", "drives"]
     (quick / "other").mkdir()
-    measure_hardware([quick / "other"])
-    assert len(measured) == 2
+    other = measure_hardware([quick / "other"])
+    assert measured == ["device", "drives", "drives"], "the device is the same for another directory"
+    assert other.flops_per_s.keys() == first.flops_per_s.keys()
+    assert measure_hardware([]).store_bytes_per_s == {}
+    assert len(measured) == 3
+
+
+def test_a_slow_rate_is_not_measured_seven_times(monkeypatch):
+    monkeypatch.setattr(hardware, "_ENOUGH_S", 1e-12)
+    done = []
+    hardware._median_s(lambda: done.append(1), torch.device("cpu"))
+    assert len(done) == 1
 
 
 def test_measuring_draws_no_random_numbers_of_the_training(quick):
@@ -113,8 +128,8 @@ def test_measuring_draws_no_random_numbers_of_the_training(quick):
 
 def test_a_spoilt_cache_is_measured_again(quick):
     measure_hardware([quick])
-    (kept,) = (quick / "cache" / "hf_offload").glob("machine-*.json")
-    kept.write_text('{"memory": -1.0}')
+    for kept in (quick / "cache" / "hf_offload").glob("machine-*.json"):
+        kept.write_text('{"memory": -1.0}')
     assert measure_hardware([quick]).memory_bytes_per_s.value > 0
 
 

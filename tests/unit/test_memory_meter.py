@@ -11,6 +11,7 @@ from hf_offload.training import gauges, memory
 from hf_offload.training.gauges import choose_gauge
 from hf_offload.training.memory import MemoryMeter, baseline_state
 from hf_offload.training.report import WARMUP_STEPS, TrainingReport, median_after_warmup, parameter_digest
+from tests.helpers.tables import rows
 
 MB = 1 << 20
 
@@ -66,15 +67,18 @@ def train(tmp_path, meter=None, callbacks=(), **arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {},
-        {"gradient_accumulation_steps": 2},
-        {"optim": "adamw_torch"},
-        {"optim": "adamw_torch", "optim_args": "amsgrad=True"},
-        {"optim": "sgd"},
-        {"optim": "adagrad"},
-        {"optim": "rmsprop", "optim_args": "momentum=0.9"},
-    ],
+    rows(
+        [
+            {},
+            {"gradient_accumulation_steps": 2},
+            {"optim": "adamw_torch"},
+            {"optim": "adamw_torch", "optim_args": "amsgrad=True"},
+            {"optim": "sgd"},
+            {"optim": "adagrad"},
+            {"optim": "rmsprop", "optim_args": "momentum=0.9"},
+        ],
+        quick=[{"gradient_accumulation_steps": 2}, {"optim": "adagrad"}],
+    ),
     ids=str,
 )
 def test_measuring_changes_no_bit(tmp_path, arguments):
@@ -159,7 +163,9 @@ class Spike(TrainerCallback):
         gc.collect()
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_optimizer_step"])
+@pytest.mark.parametrize(
+    "event", rows(["on_step_begin", "on_step_end", "on_optimizer_step"], quick=["on_optimizer_step"])
+)
 def test_a_spike_in_training_is_seen(tmp_path, event):
     quiet, loud = MemoryMeter(), MemoryMeter()
     train(tmp_path, quiet)
