@@ -8,6 +8,7 @@ import pytest
 from tests.mutations.patches import ROOT, Mutation, Sources, all_mutations
 
 MUTATIONS = all_mutations()
+UNUSED_PLUGINS = [f"-pno:{name}" for name in ("xdist", "cacheprovider", "faulthandler")]
 
 
 def test_there_are_many():
@@ -28,11 +29,23 @@ def test_every_mutation_still_applies(mutation, sources):
         compile(text, path, "exec")
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_every_mutation_names_tests_that_exist(mutation):
-    if mutation.seeds is None:
-        path, _, name = mutation.tests.partition("::")
-        assert f"def {name.split('[')[0]}(" in (ROOT / path).read_text()
+class Collected:
+    """A plugin that remembers which tests were collected and not deselected."""
+
+    def pytest_collection_finish(self, session):
+        self.tests = [item.nodeid for item in session.items]
+
+
+def test_every_mutation_names_tests_that_make_test_runs():
+    named = [mutation for mutation in MUTATIONS if mutation.seeds is None]
+    files = sorted({mutation.tests.partition("::")[0] for mutation in named})
+    collected = Collected()
+    # In this process, where most of these files are loaded already.
+    options = ["--collect-only", "-qq", "-m", "not full", *UNUSED_PLUGINS]
+    code = pytest.main([*options, f"--rootdir={ROOT}", *(str(ROOT / file) for file in files)], plugins=[collected])
+    assert code == pytest.ExitCode.OK
+    runs = {*collected.tests, *(test.partition("[")[0] for test in collected.tests)}
+    assert {mutation.name: mutation.tests for mutation in named if mutation.tests not in runs} == {}
 
 
 def test_the_table_is_of_these_mutations():
