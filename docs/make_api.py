@@ -10,7 +10,7 @@ import hf_offload
 from hf_offload.settings.environment import READERS
 from hf_offload.settings.renamed import RENAMED
 from hf_offload.settings.schema import OffloadConfig, argument
-from hf_offload.settings.values import MODEL, MOVING, help_of
+from hf_offload.settings.values import DRIVES, MODEL, MOVING, help_of
 
 PAGE = Path(__file__).with_name("api.md")
 SETTINGS_PAGE = Path(__file__).with_name("settings.md")
@@ -30,7 +30,11 @@ training argument is the same word, with `offload_` before it where it is about 
 `none` by default. Sizes are numbers of bytes or text such as `20GiB`; directories and names in variables and arguments are
 separated by commas.
 """
-SCOPES = {MOVING: "What is moved, where, and how", MODEL: "What changes in the model"}
+SCOPES = {
+    MOVING: "What is moved, where, and how",
+    DRIVES: "Files on drives",
+    MODEL: "What changes in the model",
+}
 
 
 def settings_page() -> str:

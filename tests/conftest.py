@@ -95,7 +95,9 @@ def machine_with_drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
         rate = {"ssd": Figure(bytes_per_s, "given")}
         memory, copies = Figure(4e9, "given"), Figure(1e10, "given")
         hardware = Hardware("a test", "cpu", memory, given, copies, rate, rate, {"ssd": Figure(1e10, "given")})
-        monkeypatch.setattr("hf_offload.planning.ranks.measure_hardware", lambda directories, device: hardware)
+        monkeypatch.setattr(
+            "hf_offload.planning.ranks.measure_hardware", lambda directories, device, **options: hardware
+        )
         monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: {})
 
     return take

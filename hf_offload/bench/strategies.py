@@ -13,7 +13,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.formats import REFERENCE
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.recipes import Recipe, load_recipe
-from hf_offload.settings.schema import TIER_ALIASES
+from hf_offload.settings.schema import DRIVE_SETTINGS, TIER_ALIASES
 from hf_offload.settings.sizes import parse_bytes
 from hf_offload.training.run import AroundStep
 
@@ -135,8 +135,7 @@ _NO_BUDGET = "offload.memory_budget=null"  # tiers that move everything have non
 # A recipe's directory and its limits are for files, which the RAM tier has none of.
 _NO_FILES = (
     _NO_BUDGET,
-    *(f"offload.{name}=null" for name in ("directory", "disk_budget", "max_disk_write_bytes", "drive_endurance_bytes")),
-    "offload.on_disk_write_limit=keep",
+    *(f"offload.{name}=null" for name in DRIVE_SETTINGS),
 )
 _AUTO = ("offload.tier=auto", "offload.keep_last_count=0", "offload.read_ahead_bytes=null")
 _ONLY_DISK = ("offload.tier=ssd", "offload.ram_budget=null", _NO_BUDGET)

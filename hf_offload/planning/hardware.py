@@ -17,7 +17,7 @@ import torch
 from hf_offload.errors import OffloadConfigError
 from hf_offload.folders import user_folder
 from hf_offload.plan.hardware import DTYPES, Figure, Hardware
-from hf_offload.planning.machine import default_device, probe_machine
+from hf_offload.planning.machine import NO_OPTIONS, default_device, probe_machine
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.host_memory import RAM_SHARE
 
@@ -35,9 +35,14 @@ _LARGEST = 8192
 
 
 def measure_hardware(
-    directories: Sequence[str | os.PathLike[str]], device: torch.device | None = None, *, fresh: bool = False
+    directories: Sequence[str | os.PathLike[str]],
+    device: torch.device | None = None,
+    *,
+    disk_options: Mapping[str, Any] = NO_OPTIONS,
+    fresh: bool = False,
 ) -> Hardware:
-    """This machine, ``device`` (default: the current accelerator, or the CPU) and the drives under ``directories``.
+    """This machine, ``device`` (default: the current accelerator, or the CPU) and the drives under ``directories``, as a
+    :class:`~hf_offload.storage.disk.DiskTier` with ``disk_options`` uses them.
 
     Takes some seconds; results are kept in the user's cache folder, for the device and for each drive, and measured again
     with ``fresh``.
@@ -56,8 +61,11 @@ def measure_hardware(
     about = [machine.device.name, torch.__version__, str(torch.get_num_threads())]
     rates = _kept(about, _device_rates(device.type), lambda: _measure_device(device), fresh)
     if directories:
-        about = [str(Path(directory).resolve()) for directory in directories]
-        rates |= _kept(about, _DRIVE_RATES, lambda: _measure_drives(directories), fresh)
+        about = [
+            *(str(Path(directory).resolve()) for directory in directories),
+            json.dumps(disk_options, sort_keys=True),
+        ]
+        rates |= _kept(about, _DRIVE_RATES, lambda: _measure_drives(directories, disk_options), fresh)
     measured = {name: Figure(value, "measured") for name, value in rates.items()}
     store, load, both, room = {}, {}, {}, {}
     if device.type != "cpu":
@@ -150,9 +158,9 @@ def link_rates(device: torch.device) -> dict[str, float]:
     }
 
 
-def _measure_drives(directories: Sequence[str | os.PathLike[str]]) -> dict[str, float]:
+def _measure_drives(directories: Sequence[str | os.PathLike[str]], disk_options: Mapping[str, Any]) -> dict[str, float]:
     rates: dict[str, float] = {}
-    drives = probe_machine(directories).drives
+    drives = probe_machine(directories, disk_options=disk_options).drives
     for name, kind in zip(_DRIVE_RATES, ("write", "read", "both"), strict=True):
         each = [getattr(drive, kind) for drive in drives]
         missing = [rate.reason for rate in each if rate.bytes_per_s is None]

@@ -7,9 +7,10 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ PACKAGES = (
 )
 
 SAMPLE_BYTES = 256 << 20
+NO_OPTIONS: Mapping[str, Any] = {}
 _BUFFER_BYTES = 32 << 20
 
 
@@ -108,9 +110,10 @@ def probe_machine(
     *,
     sample_bytes: int = SAMPLE_BYTES,
     device: torch.device | None = None,
+    disk_options: Mapping[str, Any] = NO_OPTIONS,
 ) -> Machine:
     """Look at the machine and ``device`` (default: the current accelerator, or the CPU); write and read ``sample_bytes`` in
-    each directory (0: do not measure).
+    each directory (0: do not measure), through a :class:`DiskTier` with ``disk_options``.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used.
     """
@@ -122,7 +125,7 @@ def probe_machine(
         cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         ram_total_bytes=ram_total,
         ram_available_bytes=ram_available,
-        drives=tuple(_drive(Path(directory), sample_bytes) for directory in directories),
+        drives=tuple(_drive(Path(directory), sample_bytes, disk_options) for directory in directories),
         gpu_direct=_gpu_direct(),
         allocator=_allocator(),
         versions=find_versions(PACKAGES),
@@ -165,8 +168,8 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _drive(directory: Path, sample_bytes: int) -> DriveFacts:
-    with contextlib.closing(DiskTier(directory)) as tier:
+def _drive(directory: Path, sample_bytes: int, options: Mapping[str, Any]) -> DriveFacts:
+    with contextlib.closing(DiskTier(directory, **options)) as tier:
         file = tier.files[0]
         free = tier.call_with_watchdog(lambda: free_disk_bytes([directory]))
         write, read, both = _measure(tier, sample_bytes, free)

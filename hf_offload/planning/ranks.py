@@ -17,7 +17,7 @@ from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.plan.hardware import Figure, Hardware
 from hf_offload.planning.hardware import measure_hardware
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.storage.opening import drives_for
+from hf_offload.storage.opening import disk_options, drives_for
 
 T = TypeVar("T")
 
@@ -153,8 +153,9 @@ def hardware_of_all(config: OffloadConfig, ranks: Ranks, device: torch.device) -
     """
     directories = drives_for(config, device.type == "cpu")
     # The first one alone: side by side, each would see what the others leave. The others find what it has written down.
-    ranks.first(lambda: measure_hardware(directories, device))
-    hardware = measure_hardware(directories, device).shared_by(ranks.local_count)
+    options = disk_options(config)
+    ranks.first(lambda: measure_hardware(directories, device, disk_options=options))
+    hardware = measure_hardware(directories, device, disk_options=options).shared_by(ranks.local_count)
     hardware = ranks.largest(hardware, lambda one: -one.memory_bytes.value)
     room = dict(hardware.room_bytes)
     for tier, budget in (("ram", config.ram_budget), ("ssd", config.disk_budget)):

@@ -11,8 +11,8 @@ from hf_offload.settings.elementwise import RecomputeElementwiseConfig, recomput
 from hf_offload.settings.renamed import takes_old_names
 from hf_offload.settings.sampling import SampledLinearConfig, sampled_linear
 from hf_offload.settings.values import (
+    DRIVES,
     MODEL,
-    MOVING,
     FieldCheck,
     Reader,
     described,
@@ -72,7 +72,8 @@ class OffloadConfig:
         None,
         folders(),
         "One directory for files, or several to stripe over. Default: the system's temporary folder, named in the log; on an "
-        'accelerator, {tier}="auto" without a directory writes no files.',
+        'accelerator, {tier}="auto" writes no files unless a setting of drives is given.',
+        scope=DRIVES,
     )
     ram_budget: int | str | None = setting(
         None,
@@ -81,7 +82,7 @@ class OffloadConfig:
         "that is available, in equal parts for the machine's processes.",
     )
     disk_budget: int | str | None = setting(
-        None, size(), "Most disk space to occupy at any time, over all directories."
+        None, size(), "Most disk space to occupy at any time, over all directories.", scope=DRIVES
     )
     min_bytes: int | str | None = setting(
         None, size(), "Smaller tensors stay where they are. Default: 256 KiB on a CPU, 2 MiB on an accelerator."
@@ -100,19 +101,21 @@ class OffloadConfig:
         '"checksum" compares a CRC-32 of every buffer before the store and after the load; "off" does not.',
     )
     max_disk_write_bytes: int | str | None = setting(
-        None, size(), "Stop writing to disk after this many bytes in one run, to spare the drive."
+        None, size(), "Stop writing to disk after this many bytes in one run, to spare the drive.", scope=DRIVES
     )
     on_disk_write_limit: str = setting(
         "keep",
         one_of(ON_LIMIT),
         'What happens at {max_disk_write_bytes}: "keep" (activations stay in memory, or in the RAM tier if there is one) or '
         '"stop" (the run ends after the step: a Trainer saves, a loop of your own gets an error).',
+        scope=DRIVES,
     )
     drive_endurance_bytes: int | str | None = setting(
         None,
         size(at_least=1),
         "What can be written to the drive in its life (TBW), as its maker rates it, such as 600TB: the summary says how much "
         "of that all runs have used.",
+        scope=DRIVES,
     )
     tiled_loss: str = setting(
         "off",
@@ -197,8 +200,7 @@ class OffloadConfig:
                 raise OffloadConfigError(
                     f"{name('directory')} is given but {tier}='none' offloads nothing: set {tier}='ssd' or drop it."
                 )
-            of_files = ("directory", "disk_budget", "max_disk_write_bytes", "drive_endurance_bytes")
-            given = [name(field) for field in of_files if getattr(self, field) is not None]
+            given = [name(field) for field in self.drive_settings]
             if self.tier == "ram" and given:
                 raise OffloadConfigError(
                     f"{', '.join(given)} given, but {tier}='ram' writes no files: set {tier}='ssd', or leave it out."
@@ -229,9 +231,17 @@ class OffloadConfig:
         return smallest_bytes(self.min_bytes, on_host)
 
     @property
+    def drive_settings(self) -> list[str]:
+        """The settings of drives that are given."""
+        return [name for name in DRIVE_SETTINGS if getattr(self, name) != self.__dataclass_fields__[name].default]
+
+    @property
     def directories(self) -> tuple[Path, ...]:
         """The directories to stripe over; empty when none was named."""
         return self.directory or ()  # type: ignore[return-value]  # __post_init__ made it a tuple of paths
+
+
+DRIVE_SETTINGS = tuple(field.name for field in dataclasses.fields(OffloadConfig) if field.metadata["scope"] == DRIVES)
 
 
 def smallest_bytes(asked: int | str | None, on_host: bool) -> int:
@@ -247,4 +257,4 @@ def argument(field: str) -> str:
     """
     if field == "tier":
         return "offload"
-    return f"offload_{field}" if OffloadConfig.__dataclass_fields__[field].metadata["scope"] == MOVING else field
+    return field if OffloadConfig.__dataclass_fields__[field].metadata["scope"] == MODEL else f"offload_{field}"

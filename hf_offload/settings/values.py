@@ -78,8 +78,8 @@ class Reader:
         return ",".join(parts)
 
 
-MOVING, MODEL = "moving", "model"
-"""Who reads a setting: what moves tensors (the engine, storage, the plan), or what changes the model's modules."""
+MOVING, DRIVES, MODEL = "moving", "drives", "model"
+"""What a setting is about: moving tensors, the files on drives that they are moved to, or the model's modules."""
 
 
 def setting(default: Any, reader: Reader, help: str = "", *, scope: str = MOVING) -> Any:
@@ -89,7 +89,7 @@ def setting(default: Any, reader: Reader, help: str = "", *, scope: str = MOVING
         default: Its default.
         reader: How it is read.
         help: What it means, for training arguments, docstrings and tables. ``{tier}`` stands for that setting's name.
-        scope: :data:`MOVING` or :data:`MODEL`.
+        scope: :data:`MOVING`, :data:`DRIVES` or :data:`MODEL`.
     """
     metadata = {"reader": optional(reader) if default is None else reader, "help": help, "scope": scope}
     if isinstance(default, (dict, list)):

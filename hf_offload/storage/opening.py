@@ -3,6 +3,7 @@
 import logging
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.schema import OffloadConfig
@@ -37,7 +38,7 @@ def open_tier(config: OffloadConfig, on_host: bool, processes: int = 1) -> tuple
         directories,
         budget_bytes=None if config.disk_budget is None else int(config.disk_budget),
         max_write_bytes=None if config.max_disk_write_bytes is None else int(config.max_disk_write_bytes),
-        checksum=checksum,
+        **disk_options(config),
     )
     if config.disk_budget is not None:
         try:
@@ -52,11 +53,15 @@ def open_tier(config: OffloadConfig, on_host: bool, processes: int = 1) -> tuple
     return disk, disk
 
 
+def disk_options(config: OffloadConfig) -> dict[str, Any]:
+    """The keywords of :class:`DiskTier` on which its rates depend."""
+    return {"checksum": config.verify == "checksum"}
+
+
 def drives_for(config: OffloadConfig, on_host: bool) -> tuple[Path, ...]:
     """The directories that files go to; empty where none are written."""
-    of_files = (config.disk_budget, config.max_disk_write_bytes, config.drive_endurance_bytes)
-    # Nobody asked for a drive: a step of a large model would write more to it than a drive takes for long.
-    spares_drives = config.tier == "auto" and not on_host and config.ram_budget != 0 and of_files == (None, None, None)
+    # Unless a drive is asked for: a step of a large model would write more to it than a drive takes for long.
+    spares_drives = config.tier == "auto" and not on_host and config.ram_budget != 0 and not config.drive_settings
     if config.directories or config.tier in ("none", "ram") or spares_drives:
         return config.directories
     # Files have no names and no other user can open them: they need no directory of their own, not even in /tmp.

@@ -37,7 +37,7 @@ def measured_nowhere():
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch):
     hardware = measured_nowhere()
-    monkeypatch.setattr("hf_offload.planning.ranks.measure_hardware", lambda directories, device: hardware)
+    monkeypatch.setattr("hf_offload.planning.ranks.measure_hardware", lambda directories, device, **options: hardware)
 
 
 def settings(tier, directory, **others):

@@ -161,7 +161,7 @@ def budgets_are_shared(rank, folder):
 
 def the_machine_is_shared(rank, folder):
     whole = a_machine()
-    ranks.measure_hardware = lambda directories, device: whole
+    ranks.measure_hardware = lambda directories, device, **options: whole
     part = ranks.hardware_of_all(settings(folder), ranks.Ranks(), torch.device("cpu"))
     assert part.store_bytes_per_s["ssd"].value == whole.store_bytes_per_s["ssd"].value / TWO
     assert part.memory_bytes.value == whole.memory_bytes.value / TWO
@@ -241,7 +241,7 @@ def one_plan_for_shards(rank, folder):
 
 
 def follows_one_plan(rank, folder, wrap):
-    ranks.measure_hardware = lambda directories, device: a_machine()
+    ranks.measure_hardware = lambda directories, device, **options: a_machine()
 
     def run(config):
         torch.manual_seed(0)
@@ -283,7 +283,7 @@ def follows_one_plan(rank, folder, wrap):
 def gone_in_one_of_them(rank, folder):
     """The garbage collector comes to the first process and not to the second, which waits for the first one's part."""
     (folder / f"gone{rank}").mkdir()
-    ranks.measure_hardware = lambda directories, device: a_machine()
+    ranks.measure_hardware = lambda directories, device, **options: a_machine()
     model = tiny_model("gpt2")
     config = OffloadConfig(tier="auto", memory_budget="1GiB", directory=folder / f"gone{rank}", min_bytes=0)
     session = attach(model, config)

@@ -81,7 +81,7 @@ AUTO = [name for name in recipe_names() if load_recipe(name).offload.tier == "au
 def test_a_recipe_with_a_plan_follows_one(name, tmp_path, tokenizer, monkeypatch):
     # Measuring the machine takes longer than the run.
     machine = dataclasses.replace(describe_hardware("t4", ssd="1GB/s"), device="cpu")
-    monkeypatch.setattr("hf_offload.planning.ranks.measure_hardware", lambda directories, device: machine)
+    monkeypatch.setattr("hf_offload.planning.ranks.measure_hardware", lambda directories, device, **options: machine)
     changes = [*shrunk(name, tmp_path, tokenizer), "training.max_steps=4"]
     with pytest.raises(OffloadPlanError) as refused:
         run_recipe(load_recipe(name, [*changes, "offload.memory_budget=1KiB"]), save=False)

@@ -96,7 +96,7 @@ def test_this_machine_is_measured_once(quick, monkeypatch):
 
     def counting(kind):
         measure = getattr(hardware, f"_measure_{kind}")
-        monkeypatch.setattr(hardware, f"_measure_{kind}", lambda subject: measured.append(kind) or measure(subject))
+        monkeypatch.setattr(hardware, f"_measure_{kind}", lambda *about: measured.append(kind) or measure(*about))
 
     counting("device")
     counting("drives")
@@ -150,3 +150,14 @@ def test_what_the_process_has_already_is_part_of_what_it_may_use():
 def test_a_directory_that_is_not_there_is_refused(quick):
     with pytest.raises(OffloadConfigError):
         measure_hardware([quick / "nowhere"])
+
+
+def test_a_drive_is_measured_as_the_run_will_use_it(quick, monkeypatch):
+    used = []
+    monkeypatch.setattr(
+        hardware, "probe_machine", lambda *args, **kwargs: used.append(kwargs) or probe_machine(*args, **kwargs)
+    )
+    for options in ({"checksum": True}, {"checksum": False}, {"checksum": True}):
+        measure_hardware([quick], disk_options=options)
+    measured = [about["disk_options"] for about in used if "disk_options" in about]
+    assert measured == [{"checksum": True}, {"checksum": False}], "once for each way, and then kept"

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadTrainingArguments
+from hf_offload.settings.environment import READERS
 from hf_offload.settings.load import choose, collect_errors, from_mapping, nearest
+from hf_offload.settings.schema import DRIVE_SETTINGS
 from hf_offload.settings.sizes import format_bytes, parse_bytes
 from hf_offload.storage.opening import drives_for
 
@@ -84,6 +86,7 @@ def test_without_settings_only_what_a_budget_needs_is_moved_and_more_on_a_host()
         (False, {"ram_budget": 0}, ("/tmp",)),
         (False, {"disk_budget": "1GiB"}, ("/tmp",)),
         (False, {"max_disk_write_bytes": "1GiB"}, ("/tmp",)),
+        (False, {"drive_endurance_bytes": "600TB"}, ("/tmp",)),
         (True, {}, ("/tmp",)),
         (True, {"tier": "ram"}, ()),
     ],
@@ -159,10 +162,11 @@ def test_nearest_name():
         choose("letter", "c", ["a", "b"])
 
 
-@pytest.mark.parametrize("name", ["directory", "disk_budget", "max_disk_write_bytes", "drive_endurance_bytes"])
+@pytest.mark.parametrize("name", set(DRIVE_SETTINGS) - {"on_disk_write_limit"})
 def test_what_is_for_files_is_refused_with_the_ram_tier(name):
+    value = 1 if READERS[name].kind is int else "1"
     with pytest.raises(OffloadConfigError, match=f"{name} given, but tier='ram'"):
-        OffloadConfig(tier="ram", **{name: "1"})
+        OffloadConfig(tier="ram", **{name: value})
 
 
 def test_a_size_may_be_a_whole_float():

@@ -52,7 +52,7 @@ def known_machine(monkeypatch):
     rate = {"ram": Figure(1e11, "given"), "ssd": Figure(1e10, "given")}
     room = {"ram": Figure(1e10, "given"), "ssd": Figure(1e10, "given")}
     hardware = Hardware("a test", "late", Figure(4e9, "given"), flops, Figure(1e10, "given"), rate, rate, room)
-    monkeypatch.setattr("hf_offload.planning.ranks.measure_hardware", lambda directories, device: hardware)
+    monkeypatch.setattr("hf_offload.planning.ranks.measure_hardware", lambda directories, device, **options: hardware)
     monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: {})
 
 
