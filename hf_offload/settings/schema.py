@@ -95,6 +95,12 @@ class OffloadConfig:
     read_ahead_bytes: int | str | None = setting(
         None, size(), "How far backward reads ahead. Default: six tensors of average size."
     )
+    io_threads: int | None = setting(
+        None,
+        whole(1, "of threads"),
+        "Threads for each drive that write, and as many that read. Default: 2 that write and 4 that read.",
+        scope=DRIVES,
+    )
     verify: str = setting(
         "off",
         one_of(VERIFY),

@@ -55,7 +55,10 @@ def open_tier(config: OffloadConfig, on_host: bool, processes: int = 1) -> tuple
 
 def disk_options(config: OffloadConfig) -> dict[str, Any]:
     """The keywords of :class:`DiskTier` on which its rates depend."""
-    return {"checksum": config.verify == "checksum"}
+    options: dict[str, Any] = {"checksum": config.verify == "checksum"}
+    if config.io_threads is not None:
+        options |= dict.fromkeys(("write_threads", "read_threads"), config.io_threads)
+    return options
 
 
 def drives_for(config: OffloadConfig, on_host: bool) -> tuple[Path, ...]:
