@@ -101,6 +101,13 @@ class OffloadConfig:
         "Threads for each drive that write, and as many that read. Default: 2 that write and 4 that read.",
         scope=DRIVES,
     )
+    io_chunk_bytes: int | str | None = setting(
+        None,
+        size(at_least=4096),
+        "Most bytes that one call writes or reads: the threads of {io_threads} share a larger tensor. Rounded down to whole "
+        "blocks of the drive. Default: 8 MiB.",
+        scope=DRIVES,
+    )
     verify: str = setting(
         "off",
         one_of(VERIFY),

@@ -58,6 +58,8 @@ def disk_options(config: OffloadConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"checksum": config.verify == "checksum"}
     if config.io_threads is not None:
         options |= dict.fromkeys(("write_threads", "read_threads"), config.io_threads)
+    if config.io_chunk_bytes is not None:
+        options["chunk_bytes"] = int(config.io_chunk_bytes)
     return options
 
 

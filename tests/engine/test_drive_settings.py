@@ -3,9 +3,11 @@
 import collections
 
 import pytest
+import torch
 from torch import nn
 
-from hf_offload import OffloadConfig, attach
+from hf_offload import OffloadConfig, OffloadConfigError, attach
+from hf_offload.storage.disk_io import DataFile
 from tests.engine.test_session import TOKENS, tiny_gpt2
 from tests.helpers.package_threads import OurThreads
 
@@ -26,3 +28,25 @@ def test_each_drive_has_the_threads_that_were_asked_for(tmp_path, given, writing
     session.detach()
     assert running["hf_offload-ssd-store"] == 2 * writing
     assert running["hf_offload-ssd-load"] == 2 * reading
+
+
+@pytest.mark.parametrize("chunk_bytes", [64 << 10, 256 << 10])
+def test_calls_to_drives_are_as_large_as_was_asked_for(tmp_path, monkeypatch, chunk_bytes):
+    calls = {"write": set(), "read": set()}
+    for kind, sizes in calls.items():
+        usual = getattr(DataFile, kind)
+        spying = lambda file, data, offset, usual=usual, sizes=sizes: sizes.add(len(data)) or usual(file, data, offset)  # noqa: E731
+        monkeypatch.setattr(DataFile, kind, spying)
+    model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
+    config = OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, io_chunk_bytes=chunk_bytes)
+    session = attach(model, config)
+    loss = model(torch.randn(512, 512)).sum()
+    session.settle()
+    loss.backward()
+    session.detach()
+    assert max(calls["write"]) == max(calls["read"]) == chunk_bytes
+
+
+def test_a_chunk_is_a_page_at_least():
+    with pytest.raises(OffloadConfigError, match="io_chunk_bytes='1KiB' is too small: give 4096 or more"):
+        OffloadConfig(tier="ssd", io_chunk_bytes="1KiB")

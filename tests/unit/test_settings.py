@@ -162,9 +162,9 @@ def test_nearest_name():
         choose("letter", "c", ["a", "b"])
 
 
-@pytest.mark.parametrize("name", set(DRIVE_SETTINGS) - {"on_disk_write_limit"})
+@pytest.mark.parametrize("name", sorted(set(DRIVE_SETTINGS) - {"on_disk_write_limit"}))
 def test_what_is_for_files_is_refused_with_the_ram_tier(name):
-    value = 1 if READERS[name].kind is int else "1"
+    value = 1 if READERS[name].kind is int else "1GiB"
     with pytest.raises(OffloadConfigError, match=f"{name} given, but tier='ram'"):
         OffloadConfig(tier="ram", **{name: value})
 
