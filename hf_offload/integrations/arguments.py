@@ -105,7 +105,7 @@ class OffloadArguments(_Declared):
             if mode is not None:
                 from hf_offload.integrations.memory_modes import check_arguments, watch_trainers
 
-                check_arguments(mode, arguments)
+                check_arguments(mode, self.memory_mode, arguments)
                 watch_trainers()
 
     def chosen_memory_mode(self) -> "MemoryMode | None":

@@ -33,7 +33,7 @@ def watch_trainers() -> None:
             usual(self, *args, **kwargs)
             return
         _refuse_twice(given)
-        given["optimizer_cls_and_kwargs"] = (functools.partial(_Factory, mode, given["args"]), {})
+        given["optimizer_cls_and_kwargs"] = optimizer_of(mode, given["args"])
         if given.get("model") is not None:
             given["model"] = mode.prepare(given["model"])
         if given.get("model_init") is not None:
@@ -46,8 +46,13 @@ def watch_trainers() -> None:
     Trainer.__init__ = init  # type: ignore[method-assign]
 
 
-def check_arguments(mode: MemoryMode, args: TrainingArguments) -> None:
-    """Refuse what does not go together.
+def optimizer_of(mode: MemoryMode, args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
+    """What the Trainer takes as ``optimizer_cls_and_kwargs`` to train with the optimizer of ``mode``."""
+    return functools.partial(_Factory, mode, args), {}
+
+
+def check_arguments(mode: MemoryMode, name: str, args: TrainingArguments) -> None:
+    """Refuse training arguments that exclude ``mode``, which is called ``name``.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all mistakes, before any weight is touched.
     """
@@ -56,12 +61,12 @@ def check_arguments(mode: MemoryMode, args: TrainingArguments) -> None:
             optim = _optim(args)
             if not optim.startswith("adamw_torch"):
                 raise OffloadConfigError(
-                    f"optim={optim!r} and memory_mode={_name(args)!r} both choose the optimizer: drop one of them."
+                    f"optim={optim!r} and memory_mode={name!r} both choose the optimizer: drop one of them."
                 )
         with check:
             if args.deepspeed:
                 raise OffloadConfigError(
-                    f"memory_mode={_name(args)!r} has an optimizer of its own, and DeepSpeed brings its own, too: drop one."
+                    f"memory_mode={name!r} has an optimizer of its own, and DeepSpeed brings its own, too: drop one."
                 )
         for problem in mode.conflicts(args):
             with check:
@@ -139,12 +144,8 @@ def _optim(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def _name(args: Any) -> str:
-    return str(args.memory_mode)
-
-
 def _refuse_twice(given: dict[str, Any]) -> None:
-    name = _name(given["args"])
+    name = given["args"].memory_mode
     optimizers = given.get("optimizers")
     if optimizers is not None and optimizers[0] is not None:
         raise OffloadConfigError(

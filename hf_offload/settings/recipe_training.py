@@ -49,7 +49,7 @@ def _seed(name: str, value: Any) -> int:
 
 
 def _report_to(name: str, value: Any) -> Any:
-    known = ("none", "all", "hf_offload", *reporters())
+    known = ("none", "all", *reporters())
     for one in [value] if isinstance(value, str) else items(value):
         choose(name, one, known)
     return value

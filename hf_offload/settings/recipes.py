@@ -10,13 +10,14 @@ reads is an error, and all mistakes of a recipe are reported at once.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.environment import check_variables
 from hf_offload.settings.evaluation import EvaluationRecipe
 from hf_offload.settings.layers import drop_nulls, read_layers
 from hf_offload.settings.load import collect_errors, from_mapping, nearest
+from hf_offload.settings.memory_modes import NONE, memory_mode
 from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_data import RANDOM_TOKENS, DataRecipe, HubData
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
@@ -25,6 +26,9 @@ from hf_offload.settings.recipe_training import training_value
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import shown
+
+if TYPE_CHECKING:
+    from hf_offload.memory_modes.protocol import MemoryMode
 
 __all__ = [
     "DTYPES",
@@ -58,6 +62,14 @@ class Recipe:
     def output_dir(self) -> Path:
         """Where checkpoints and, unless ``data.cache_dir`` says otherwise, prepared data go."""
         return Path(self.training.get("output_dir") or Path("runs") / self.name.replace("/", "_")).expanduser()
+
+    def mode(self) -> "MemoryMode | None":
+        """The memory mode that is asked for. Loads its libraries.
+
+        Raises :class:`OffloadConfigError` with every mistake in its settings.
+        """
+        settings = {key: value for key, value in self.memory.items() if key != "mode"}
+        return memory_mode(self.memory.get("mode", NONE), settings, self.offload.directories)
 
     @property
     def cache_dir(self) -> Path:
@@ -161,9 +173,5 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
         with check, layers.naming("model"):
             recipe.model.check_library()
         with check, layers.naming("memory"):
-            if recipe.memory:
-                from hf_offload.settings.memory_modes import memory_mode
-
-                settings = {key: value for key, value in recipe.memory.items() if key != "mode"}
-                memory_mode(recipe.memory.get("mode", "none"), settings)
+            recipe.mode()
     return recipe

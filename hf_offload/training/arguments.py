@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.environment import FIELDS, READERS
 from hf_offload.settings.evaluation import LOSS, METRICS, Generation
 from hf_offload.settings.library_source import reporters
 from hf_offload.settings.recipes import Recipe
-from hf_offload.settings.schema import OffloadConfig, argument
 from hf_offload.settings.shown import LONGEST, cropped
 from hf_offload.training.metrics import needs_generation
 from hf_offload.training.tasks.pairs import target_length
@@ -24,10 +22,13 @@ _PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
 def build_arguments(recipe: Recipe) -> "TrainingArguments":
-    """The recipe's ``OffloadTrainingArguments``, for seq2seq-lm the Seq2Seq ones; what these refuse is a configuration
-    error.
+    """The recipe's ``TrainingArguments``, for seq2seq-lm the Seq2Seq ones; what these refuse, and what offloading and the
+    memory mode refuse of them, is a configuration error.
     """
-    from hf_offload import OffloadSeq2SeqTrainingArguments, OffloadTrainingArguments
+    from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+    from hf_offload.integrations.memory_modes import check_arguments
+    from hf_offload.integrations.trainer import refuse_conflicts
 
     values: dict[str, Any] = {
         "output_dir": str(recipe.output_dir),
@@ -41,25 +42,19 @@ def build_arguments(recipe: Recipe) -> "TrainingArguments":
         "ddp_find_unused_parameters": False,
         **recipe.training,
         **_evaluation_arguments(recipe),
-        **_offload_arguments(recipe.offload),
     }
-    if recipe.memory:
-        settings = {key: value for key, value in recipe.memory.items() if key != "mode"}
-        values |= {"memory_mode": recipe.memory.get("mode", "none"), "memory_mode_kwargs": settings or None}
     try:
-        make = OffloadSeq2SeqTrainingArguments if recipe.model.task == "seq2seq-lm" else OffloadTrainingArguments
+        make = Seq2SeqTrainingArguments if recipe.model.task == "seq2seq-lm" else TrainingArguments
         with _own_precision():
             arguments = make(**values)
-    except OffloadConfigError:
-        raise
     except Exception as error:  # whatever TrainingArguments raises for values it cannot take
         raise OffloadConfigError(f"{recipe.name}, section training: {cropped(str(error), 2 * LONGEST)}") from error
     _check_reporters(arguments)
-    if arguments.offload_config() != recipe.offload:
-        raise OffloadConfigError(
-            f"{recipe.name}, section offload: {recipe.offload} does not fit into training arguments, which make it "
-            f"{arguments.offload_config()}. A directory's name must not hold a comma or begin or end with a space."
-        )
+    if recipe.offload.changes_a_run:
+        refuse_conflicts(arguments)
+    mode = recipe.mode()
+    if mode is not None:
+        check_arguments(mode, str(recipe.memory["mode"]), arguments)
     return arguments
 
 
@@ -101,12 +96,3 @@ def _evaluation_arguments(recipe: Recipe) -> dict[str, Any]:
             "generation_num_beams": asked.num_beams,
         }
     return values
-
-
-def _offload_arguments(offload: OffloadConfig) -> dict[str, Any]:
-    """The flat training arguments that stand for ``offload``."""
-    values = {field: getattr(offload, field) for field in FIELDS}
-    return {
-        argument(field): None if value is None else READERS[field].to_text(field, value)
-        for field, value in values.items()
-    }

@@ -28,7 +28,7 @@ from hf_offload.training.tokenizers import build_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
-    from hf_offload import OffloadCallback
+    from hf_offload.integrations.trainer import OffloadCallback
     from hf_offload.training.memory import MemoryMeter
     from hf_offload.training.recording import Recording
 
@@ -71,8 +71,9 @@ def run_recipe(
     """
     from transformers import set_seed
 
+    from hf_offload.integrations.trainer import OffloadCallback  # loads the Trainer
     from hf_offload.training.memory import MemoryMeter
-    from hf_offload.training.recording import Recording  # loads the Trainer
+    from hf_offload.training.recording import Recording
 
     check_places(recipe, report=report, save=save, resume=resume)
     arguments = build_arguments(recipe)
@@ -93,9 +94,10 @@ def run_recipe(
     # Again, so that weights and dropout do not depend on whether the tokenizer had to be trained first.
     set_seed(arguments.seed)
     model = build_model(recipe, tokenizer, arguments.device, None if prepared is None else prepared.setup.labels)
-    recording = Recording()
+    recording, offloading = Recording(), OffloadCallback(recipe.offload)
     with _beginning(recipe, recording):
-        trainer = _build_trainer(recipe, model, arguments, tokenizer, prepared, recording, callbacks)
+        trainer = _build_trainer(recipe, model, arguments, tokenizer, prepared, recording, [offloading, *callbacks])
+    _ahead_of_reporters(trainer, offloading)
     if around_step is not None:
         recording.around = around_step(model)
     meter = MemoryMeter() if measure or report is not None else None
@@ -116,9 +118,7 @@ def run_recipe(
         completed = False
         logger.warning(f"Stopped after {len(recording.step_losses)} steps.")
         # The Trainer leaves this out when training does not come to its end: offloading is still attached.
-        callback = _offload_callback(trainer)
-        if callback is not None:
-            callback.on_train_end(arguments, trainer.state, trainer.control, model=trainer.model)
+        offloading.on_train_end(arguments, trainer.state, trainer.control, model=trainer.model)
     finally:
         if meter is not None:
             meter.stop()
@@ -130,7 +130,7 @@ def run_recipe(
     if completed and save and prepared is not None:
         trainer.save_model()
         logger.info(f"Saved in {recipe.output_dir}.")
-    result = _describe(recipe, trainer, model, recording, meter, completed=completed, metrics=metrics)
+    result = _describe(recipe, trainer, model, recording, offloading, meter, completed=completed, metrics=metrics)
     result.command = command
     if report is not None:
         result.write(report)
@@ -163,6 +163,7 @@ def _build_trainer(
 ) -> "Trainer":
     from transformers import EarlyStoppingCallback
 
+    from hf_offload.integrations.memory_modes import MemoryModeCallback, optimizer_of
     from hf_offload.training.recording import RecordingSeq2SeqTrainer, RecordingTrainer
 
     seq2seq = prepared is not None and prepared.task.seq2seq
@@ -186,15 +187,18 @@ def _build_trainer(
         if prepared.validation is not None and compute is not None:
             options["compute_metrics"] = compute
             options["preprocess_logits_for_metrics"] = None if seq2seq else choose_likeliest
+    mode = recipe.mode()
+    if mode is not None:
+        options |= {"model": mode.prepare(model), "optimizer_cls_and_kwargs": optimizer_of(mode, arguments)}
+        own.append(MemoryModeCallback(mode))
     make = RecordingSeq2SeqTrainer if seq2seq else RecordingTrainer
     return make(
         recording=recording,
         with_perplexity=FROM_LOSS in recipe.evaluation.metrics_for(recipe.model.task),
-        model=model,
         args=arguments,
         processing_class=tokenizer,
         callbacks=[*own, *callbacks],
-        **options,
+        **{"model": model, **options},
     )
 
 
@@ -222,14 +226,14 @@ def _describe(
     trainer: "Trainer",
     model: torch.nn.Module,
     recording: "Recording",
+    offloading: "OffloadCallback",
     meter: "MemoryMeter | None",
     *,
     completed: bool,
     metrics: dict[str, float] | None,
 ) -> TrainingReport:
     losses = recording.losses()
-    callback = _offload_callback(trainer)
-    stats = callback.stats if callback is not None else None
+    stats = offloading.stats
     return TrainingReport(
         recipe=recipe.name,
         settings=_plain(recipe),
@@ -245,15 +249,16 @@ def _describe(
         allocator=current_allocator(),
         machine=describe_machine(trainer.args.device),
         versions=describe_versions(),
-        forecast=None if callback is None or callback.forecast is None else dataclasses.asdict(callback.forecast),
+        forecast=None if offloading.forecast is None else dataclasses.asdict(offloading.forecast),
         metrics=metrics,
     )
 
 
-def _offload_callback(trainer: "Trainer") -> "OffloadCallback | None":
-    from hf_offload import OffloadCallback
-
-    return next((one for one in trainer.callback_handler.callbacks if isinstance(one, OffloadCallback)), None)
+def _ahead_of_reporters(trainer: "Trainer", callback: "OffloadCallback") -> None:
+    """Reporters then see what ``callback`` adds to the log; the Trainer puts the callbacks it is given behind them."""
+    callbacks = trainer.callback_handler.callbacks
+    callbacks.remove(callback)
+    callbacks.insert(0, callback)
 
 
 def _random_tokens(recipe: Recipe, model: torch.nn.Module, arguments: "TrainingArguments") -> RandomTokens:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hf_offload import attach
 from hf_offload.allocator import current_allocator, environment_with, find_tcmalloc
 from hf_offload.bench.strategies import find_strategy
 from hf_offload.cli.main import app
@@ -110,24 +111,27 @@ def test_files_in_another_folder(tiny_recipe, tmp_path):
     assert trained(tiny_recipe, "data.data_dir=elsewhere").losses_hex == report.losses_hex
 
 
-def test_every_setting_of_a_recipe_reaches_the_session(tiny_recipe):
-    from hf_offload.settings.recipes import load_recipe
-    from hf_offload.training.arguments import build_arguments
-
+def test_every_setting_of_a_recipe_reaches_the_session(tiny_recipe, monkeypatch):
+    for folder in ("a, b", " c "):
+        Path(folder).mkdir()
     recipe = load_recipe(
         tiny_recipe,
         [
-            "offload={tier: ssd, directory: [a, b], ram_budget: 1MiB, disk_budget: 1GiB, min_bytes: 3KiB, "
+            "offload={tier: ssd, directory: ['a, b', ' c '], ram_budget: 1MiB, disk_budget: 1GiB, min_bytes: 3KiB, "
             "keep_last_count: 1, read_ahead_bytes: 5MiB, verify: checksum, max_disk_write_bytes: 7GiB, "
             "on_disk_write_limit: stop, drive_endurance_bytes: 600TB, "
-            "tiled_loss: on, tiled_mlp: [mlp, fc], tile_bytes: 2MiB, "
-            "recompute_elementwise: [norms, dropout]}",
+            "tiled_loss: on, tiled_mlp: [mlp], tile_bytes: 16KiB, "
+            "recompute_elementwise: [norms, activations]}",
             "training.max_steps=3",
         ],
     )
-    arguments = build_arguments(recipe)
-    assert arguments.offload_config() == recipe.offload
-    assert arguments.max_steps == 3
+    used = []
+    monkeypatch.setattr(
+        "hf_offload.integrations.trainer.attach",
+        lambda model, config, **about: used.append(config) or attach(model, config, **about),
+    )
+    assert run_recipe(recipe).steps == 3
+    assert used == [recipe.offload]
 
 
 @pytest.mark.parametrize(
