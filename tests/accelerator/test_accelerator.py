@@ -3,13 +3,13 @@ process. The backend is built once; where it cannot be, every test is skipped by
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.accelerator import backend
+from tests.helpers.loaded_processes import run_in_loaded_process
 
 _HERE = Path(__file__).parent / "on_device"
 FILES = sorted(path.stem for path in _HERE.glob("test_*.py"))
@@ -17,25 +17,28 @@ _reason = backend.why_not()
 pytestmark = pytest.mark.skipif(_reason is not None, reason=f"the late device cannot be built: {_reason}")
 
 
-def run(file: str, *options: str) -> None:
+def run_pytest(*arguments: str) -> None:
+    loaded = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *loaded, *arguments]))
+
+
+def run(file: str, selected: str, folder: Path) -> None:
     """Run a file's tests with the late device as their accelerator; what fails there fails here."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header"]
     environment = os.environ | {"TEST_ON_LATE_DEVICE": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run(
-        [*command, *options, str(_HERE / f"{file}.py")], env=environment, capture_output=True, text=True, timeout=3500
-    )
-    assert done.returncode == 0, f"{done.stdout[-20000:]}\n{done.stderr[-4000:]}"
+    arguments = ("-m", selected, str(_HERE / f"{file}.py"))
+    code = run_in_loaded_process(run_pytest, *arguments, output=folder / "output", environment=environment)
+    assert code == 0, (folder / "output").read_text()[-20000:]
 
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("file", FILES)
-def test_on_the_late_device(file: str) -> None:
-    run(file, "-m", "not full")
+def test_on_the_late_device(file: str, tmp_path: Path) -> None:
+    run(file, "not full", tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("file", FILES)
-def test_on_the_late_device_in_full(file: str) -> None:
-    run(file, "-m", "full")
+def test_on_the_late_device_in_full(file: str, tmp_path: Path) -> None:
+    run(file, "full", tmp_path)

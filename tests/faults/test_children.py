@@ -38,7 +38,7 @@ class Command:
         }  # fmt: skip
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "hf_offload", *arguments],
+                bound([sys.executable, "-m", "hf_offload", *arguments]),
                 cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         self._log = folder / "log"
@@ -88,7 +88,7 @@ def test_a_benchmark_that_is_ended_ends_its_training(tiny_recipe, tmp_path, numb
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=FULL)])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("number", ENDS)
 def test_a_launcher_that_is_ended_ends_its_script(tmp_path, number, processes):
     (tmp_path / "train.py").write_text(SCRIPT)
     kind = {"num_processes": processes} | ({"distributed_type": "NO"} if processes == 1 else {})

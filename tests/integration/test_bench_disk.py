@@ -20,6 +20,7 @@ from hf_offload.bench import disk
 from hf_offload.bench.disk import Comparison, Round, Workload
 from hf_offload.cli.main import app
 from hf_offload.errors import OffloadConfigError
+from hf_offload.parents import bound
 from hf_offload.storage import disk_io
 from hf_offload.storage.disk_io import DataFile, DirectIo
 
@@ -194,7 +195,7 @@ def test_ctrl_c_leaves_no_file_no_space_and_no_fio(directory, fio, monkeypatch, 
         monkeypatch.setenv("PATH", str(tmp_path_factory.mktemp("empty")))
     words = ["-d", str(directory), "--size", "96MiB", "--rounds", "1000"]
     command = [sys.executable, "-m", "hf_offload", "bench", "disk", *words]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as process:
+    with subprocess.Popen(bound(command), stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as process:
         try:
             _wait_for(lambda: len(_open_below(process.pid, directory)) >= 2)  # the ceiling's file and the tier's
             assert list(directory.iterdir()) == []

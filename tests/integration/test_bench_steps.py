@@ -1,5 +1,6 @@
 """``hf-offload bench steps`` from the command line to the files they leave."""
 
+import contextlib
 import csv
 import gzip
 import inspect
@@ -26,6 +27,7 @@ from hf_offload.bench.cell import CRASHED, DONE, NOT_INSTALLED, OUT_OF_MEMORY, C
 from hf_offload.bench.strategies import find_strategy, strategy_names
 from hf_offload.cli import bench_options
 from hf_offload.cli.main import app
+from hf_offload.parents import bound
 from hf_offload.reports.plots import plot_memory
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.settings.sizes import parse_bytes
@@ -182,12 +184,21 @@ def test_a_cell_trains_the_recipes_rows_and_neither_evaluates_nor_saves(tmp_path
     assert not [found for found in (tmp_path / "out").iterdir() if found.name != "data"]
 
 
+@pytest.fixture(scope="module")
+def keep(tmp_path_factory):
+    """The result that all strategies are compared with."""
+    folder = tmp_path_factory.mktemp("keep")
+    (folder / "tiny.yaml").write_text(RANDOM_RECIPE)
+    with contextlib.chdir(folder):
+        return execute(spec_for(folder / "tiny.yaml", "keep"))
+
+
 # On a CPU: what asks for pinned memory or a stream fails, and save_on_cpu has nothing to do.
 CRASHES_ON_CPU = {"recompute+offload": "RuntimeError: ", "trl": "AttributeError: ", "trl+recompute": "AttributeError: "}
 
 
 @pytest.mark.parametrize("name", [*strategy_names()[1:], "ours:ssd@64KiB"])
-def test_every_strategy_runs_with_the_bits_of_keep_or_says_why_not(recipe, name):
+def test_every_strategy_runs_with_the_bits_of_keep_or_says_why_not(recipe, keep, name):
     if name.startswith("trl"):
         pytest.importorskip("trl")
     result = execute(spec_for(recipe, name))
@@ -196,7 +207,6 @@ def test_every_strategy_runs_with_the_bits_of_keep_or_says_why_not(recipe, name)
         assert result.error.startswith(CRASHES_ON_CPU[name])
         assert "\n" not in result.error
         return
-    keep = execute(spec_for(recipe, "keep"))
     assert result.outcome == keep.outcome == DONE, result.error
     # The same sums in another order, or estimates of them, which draw random numbers that dropout then does not get.
     near = {"ours:ssd+tiled": 1e-5, "ours:sampled": 0.05, "ours:ssd+sampled": 0.05}
@@ -301,7 +311,8 @@ def test_a_memory_limit_needs_cuda(recipe, monkeypatch):
 def test_ctrl_c_reaches_a_running_cell(recipe):
     """A signal to the parent alone, as a supervisor sends it, ends the child too and keeps what it can."""
     command = [sys.executable, "-m", "hf_offload", "bench", "steps", str(recipe), "--steps", "100000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    # In a session of its own, which a Ctrl-C of this terminal does not reach; it ends with this process all the same.
+    process = subprocess.Popen(bound(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     base = Path(f"runs/bench/cells/tiny_2x32/1_keep_{'glibc' if sys.platform == 'linux' else 'auto'}")
     log = base.with_suffix(".log")
     deadline = time.monotonic() + 120

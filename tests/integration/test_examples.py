@@ -1,7 +1,6 @@
 """Every example runs as it is, does what it is there to show, and leaves nothing on the disk."""
 
 import json
-import multiprocessing
 import os
 import re
 import runpy
@@ -13,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.loaded_processes import run_in_loaded_process
 from tests.helpers.tables import rows
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LIBRARIES = ["transformers.trainer", "transformers.models.llama.modeling_llama", "hf_offload.integrations.arguments"]
 
 # Offloaded, by the Trainer's log or by the counters; and what else an example is about.
 LOGGED = r"'offload/written_bytes': [1-9]"
@@ -39,19 +38,8 @@ SHOWN = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def processes():
-    """Processes that have loaded the libraries and nothing else: to load them takes longer than any example does."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LIBRARIES)
-    return context
-
-
 def run(path, folder):
     """What ``python path`` does."""
-    os.dup2(os.open(folder / "output", os.O_WRONLY | os.O_CREAT), 1)
-    os.dup2(1, 2)
-    os.environ |= {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
     torch.set_num_threads(1)  # enough for models as small as these
     tempfile.tempdir = None  # read the variable again
     os.chdir(folder / "here")
@@ -60,14 +48,15 @@ def run(path, folder):
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_example(name, processes, tmp_path):
+def test_example(name, tmp_path):
     for folder in ("tmp", "here"):
         (tmp_path / folder).mkdir()
-    process = processes.Process(target=run, args=(EXAMPLES / f"{name}.py", tmp_path))
-    process.start()
-    process.join()
+    places = {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
+    code = run_in_loaded_process(
+        run, EXAMPLES / f"{name}.py", tmp_path, output=tmp_path / "output", environment=os.environ | places
+    )
     output = (tmp_path / "output").read_text()
-    assert process.exitcode == 0, output
+    assert code == 0, output
     for shown in SHOWN[name]:
         assert re.search(shown, output), f"{shown!r} is not in\n{output}"
     assert [*(tmp_path / "tmp").iterdir(), *(tmp_path / "here").iterdir()] == []

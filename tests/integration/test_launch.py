@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import hf_offload
+from hf_offload.run import main
 
 ROOT = Path(hf_offload.__file__).resolve().parent.parent
 SCRIPT = r"""
@@ -44,16 +45,21 @@ CONFIG = {
     "use_cpu": True,
     "main_process_port": 0,
 }
+ONE = CONFIG | {"distributed_type": "NO", "num_processes": 1}
 
 
 @pytest.fixture
 def place(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "tier").mkdir()
-    (tmp_path / "plain.yaml").write_text(yaml.safe_dump(CONFIG))
-    section = {"tier": "ssd", "directory": str(tmp_path / "tier"), "min_bytes": 0}
-    (tmp_path / "ours.yaml").write_text(yaml.safe_dump(CONFIG | {"hf_offload_config": section}))
+    write_configs(tmp_path, CONFIG)
     return tmp_path
+
+
+def write_configs(folder, config):
+    (folder / "plain.yaml").write_text(yaml.safe_dump(config))
+    section = {"tier": "ssd", "directory": str(folder / "tier"), "min_bytes": 0}
+    (folder / "ours.yaml").write_text(yaml.safe_dump(config | {"hf_offload_config": section}))
 
 
 def run(place, *command, **variables):
@@ -74,29 +80,46 @@ ACCELERATE = ("-m", "accelerate.commands.accelerate_cli", "launch")
 OFFLOADED = "of activations moved a step"
 
 
-def test_three_ways_to_launch_two_processes(place):
-    """All print the same losses, to the last bit; two of them only with offloading on."""
+def test_two_processes_are_launched(place):
+    """They print the same losses, to the last bit, as without offloading."""
     plain = run(place, *ACCELERATE, "--config_file", "plain.yaml", "train.py", "--a", "b")
     assert plain.returncode == 0, plain.stderr
-    expected = printed(plain)
-    assert len(expected) == 6
+    assert len(printed(plain)) == 6
     assert OFFLOADED not in plain.stderr
-
-    by_variables = run(
-        place, *ACCELERATE, "--config_file", "plain.yaml", "-m", "hf_offload.run", "train.py", "--a", "b",
-        HF_OFFLOAD_DIRECTORY=str(place / "tier"), HF_OFFLOAD_MIN_BYTES="0",
-    )  # fmt: skip
     ours = run(place, "-m", "hf_offload", "launch", "--config_file", "ours.yaml", "train.py", "--a", "b")
-    opted_in = run(
-        place, *ACCELERATE, "--config_file", "ours.yaml", "train.py", "--a", "b", HF_OFFLOAD_AUTOLOAD="1"
-    )  # fmt: skip
-    for done in (by_variables, ours, opted_in):
-        assert done.returncode == 0, done.stderr
-        assert printed(done) == expected
-        assert done.stderr.count(OFFLOADED) == 1  # one summary for both
+    assert ours.returncode == 0, ours.stderr
+    assert printed(ours) == printed(plain)
+    assert ours.stderr.count(OFFLOADED) == 1  # one summary for both
     assert "by 2 processes" in ours.stderr
     assert list((place / "tier").iterdir()) == []
 
+
+def check_other_ways(place, expected):
+    by_variables = run(
+        place, *ACCELERATE, "--config_file", "plain.yaml", "-m", "hf_offload.run", "train.py", "--x",
+        HF_OFFLOAD_DIRECTORY=str(place / "tier"), HF_OFFLOAD_MIN_BYTES="0",
+    )  # fmt: skip
+    opted_in = run(place, *ACCELERATE, "--config_file", "ours.yaml", "train.py", "--x", HF_OFFLOAD_AUTOLOAD="1")
+    for done in (by_variables, opted_in):
+        assert done.returncode == 0, done.stderr
+        assert printed(done) == expected
+        assert done.stderr.count(OFFLOADED) == 1
+    assert list((place / "tier").iterdir()) == []
+
+
+def test_other_ways_to_launch_one_process(place, alone):
+    write_configs(place, ONE)
+    check_other_ways(place, alone)
+
+
+@pytest.mark.full
+def test_other_ways_to_launch_two_processes(place):
+    plain = run(place, *ACCELERATE, "--config_file", "plain.yaml", "train.py", "--x")
+    assert len(printed(plain)) == 6
+    check_other_ways(place, printed(plain))
+
+
+def test_plain_accelerate_refuses_a_file_of_ours(place):
     refused = run(place, *ACCELERATE, "--config_file", "ours.yaml", "train.py")
     assert refused.returncode != 0
     assert "unknown keys (['hf_offload_config'])" in refused.stderr
@@ -122,29 +145,17 @@ def test_a_script_alone(place, alone):
     assert done.stderr.count(OFFLOADED) == 1
 
 
-def test_switched_on_in_two_ways_is_switched_on_once(place):
-    done = offload(place, "train.py", HF_OFFLOAD_MIN_BYTES="0", HF_OFFLOAD_AUTOLOAD="1")
+def test_a_module_alone_and_switched_on_in_two_ways_is_switched_on_once(place, alone):
+    done = offload(place, "-m", "train", "--x", HF_OFFLOAD_MIN_BYTES="0", HF_OFFLOAD_AUTOLOAD="1")
     assert done.returncode == 0, done.stderr
+    assert printed(done) == alone
     assert done.stderr.count(OFFLOADED) == 1
     assert "Nothing was offloaded" not in done.stderr
     assert "could not be loaded" not in done.stderr
 
 
-def test_a_module_alone(place, alone):
-    assert printed(offload(place, "-m", "train", "--x")) == alone
-
-
-def test_a_command_inside_shows_every_line_once(place):
-    (place / "twice.py").write_text(
-        "import logging\nfrom hf_offload.cli.console import visible_log\n"
-        "with visible_log():\n    logging.getLogger('hf_offload').info('said so')\n"
-    )
-    assert offload(place, "twice.py").stderr.count("said so") == 1
-
-
 def test_scripts_end_as_they_would(place):
     (place / "code.py").write_text("import sys; sys.exit(7)")
-    assert offload(place, "code.py").returncode == 7
     (place / "error.py").write_text("import missing_module")
     failed = offload(place, "error.py")
     assert failed.returncode == 1
@@ -155,11 +166,15 @@ def test_scripts_end_as_they_would(place):
     assert "Traceback" not in launched.stderr
 
 
-def test_a_script_that_prepares_nothing_is_told(place):
-    (place / "plain.py").write_text("print('done')")
+def test_a_script_that_prepares_nothing_is_told_and_its_log_shows_every_line_once(place):
+    (place / "plain.py").write_text(
+        "import logging\nfrom hf_offload.cli.console import visible_log\n"
+        "with visible_log():\n    logging.getLogger('hf_offload').info('said so')\nprint('done')\n"
+    )
     done = offload(place, "plain.py")
     assert (done.returncode, done.stdout) == (0, "done\n")
     assert "Nothing was offloaded: plain.py prepared no model" in done.stderr
+    assert done.stderr.count("said so") == 1
 
 
 @pytest.mark.parametrize(
@@ -170,11 +185,17 @@ def test_a_script_that_prepares_nothing_is_told(place):
         (("train.py",), {"HF_OFFLOAD_TIER": "tape"}, "HF_OFFLOAD_TIER='tape' is unknown"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(command, variables, part, place):
-    done = offload(place, *command, **variables)
-    assert done.returncode == 2
-    assert part in done.stderr
-    assert "Traceback" not in done.stderr
+def test_mistakes_are_told_before_anything_runs(command, variables, part, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["hf_offload.run", *command])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert part in shown.err
+    assert shown.out == ""
 
 
 @pytest.mark.parametrize(
@@ -189,9 +210,7 @@ def test_mistakes_are_told_before_anything_runs(command, variables, part, place)
     ],
 )
 def test_wrong_settings_of_a_plain_launch_are_one_message(place, section, variables, part):
-    config = (
-        CONFIG | {"distributed_type": "NO", "num_processes": 1} | ({"hf_offload_config": section} if section else {})
-    )
+    config = ONE | ({"hf_offload_config": section} if section else {})
     (place / "wrong.yaml").write_text(yaml.safe_dump(config))
     (place / "begins.py").write_text("from accelerate import Accelerator\nAccelerator()\nprint('reached')")
     done = run(
@@ -205,8 +224,10 @@ def test_wrong_settings_of_a_plain_launch_are_one_message(place, section, variab
     assert not any("hf_offload/" in line for line in rest)  # what follows is accelerate's, on a script that failed
 
 
-def test_help(place):
-    assert "python -m hf_offload.run train.py" in run(place, "-m", "hf_offload.run", "--help").stdout
+def test_help(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hf_offload.run", "--help"])
+    main()
+    assert "python -m hf_offload.run train.py" in capsys.readouterr().out
 
 
 def test_torch_is_imported_whatever_is_wrong_with_us(place):

@@ -1,6 +1,7 @@
 """One word in the training arguments: what is trained, that it resumes, what it lives with, and what is refused."""
 
 import contextlib
+import itertools
 import json
 import sys
 from functools import partial
@@ -16,6 +17,7 @@ from hf_offload import OffloadConfigError, OffloadTrainingArguments
 from hf_offload.optimizers.blockwise import BlockwiseOptimizer
 from hf_offload.optimizers.projected import ProjectedAdamW
 from hf_offload.settings.memory_modes import MODES, memory_mode
+from tests.helpers.tables import rows
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 from tests.helpers.torchao_optimizers import optimizer_of
 
@@ -77,7 +79,7 @@ def same(one, other):
     return all(torch.equal(weight, found[name]) for name, weight in weights(one).items())
 
 
-@pytest.mark.parametrize("mode", SETTINGS)
+@pytest.mark.parametrize("mode", rows(SETTINGS, quick=["lora", "qlora", "adamw_8bit", "galore", "frugal", "badam"]))
 def test_one_word_is_enough_and_it_resumes(mode, tmp_path):
     """The same weights as a run that was never stopped, with a schedule that ends at zero."""
     whole = trainer(tmp_path, mode, save_strategy="steps", save_steps=3)
@@ -165,7 +167,9 @@ def test_lora_is_what_peft_and_the_trainer_make_of_it(tmp_path):
     assert same(ours.model, theirs.model)
 
 
-@pytest.mark.parametrize("mode", ["galore", "apollo", "frugal", "lisa", "badam", "lora"])
+@pytest.mark.parametrize(
+    "mode", rows(["galore", "apollo", "frugal", "lisa", "badam", "lora"], quick=["galore", "lisa", "lora"])
+)
 def test_the_schedule_betas_and_decay_are_those_of_the_arguments(mode, tmp_path):
     usual = trainer(tmp_path, mode)
     usual.train()
@@ -180,8 +184,13 @@ def test_the_schedule_betas_and_decay_are_those_of_the_arguments(mode, tmp_path)
         assert not same(usual.model, other.model), change
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
-@pytest.mark.parametrize("mode", ["lora", "galore", "lisa"])
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    rows(
+        itertools.product(["lora", "galore", "lisa"], ["gpt2", "bert", "t5"]),
+        quick=[("lora", "t5"), ("galore", "gpt2"), ("lisa", "bert")],
+    ),
+)
 def test_other_models(mode, name, tmp_path):
     run = trainer(tmp_path, mode, name=name)
     run.train()

@@ -84,13 +84,7 @@ MODELS = {
         num_experts=4, moe_intermediate_size=64, shared_expert_intermediate_size=64, **EXPERTS
     ),
 }  # fmt: skip
-QUICK = (
-    "ViTForImageClassification",
-    "Wav2Vec2ForCTC",
-    "CLIPModel",
-    "WhisperForConditionalGeneration",
-    "MixtralForCausalLM",
-)
+QUICK = ("ViTForImageClassification", "WhisperForConditionalGeneration", "MixtralForCausalLM")
 # Where the CPU's library of convolutions takes memory of its own, for weights in another order and the like.
 WORKSPACE = ("ConvNextForImageClassification",)
 # Where it makes copies that are counted, or the other way round, and the model is small.

@@ -13,6 +13,7 @@ from hf_offload.cli.main import app
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.run import run_recipe
+from tests.helpers.tables import rows
 
 WORDS = ["offload", "saved", "tensor", "gradient", "exact", "disk", "memory", "step", "block", "layer"]
 GPT2 = {"architecture": "gpt2", "config": {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64}}
@@ -194,7 +195,7 @@ def test_training_lowers_what_evaluation_measures():
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft uses the older name
-@pytest.mark.parametrize("mode", ["lora", "lora_fa", "badam"])
+@pytest.mark.parametrize("mode", rows(["lora", "lora_fa", "badam"], quick=["lora", "badam"]))
 def test_memory_modes_train_the_head_of_a_classifier(mode):
     result = run_recipe(
         recipe("classes", memory={"mode": mode} | ({} if mode == "badam" else {"rank": 2}), training={"max_steps": 40})

@@ -12,6 +12,7 @@ from transformers import Trainer
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadTrainingArguments, offload_activations
 from hf_offload.transforms.tiling.logits import TiledLogits
 from hf_offload.transforms.tiling.mlp import position_wise, why_not
+from tests.helpers.tables import rows
 from tests.helpers.tiny_models import VOCABULARY, ExampleDataset, gradients, tiny_batch, tiny_model
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -69,7 +70,13 @@ def no_logits(monkeypatch):
     monkeypatch.setattr("hf_offload.transforms.tiling.logits.true_logits", refuse)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "bert", "t5", "llama", "mixtral", *OTHERS])
+@pytest.mark.parametrize(
+    "name",
+    rows(
+        ["gpt2", "gpt_neox", "bert", "t5", "llama", "mixtral", *OTHERS],
+        quick=["bert", "t5", "llama", "mixtral", "gemma2", "cohere", "gptj"],
+    ),
+)
 def test_models_give_what_they_gave(name, no_logits):
     model = model_of(name)
     plain, tiled = copy.deepcopy(model), copy.deepcopy(model)
@@ -333,7 +340,7 @@ def test_yaml_says_on_and_off_without_quotes():
 # -- tiled MLP ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "t5", "llama", "gemma2"])
+@pytest.mark.parametrize("name", rows(["gpt2", "gpt_neox", "t5", "llama", "gemma2"], quick=["gpt2", "t5", "llama"]))
 def test_tiled_mlps_give_what_they_gave(name, monkeypatch):
     monkeypatch.setattr("hf_offload.transforms.tiling.cut._LEAST_MODULE_ROWS", 4)
     model = model_of(name)
