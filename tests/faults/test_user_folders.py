@@ -28,7 +28,7 @@ os.setreuid({NOBODY}, 0)
 from hf_offload.planning import hardware
 from hf_offload.storage import wear
 hardware._measure_device = lambda device: dict.fromkeys(hardware._device_rates(device.type), 1e9)
-hardware._measure_drives = lambda directories: dict.fromkeys(hardware._DRIVE_RATES, 1e9)
+hardware._measure_drives = lambda directories, options: dict.fromkeys(hardware._DRIVE_RATES, 1e9)
 wear.drive_of = lambda directory: wear.Drive("made_up", "a made-up drive")
 from hf_offload import OffloadConfig, offload_activations
 from tests.helpers.tiny_models import tiny_batch, tiny_model
@@ -71,7 +71,7 @@ def made_up(monkeypatch):
         return dict.fromkeys(hardware._device_rates(device.type), 1e9)
 
     monkeypatch.setattr(hardware, "_measure_device", measure)
-    monkeypatch.setattr(hardware, "_measure_drives", lambda _: dict.fromkeys(hardware._DRIVE_RATES, 1e9))
+    monkeypatch.setattr(hardware, "_measure_drives", lambda *_: dict.fromkeys(hardware._DRIVE_RATES, 1e9))
     monkeypatch.setattr(wear, "drive_of", lambda directory: Drive("made_up", "a made-up drive"))
     return measured
 
