@@ -1,68 +1,47 @@
 """With ``HF_OFFLOAD_AUTOLOAD=1``: plain ``accelerate launch`` understands the section ``hf_offload_config`` of its file.
 
 PyTorch calls :func:`start` at the end of ``import torch`` (entry points of the group ``torch.backends``), in every process
-that has this package. Without the variable it does nothing. With it, accelerate's modules are watched while they are
-imported: the one that reads config files learns the section and hands it on as variables; in a process that has such
-variables, every Accelerator offloads.
+that has this package installed. Without the variable it does nothing. With it, a finder on ``sys.meta_path`` waits until
+accelerate has been imported and is then removed: accelerate's reader of config files accepts the section and passes it on as
+variables, and in a process that has such variables every Accelerator offloads.
 
-Nothing is imported here that is not needed, and nothing that goes wrong here may stop ``import torch``. Wrong settings, which
-only a process that asked for this can have, end it with one message.
+Nothing unneeded is imported here, and no error here may break ``import torch``. Wrong settings, which only a process that
+opted in can have, end it with one message.
 """
 
 import contextlib
-import importlib.machinery
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_READS_FILES = "accelerate.commands.config.config_args"
-_HAS_ACCELERATOR = "accelerate.accelerator"
-
 
 def start() -> None:
-    """Watch accelerate's modules, if the variable says so."""
-    try:
-        if os.environ.get("HF_OFFLOAD_AUTOLOAD"):
-            from hf_offload.settings.environment import AUTOLOAD_VARIABLE, is_on
-
-            with _one_message():
-                if is_on(AUTOLOAD_VARIABLE):
-                    sys.meta_path.insert(0, _Watch())
-    except Exception:
-        logger.warning("hf_offload could not be loaded together with torch.", exc_info=True)
+    """Wait for accelerate, if the variable says so."""
+    if os.environ.get("HF_OFFLOAD_AUTOLOAD"):
+        _guarded(_wait_for_accelerate)
 
 
-class _Watch:
-    """A finder of modules that finds none itself. It leaves when its work is done."""
+def _wait_for_accelerate() -> None:
+    from hf_offload.settings.environment import AUTOLOAD_VARIABLE, is_on
 
-    def __init__(self) -> None:
-        self._waiting = True
+    if is_on(AUTOLOAD_VARIABLE):
+        sys.meta_path.insert(0, _Wait())
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Called before any module is imported."""
-        if self._waiting and hasattr(sys.modules.get(_HAS_ACCELERATOR), "Accelerator"):
-            # Imported by now, or just being imported when torch was: it is what accelerate imports first.
-            self._waiting = False
+
+class _Wait:
+    """A finder that finds nothing. Python asks it before it imports a module, which is how it sees what is there by then."""
+
+    def find_spec(self, *_: Any) -> None:
+        # torch is imported by accelerate.accelerator, which is itself imported early by the package accelerate: the imports
+        # that follow come before a script can make an Accelerator or accelerate can read a file.
+        if hasattr(sys.modules.get("accelerate.accelerator"), "Accelerator") and self in sys.meta_path:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            _guarded(_accept_section)
             _guarded(_offload_every_accelerator)
-        if name != _READS_FILES:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            load: Any = spec.loader.exec_module
-
-            def execute(module: ModuleType) -> None:
-                load(module)
-                _guarded(lambda: _understand_section(module))
-
-            spec.loader.exec_module = execute  # type: ignore[method-assign]
-        return spec
 
 
 def _offload_every_accelerator() -> None:
@@ -80,20 +59,22 @@ def _offload_every_accelerator() -> None:
     atexit.register(lambda: switch.report(together=False))  # some processes may have ended, by an error
 
 
-def _understand_section(module: ModuleType) -> None:
+def _accept_section() -> None:
+    from accelerate.commands.config.config_args import BaseConfig
+
     from hf_offload.integrations.launch import take_section
 
-    original = module.BaseConfig.process_config
+    original = BaseConfig.process_config
 
     def process_config(config: dict[str, Any]) -> Any:
         with _one_message():
             os.environ.update(take_section(config, "the config file"))
         return original(config)
 
-    module.BaseConfig.process_config = staticmethod(process_config)
+    BaseConfig.process_config = staticmethod(process_config)
 
 
-def _guarded(work: Any) -> None:
+def _guarded(work: Callable[[], None]) -> None:
     try:
         with _one_message():
             work()
@@ -103,7 +84,7 @@ def _guarded(work: Any) -> None:
 
 @contextlib.contextmanager
 def _one_message() -> Iterator[None]:
-    """Wrong settings end the process with what is wrong with them, and no traceback: it would show how torch is imported."""
+    """End the process with the error in its settings, without a traceback: that would show how torch is imported."""
     from hf_offload.errors import OffloadError
 
     try:

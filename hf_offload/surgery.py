@@ -1,4 +1,4 @@
-"""Changing modules for a while: another forward, another class, and hooks that do nothing in copies.
+"""Changing single objects for a while: another forward, another class, and hooks that do nothing in copies.
 
 Note: copies of a changed model
     A model is copied, or pickled, with all that was put on it. Another forward and another class belong to the module and go
@@ -73,11 +73,37 @@ def swap_class(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> U
     return Undo(module, functools.partial(_swap_back, kind, usual, tuple(attributes)))
 
 
-def _swap_back(kind: type[nn.Module], usual: type[nn.Module], attributes: tuple[str, ...], module: nn.Module) -> None:
-    if type(module) is kind:
-        module.__class__ = usual
+def _swap_back(kind: type, usual: type, attributes: tuple[str, ...], target: object) -> None:
+    if type(target) is kind:
+        target.__class__ = usual
     for attribute in attributes:
-        vars(module).pop(attribute, None)
+        vars(target).pop(attribute, None)
+
+
+def extend(target: T, before: type, behind: type | None = None) -> Undo[T]:
+    """Give ``target`` alone the methods of ``before``, which come before those of its class and reach them by ``super()``.
+
+    Those of ``behind``, a subclass of the last class of the target's own that has them, come in front of that one. What
+    ``target`` holds stays the same. Its copies, pickled ones included, are of its own class again.
+    """
+    usual = type(target)
+    bases: tuple[type, ...] = (before, usual)
+    if behind is not None:
+        bases = (before, behind) if issubclass(behind, usual) else (before, usual, behind)
+
+    def reduce(self: T, protocol: Any) -> Any:
+        reduced: Any = usual.__reduce_ex__(self, protocol)
+        make, arguments, *state = reduced
+        return _made_by, (make, *(usual if argument is kind else argument for argument in arguments)), *state
+
+    named = {name: getattr(usual, name) for name in ("__module__", "__qualname__", "__doc__")}
+    kind = type(usual.__name__, bases, {**named, "__reduce_ex__": reduce})
+    target.__class__ = kind
+    return Undo(target, functools.partial(_swap_back, kind, usual, ()))
+
+
+def _made_by(make: Callable[..., T], *arguments: Any) -> T:
+    return make(*arguments)  # pickle lets copyreg.__newobj__ make nothing but objects of the pickled one's own class
 
 
 class InertInCopies:

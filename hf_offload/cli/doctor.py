@@ -17,25 +17,88 @@ from hf_offload.settings.sizes import format_bytes
 if TYPE_CHECKING:
     from hf_offload.planning.machine import Machine, Rate
 
-# Everything that reaches beyond the objects a run creates. New ones belong in this list.
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """Something that reaches beyond the objects a run creates: ``targets`` of the process differ, ``when`` one of ``ways`` to
+    offload is used.
+    """
+
+    when: str
+    what: str
+    targets: tuple[str, ...]
+    ways: tuple[str, ...]
+
+
+_ARGUMENTS = ("arguments", "memory mode")
+_LAUNCHED = ("hf_offload.run", "autoload")
+_EVERY_RUN = (*_ARGUMENTS, "callback", "plugin", "plain loop", "auto", *_LAUNCHED)
+
+# All of them: tests/integration/test_effects.py compares the state of processes with this list.
 EFFECTS = (
-    "CPU, while a run starts: mallopt() keeps freed memory in glibc's heap; a preloaded allocator is left alone",
-    "disk tier, on first use: one os.register_at_fork() handler, so that no direct read runs during a fork",
-    "disk tier: how much was written to each drive is counted in ~/.local/state/hf_offload/drives",
-    "import of the training arguments: one entry in transformers' table of reporters, so that Trainers find the callback",
-    "Trainer with offloading active: the name hf_offload is added to report_to of its own arguments",
-    "Trainer with offloading active: create_model_card is wrapped, and adds a section on memory to cards of such trainings",
-    "Trainer with offloading active: resume_from_checkpoint=True skips incomplete checkpoints",
+    Effect(
+        "import of the training arguments",
+        "one entry in transformers' table of reporters, so that Trainers find the callback",
+        ("transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK",),
+        _ARGUMENTS,
+    ),
+    Effect(
+        "training arguments with a memory mode",
+        "Trainer.__init__ is wrapped, and changes nothing for other arguments",
+        ("transformers.trainer.Trainer.__init__",),
+        ("memory mode",),
+    ),
+    Effect(
+        "disk tier, on first use",
+        "one os.register_at_fork() handler, so that no direct read runs during a fork",
+        ("fork handlers",),
+        _EVERY_RUN,
+    ),
+    Effect(
+        "CPU, on first use",
+        "mallopt() keeps freed memory in glibc's heap; a preloaded allocator is left alone",
+        ("mallopt",),
+        _EVERY_RUN,
+    ),
+    Effect(
+        "tier auto, until it is detached",
+        "a hook after every optimizer's step notes which optimizers hold state",
+        ("torch.optim.optimizer._global_optimizer_post_hooks",),
+        ("auto",),
+    ),
+    Effect(
+        "hf_offload.run, command launch, HF_OFFLOAD_AUTOLOAD=1",
+        "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown; with the variable, "
+        "accelerate's reader of config files also accepts the section hf_offload_config, and a summary is logged at exit",
+        (
+            "accelerate.accelerator.Accelerator.__init__",
+            "accelerate.commands.config.config_args.BaseConfig.process_config",
+            "logging.hf_offload",
+            "atexit",
+        ),
+        _LAUNCHED,
+    ),
+)
+
+WITHIN_A_STEP = (
+    "forward of a model that offloads: hooks for saved tensors, in its thread",
     "bookkeeping of the engine, microseconds at a time: handlers of signals such as Ctrl-C's run right after it",
-    "training arguments with a memory mode: Trainer.__init__ is wrapped, and changes nothing for other arguments",
     "tier auto, in a step that is measured: hooks around every optimizer's step, and a dispatch mode that counts tensors",
-    "tier auto and command plan: what this machine was measured to do is kept in ~/.cache/hf_offload",
-    "Accelerator that offloads: methods of its class are replaced, until the last one is detached or gone",
-    "hf_offload.run, command launch, HF_OFFLOAD_AUTOLOAD=1: Accelerator.__init__ is replaced, so that every one offloads",
-    "HF_OFFLOAD_AUTOLOAD=1: accelerate's reader of config files understands the section hf_offload_config",
+)
+CHILD_PROCESSES = (
     "command launch: when it ends, the kernel sends its processes SIGTERM, and half a minute later they are killed",
     "commands train, launch and bench on a CPU: processes may run with a better allocator, by LD_PRELOAD",
 )
+FILES = (
+    "disk tier: how much was written to each drive, in ~/.local/state/hf_offload/drives",
+    "tier auto and command plan: what this machine was measured to do, in ~/.cache/hf_offload",
+)
+_HEADINGS = {
+    "process-wide effects": tuple(f"{effect.when}: {effect.what}" for effect in EFFECTS),
+    "effects within a step": WITHIN_A_STEP,
+    "effects on child processes": CHILD_PROCESSES,
+    "files that are kept": FILES,
+}
 
 
 def doctor(
@@ -62,7 +125,8 @@ def doctor(
         messages().print(f"[bold red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
         raise typer.Exit(EXIT_PROBLEM) from error
     if json:
-        facts = dataclasses.asdict(machine) | {"process_wide_effects": list(EFFECTS)}
+        effects = {heading.replace("-", " ").replace(" ", "_"): lines for heading, lines in _HEADINGS.items()}
+        facts = dataclasses.asdict(machine) | effects
         typer.echo(json_format.dumps(facts, indent=2, default=str))
         return
     _show(machine)
@@ -120,7 +184,8 @@ def _show(machine: "Machine") -> None:
     huge_pages = f"transparent huge pages {allocator.transparent_huge_pages}"
     table.add_row("CPU allocator", escape(", ".join([allocator.name, huge_pages, *settings])))
     table.add_row("versions", ", ".join(f"{name} {version or '-'}" for name, version in machine.versions.items()))
-    table.add_row("process-wide effects of a run", "\n".join(EFFECTS))
+    for heading, lines in _HEADINGS.items():
+        table.add_row(heading, "\n".join(lines))
     output().print(table, highlight=False)
 
 

@@ -1,9 +1,8 @@
-"""Offloading for loops written with accelerate's ``Accelerator``, and for scripts that know nothing of it."""
+"""Offloading for loops written with accelerate's ``Accelerator``, and for scripts that do not mention it."""
 
 import functools
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
@@ -18,7 +17,7 @@ from hf_offload.settings.environment import FIELDS, settings_with, variable
 from hf_offload.settings.renamed import with_current_names
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, shown
-from hf_offload.surgery import InertInCopies
+from hf_offload.surgery import InertInCopies, extend
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +33,14 @@ class OffloadPlugin:
     changes. :meth:`attach` may come before or after ``prepare``.
 
     Args:
-        settings: Those of :class:`~hf_offload.OffloadConfig`. What is not given here is taken from the environment
-            (``HF_OFFLOAD_TIER=ssd``, see :mod:`hf_offload.settings.environment`), as accelerate's own plugins do.
+        settings: Those of :class:`~hf_offload.OffloadConfig`. Settings that are not given are read from the environment
+            (``HF_OFFLOAD_TIER=ssd``, see :mod:`hf_offload.settings.environment`), as with accelerate's own plugins.
 
-    Raises :class:`~hf_offload.OffloadConfigError` for wrong settings, wherever they come from.
+    Raises :class:`~hf_offload.OffloadConfigError` for wrong settings from either source.
 
     Attributes:
-        config: The settings that hold.
-        sources: Where each one comes from that is not a default: ``"given"`` or a variable's name.
+        config: The settings in effect.
+        sources: The source of each setting that is not a default: ``"given"`` or a variable's name.
     """
 
     def __init__(self, **settings: Any):
@@ -74,9 +73,9 @@ class OffloadPlugin:
         return accelerator
 
     def attach(self, accelerator: Accelerator) -> "OffloadedAccelerator":
-        """Offload all models that ``accelerator`` has prepared, and those that it will prepare.
+        """Offload all models that ``accelerator`` has prepared or will prepare.
 
-        Raises :class:`~hf_offload.OffloadConfigError` if that cannot be done; nothing has been changed then.
+        Raises :class:`~hf_offload.OffloadConfigError`, before anything is changed, if that is not possible.
         """
         return OffloadedAccelerator(accelerator, self.config, "an OffloadPlugin")
 
@@ -87,8 +86,8 @@ _attached: "weakref.WeakKeyDictionary[Accelerator, OffloadedAccelerator]" = weak
 class OffloadedAccelerator:
     """An accelerator whose models are offloaded. Made by :meth:`OffloadPlugin.attach`.
 
-    ``accelerator.end_training()`` logs a summary and detaches; ``accelerator.free_memory()`` detaches the models that it
-    forgets.
+    ``accelerator.end_training()`` logs a summary and detaches; ``accelerator.free_memory()`` detaches the models that the
+    accelerator drops.
     """
 
     def __init__(self, accelerator: Accelerator, config: OffloadConfig, by: str):
@@ -96,27 +95,25 @@ class OffloadedAccelerator:
         self._accelerator = weakref.ref(accelerator)
         self._config = config
         self._by = by
-        self._sessions: list[OffloadSession] = []  # of models that have gone, too: a script may end before it is asked
+        self._sessions: list[OffloadSession] = []  # includes those of freed models, for the summary
         self._optimizers: dict[int, Any] = {}  # id of an optimizer -> the handle of its hook
         self._not_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.offloaded_models = 0
         _attached[accelerator] = self
-        _watch_methods()
-        weakref.finalize(accelerator, _unwatch_methods_if_unused).atexit = False
+        self._methods = extend(accelerator, _Offloading)
         try:
-            if config.changes_a_run:
-                self._follow()
+            self.update()
         except BaseException:
             self.detach()
             raise
 
     @property
     def sessions(self) -> list[OffloadSession]:
-        """One for each model that is offloaded now, or that went without having been forgotten."""
+        """One for each model that is offloaded, or was when it was freed without ``free_memory()``."""
         return list(self._sessions)
 
     def detach(self) -> None:
-        """Give the accelerator, its models and optimizers back as they were. Idempotent."""
+        """Restore the accelerator, its models and optimizers. Idempotent."""
         for session in self.sessions:
             session.detach()
         self._sessions.clear()
@@ -126,29 +123,15 @@ class OffloadedAccelerator:
         accelerator = self._accelerator()
         if accelerator is not None and _attached.get(accelerator) is self:
             del _attached[accelerator]
-        _unwatch_methods_if_unused()
+        self._methods.remove()
 
-    # -- what the accelerator does --------------------------------------------------------------------------------------
-
-    def prepared(self, result: Any, args: Any, kwargs: Any) -> None:
-        """It has prepared something, or forgotten everything."""
-        if self._config.changes_a_run:
-            self._follow()
-
-    def prepared_model(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """It has prepared a model, for training or for evaluation alone."""
-        if kwargs.get("evaluation_mode") or any(args[2:]):
-            self._not_trained.add(model)
-        else:
+    def prepared_model(self, model: nn.Module, trained: bool) -> None:
+        """The accelerator has prepared a model, ``trained`` or for evaluation only."""
+        if trained:
             self._not_trained.discard(model)
-        self.prepared(model, args, kwargs)
-
-    def after_backward(self, result: Any, args: Any, kwargs: Any) -> None:
-        """A backward is over. DeepSpeed steps in it, out of sight of any hook."""
-        accelerator = self._accelerator()
-        assert accelerator is not None
-        if accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.sync_gradients:
-            self.stepped()
+        else:
+            self._not_trained.add(model)
+        self.update()
 
     def stepped(self) -> None:
         """An optimizer has stepped."""
@@ -156,7 +139,7 @@ class OffloadedAccelerator:
             session.optimizer_stepped()
 
     def report(self, together: bool = True) -> None:
-        """Log what was offloaded, ``together`` by all processes: then all of them call this, or none."""
+        """Log what was offloaded. With ``together``, all processes call this, and the figures are those of all of them."""
         for session in self.sessions:
             session.finish(together)
             lines = summary_lines(session, together) if session.active or session.orphaned else []
@@ -164,10 +147,10 @@ class OffloadedAccelerator:
                 for line in lines:
                     logger.info("%s", line)
 
-    # -- following it -----------------------------------------------------------------------------------------------------
-
-    def _follow(self) -> None:
-        """Attach to what was prepared, and let go of what was forgotten."""
+    def update(self) -> None:
+        """Attach to what the accelerator has prepared, and detach from what it has dropped."""
+        if not self._config.changes_a_run:
+            return
         accelerator = self._accelerator()
         assert accelerator is not None
         prepared = {accelerator.unwrap_model(model, keep_torch_compile=False): model for model in accelerator._models}
@@ -195,7 +178,7 @@ class OffloadedAccelerator:
             raise compiled_error()
         present = attached_session(model)
         if present is not None and self._by == ENVIRONMENT:
-            return  # the script offloads this model itself, and knows better
+            return  # the script offloads this model itself
         session = attach(model, self._config, run_id=self, owner=self._by)
         self._sessions.append(session)
         self.offloaded_models += session.changes_model
@@ -209,68 +192,49 @@ def _stepped(offloaded: "weakref.ref[OffloadedAccelerator]", *_: Any) -> None:
         found.stepped()
 
 
-_AFTER: dict[str, Callable[..., None]] = {
-    "prepare": OffloadedAccelerator.prepared,
-    "prepare_model": OffloadedAccelerator.prepared_model,
-    "prepare_optimizer": OffloadedAccelerator.prepared,
-    "free_memory": OffloadedAccelerator.prepared,
-    "backward": OffloadedAccelerator.after_backward,
-}
-# Name of a method of Accelerator -> the one that stood there, and the one that stands there now.
-_replaced: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+class _Offloading(Accelerator):
+    """What an accelerator that offloads does in addition: the session hears of what it prepares, forgets and ends.
 
-
-def _replace(name: str, method: Callable[..., Any]) -> None:
-    _replaced[name] = getattr(Accelerator, name), method
-    setattr(Accelerator, name, method)
-
-
-def _restore(name: str) -> None:
-    original, method = _replaced.pop(name)
-    if getattr(Accelerator, name) is method:  # else somebody has put theirs around it
-        setattr(Accelerator, name, original)
-
-
-def _watch_methods() -> None:
-    """Replace the class's methods while there is an accelerator that offloads.
-
-    Not those of the one accelerator: it would hold itself then, and scripts count on accelerators going when nobody needs
-    them any more.
+    One accelerator gets these methods, not the class; nothing in it refers to it, so that it is freed as soon as the script
+    drops it. Copies find no entry in ``_attached`` and do nothing more than the original class.
     """
-    if "prepare" not in _replaced:
-        for name, after in _AFTER.items():
-            _replace(name, _with_after(getattr(Accelerator, name), after))
-        _replace("end_training", _with_report(Accelerator.end_training))
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        return self._updated(super().prepare(*args, **kwargs))
 
-def _with_after(original: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        result = original(accelerator, *args, **kwargs)
-        offloaded = _attached.get(accelerator)
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = super().prepare_model(model, *args, **kwargs)
+        offloaded = _attached.get(self)
         if offloaded is not None:
-            after(offloaded, result, args, kwargs)
+            offloaded.prepared_model(result, trained=not (kwargs.get("evaluation_mode") or any(args[1:])))
         return result
 
-    return method
+    def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        return self._updated(super().prepare_optimizer(*args, **kwargs))
 
+    def free_memory(self, *args: Any, **kwargs: Any) -> Any:
+        return self._updated(super().free_memory(*args, **kwargs))
 
-def _with_report(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def end_training(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        offloaded = _attached.get(accelerator)
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        super().backward(*args, **kwargs)
+        offloaded = _attached.get(self)
+        # DeepSpeed steps inside backward, where no hook of an optimizer sees it.
+        if offloaded is not None and self.distributed_type == DistributedType.DEEPSPEED and self.sync_gradients:
+            offloaded.stepped()
+
+    def end_training(self) -> None:
+        end = super().end_training  # detach() takes this class away
+        offloaded = _attached.get(self)
         if offloaded is not None:
-            offloaded.report()  # as long as processes can talk
+            offloaded.report()  # while the processes can still communicate
             offloaded.detach()
-        return original(accelerator, *args, **kwargs)
+        end()
 
-    return end_training
-
-
-def _unwatch_methods_if_unused() -> None:
-    if not list(_attached.keys()) and "prepare" in _replaced:
-        for name in (*_AFTER, "end_training"):
-            _restore(name)
+    def _updated(self, result: Any) -> Any:
+        offloaded = _attached.get(self)
+        if offloaded is not None:
+            offloaded.update()
+        return result
 
 
 def _refuse(accelerator: Accelerator, config: OffloadConfig, by: str) -> None:
@@ -280,7 +244,7 @@ def _refuse(accelerator: Accelerator, config: OffloadConfig, by: str) -> None:
         present.detach()
     elif present is not None:
         raise OffloadConfigError(
-            "This Accelerator offloads already: attach one OffloadPlugin only, or detach the first one before."
+            "This Accelerator offloads already: attach only one OffloadPlugin, or detach the first one before."
         )
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
         raise OffloadConfigError(
@@ -298,18 +262,18 @@ def attached_accelerators() -> list[OffloadedAccelerator]:
     return list(_attached.values())
 
 
-# -- for scripts that know nothing of it -------------------------------------------------------------------------------
+# -- scripts that do not mention offloading ---------------------------------------------------------------------------
 
 
 class switch_on:
     """Attach ``plugin`` to every Accelerator that is made from now on, until :meth:`off`.
 
-    A script's own plugin or callback goes before. Used by ``python -m hf_offload.run`` and the like, not by scripts.
+    A script's own plugin or callback takes precedence. Used by ``python -m hf_offload.run`` and the like, not by scripts.
     """
 
     def __init__(self, plugin: OffloadPlugin):
         self._made: list[OffloadedAccelerator] = []
-        original = Accelerator.__init__
+        self._original = original = Accelerator.__init__
 
         @functools.wraps(original)
         def make(accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
@@ -317,7 +281,8 @@ class switch_on:
             if accelerator not in _attached:
                 self._made.append(OffloadedAccelerator(accelerator, plugin.config, ENVIRONMENT))
 
-        _replace("__init__", make)
+        self._replacement = make
+        Accelerator.__init__ = make  # type: ignore[method-assign]
 
     @property
     def offloaded_models(self) -> int:
@@ -325,13 +290,13 @@ class switch_on:
         return sum(made.offloaded_models for made in self._made)
 
     def report(self, together: bool = True) -> None:
-        """Log what was offloaded through all of them, ``together`` by all processes."""
+        """Log what was offloaded through each of them, as :meth:`OffloadedAccelerator.report` does."""
         for made in self._made:
             made.report(together)
 
     def off(self) -> None:
-        """Take everything off again. Idempotent."""
-        if "__init__" in _replaced:
-            _restore("__init__")
+        """Restore everything. Idempotent."""
+        if Accelerator.__init__ is self._replacement:  # otherwise another library has wrapped it since
+            Accelerator.__init__ = self._original  # type: ignore[method-assign]
         for made in self._made:
             made.detach()

@@ -1,9 +1,8 @@
 """Which checkpoints of a Trainer are complete: a run that is killed while it writes one leaves a part of it.
 
-The Trainer takes the newest folder, whatever is in it, so the function it asks is replaced, once a training is offloaded.
+The Trainer itself resumes from the newest folder, whatever is in it.
 """
 
-import functools
 import json
 import logging
 import os
@@ -13,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import transformers.trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -24,7 +22,7 @@ _ZIP = b"PK\x03\x04"
 
 
 def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The newest checkpoint in ``folder`` with nothing missing, or None. A warning says which were skipped, and why."""
+    """The newest complete checkpoint in ``folder``, or None. A warning names each one that is skipped, with the reason."""
     found: dict[int, Path] = {}
     for path in Path(folder).iterdir():
         match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
@@ -36,15 +34,6 @@ def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
             return str(checkpoint)
         logger.warning("%s is incomplete and skipped (%s): the run that wrote it was killed.", checkpoint, damage)
     return None
-
-
-def skip_incomplete_checkpoints() -> None:
-    """Let every Trainer's ``train(resume_from_checkpoint=True)`` go on from the last complete checkpoint. Idempotent."""
-    usual = transformers.trainer.get_last_checkpoint
-    if not hasattr(usual, "hf_offload_checkpoints"):
-        complete = functools.wraps(usual)(last_complete_checkpoint)
-        complete.hf_offload_checkpoints = True  # type: ignore[attr-defined]
-        transformers.trainer.get_last_checkpoint = complete
 
 
 def _damage(checkpoint: Path) -> Iterator[str]:

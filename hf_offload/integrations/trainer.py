@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import ParallelMode
 
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
-from hf_offload.integrations.cards import describe_offloading_in_cards
-from hf_offload.integrations.checkpoints import skip_incomplete_checkpoints
+from hf_offload.integrations.extended_trainer import extend_calling_trainer
 from hf_offload.integrations.summary import card_lines, summary_lines
 from hf_offload.planning.known import Prediction
 from hf_offload.session import OffloadSession, attach
@@ -51,7 +50,7 @@ class OffloadCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         config = self._config(args)
         if config is not None and config.changes_a_run:
-            skip_incomplete_checkpoints()
+            extend_calling_trainer(self)
 
     def on_train_begin(
         self,
@@ -73,7 +72,7 @@ class OffloadCallback(TrainerCallback):
         self.session = attach(model, config, run_id=state, owner="the Trainer's OffloadCallback")
         self.stats = self.session.stats
         self.summary = []
-        describe_offloading_in_cards(_summary_of)
+        extend_calling_trainer(self)  # for a callback that was added after the constructor
         if self.session.active:
             logger.info("Offloading activations: %s.", self.session.plan.reason)
         cache = self.session.carry_sample_ids(train_dataloader)
@@ -146,11 +145,6 @@ class OffloadCallback(TrainerCallback):
             self.forecast = self.session.forecast
             self.session.detach()
             self.session = None
-
-
-def _summary_of(trainer: Trainer) -> list[str]:
-    callbacks = trainer.callback_handler.callbacks
-    return next((callback.summary for callback in callbacks if isinstance(callback, OffloadCallback)), [])
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

@@ -6,10 +6,12 @@ import zipfile
 
 import pytest
 import torch
+from transformers import Trainer
 from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
+from tests.faults import test_processes
 from tests.faults.test_processes import trainer_in
 from tests.helpers.tiny_models import weights
 
@@ -128,6 +130,22 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_to_the_same_weights(whole,
 def test_a_run_goes_on_to_the_same_weights_after_every_damage(whole, tmp_path):
     for number, (kind, shares) in enumerate(damages(whole[2])):
         assert resumed_equals(whole, tmp_path / str(number), shares), f"{kind} {next(iter(shares))}"
+
+
+def test_a_train_of_the_user_s_own_that_resumes(whole, tmp_path, monkeypatch):
+    class Own(Trainer):
+        def train(self):
+            return super().train(resume_from_checkpoint=True)
+
+    source, expected, _ = whole
+    shutil.copytree(source, tmp_path / "run")
+    damage(tmp_path / "run" / NEWEST, {"trainer_state.json": None})
+    monkeypatch.setattr(test_processes, "Trainer", Own)
+    trainer = trainer_in(tmp_path / "run", True, max_steps=STEPS)
+    assert isinstance(trainer, Own)
+    trainer.train()
+    found = weights(trainer.model)
+    assert all(torch.equal(expected[name], found[name]) for name in found)
 
 
 def test_where_no_checkpoint_is_complete_the_trainer_says_so(whole, tmp_path):

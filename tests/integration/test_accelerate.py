@@ -1,5 +1,6 @@
 """OffloadPlugin in loops written with Accelerator, and Accelerators that a script makes without knowing of it."""
 
+import copy
 import gc
 import logging
 import os
@@ -233,7 +234,6 @@ def test_optimizers_are_still_pickled(plugin):
 def test_accelerators_go_without_the_garbage_collector(plugin):
     accelerator = plugin.accelerator(cpu=True)
     _ = loop(accelerator, together)
-    assert dict(vars(Accelerator)) != METHODS
     gone = weakref.ref(accelerator)
     gc.disable()
     try:
@@ -241,7 +241,30 @@ def test_accelerators_go_without_the_garbage_collector(plugin):
         assert gone() is None
     finally:
         gc.enable()
+
+
+class Own(Accelerator):
+    """A script's own, with a method of its own around one of accelerate's."""
+
+    def prepare(self, *objects):
+        self.asked = [type(one).__name__ for one in objects]
+        return super().prepare(*objects)
+
+
+@pytest.mark.parametrize("kind", [Accelerator, Own])
+def test_one_accelerator_gets_other_methods_and_its_class_stays(kind, plugin):
+    accelerator, other = kind(cpu=True), kind(cpu=True)
+    offloaded = plugin.attach(accelerator)
     assert dict(vars(Accelerator)) == METHODS
+    assert isinstance(accelerator, kind)
+    assert type(accelerator).__name__ == kind.__name__
+    assert type(other) is type(copy.copy(accelerator)) is kind
+    prepared = accelerator.prepare(tiny_model("gpt2"))
+    assert hooks_on(prepared)
+    assert getattr(accelerator, "asked", ["GPT2LMHeadModel"]) == ["GPT2LMHeadModel"]
+    offloaded.detach()
+    assert type(accelerator) is kind
+    assert hooks_on(prepared) == []
 
 
 def test_what_somebody_else_put_around_a_method_comes_back(plugin):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from typer.testing import CliRunner
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadTrainingArguments
@@ -72,8 +72,19 @@ def test_any_way_of_switching_on_and_any_trainer(tmp_path):
     assert offloaded.summary[-1] in section(text)
 
 
+def test_a_callback_that_is_added_later(tmp_path):
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no"
+    )
+    trainer = Trainer(tiny_model("llama"), arguments, train_dataset=ExampleDataset("llama", 4))
+    trainer.add_callback(OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0)))
+    trainer.train()
+    trainer.create_model_card()
+    assert section((tmp_path / "README.md").read_text(encoding="utf-8"))
+
+
 def test_cards_of_other_trainings_stay_as_they_are(tmp_path):
-    run(tmp_path / "first", offload="ssd", offload_directory=str(tmp_path), offload_min_bytes=0)  # wraps the method
+    run(tmp_path / "first", offload="ssd", offload_directory=str(tmp_path), offload_min_bytes=0)
     assert not section(run(tmp_path / "second"))
     # A training that was offloaded, and one after it with the same callback that was stopped, has nothing to tell of it.
     callback = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0))

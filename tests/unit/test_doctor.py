@@ -38,8 +38,10 @@ def test_json_is_pure_and_complete(run, tmp_path):
     assert 0 < facts["ram_available_bytes"] <= facts["ram_total_bytes"]
     assert facts["device"]["type"] == ("cuda" if torch.cuda.is_available() else "cpu")
     effects = " ".join(facts["process_wide_effects"])
-    for word in ("mallopt", "register_at_fork", "report_to"):
+    for word in ("mallopt", "register_at_fork", "table of reporters"):
         assert word in effects
+    for heading in ("effects_within_a_step", "effects_on_child_processes", "files_that_are_kept"):
+        assert facts[heading]
     assert list(other.iterdir()) == []
 
 

@@ -1,0 +1,66 @@
+"""What a Trainer that offloads does in addition: it resumes from complete checkpoints, and its model cards describe memory.
+
+Note: reaching the Trainer
+    transformers has no hook for either. Replacing functions of its modules would change every Trainer of the process, and a
+    callback is passed everything but its Trainer. So the callback looks for the Trainer among the frames that called it, and
+    extends that one object (:func:`~hf_offload.surgery.extend`).
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import Trainer
+
+from hf_offload.integrations.checkpoints import last_complete_checkpoint
+from hf_offload.surgery import extend
+
+HEADING = "## Memory"
+CARD_FILE = "README.md"
+_CALLBACK = "_hf_offload_callback"
+
+
+class Summarizing(Protocol):
+    """A callback whose ``summary`` says what offloading did in its last training; empty if nothing was offloaded."""
+
+    summary: list[str]
+
+
+def extend_calling_trainer(callback: Summarizing) -> None:
+    """Extend the Trainer that is calling ``callback``. Idempotent; does nothing outside of a Trainer's events."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        trainer = frame.f_locals.get("self")
+        if isinstance(trainer, Trainer) and callback in trainer.callback_handler.callbacks:
+            if not isinstance(trainer, _Describing):
+                extend(trainer, _Describing, _Resuming)
+            setattr(trainer, _CALLBACK, callback)
+            return
+
+
+class _Describing(Trainer):
+    """In front of the trainer's class, whose ``create_model_card`` may be its own, as in TRL."""
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().create_model_card(*args, **kwargs)
+        card = Path(self.args.output_dir or ".") / CARD_FILE
+        lines = getattr(self, _CALLBACK).summary
+        if lines and self.is_world_process_zero() and card.is_file():
+            text = card.read_text(encoding="utf-8")
+            if HEADING not in text.splitlines():
+                listed = "\n".join(f"- {line}" for line in lines)
+                card.write_text(f"{text.rstrip()}\n\n{HEADING}\n\n{listed}\n", encoding="utf-8")
+        return result
+
+
+class _Resuming(Trainer):
+    """Right in front of :class:`~transformers.Trainer`, so that it also serves subclasses whose ``train`` asks to resume."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is True:
+            folder = self.args.output_dir or "."
+            resume_from_checkpoint = last_complete_checkpoint(folder)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"No valid checkpoint found in output directory ({folder}): none is complete.")
+        return super().train(resume_from_checkpoint, *args, **kwargs)

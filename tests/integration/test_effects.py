@@ -1,0 +1,134 @@
+"""What each way to offload changes in a process, next to what ``hf-offload doctor`` says of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_offload.cli.doctor import EFFECTS
+
+ROOT = Path(__file__).parents[2]
+BEGIN = """
+import json, os, sys
+import torch, transformers, accelerate, transformers.trainer
+from accelerate import Accelerator
+from transformers import Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
+from tests.helpers.process_state import differences, state
+from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model
+
+SSD = {"tier": "ssd", "directory": os.getcwd(), "min_bytes": 0}
+FLAGS = {"offload": "ssd", "offload_directory": os.getcwd(), "offload_min_bytes": "0"}
+
+class Look(TrainerCallback):
+    def on_init_end(self, *args, **kwargs):
+        look()
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == args.max_steps:
+            look()
+
+def trainer(arguments, callbacks=(), **settings):
+    arguments = arguments(
+        output_dir="out", max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", **settings
+    )
+    data = ExampleDataset("gpt2", 8)
+    found = Trainer(tiny_model("gpt2"), arguments, train_dataset=data, callbacks=[*callbacks, Look()])
+    found.train()
+    found.create_model_card()
+
+def loop(accelerator):
+    model = tiny_model("gpt2")
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        accelerator.backward(model(**tiny_batch("gpt2")).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    look()
+    accelerator.end_training()
+
+def plain_loop(**settings):
+    model = tiny_model("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    with hf_offload.offload_activations(model, hf_offload.OffloadConfig(**settings)) as session:
+        for _ in range(4):
+            model(**tiny_batch("gpt2")).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+        look()
+
+def look():
+    if before is not None:
+        found.update(differences(before, state()))
+
+found, before = set(), None
+trainer(TrainingArguments)  # what is loaded on first use is there from now on
+loop(Accelerator(cpu=True))
+accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+before = state()
+import hf_offload
+"""
+END = """
+look()
+with open(sys.argv[-1], "w") as file:
+    json.dump(sorted(found), file)
+"""
+WAYS = {
+    "import": "",
+    "arguments": "trainer(hf_offload.OffloadTrainingArguments, **FLAGS)",
+    "memory mode": "trainer(hf_offload.OffloadTrainingArguments, memory_mode='badam', **FLAGS)",
+    "callback": "trainer(TrainingArguments, [hf_offload.OffloadCallback(hf_offload.OffloadConfig(**SSD))])",
+    "plugin": "loop(hf_offload.OffloadPlugin(**SSD).accelerator(cpu=True))",
+    "plain loop": "plain_loop(**SSD)",
+    "auto": "plain_loop(tier='auto', memory_budget='1GiB', directory=os.getcwd())",
+    "hf_offload.run": """
+from hf_offload.run import main
+sys.modules["this_script"] = sys.modules["__main__"]
+sys.argv[1:1] = ["-m", "script_with_a_loop"]
+before = state()
+main()
+""",
+    "autoload": """
+import hf_offload.autoload
+os.environ["HF_OFFLOAD_AUTOLOAD"] = "1"
+hf_offload.autoload.start()
+import colorsys
+loop(Accelerator(cpu=True))
+""",
+}
+ENVIRONMENT = {
+    name: {"HF_OFFLOAD_TIER": "ssd", "HF_OFFLOAD_DIRECTORY": ".", "HF_OFFLOAD_MIN_BYTES": "0"}
+    for name in ("hf_offload.run", "autoload")
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_doctor_names_what_each_way_changes_and_nothing_else(way, tmp_path):
+    (tmp_path / "script_of_way.py").write_text(BEGIN + WAYS[way] + END)
+    (tmp_path / "script_with_a_loop.py").write_text(
+        "from this_script import Accelerator, loop\nloop(Accelerator(cpu=True))"
+    )
+    done = subprocess.run(
+        [sys.executable, "script_of_way.py", "found.json"],
+        cwd=tmp_path,
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "XDG_STATE_HOME": str(tmp_path / "state"),
+        }
+        | ENVIRONMENT.get(way, {}),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = set(json.loads((tmp_path / "found.json").read_text()))
+    named = {target for effect in EFFECTS if way in effect.ways for target in effect.targets}
+    assert found == named
+
+
+def test_there_are_few():
+    assert len(EFFECTS) <= 6
