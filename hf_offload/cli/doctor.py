@@ -20,63 +20,56 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """Something that reaches beyond the objects a run creates: ``targets`` of the process differ, ``when`` one of ``ways`` to
-    offload is used.
+    """Something that reaches beyond the objects a run creates.
+
+    ``changes`` says for each way to offload what differs in the process.
     """
 
     when: str
     what: str
-    targets: tuple[str, ...]
-    ways: tuple[str, ...]
+    changes: dict[str, tuple[str, ...]]
 
 
-_ARGUMENTS = ("arguments", "memory mode")
-_LAUNCHED = ("hf_offload.run", "autoload")
-_EVERY_RUN = (*_ARGUMENTS, "callback", "plugin", "plain loop", "auto", *_LAUNCHED)
+_RUNS = ("arguments", "memory mode", "callback", "plugin", "plain loop", "auto", "hf_offload.run", "autoload")
+_ACCELERATOR = ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")
 
 # All of them: tests/integration/test_effects.py compares the state of processes with this list.
 EFFECTS = (
     Effect(
         "import of the training arguments",
         "one entry in transformers' table of reporters, so that Trainers find the callback",
-        ("transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK",),
-        _ARGUMENTS,
+        dict.fromkeys(
+            ("arguments", "memory mode"), ("transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK",)
+        ),
     ),
     Effect(
         "training arguments with a memory mode",
         "Trainer.__init__ is wrapped, and changes nothing for other arguments",
-        ("transformers.trainer.Trainer.__init__",),
-        ("memory mode",),
+        {"memory mode": ("transformers.trainer.Trainer.__init__",)},
     ),
     Effect(
         "disk tier, on first use",
         "one os.register_at_fork() handler, so that no direct read runs during a fork",
-        ("fork handlers",),
-        _EVERY_RUN,
+        dict.fromkeys(_RUNS, ("fork handlers",)),
     ),
     Effect(
         "CPU, on first use",
         "mallopt() keeps freed memory in glibc's heap; a preloaded allocator is left alone",
-        ("mallopt",),
-        _EVERY_RUN,
+        dict.fromkeys(_RUNS, ("mallopt",)),
     ),
     Effect(
         "tier auto, until it is detached",
         "a hook after every optimizer's step notes which optimizers hold state",
-        ("torch.optim.optimizer._global_optimizer_post_hooks",),
-        ("auto",),
+        {"auto": ("torch.optim.optimizer._global_optimizer_post_hooks",)},
     ),
     Effect(
         "hf_offload.run, command launch, HF_OFFLOAD_AUTOLOAD=1",
         "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown; with the variable, "
         "accelerate's reader of config files also accepts the section hf_offload_config, and a summary is logged at exit",
-        (
-            "accelerate.accelerator.Accelerator.__init__",
-            "accelerate.commands.config.config_args.BaseConfig.process_config",
-            "logging.hf_offload",
-            "atexit",
-        ),
-        _LAUNCHED,
+        {
+            "hf_offload.run": _ACCELERATOR,
+            "autoload": (*_ACCELERATOR, "accelerate.commands.config.config_args.BaseConfig.process_config", "atexit"),
+        },
     ),
 )
 

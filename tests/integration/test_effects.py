@@ -92,10 +92,11 @@ main()
 """,
     "autoload": """
 import hf_offload.autoload
+sys.modules["this_script"] = sys.modules["__main__"]
 os.environ["HF_OFFLOAD_AUTOLOAD"] = "1"
+before = state()
 hf_offload.autoload.start()
-import colorsys
-loop(Accelerator(cpu=True))
+import script_with_a_loop
 """,
 }
 ENVIRONMENT = {
@@ -126,7 +127,7 @@ def test_doctor_names_what_each_way_changes_and_nothing_else(way, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     found = set(json.loads((tmp_path / "found.json").read_text()))
-    named = {target for effect in EFFECTS if way in effect.ways for target in effect.targets}
+    named = {changed for effect in EFFECTS for changed in effect.changes.get(way, ())}
     assert found == named
 
 
