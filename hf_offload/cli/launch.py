@@ -9,7 +9,7 @@ from hf_offload.integrations.launch import SECTION, launch, shipped_configs
 
 EPILOG = (
     f"--config_file may have a section {SECTION} with the settings of offloading, or be the name of a file that comes with "
-    f"the package: {', '.join(shipped_configs())}. Variables such as HF_OFFLOAD_TIER=ssd go before it. Without "
+    f"the package: {', '.join(shipped_configs())}. Variables such as HF_OFFLOAD_TIER=ssd take precedence over it. Without "
     "--config_file, what `hf-offload config` wrote is used."
 )
 METAVAR = "[ACCELERATE'S OPTIONS] SCRIPT [ARGUMENTS]..."

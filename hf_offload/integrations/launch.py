@@ -1,6 +1,6 @@
 """Starting unmodified scripts with accelerate's launcher: its config files with a section of ours.
 
-The settings reach the processes as environment variables. A variable that is set already goes before the file.
+The settings reach the processes as environment variables. A variable that is set takes precedence over the file.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def default_config() -> Path:
-    """Where ``hf-offload config`` writes: beside accelerate's own default file."""
+    """Where ``hf-offload config`` writes: next to accelerate's own default file."""
     from accelerate.commands.config import default_config_file
 
     return Path(default_config_file).with_name("hf_offload_config.yaml")
@@ -73,14 +73,12 @@ def read_config(path: Path) -> dict[str, Any]:
     text = read_text(path, "The config file")
     config = parse_json(text, f"The config file {path}") if path.suffix == ".json" else parse_yaml(text, str(path))
     if not isinstance(config, dict):
-        raise OffloadConfigError(f"The config file {path} is no mapping of settings.")
+        raise OffloadConfigError(f"The config file {path} is not a mapping of settings.")
     return config
 
 
 def take_section(config: dict[str, Any], where: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Take our section out of accelerate's ``config``; returns the variables that stand for it.
-
-    Variables that are set already are not among them.
+    """Remove our section from accelerate's ``config``; returns it as variables, without those that are set already.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for unknown keys and wrong values.
     """
@@ -88,7 +86,7 @@ def take_section(config: dict[str, Any], where: str, environ: Mapping[str, str] 
     if section is None:
         return {}
     if not isinstance(section, dict):
-        raise OffloadConfigError(f"{where}: {SECTION} is no mapping of settings, such as `tier: ssd`.")
+        raise OffloadConfigError(f"{where}: {SECTION} is not a mapping of settings, such as `tier: ssd`.")
     section = with_current_names(section, FIELDS, f"{where}, section {SECTION}")
     _, found = settings_with(section, f"{where}, section {SECTION}", environ, environment_first=True)
     for field in section.keys() & found.keys():
@@ -130,7 +128,7 @@ def launch(arguments: Sequence[str]) -> None:
     path = find_config(chosen.config_file) if chosen.config_file else default_config()
     config = read_config(path) if chosen.config_file or path.is_file() else None
     variables = {} if config is None else take_section(config, str(path))
-    # Wrong settings are found out here, and not by each of the processes.
+    # Wrong settings are reported once, before any process starts.
     with collect_errors("settings") as check:
         with check:
             settings_with({}, "environment", os.environ | variables)
