@@ -57,7 +57,7 @@ def test_a_file_that_is_not_there():
 
 
 @pytest.mark.parametrize(
-    ("text", "part"), [("- a\n", "is no mapping"), ("a: [", "not valid YAML"), ("a: 1\na: 2\n", "given twice")]
+    ("text", "part"), [("- a\n", "is not a mapping"), ("a: [", "not valid YAML"), ("a: 1\na: 2\n", "given twice")]
 )
 def test_files_that_cannot_be_read(text, part, tmp_path):
     (tmp_path / "c.yaml").write_text(text)
@@ -92,7 +92,7 @@ def test_a_variable_goes_before_the_file_and_is_named(caplog):
     [
         ({"teir": "ssd"}, {}, "unknown key 'teir'. Did you mean 'tier'"),
         ({"tier": "tape"}, {}, "tier='tape' is unknown"),
-        ("ssd", {}, "is no mapping"),
+        ("ssd", {}, "is not a mapping"),
         ({"directory": "/a"}, {"HF_OFFLOAD_TIER": "ram"}, "writes no files"),
     ],
 )
