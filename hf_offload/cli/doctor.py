@@ -74,7 +74,7 @@ EFFECTS = (
 )
 
 WITHIN_A_STEP = (
-    "forward of a model that offloads: hooks for saved tensors, in its thread",
+    "forward of a model that offloads, or a block of offload_activations: hooks for saved tensors, in its thread",
     "bookkeeping of the engine, microseconds at a time: handlers of signals such as Ctrl-C's run right after it",
     "tier auto, in a step that is measured: hooks around every optimizer's step, and a dispatch mode that counts tensors",
 )
