@@ -34,6 +34,10 @@ class TierFullError(OffloadError):
     """A storage tier has no room for a buffer. The engine keeps the tensor in memory instead."""
 
 
+class WriteLimitError(TierFullError):
+    """``max_disk_write_bytes`` are spent. Where it can, what would have been written stays in memory instead."""
+
+
 class StorageError(OffloadError):
     """Bytes could not be written to, or read back from, a storage tier."""
 

@@ -27,9 +27,9 @@ from hf_offload.planning.ranks import Ranks, agreed, hardware_of_all
 from hf_offload.settings.environment import DISABLE_VARIABLE, check_variables, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.storage.disk import DiskTier
-from hf_offload.storage.opening import open_tier
-from hf_offload.storage.wear import Wear, Written
+from hf_offload.storage.opening import begin_run, open_tier
+from hf_offload.storage.service import storage_of
+from hf_offload.storage.wear import Written
 from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.transforms.order import transforms_for
 from hf_offload.transforms.sampling.gradient_cache import GradientCache
@@ -120,7 +120,6 @@ class OffloadSession:
         self.config = config
         self.run_id = run_id
         self.owner = owner
-        self.stats = OffloadStats(None)
         self.ranks = Ranks()
         self.must_stop = False
         self._model = weakref.ref(model)
@@ -130,8 +129,9 @@ class OffloadSession:
         self._feedback: Feedback | None = None
         self._recompute: Recompute | None = None
         self._watch: ModelWatch | None = None
-        self._disk: DiskTier | None = None
-        self._wear: Wear | None = None
+        self._storage = storage_of(model)  # the optimizer's, too
+        self._storage.members.add(self)
+        self.stats = OffloadStats(None, self._storage.accounts)
         self._stepped = False
 
     plan: Plan
@@ -147,6 +147,7 @@ class OffloadSession:
         on_host = device_of(model).type == "cpu"
         automatic = config.tier == "auto"
         self.plan = safest_plan(config, on_host) if automatic else plan_from_settings(config, list(blocks), on_host)
+        begin_run(self._storage, config, on_host, self.ranks.local_count)
         if not self.plan.moves or not trains_anything(model):
             return
         device = open_device(device_of(model))
@@ -154,13 +155,14 @@ class OffloadSession:
             check_eager(model)
         if not on_host:
             check_no_graphs(model)
-        tier, self._disk = open_tier(config, on_host, self.ranks.local_count)
-        self._wear = None if self._disk is None else Wear(self._disk.files)
+        tier = open_tier(self._storage, config, on_host)
         if on_host:
             logger.info("CPU allocator: %s.", tune_running_allocator())
         self._engine = Engine(model, self.plan, device, tier)
+        self._storage.free_with(self._engine.transfer.reap)
         self._phases = Phases(self._engine)
         self.stats = self._engine.stats
+        self.stats.accounts = self._storage.accounts
         units: Mapping[str, nn.Module] = blocks
         if automatic:
             hardware = hardware_of_all(config, self.ranks, device.torch_device)
@@ -198,8 +200,7 @@ class OffloadSession:
         assert self._engine is not None
         self._engine.enter_thread()
         self._engine.close()
-        if self._wear is not None:
-            self._wear.keep()
+        self._storage.wear.keep()
 
     def _wait_if_gone(self) -> None:
         """What is left to do for a model that has gone is done when this returns."""
@@ -208,11 +209,9 @@ class OffloadSession:
 
     def written(self) -> list[Written]:
         """What was written to each drive, by this process and by all runs together. Keeps the count first."""
-        if self._wear is None:
-            return []
         self._wait_if_gone()
-        self._wear.keep()
-        return self._wear.report()
+        self._storage.wear.keep()
+        return self._storage.wear.report()
 
     def _follow(self, plan: Plan) -> None:
         assert self._engine is not None
@@ -315,10 +314,9 @@ class OffloadSession:
         self._end_counters()
         if self._feedback is not None:
             self._feedback.end_step()
-        if self._wear is not None:
-            self._wear.keep(now=False)
-        if self._disk is not None and self.config.on_disk_write_limit == "stop":
-            self.must_stop = any(self.ranks.gather(self._disk.write_limit_reached))
+        self._storage.wear.keep(now=False)
+        if self._storage.stops:
+            self.must_stop = any(self.ranks.gather(self._storage.must_stop))
 
     def _end_counters(self) -> None:
         with signals_deferred:
@@ -354,8 +352,8 @@ class OffloadSession:
             with signals_deferred:  # until it waits for a drive
                 self._take_off()
         finally:
-            if self._wear is not None:
-                self._wear.keep()
+            self._storage.wear.keep()
+            self._storage.members.discard(self)
             self.ranks.close()
 
     def _take_off(self) -> None:

@@ -2,10 +2,10 @@
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_offload.storage.tier import Tier
+from hf_offload.storage.tier import Tier, TierStats
 
 
 @dataclasses.dataclass
@@ -59,9 +59,14 @@ _SUMMED = [
 
 
 class OffloadStats:
-    """``total`` since the session began, ``step`` the step that is running, ``steps`` those that ended (last 1000)."""
+    """``total`` since the session began, ``step`` the step that is running, ``steps`` those that ended (last 1000).
 
-    def __init__(self, tier: Tier | None):
+    These count activations. ``accounts`` has counters of all that the run moves, by account (``"activations"``,
+    ``"optimizer state"``) and tier: ``stats.accounts["optimizer state"]["ssd"].written_bytes``.
+    """
+
+    def __init__(self, tier: Tier | None, accounts: Mapping[str, Mapping[str, TierStats]] | None = None):
+        self.accounts = {} if accounts is None else accounts
         self.step = StepStats()
         self.steps: collections.deque[StepStats] = collections.deque(maxlen=1000)
         self.ended_steps = 0

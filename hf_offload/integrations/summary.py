@@ -1,5 +1,6 @@
 """What a run did, in a few lines at its end: one for all of its processes."""
 
+import collections
 import statistics
 
 from hf_offload.engine.stats import StepStats, added
@@ -16,17 +17,23 @@ def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
     if session.forecast is not None:
         lines.append(_compared(session.forecast))
     written = session.written()  # every process keeps its count first
-    mine = {each.drive.key: each.run_bytes for each in written}
+    mine = {each.drive.key: each.accounts for each in written}
     return lines + _worn(
         written, session.ranks.gather(mine) if together else [mine], session.config.drive_endurance_bytes
     )
 
 
-def _worn(written: list[Written], everyone: list[dict[str, int]], rated_bytes: int | str | None) -> list[str]:
+def _worn(
+    written: list[Written], everyone: list[dict[str, dict[str, int]]], rated_bytes: int | str | None
+) -> list[str]:
     lines = []
     for each in written:
-        run_bytes = sum(one.get(each.drive.key, 0) for one in everyone)
-        line = f"Drive {each.drive.name}: {format_bytes(run_bytes)} written in this run"
+        accounts: collections.Counter[str] = collections.Counter()
+        for one in everyone:
+            accounts.update(one.get(each.drive.key, {}))
+        line = f"Drive {each.drive.name}: {format_bytes(accounts.total())} written in this run"
+        if len(accounts) > 1:
+            line += f" ({', '.join(f'{format_bytes(nbytes)} of {name}' for name, nbytes in sorted(accounts.items()))})"
         if each.total_bytes is not None:
             line += f", {format_bytes(each.total_bytes)} by offloading since {each.since}"
             if rated_bytes is not None:

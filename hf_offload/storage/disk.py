@@ -18,14 +18,15 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
+from hf_offload.errors import OffloadConfigError, StorageError, WriteLimitError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk_io import DataFile
+from hf_offload.storage.disk_room import Piece, round_down
 from hf_offload.storage.forking import Gate, guard
-from hf_offload.storage.placement import DiskRoom, Piece
 from hf_offload.storage.queued import QueuedSlot, QueuedTier, QueuedTransfer, memory
+from hf_offload.storage.service import ACTIVATIONS, RunStorage
 from hf_offload.storage.tier import Slot
 
 
@@ -58,7 +59,7 @@ class DiskSlot(QueuedSlot):
     pieces: tuple[Piece, ...] = ()
     place: str = ""
     image: _Image | None = None
-    prepaid: bool = True  # its next write is already counted against max_write_bytes
+    prepaid: bool = True  # its next write is already counted against the write limit
 
     @property
     def location(self) -> str:
@@ -70,9 +71,12 @@ class DiskTier(QueuedTier):
 
     Args:
         directories: One local directory, or several, best on different drives.
-        budget_bytes: Most bytes of disk occupied at any time, over all directories, free slots included.
-            Default: as much as the disk has.
-        max_write_bytes: Most bytes written in the tier's life; then :meth:`reserve` raises ``TierFullError``.
+        storage: The run's, whose limits hold for all its tiers together. Default: one for this tier alone.
+        account: What the bytes are, for the run's counters.
+        budget_bytes: Most bytes of disk occupied at any time, over all directories, free slots included. They are set aside
+            for this tier. Default: what the run and the disk have left.
+        max_write_bytes: Without ``storage``, most bytes written in the tier's life; then :meth:`reserve` raises
+            ``WriteLimitError``.
         chunk_bytes: Size of one system call. Large slots are cut so that several threads work on them.
         write_threads, read_threads: Threads per directory in each direction.
         direct: False forbids O_DIRECT. Default: used wherever a probe shows that it works.
@@ -87,6 +91,8 @@ class DiskTier(QueuedTier):
         self,
         directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
+        storage: RunStorage | None = None,
+        account: str = ACTIVATIONS,
         budget_bytes: int | None = None,
         max_write_bytes: int | None = None,
         chunk_bytes: int = 8 << 20,
@@ -99,34 +105,25 @@ class DiskTier(QueuedTier):
         paths = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
         if not paths:
             raise OffloadConfigError("The disk tier was given no directory: name at least one.")
-        super().__init__("ssd", write_threads=write_threads * len(paths), read_threads=read_threads * len(paths))
+        threads = {"write_threads": write_threads * len(paths), "read_threads": read_threads * len(paths)}
+        storage = RunStorage(max_write_bytes) if storage is None else storage
+        super().__init__("ssd", storage, account, **threads)
+        self.account = account
         self._directories = ", ".join(map(str, paths))
-        self._files: list[DataFile] = []
-        try:
-            for path in paths:
-                opening = functools.partial(DataFile, path, allow_direct=direct)
-                self._files.append(self.call_with_watchdog(opening, DataFile.close))
-            self.block_bytes = max(align_bytes or 1, *(file.direct.align_bytes for file in self._files))
-            if any(self.block_bytes % file.direct.align_bytes for file in self._files):
-                raise OffloadConfigError(f"align_bytes={align_bytes} is not a multiple of what the drives need.")
-        except BaseException:
-            _close_files(self._files, os.getpid())
-            raise
-        weakref.finalize(self, _close_files, self._files, os.getpid()).atexit = False
-        self.max_write_bytes = max_write_bytes
+        self._room, self._number = storage.join_room(
+            self, budget_bytes, paths, chunk_bytes=chunk_bytes, direct=direct, align_bytes=align_bytes
+        )
+        weakref.finalize(self, self._room.abandoned.append, self._number).atexit = False
+        self.block_bytes = self._room.block_bytes
+        self.chunk_bytes = round_down(chunk_bytes, self.block_bytes)
         self.checksum = checksum
-        granule = max(self.block_bytes, 4096)
-        self.chunk_bytes = max(chunk_bytes // granule, 1) * granule
-        self._room = DiskRoom(self._files, granule, self.chunk_bytes, budget_bytes, self.call_with_watchdog)
-        self._paid_bytes = 0
-        self.write_limit_reached = False  # something was refused because of max_write_bytes
         self.gate = Gate()
         guard(self)
 
     @property
     def files(self) -> tuple[DataFile, ...]:
         """The open files, one a directory."""
-        return tuple(self._files)
+        return tuple(self._room.files)
 
     @property
     def where(self) -> str:
@@ -148,37 +145,34 @@ class DiskTier(QueuedTier):
         self._check_usable("reserve")
         room = self._room.round_up(nbytes)
         with signals_deferred:
-            with self._lock:
-                self._check_usable("reserve")
-                self._pay(nbytes)
+            self._check_usable("reserve")
+            self._pay(nbytes)
             try:
-                pieces = self._room.place(room)
+                pieces = self._room.place(self._number, room, self.call_with_watchdog)
             except BaseException:
-                with self._lock:
-                    self._paid_bytes -= nbytes
+                self.storage.disk_writes.give(nbytes)
                 raise
             self.stats.reserve(room)
-            where = ", ".join(f"{self._files[piece.file]} at offset {piece.offset}" for piece in pieces[:4])
+            where = ", ".join(f"{self._room.files[piece.file]} at offset {piece.offset}" for piece in pieces[:4])
             return DiskSlot(nbytes, room_bytes=room, pieces=tuple(pieces), place=where or "an empty slot")
 
     def _pay(self, nbytes: int) -> None:
-        """Count a write before it happens, against what the drive may be worn by. Called under the lock."""
-        if self.max_write_bytes is not None and self._paid_bytes + nbytes > self.max_write_bytes:
-            self.write_limit_reached = True
-            raise TierFullError(
-                f"No more disk writes: of max_disk_write_bytes={format_bytes(self.max_write_bytes)}, "
-                f"{format_bytes(self._paid_bytes)} are spent and {format_bytes(nbytes)} are asked for. Raise it, or "
+        """Count a write before it happens, against what the drives may be worn by."""
+        limit = self.storage.disk_writes
+        if not limit.take(nbytes):
+            raise WriteLimitError(
+                f"No more disk writes: of max_disk_write_bytes={format_bytes(limit.limit_bytes or 0)}, "
+                f"{format_bytes(limit.taken_bytes)} are spent and {format_bytes(nbytes)} are asked for. Raise it, or "
                 "let the tensor stay in memory."
             )
-        self._paid_bytes += nbytes
 
     def _give_back(self, slot: QueuedSlot) -> None:
         assert isinstance(slot, DiskSlot)
-        self._room.give(slot.pieces)
+        self._room.give(self._number, slot.pieces)
         self.stats.release(slot.room_bytes)
         slot.image = None
         if slot.prepaid:
-            self._paid_bytes -= slot.nbytes
+            self.storage.disk_writes.give(slot.nbytes)
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 
@@ -232,12 +226,12 @@ class DiskTier(QueuedTier):
         if not chunk.nbytes:
             return
         address = transfer.address + len(image.lead) + chunk.start
-        file = self._files[chunk.file]
+        file = self._room.files[chunk.file]
         if transfer.kind == "write":
             data = memory(address, chunk.nbytes)
             if image.checksums:
                 image.checksums[chunk.index] = zlib.crc32(data)
-            self._call(transfer, chunk, functools.partial(file.write, data, chunk.offset))
+            self._call(transfer, chunk, functools.partial(file.write, data, chunk.offset, self.account))
         elif address % self.block_bytes == 0 or not file.direct.usable:
             data = memory(address, chunk.nbytes)
             self._call(transfer, chunk, functools.partial(file.read, data, chunk.offset))
@@ -251,8 +245,7 @@ class DiskTier(QueuedTier):
         if transfer.kind == "read" and image.checksums and zlib.crc32(data) != image.checksums[chunk.index]:
             raise StorageError(
                 f"The bytes read from {file} at offset {chunk.offset} ({chunk.nbytes} bytes) are not those that were "
-                "written: "
-                "their checksums differ. The drive, its controller or the memory is faulty; do not trust this run's "
+                "written: their checksums differ. The drive, its controller or the memory is faulty; do not trust this run's "
                 "result."
             )
 
@@ -273,7 +266,7 @@ class DiskTier(QueuedTier):
             }.get(error.errno or 0, "Check the drive, or name another directory.")
             verb = "Writing to" if transfer.kind == "write" else "Reading from"
             raise StorageError(
-                f"{verb} {self._files[chunk.file]} at offset {chunk.offset} ({chunk.nbytes} bytes) failed: "
+                f"{verb} {self._room.files[chunk.file]} at offset {chunk.offset} ({chunk.nbytes} bytes) failed: "
                 f"{error.strerror or error} (errno {error.errno}). {advice}"
             ) from error
 
@@ -298,15 +291,9 @@ class DiskTier(QueuedTier):
     # -- end -----------------------------------------------------------------------------------------------------------
 
     def _shut(self) -> None:
-        self.call_with_watchdog(functools.partial(_close_files, self._files, self._owner_pid))
+        self.call_with_watchdog(functools.partial(self._room.leave, self._number))
 
     def abandon_in_child(self) -> None:
         """After a fork, in the child: close its copies of the files, so that they do not keep the disk space."""
-        for file in self._files:
-            file.close()
-
-
-def _close_files(files: list[DataFile], owner_pid: int) -> None:
-    if os.getpid() == owner_pid:  # a forked child has closed its own copies already
-        for file in files:
+        for file in self._room.files:
             file.close()

@@ -200,7 +200,7 @@ class DataFile:
         self.directory = Path(directory)
         self.file_system = check_directory(self.directory)
         self.size_bytes = 0
-        self.written_bytes = 0
+        self.written: collections.Counter[str] = collections.Counter()
         self._counting = threading.Lock()
         self._in_memory = self.file_system in MEMORY_FILE_SYSTEMS
         self._unsettled: collections.deque[tuple[int, int]] = collections.deque()
@@ -247,7 +247,12 @@ class DataFile:
             os.ftruncate(self._buffered_fd, self.size_bytes + nbytes)
         self.size_bytes += nbytes
 
-    def write(self, data: memoryview, offset: int) -> None:
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written so far; ``written`` says by which account of the run."""
+        return self.written.total()
+
+    def write(self, data: memoryview, offset: int, account: str = "") -> None:
         """Write all of ``data`` at ``offset``. Raises OSError."""
         self._check_nothing_lost()
         fd, done = self._fd, 0
@@ -257,7 +262,7 @@ class DataFile:
                 raise OSError(errno.EIO, f"the drive took {done} of {len(data)} bytes and no more")
             done += count
             with self._counting:
-                self.written_bytes += count
+                self.written[account] += count
             fd = self._next_fd(fd, offset + done)
         self._settle(offset, len(data))
 

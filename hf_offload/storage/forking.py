@@ -106,8 +106,7 @@ class _Watch:
             tier.abandon_in_child()
 
 
-# Handlers cannot be unregistered, so there is one for the process, over weak references: the only global state in
-# storage/.
+# Handlers cannot be unregistered, so there is one for the process, over weak references.
 _watch = _Watch()
 
 

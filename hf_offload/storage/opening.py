@@ -12,34 +12,45 @@ from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.file_systems import free_disk_bytes
 from hf_offload.storage.host_memory import default_ram_budget
 from hf_offload.storage.ram import RamTier
+from hf_offload.storage.service import RunStorage
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
 
 logger = logging.getLogger(__name__)
 
 
-def open_tier(config: OffloadConfig, on_host: bool, processes: int = 1) -> tuple[Tier, DiskTier | None]:
-    """The tier that the settings ask for, and the part of it that writes to drives. ``on_host``, the model is in RAM itself;
-    ``processes`` train on this machine.
+def begin_run(storage: RunStorage, config: OffloadConfig, on_host: bool, processes: int) -> None:
+    """Give the ``storage`` of a run the limits that the settings ask for. ``on_host``, the model is in RAM itself;
+    ``processes`` train on this machine, and ``config`` has this one's part of each limit.
+    """
+    ram_budget = _bytes(config.ram_budget)
+    if ram_budget is None and not on_host and config.tier in ("ram", "auto"):
+        ram_budget = default_ram_budget(processes)
+    storage.begin_run(
+        ram_budget_bytes=ram_budget,
+        disk_budget_bytes=_bytes(config.disk_budget),
+        max_disk_write_bytes=_bytes(config.max_disk_write_bytes),
+        stops=config.on_disk_write_limit == "stop",
+    )
+
+
+def open_tier(storage: RunStorage, config: OffloadConfig, on_host: bool) -> Tier:
+    """The tier for activations that the settings ask for, as an account of ``storage``.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used, or one without the room that
     ``disk_budget`` asks for.
     """
     checksum = config.verify == "checksum"
-    ram_budget = None if config.ram_budget is None else int(config.ram_budget)
-    if ram_budget is None and not on_host and config.tier in ("ram", "auto"):
-        ram_budget = default_ram_budget(processes)
+
+    def open_ram() -> RamTier:
+        return RamTier(storage=storage, pinned=not on_host, checksum=checksum)
+
     directories = drives_for(config, on_host)
     if not directories:
         if on_host:
             logger.warning("The model is on the CPU: moving activations from RAM to RAM saves no memory.")
-        return RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), None
-    disk = DiskTier(
-        directories,
-        budget_bytes=None if config.disk_budget is None else int(config.disk_budget),
-        max_write_bytes=None if config.max_disk_write_bytes is None else int(config.max_disk_write_bytes),
-        **disk_options(config),
-    )
+        return open_ram()
+    disk = DiskTier(directories, storage=storage, **disk_options(config))
     if config.disk_budget is not None:
         try:
             _check_room(int(config.disk_budget), disk)
@@ -48,9 +59,11 @@ def open_tier(config: OffloadConfig, on_host: bool, processes: int = 1) -> tuple
             raise
     if not config.directories:
         logger.warning("No directory was named for activations: they go to %s.", directories[0])
-    if ram_budget:
-        return SpillTier(RamTier(budget_bytes=ram_budget, pinned=not on_host, checksum=checksum), disk), disk
-    return disk, disk
+    return SpillTier(open_ram(), disk) if storage.ram.limit_bytes else disk
+
+
+def _bytes(value: int | str | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def disk_options(config: OffloadConfig) -> dict[str, Any]:
@@ -65,7 +78,7 @@ def disk_options(config: OffloadConfig) -> dict[str, Any]:
 
 def drives_for(config: OffloadConfig, on_host: bool) -> tuple[Path, ...]:
     """The directories that files go to; empty where none are written."""
-    # Unless a drive is asked for: a step of a large model would write more to it than a drive takes for long.
+    # Unless a drive is asked for: a step of a large model would write more to it than a drive endures.
     spares_drives = config.tier == "auto" and not on_host and config.ram_budget != 0 and not config.drive_settings
     if config.directories or config.tier in ("none", "ram") or spares_drives:
         return config.directories

@@ -16,7 +16,8 @@ import torch
 
 from hf_offload.errors import StandstillError, StorageError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.storage.tier import Slot, Tier, TierStats
+from hf_offload.storage.service import RunStorage
+from hf_offload.storage.tier import Slot, Tier
 from hf_offload.storage.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -116,9 +117,10 @@ class QueuedTransfer:
 class QueuedTier(Tier):
     """A tier that moves bytes in worker threads. Store and load have separate pools and wait for no other task."""
 
-    def __init__(self, name: str, *, write_threads: int, read_threads: int):
+    def __init__(self, name: str, storage: RunStorage, account: str, *, write_threads: int, read_threads: int):
         self.name = name
-        self.stats = TierStats()
+        self.storage = storage
+        self.stats = storage.open_account(account, name)
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
         self._live: set[QueuedTransfer] = set()

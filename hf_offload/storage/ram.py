@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +16,12 @@ import torch
 from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.budgets import Budget
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.extents import Extents
 from hf_offload.storage.host_memory import pinned_empty
 from hf_offload.storage.queued import QueuedSlot, QueuedTier, QueuedTransfer, memory
+from hf_offload.storage.service import ACTIVATIONS, RunStorage
 from hf_offload.storage.tier import Slot
 
 logger = logging.getLogger(__name__)
@@ -61,12 +64,14 @@ class RamTier(QueuedTier):
     Slots are rounded up to whole pages and cut from arenas.
 
     Args:
-        budget_bytes: Most bytes of host memory, free room in the arenas included. Default: no limit.
+        budget_bytes: Without ``storage``, most bytes of host memory, free room in the arenas included. Default: no limit.
         pinned: Page-locked memory, which an accelerator can copy to and from by itself (:meth:`host_view`).
         arena_bytes: Size of an arena; a larger slot gets its own.
         retained_bytes: Arenas without a slot are kept warm for reuse up to this many bytes. Default: all of them if
             pinned, because pinning is slow, otherwise 1 GiB.
         checksum: Compare a CRC-32 of every buffer before :meth:`write` with one after :meth:`read`.
+        storage: The run's, whose RAM budget holds for all its tiers together. Default: one for this tier alone.
+        account: What the bytes are, for the run's counters.
     """
 
     def __init__(
@@ -78,9 +83,15 @@ class RamTier(QueuedTier):
         retained_bytes: int | None = None,
         threads: int = 2,
         checksum: bool = False,
+        storage: RunStorage | None = None,
+        account: str = ACTIVATIONS,
     ):
-        super().__init__("ram", write_threads=threads, read_threads=threads)
-        self.budget_bytes = budget_bytes
+        if storage is None:
+            storage = RunStorage()
+            storage.ram.limit_bytes = budget_bytes
+        super().__init__("ram", storage, account, write_threads=threads, read_threads=threads)
+        storage.ram_tiers.add(self)
+        self._budget = storage.ram
         self.pinned = pinned
         self.checksum = checksum
         self._arena_bytes = arena_bytes
@@ -89,6 +100,7 @@ class RamTier(QueuedTier):
         self._arenas: dict[int, _Arena] = {}
         self._rooms: list[tuple[int, int]] = []  # of all arenas, sorted: none is asked in vain
         self._idle_bytes = 0  # of arenas without a slot
+        weakref.finalize(self, _give_all, self._arenas, self._budget).atexit = False
 
     @property
     def occupied_bytes(self) -> int:
@@ -130,17 +142,24 @@ class RamTier(QueuedTier):
         return arena, offset
 
     def _new_arena(self, room: int) -> _Arena:
-        size = self._arena_size(room)
+        most = max(room, self._arena_bytes)
+        size = self._budget.take_up_to(most, room, PAGE)
         if size is None:  # arenas without a slot may be too small for this one, yet use up the budget
             self._drop_idle(0)
-            size = self._arena_size(room)
+            size = self._budget.take_up_to(most, room, PAGE)
         if size is None:
             raise TierFullError(
                 f"No room for {format_bytes(room)} in RAM: {format_bytes(self.stats.used_bytes)} are in use and "
-                f"{format_bytes(self.occupied_bytes)} held, and the budget is {format_bytes(self.budget_bytes or 0)}. "
+                f"{format_bytes(self._budget.taken_bytes)} held, and the budget is "
+                f"{format_bytes(self._budget.limit_bytes or 0)}. "
                 "Raise ram_budget, let a disk tier take what does not fit, or let the tensor stay where it is."
             )
-        arena = _Arena(next(self._numbers), self._allocate(size), Extents(size))
+        try:
+            data = self._allocate(size)
+        except BaseException:
+            self._budget.give(size)
+            raise
+        arena = _Arena(next(self._numbers), data, Extents(size))
         self._arenas[arena.number] = arena
         self._note_room(arena)
         return arena
@@ -154,13 +173,6 @@ class RamTier(QueuedTier):
         del self._rooms[bisect.bisect_left(self._rooms, arena.room)]
         self._idle_bytes -= arena.data.numel() * arena.is_idle
 
-    def _arena_size(self, room: int) -> int | None:
-        """Bytes of the next arena, at least ``room``; None when the budget has no place for it."""
-        size = max(room, self._arena_bytes)
-        if self.budget_bytes is not None:
-            size = min(size, (self.budget_bytes - self.occupied_bytes) // PAGE * PAGE)
-        return size if size >= room else None
-
     def _allocate(self, nbytes: int) -> torch.Tensor:
         try:
             return pinned_empty(nbytes) if self.pinned else empty_at_phase(nbytes, 0)
@@ -172,6 +184,11 @@ class RamTier(QueuedTier):
                 "a smaller ram_budget."
             ) from error
 
+    def drop_idle(self) -> None:
+        """Give back the arenas without a slot: something else of the run needs the memory."""
+        with self._lock:
+            self._drop_idle(0)
+
     def _drop_idle(self, keep_bytes: int | None) -> None:
         if keep_bytes is None or self._idle_bytes <= keep_bytes:
             return
@@ -179,6 +196,7 @@ class RamTier(QueuedTier):
             if arena.is_idle:
                 self._forget_room(arena)
                 del self._arenas[arena.number]
+                self._budget.give(arena.data.numel())
                 if self._idle_bytes <= keep_bytes:
                     return
 
@@ -236,6 +254,12 @@ class RamTier(QueuedTier):
 
     def _shut(self) -> None:
         with self._lock:
-            self._arenas.clear()
+            _give_all(self._arenas, self._budget)
             self._rooms.clear()
             self._idle_bytes = 0
+
+
+def _give_all(arenas: dict[int, _Arena], budget: Budget) -> None:
+    for arena in arenas.values():
+        budget.give(arena.data.numel())
+    arenas.clear()

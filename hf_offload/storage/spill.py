@@ -31,7 +31,8 @@ class SpillTier(Tier):
         self.then = then
         self.name = f"{first.name}+{then.name}"
         self.stats = TierStats()
-        first.stats.whole = then.stats.whole = self.stats
+        first.stats.wholes.append(self.stats)
+        then.stats.wholes.append(self.stats)
 
     @property
     def where(self) -> str:

@@ -49,11 +49,11 @@ class Slot:
 class TierStats:
     """Counters of one tier; bandwidth is bytes over the time in which at least one transfer of that kind ran.
 
-    What is counted here is counted in ``whole``, too, if the tier is a part of another.
+    What is counted here is counted in ``wholes``, too: where the tier is a part of another, or one of several that a run has.
     """
 
-    def __init__(self) -> None:
-        self.whole: TierStats | None = None
+    def __init__(self, *wholes: "TierStats") -> None:
+        self.wholes = list(wholes)
         self._lock = threading.Lock()
         self.used_bytes = 0
         self.peak_used_bytes = 0
@@ -71,14 +71,14 @@ class TierStats:
         with self._lock:
             self.used_bytes += nbytes
             self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
-        if self.whole is not None:
-            self.whole.reserve(nbytes)
+        for whole in self.wholes:
+            whole.reserve(nbytes)
 
     def release(self, nbytes: int) -> None:
         with self._lock:
             self.used_bytes -= nbytes
-        if self.whole is not None:
-            self.whole.release(nbytes)
+        for whole in self.wholes:
+            whole.release(nbytes)
 
     @property
     def running_calls(self) -> int:
@@ -92,8 +92,8 @@ class TierStats:
                 self.written_bytes += nbytes
             else:
                 self.read_bytes += nbytes
-        if self.whole is not None:
-            self.whole.count(kind, nbytes)
+        for whole in self.wholes:
+            whole.count(kind, nbytes)
 
     def begin(self, kind: str) -> None:
         """Count the start of one system call; ``kind`` is ``"write"``, ``"read"`` or ``"other"``."""
@@ -101,8 +101,8 @@ class TierStats:
             if self._active[kind] == 0:
                 self._since[kind] = time.perf_counter()
             self._active[kind] += 1
-        if self.whole is not None:
-            self.whole.begin(kind)
+        for whole in self.wholes:
+            whole.begin(kind)
 
     def end(self, kind: str, nbytes: int) -> None:
         with self._lock:
@@ -117,8 +117,8 @@ class TierStats:
                 self.read_bytes += nbytes
                 self.timed_read_bytes += nbytes
                 self.read_busy_s += busy_s
-        if self.whole is not None:
-            self.whole.end(kind, nbytes)
+        for whole in self.wholes:
+            whole.end(kind, nbytes)
 
     @property
     def bytes_per_s(self) -> tuple[float, float]:

@@ -5,6 +5,7 @@ process leaves the old line or the new one, and nothing beside it. Counting neve
 written is said once in the log, and what another process keeps locked is counted the next time.
 """
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -13,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,17 @@ class Drive:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """Bytes written to a drive; ``total_bytes`` and ``since`` (a date) are None where they cannot be kept."""
+    """Bytes written to a drive: in this run by account, and by all runs since a date (None where they cannot be kept)."""
 
     drive: Drive
-    run_bytes: int
+    accounts: dict[str, int]
     total_bytes: int | None
     since: str | None
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes written in this run."""
+        return sum(self.accounts.values())
 
 
 def drive_of(directory: Path, devices: Path = Path("/sys/dev/block")) -> Drive | None:
@@ -81,28 +87,37 @@ def _text(path: Path) -> str:
 class Wear:
     """Keeps count of what the offload ``files`` write. :meth:`keep` is cheap and may be called after every step."""
 
-    def __init__(self, files: Sequence[DataFile], folder: Path | None = None):
+    def __init__(self, files: Iterable[DataFile] = (), folder: Path | None = None):
         self._folder = folder
         self._files: list[tuple[Drive, DataFile]] = []
+        self._before: dict[Drive, collections.Counter[str]] = {}  # what was written when the run began
         self._kept_bytes: dict[Drive, int] = {}
         self._next_s = time.monotonic() + _KEEP_EVERY_S
         self._warned = False
         for file in files:
-            try:
-                drive = drive_of(file.directory)
-            except OSError as error:
-                self._warn(error)
-                continue
-            if drive is not None:
-                self._files.append((drive, file))
+            self.add(file)
+
+    def add(self, file: DataFile) -> None:
+        """Count another file, too."""
+        try:
+            drive = drive_of(file.directory)
+        except OSError as error:
+            self._warn(error)
+            return
+        if drive is not None:
+            self._files.append((drive, file))
+
+    def begin_run(self) -> None:
+        """What is written from now on belongs to another run."""
+        self._before = self._written()
 
     def keep(self, now: bool = True) -> None:
         """Add to the drives' files what has been written since the last time; ``now`` or once a minute."""
         if not now and time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + _KEEP_EVERY_S
-        for drive, run_bytes in self._run_bytes().items():
-            more = run_bytes - self._kept_bytes.get(drive, 0)
+        for drive, written in self._written().items():
+            more = written.total() - self._kept_bytes.get(drive, 0)
             if more <= 0:
                 continue
             try:
@@ -113,22 +128,24 @@ class Wear:
             except OSError as error:
                 self._warn(error)
                 continue
-            self._kept_bytes[drive] = run_bytes
+            self._kept_bytes[drive] = written.total()
 
     def report(self) -> list[Written]:
         """What was written to each drive, as far as it is known."""
         found = []
-        for drive, run_bytes in self._run_bytes().items():
+        for drive, written in self._written().items():
             known = read_wear(drive, self._folder)
-            more = run_bytes - self._kept_bytes.get(drive, 0)
+            more = written.total() - self._kept_bytes.get(drive, 0)
             total = None if known is None else known[0] + more
-            found.append(Written(drive, run_bytes, total, None if known is None else known[1]))
+            in_run = written - self._before.get(drive, collections.Counter())
+            found.append(Written(drive, dict(in_run), total, None if known is None else known[1]))
         return found
 
-    def _run_bytes(self) -> dict[Drive, int]:
-        sums: dict[Drive, int] = {}
+    def _written(self) -> dict[Drive, collections.Counter[str]]:
+        """Bytes of all files, by drive and account."""
+        sums: dict[Drive, collections.Counter[str]] = {}
         for drive, file in self._files:
-            sums[drive] = sums.get(drive, 0) + file.written_bytes
+            sums.setdefault(drive, collections.Counter()).update(file.written)
         return sums
 
     def _warn(self, error: OSError) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_offload.errors import StorageError, TierFullError
-from hf_offload.storage import placement
+from hf_offload.storage import disk_room
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.ram import RamTier
@@ -127,7 +127,7 @@ def test_many_threads_store_load_and_free(tier: Tier) -> None:
 
 
 def test_room_is_used_again_and_nothing_grows(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_GROW_BYTES", 4096)  # files grow by what is needed, so that growth shows
+    monkeypatch.setattr(disk_room, "_GROW_BYTES", 4096)  # files grow by what is needed, so that growth shows
     sizes = [300_000, 5 * MIB + 13, 4096, 300_000, 2 * MIB]
 
     def occupied() -> int:

@@ -375,7 +375,8 @@ def test_a_slow_drive_is_waited_for(tmp_path, monkeypatch, model):
         monkeypatch.setattr(disk_io, side, call)
 
     with offload_activations(model, settings(tmp_path)) as session:
-        session._disk.chunk_bytes = 4096
+        tier = session._engine.transfer.tier
+        tier.chunk_bytes = 4096
         expected = step()  # from now on the files need not grow
         slow("read_once")
         slow("write_once")
@@ -383,7 +384,7 @@ def test_a_slow_drive_is_waited_for(tmp_path, monkeypatch, model):
         found = step()
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
     # One tensor is loaded, by all threads together: one wait.
-    assert calls.count("read_once") * call_s / session._disk._pools["read"].threads > 1.5 * limit_s
+    assert calls.count("read_once") * call_s / tier._pools["read"].threads > 1.5 * limit_s
     assert session.stats.total.store_stall_s > 0
     assert session.stats.total.refused_bytes == 0
 

@@ -1,5 +1,6 @@
 """What is written to the drives: counted over runs and processes, limited, and never a reason to stop training."""
 
+import collections
 import fcntl
 import json
 import logging
@@ -31,7 +32,15 @@ class File:
 
     def __init__(self, directory):
         self.directory = directory
-        self.written_bytes = 0
+        self.written = collections.Counter()
+
+    @property
+    def written_bytes(self):
+        return self.written.total()
+
+    @written_bytes.setter
+    def written_bytes(self, nbytes):
+        self.written["activations"] = nbytes
 
 
 @pytest.fixture
@@ -130,18 +139,19 @@ def test_a_link_in_place_of_a_count_is_not_followed(tmp_path, folder, caplog):
 
 
 COUNTING = """
+import collections
 import sys
 from pathlib import Path
 from hf_offload.storage import wear
 wear.drive_of = lambda directory: wear.Drive("made_up", "a made-up drive")
 class File:
-    directory, written_bytes = Path("/"), 0
+    directory, written = Path("/"), collections.Counter()
 file = File()
 counted = wear.Wear([file])
 print("ready", flush=True)
 sys.stdin.readline()
 for count in range(int(sys.argv[1])):
-    file.written_bytes += 3
+    file.written["activations"] += 3
     counted.keep()
 """
 

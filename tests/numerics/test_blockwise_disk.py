@@ -40,7 +40,7 @@ def train(model, optimizer, steps, first=0):
 
 
 def tier_of(optimizer):
-    return optimizer._disk._tier
+    return optimizer._parked._tier
 
 
 def assert_equal(found, expected):
@@ -169,7 +169,7 @@ def test_nothing_that_is_parked_is_in_memory(tmp_path):
         waiting = [name for name, p in model.named_parameters() if name not in optimizer._trains]
         if tier == "ssd":
             assert {name for name, _ in optimizer._on_disk()} == {name for name, _ in model.named_parameters()}
-            slots = [entry.slot for entry in optimizer._disk._entries.values()]
+            slots = [entry.slot for entry in optimizer._parked._entries.values()]
             assert all(slot.image.lead == slot.image.tail == b"" for slot in slots)
             assert tier_of(optimizer).stats.used_bytes == sum(slot.nbytes for slot in slots)
             train(model, optimizer, 1)  # the embedding's is read, and its room free again

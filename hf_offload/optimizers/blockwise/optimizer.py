@@ -26,9 +26,10 @@ from hf_offload.optimizers.blockwise.freezing import (
     running_data_parallel,
     unfreeze,
 )
-from hf_offload.optimizers.blockwise.parked import ParkedOnDisk
+from hf_offload.optimizers.blockwise.parked import ParkedState
 from hf_offload.optimizers.blockwise.schedule import BlockwiseConfig, Schedule, find_trainable_units
 from hf_offload.settings.load import collect_errors
+from hf_offload.storage.service import storage_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +95,12 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             with check:
                 self._units = find_trainable_units(module, trainable)
                 self._schedule = Schedule(self._units, config)
-            self._disk: ParkedOnDisk | None = None
+            self._parked: ParkedState | None = None
             with check:
-                if config.inactive_state == "ssd":
+                if config.inactive_state != "drop":
                     budget = None if config.disk_budget is None else int(config.disk_budget)
-                    self._disk = ParkedOnDisk(config.directories, budget)
+                    on_disk = config.inactive_state == "ssd"
+                    self._parked = ParkedState(storage_of(module), on_disk, config.directories, budget)
         self._names = [names[id(p)] for p in mine]
         # Names of parameters that the user froze, before or since.
         self._frozen = set(self._names) - set(trainable.values())
@@ -156,11 +158,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         members = (p for group in self.param_groups for p in group["params"])
         return zip(self._names, members, strict=True)
 
-    def _on_disk(self) -> Iterator[tuple[str, ParkedOnDisk]]:
+    def _on_disk(self) -> Iterator[tuple[str, ParkedState]]:
         """Names of the parameters whose state is on disk alone, and where."""
         for name, parameter in self._named():
-            if self._disk is not None and name in self._disk and not self.state.get(parameter):
-                yield name, self._disk
+            if self._parked is not None and name in self._parked and not self.state.get(parameter):
+                yield name, self._parked
 
     def _begin_turn(self, active: tuple[str, ...]) -> None:
         self._active = active
@@ -199,16 +201,16 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._notice_frozen()
         active = self._schedule.turn(self._turn + 1)
         leaving = [(name, p) for name, p in self._named() if name in self._trains - self._trained_in(active)]
-        if self._disk is not None:  # before anything else, since it may fail
-            self._disk.add({name: self.state[p] for name, p in leaving if self.state.get(p)})
+        if self._parked is not None:  # before anything else, since it may fail
+            self._parked.add({name: self.state[p] for name, p in leaving if self.state.get(p)})
         self._turn += 1
         self._steps = 0
         self._begin_turn(active)
         for name, parameter in leaving:
             self._masters.pop(name, None)
             state = self.state.pop(parameter, None)
-            if state is not None and self.config.inactive_state == "ram":
-                self.state[parameter] = _parked(state)
+            if state is not None and self._parked is not None and name not in self._parked:
+                self.state[parameter] = _on_cpu(state)
                 self._foreign.add(name)
         self._apply()
 
@@ -290,8 +292,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             elif self._inner_of[name] in made:
                 inner.state[self._inner_of[name]] = made[self._inner_of[name]]
         self._foreign -= trained.keys()
-        if self._disk is not None:
-            self._disk.remove(trained)
+        if self._parked is not None:
+            self._parked.remove(trained)
         return inner
 
     def _load_foreign(self, inner: torch.optim.Optimizer, foreign: dict[str, dict[str, Any]]) -> None:
@@ -344,9 +346,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         assert own is not None
         self._notice_frozen()
         saved = {name: state_dict["state"].get(place) for place, name in enumerate(self._names)}
-        if self._disk is not None:  # before anything else, since it may fail
+        if self._parked is not None:  # before anything else, since it may fail
             waiting = saved.keys() - self._trained_in(own["active"])
-            self._disk.replace({name: state for name, state in saved.items() if name in waiting and state is not None})
+            self._parked.replace(
+                {name: state for name, state in saved.items() if name in waiting and state is not None}
+            )
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._turn, self._steps = own["turn"], own["steps"]
         self._begin_turn(tuple(own["active"]))
@@ -354,8 +358,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._foreign = set()
         for name, parameter in self._named():
             state = saved[name]
-            if state is not None and not (self._disk is not None and name in self._disk):
-                self.state[parameter] = state if name in self._trains else _parked(state)
+            if state is not None and (self._parked is None or name not in self._parked):
+                self.state[parameter] = state if name in self._trains else _on_cpu(state)
                 self._foreign.add(name)
         self._applied = False
 
@@ -415,5 +419,5 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in _MEMBERS}
 
 
-def _parked(state: dict[str, Any]) -> dict[str, Any]:
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.to("cpu") if isinstance(value, Tensor) else value for name, value in state.items()}

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_offload.errors import StorageError, TierFullError
+from hf_offload.errors import StorageError, TierFullError, WriteLimitError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk import DiskTier
+from hf_offload.storage.service import OPTIMIZER_STATE, HeldRam, RunStorage
 from hf_offload.storage.tier import Slot
-from hf_offload.storage.wear import Wear
 
 logger = logging.getLogger(__name__)
 
@@ -50,56 +50,77 @@ class _Entry:
     nbytes: int
 
 
-class ParkedOnDisk:
-    """State of parameters by their names, in private files without a name, which go when this object does.
+class ParkedState:
+    """State of parameters by their names, between two of their turns: the account "optimizer state" of a run's storage.
 
-    All of a parameter's tensors are one buffer of whole blocks, so that the tier keeps no ends of it in memory. Every call
-    waits for its bytes; what a call needs of memory beside its result is one parameter's state. Bytes that come back are
-    compared with a checksum of those that went.
+    On disk it lies in files without a name, whose room is free once this object is dropped. All of a parameter's tensors are
+    one buffer of whole blocks, so that the tier keeps no ends of it in memory. Every call waits for its bytes, and needs
+    memory for one parameter's state in addition to its result. Bytes that come back are compared with a checksum.
+
+    State in RAM stays where it is: only its bytes are taken of the run's RAM budget. Once the run's limit of bytes written is
+    met, what would go to disk stays in RAM.
 
     Args:
+        storage: The run's.
+        on_disk: Whether state goes to disk.
         directories: Where the files are; the system's temporary folder if there are none.
-        budget_bytes: Most bytes of disk they occupy. Default: as much as the disk has.
+        budget_bytes: Bytes of disk that are set aside for them. Default: what the run and the disk have left.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used, or a budget that the run does
+    not have.
     """
 
-    def __init__(self, directories: Iterable[Path], budget_bytes: int | None):
-        chosen = list(directories) or [Path(tempfile.gettempdir())]
-        self._tier = DiskTier(chosen, budget_bytes=budget_bytes, checksum=True)
-        if chosen != list(directories):
-            logger.warning("No directory was named for optimizer state: it goes to %s.", chosen[0])
-        self._wear = Wear(self._tier.files)
-        self._granule = max(PAGE, self._tier.block_bytes)
+    def __init__(self, storage: RunStorage, on_disk: bool, directories: Iterable[Path], budget_bytes: int | None):
+        self._storage = storage
+        storage.members.add(self)
+        self._tier: DiskTier | None = None
         self._entries: dict[str, _Entry] = {}
+        self._ram = HeldRam(storage, OPTIMIZER_STATE)
+        self._warned = False
+        if on_disk:
+            chosen = list(directories) or [Path(tempfile.gettempdir())]
+            self._tier = DiskTier(
+                chosen, storage=storage, account=OPTIMIZER_STATE, budget_bytes=budget_bytes, checksum=True
+            )
+            if chosen != list(directories):
+                logger.warning("No directory was named for optimizer state: it goes to %s.", chosen[0])
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def nbytes(self, name: str) -> int:
-        """Bytes of the tensors of ``name``; 0 if nothing is parked."""
+        """Bytes of the tensors of ``name`` that are on disk; 0 if there are none."""
         return self._entries[name].nbytes if name in self._entries else 0
 
     def add(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Write ``states``, all of them or none.
+        """Write ``states``, all of them or none; those that are not ``in`` this object then are to stay in RAM.
 
-        Raises :class:`~hf_offload.errors.StorageError` if they cannot be written: what was parked before still is.
+        Raises :class:`~hf_offload.errors.StorageError` if neither disk nor RAM has room: what was parked before still is.
         """
-        written: dict[str, _Entry] = {}
+        self._storage.free_unneeded()
         with signals_deferred:
-            try:
-                for name, state in states.items():
-                    written[name] = self._write(name, state)
-            except BaseException:
-                self._free(written.values())
-                raise
-            self.remove(written)
+            written: dict[str, _Entry] = {}
+            if self._tier is not None:
+                try:
+                    for name, state in states.items():
+                        written[name] = self._write(self._tier, name, state)
+                except WriteLimitError as error:
+                    self._free(written.values())
+                    written = {}
+                    self._warn(error)
+                except BaseException:
+                    self._free(written.values())
+                    raise
+            if not written:
+                self._keep_in_ram(states)
+            self._free([self._entries.pop(name) for name in states if name in self._entries])
             self._entries |= written
-            self._wear.keep()
+            self._ram.release(written)
+            self._storage.wear.keep()
 
     def replace(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Park ``states`` and nothing else. Raises as :meth:`add` does, and then nothing has changed."""
-        before = [name for name in self._entries if name not in states]
+        before = [name for name in (*self._entries, *self._ram.held) if name not in states]
         with signals_deferred:
             self.add(states)
             self.remove(before)
@@ -109,10 +130,11 @@ class ParkedOnDisk:
 
         Raises :class:`~hf_offload.errors.StorageError` if it cannot be read.
         """
-        entry = self._entries[name]
-        buffer = empty_at_phase(entry.slot.nbytes, self._tier.phase(entry.slot))
+        entry, tier = self._entries[name], self._tier
+        assert tier is not None  # or nothing would have been written
+        buffer = empty_at_phase(entry.slot.nbytes, tier.phase(entry.slot))
         try:
-            self._wait(self._tier.read(entry.slot, buffer))
+            _wait(tier, tier.read(entry.slot, buffer))
         except StorageError as error:
             raise StorageError(
                 f"Optimizer state of {name} cannot be read back from disk. No weight was changed by this step: go on from "
@@ -122,24 +144,29 @@ class ParkedOnDisk:
 
     def remove(self, names: Iterable[str]) -> None:
         """Forget what is parked of ``names``."""
+        names = list(names)
         self._free([self._entries.pop(name) for name in names if name in self._entries])
+        self._ram.release(names)
 
-    def _write(self, name: str, state: dict[str, Any]) -> _Entry:
+    def _write(self, tier: DiskTier, name: str, state: dict[str, Any]) -> _Entry:
         tensors: list[tuple[int, Tensor]] = []
         planned = {key: _planned(value, tensors) for key, value in state.items()}
         used = _end(tensors)
-        nbytes = -(-used // self._granule) * self._granule
+        granule = max(PAGE, tier.block_bytes)
+        nbytes = -(-used // granule) * granule
         try:
-            slot = self._tier.reserve(nbytes)
+            slot = tier.reserve(nbytes)
             try:
                 buffer = empty_at_phase(nbytes, 0)
                 for offset, tensor in tensors:
                     _part(buffer, offset, tensor).copy_(tensor)
                 buffer[used:] = 0
-                self._wait(self._tier.write(slot, buffer))
+                _wait(tier, tier.write(slot, buffer))
             except BaseException:
-                self._tier.free(slot)
+                tier.free(slot)
                 raise
+        except WriteLimitError:
+            raise
         except (StorageError, TierFullError) as error:
             raise StorageError(
                 f"Optimizer state of {name} ({format_bytes(used)}) cannot go to disk. It is still in memory, and the weights "
@@ -148,13 +175,39 @@ class ParkedOnDisk:
             ) from error
         return _Entry(slot, planned, sum(tensor.nbytes for _, tensor in tensors))
 
-    def _wait(self, future: "Future[None]") -> None:
-        self._tier.wait_until_done(future)
-        future.result()
-
     def _free(self, entries: Iterable[_Entry]) -> None:
         for entry in entries:
+            assert self._tier is not None  # or nothing would have been written
             self._tier.free(entry.slot)
+
+    def _keep_in_ram(self, states: Mapping[str, dict[str, Any]]) -> None:
+        try:
+            self._ram.hold({name: _tensor_bytes(state) for name, state in states.items()})
+        except TierFullError as error:
+            if not self._storage.must_stop:  # it has to stay there for the checkpoint that is saved now
+                raise StorageError(
+                    f"Optimizer state of {', '.join(states)} cannot wait in RAM. It is still there, and the weights are "
+                    "those of the last step, so a checkpoint can be saved: go on with a larger ram_budget, with "
+                    "inactive_state='ssd' and a max_disk_write_bytes that is not spent, or with inactive_state='drop'. "
+                    f"{error}"
+                ) from error
+
+    def _warn(self, error: WriteLimitError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("Optimizer state stays in RAM from now on: %s", error)
+
+
+def _wait(tier: DiskTier, future: "Future[None]") -> None:
+    tier.wait_until_done(future)
+    future.result()
+
+
+def _tensor_bytes(state: dict[str, Any]) -> int:
+    tensors: list[tuple[int, Tensor]] = []
+    for value in state.values():
+        _planned(value, tensors)
+    return sum(tensor.nbytes for _, tensor in tensors)
 
 
 def _planned(value: Any, tensors: list[tuple[int, Tensor]]) -> Any:

@@ -51,10 +51,12 @@ class BlockwiseConfig:
         seed: Draws depend on it and on the number of the turn alone, so all processes draw the same.
         master_weights: Parameters in 16 bits have a copy in float32 while they train, which the updates go to.
         inactive_state: State of blocks whose turn is over: ``"drop"``, or keep until they train again, in ``"ram"`` or, in
-            files, on ``"ssd"``. A checkpoint has all that is kept, so saving one reads the files into RAM.
+            files, on ``"ssd"``. It counts against ``ram_budget``, ``disk_budget`` and ``max_disk_write_bytes`` of a run that
+            offloads. A checkpoint has all that is kept, so saving one reads the files into RAM.
         directory: For ``"ssd"``: one local directory, or several to stripe over. Default: that of the training arguments, if
             they offload to one, or else the system's temporary folder, named in the log.
-        disk_budget: For ``"ssd"``: most bytes of disk that each process takes for it, beside that of activations.
+        disk_budget: For ``"ssd"``: bytes of disk that are set aside for it in each process, as a part of the run's
+            ``disk_budget`` if there is one. Default: what that, and the disk, have left.
     """
 
     blocks_active: int = setting(1, whole(1, "of blocks"))

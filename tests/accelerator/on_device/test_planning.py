@@ -99,7 +99,7 @@ def test_ram_is_limited_where_no_budget_says_how(late, monkeypatch):
     assert default_ram_budget(2) == int(50 * MIB * RAM_SHARE) // 2
     model = nn.Linear(8, 8).to("late:0")
     session = attach(model, OffloadConfig(tier="ram"))
-    assert session._engine.transfer.tier.budget_bytes == int(50 * MIB * RAM_SHARE)
+    assert session._engine.transfer.tier.storage.ram.limit_bytes == int(50 * MIB * RAM_SHARE)
     session.detach()
     assert ram_bytes()[1] > 0
 

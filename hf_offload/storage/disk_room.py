@@ -1,0 +1,297 @@
+"""Which range of which file a slot of the disk tier gets."""
+
+import collections
+import dataclasses
+import errno
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.budgets import Budget
+from hf_offload.storage.disk_io import DataFile
+from hf_offload.storage.extents import Extents
+
+Call = Callable[[Callable[[], Any]], Any]
+
+_GROW_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of one file."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+class DiskRoom:
+    """Room in one or several files, within a budget. Thread-safe. Several tiers may share it.
+
+    A large slot is spread evenly over the files, so that all drives work on it; smaller ones go to the files in turn.
+    Freed ranges are taken before a file is made larger, and files only grow: what was once preallocated stays for the
+    next step. Files are enlarged through a tier's ``call_with_watchdog``, which may give up waiting for a call that goes on.
+
+    Every tier has a number (:meth:`join`). When the last one leaves, or the room is dropped, the files are closed.
+
+    Attributes:
+        files: The open files, one a directory.
+        block_bytes: What direct I/O wants addresses, offsets and lengths to be multiples of.
+        abandoned: Numbers of tiers that were dropped without :meth:`leave`.
+    """
+
+    def __init__(
+        self,
+        files: list[DataFile],
+        block_bytes: int,
+        chunk_bytes: int,
+        budget: Budget,
+        closed: Callable[[], None],
+    ) -> None:
+        self.files = files
+        self.block_bytes = block_bytes
+        self.abandoned: collections.deque[int] = collections.deque()
+        self._granule_bytes = _granule(block_bytes)
+        self._chunk_bytes = chunk_bytes
+        self._budget = budget
+        self._growing = threading.Lock()  # also by a growth that was given up
+        self._extents = [Extents(granule_bytes=self._granule_bytes) for _ in files]
+        self._next_file = itertools.cycle(range(len(files)))
+        self._placing = threading.Lock()  # enlarging a file may take a while, and give() must not wait for that
+        self._lock = threading.Lock()
+        self._closed = False
+        self._numbers = itertools.count()
+        self._taken: dict[int, set[Piece]] = {}  # by the tier's number
+        self._close = weakref.finalize(self, _close_files, files, os.getpid(), budget, closed)
+        self._close.atexit = False
+
+    @classmethod
+    def open(
+        cls,
+        paths: Iterable[str | os.PathLike[str]],
+        budget: Budget,
+        call_with_watchdog: Callable[..., Any],
+        *,
+        chunk_bytes: int,
+        direct: bool,
+        align_bytes: int | None,
+        closed: Callable[[], None] = lambda: None,
+    ) -> "DiskRoom":
+        """A new file in each directory; ``closed`` is called when they are closed. Arguments as those of ``DiskTier``.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used.
+        """
+        files: list[DataFile] = []
+        try:
+            for path in paths:
+                file = call_with_watchdog(partial(DataFile, path, allow_direct=direct), DataFile.close)
+                files.append(file)
+            block_bytes = max(align_bytes or 1, *(file.direct.align_bytes for file in files))
+            if any(block_bytes % file.direct.align_bytes for file in files):
+                raise OffloadConfigError(f"align_bytes={align_bytes} is not a multiple of what the drives need.")
+        except BaseException:
+            for file in files:
+                file.close()
+            raise
+        return cls(files, block_bytes, round_down(chunk_bytes, block_bytes), budget, closed)
+
+    def join(self) -> int | None:
+        """The number of another tier; None if the room is closed."""
+        with self._lock:
+            if self._closed:
+                return None
+            number = next(self._numbers)
+            self._taken[number] = set()
+            return number
+
+    def leave(self, number: int) -> None:
+        """Return all that a tier has taken. Closes the files if it was the last one."""
+        with self._lock:
+            self._forget(number)
+            while self.abandoned:
+                self._forget(self.abandoned.popleft())
+            last = not self._taken
+            self._closed |= last
+        if last:
+            self._close()  # which may take a while, and give() must not wait for that
+
+    def _forget(self, number: int) -> None:
+        for piece in self._taken.pop(number, ()):
+            self._extents[piece.file].give(piece.offset, piece.nbytes)
+
+    @property
+    def occupied_bytes(self) -> int:
+        """Disk space the files take."""
+        return sum(extents.capacity_bytes for extents in self._extents)
+
+    @property
+    def used_bytes(self) -> int:
+        """Disk space of the slots."""
+        return sum(extents.used_bytes for extents in self._extents)
+
+    def round_up(self, nbytes: int) -> int:
+        """Bytes of disk that a slot of ``nbytes`` takes."""
+        return -(-nbytes // self._granule_bytes) * self._granule_bytes
+
+    def give(self, number: int, pieces: Iterable[Piece]) -> None:
+        """Return pieces that :meth:`place` handed out to the tier of this number."""
+        with self._lock:
+            taken = self._taken.get(number, set())
+            for piece in taken.intersection(pieces):
+                self._extents[piece.file].give(piece.offset, piece.nbytes)
+            taken.difference_update(pieces)
+
+    def place(self, number: int, room: int, call_with_watchdog: Call) -> list[Piece]:
+        """Pieces of ``room`` bytes together, for the tier of this number. Raises ``TierFullError`` that names the limit."""
+        if room == 0:
+            return []
+        with self._placing:
+            with self._lock:
+                while self.abandoned:
+                    self._forget(self.abandoned.popleft())
+            pieces = self._find(room, call_with_watchdog)
+            with self._lock:
+                self._taken.get(number, set()).update(pieces)  # a tier may be closed meanwhile
+            return pieces
+
+    def _find(self, room: int, call: Call) -> list[Piece]:
+        if len(self.files) > 1 and room >= len(self.files) * self._chunk_bytes:
+            pieces = self._stripe(room, call)
+            if pieces is not None:
+                return pieces
+        first = next(self._next_file)
+        order = [(first + step) % len(self.files) for step in range(len(self.files))]
+        refusals = []
+        for file in order:
+            piece = self._take(file, room)
+            if piece is None:
+                piece, refusal = self._grow_and_take(file, room, call)
+                refusals.append(refusal)
+            if piece is not None:
+                return [piece]
+        return self._scatter(order, room, refusals, call)
+
+    def _return(self, pieces: Iterable[Piece]) -> None:
+        with self._lock:
+            for piece in pieces:
+                self._extents[piece.file].give(piece.offset, piece.nbytes)
+
+    def _stripe(self, room: int, call: Call) -> list[Piece] | None:
+        """One piece in every file, cut at multiples of the chunk; None if a file has no place for its share."""
+        count = len(self.files)
+        chunks = -(-room // self._chunk_bytes)
+        cuts = [min(room, chunks * file // count * self._chunk_bytes) for file in range(count)] + [room]
+        pieces: list[Piece] = []
+        for file, (start, end) in enumerate(itertools.pairwise(cuts)):
+            try:
+                piece = self._take(file, end - start) or self._grow_and_take(file, end - start, call)[0]
+            except BaseException:
+                self._return(pieces)
+                raise
+            if piece is None:
+                self._return(pieces)
+                return None
+            pieces.append(piece)
+        return pieces
+
+    def _take(self, file: int, nbytes: int) -> Piece | None:
+        with self._lock:
+            offset = self._extents[file].take(nbytes)
+        return None if offset is None else Piece(file, offset, nbytes)
+
+    def _grow_and_take(self, file: int, nbytes: int, call: Call) -> tuple[Piece | None, str]:
+        """Enlarge the file by a generous step, or else by just enough; else None and the limit that was met."""
+        with self._lock:
+            needed = max(nbytes - self._extents[file].free_at_end_bytes, 0)
+            capacity = self._extents[file].capacity_bytes
+        refusal = f"the budget of {format_bytes(self._budget.limit_bytes or 0)}"
+        left = self._budget.left_bytes
+        if left is not None and left < needed and not self._growing.locked():
+            return None, refusal  # without a thread for every tensor
+        for most in dict.fromkeys((max(needed, _GROW_BYTES // self._granule_bytes * self._granule_bytes), needed)):
+            try:
+                if most and not call(partial(self._grow, file, most, needed, capacity)):
+                    return None, refusal
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise StorageError(
+                        f"Enlarging {self.files[file]} by up to {format_bytes(most)} failed: {error.strerror} (errno "
+                        f"{error.errno}). Check the drive, or name another directory."
+                    ) from error
+                refusal = f"the disk under {self.files[file].directory} ({error.strerror})"
+                continue
+            return self._take(file, nbytes), ""
+        return None, refusal
+
+    def _grow(self, file: int, most: int, needed: int, capacity: int) -> bool:
+        """Enlarge a file of ``capacity`` bytes, unless a growth that was given up has done so meanwhile; False if the budget
+        does not have the ``needed`` bytes.
+        """
+        with self._growing:
+            if self._extents[file].capacity_bytes != capacity:
+                return True
+            nbytes = self._budget.take_up_to(most, needed, self._granule_bytes)
+            if nbytes is None:
+                return False
+            try:
+                self.files[file].grow(nbytes)
+            except BaseException:
+                self._budget.give(nbytes)
+                raise
+            with self._lock:
+                self._extents[file].grow(nbytes)
+            return True
+
+    def _scatter(self, order: list[int], room: int, refusals: list[str], call: Call) -> list[Piece]:
+        """Fill the gaps between other slots, and what is left of the budget, so that it can be used to the last block."""
+        pieces: list[Piece] = []
+        left = room
+        for file in order:
+            with self._lock:
+                found = self._extents[file].take_pieces(left)
+            pieces += [Piece(file, offset, size) for offset, size in found]
+            left -= sum(size for _, size in found)
+        for file in order:
+            size = left if self._budget.left_bytes is None else min(left, self._budget.left_bytes)
+            size = size // self._granule_bytes * self._granule_bytes
+            try:
+                piece = self._grow_and_take(file, size, call)[0] if size > 0 else None
+            except BaseException:
+                self._return(pieces)
+                raise
+            if piece is not None:
+                pieces.append(piece)
+                left -= piece.nbytes
+        if not left:
+            return pieces
+        self._return(pieces)
+        raise TierFullError(
+            f"No room for {format_bytes(room)} on disk: {format_bytes(self.used_bytes)} are in use, and the limit is "
+            f"{' and '.join(dict.fromkeys(refusals))}. Raise disk_budget, free disk space, add a directory, or let the "
+            "tensor stay in memory."
+        )
+
+
+def round_down(nbytes: int, block_bytes: int) -> int:
+    """``nbytes`` in whole granules of a room with these blocks, at least one."""
+    granule = _granule(block_bytes)
+    return max(nbytes // granule, 1) * granule
+
+
+def _granule(block_bytes: int) -> int:
+    return max(block_bytes, 4096)
+
+
+def _close_files(files: list[DataFile], owner_pid: int, budget: Budget, closed: Callable[[], None]) -> None:
+    if os.getpid() != owner_pid:  # a forked child has closed its own copies already
+        return
+    for file in files:
+        file.close()
+        budget.give(file.size_bytes)
+    closed()

@@ -1,0 +1,195 @@
+"""One storage service a run: what its accounts share, whoever opens it first.
+
+Note: accounts
+    Activations, optimizer state and whatever else a run moves are accounts of one :class:`RunStorage`. Each opens tiers of
+    its own, with their own threads and counters; what the user limits is shared: RAM, disk space, bytes written. Tiers over
+    the same directories share files, too, so that one account uses what another has freed. The storage is found by the model
+    (:func:`storage_of`): the optimizer may be made before a session attaches, after it, or without one. Another account is
+    one call: ``DiskTier(directories, storage=storage_of(model), account="gradients")``.
+"""
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from hf_offload.errors import OffloadConfigError, TierFullError
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.budgets import Budget
+from hf_offload.storage.disk_room import DiskRoom
+from hf_offload.storage.tier import Tier, TierStats
+from hf_offload.storage.wear import Wear
+
+ACTIVATIONS = "activations"
+OPTIMIZER_STATE = "optimizer state"
+
+
+class RunStorage:
+    """Budgets, files and counters of one run.
+
+    Attributes:
+        ram: Bytes of RAM, free room in arenas included.
+        disk: Bytes of disk space, free room in files included.
+        disk_writes: Bytes written to disk since :meth:`begin_run`.
+        stops: The run ends when ``disk_writes`` refuses something; otherwise it goes on in memory.
+        wear: What is written to each drive.
+        accounts: Counters of each account's tiers, by the account's name and the tier's.
+        tiers: Counters of each tier over all accounts, by its name.
+        members: What uses the storage. Without any, the next run on the same model gets a new one.
+        ram_tiers: Those that may hold RAM without using it.
+    """
+
+    def __init__(self, max_disk_write_bytes: int | None = None) -> None:
+        self.ram = Budget()
+        self.disk = Budget()
+        self.disk_writes = Budget(max_disk_write_bytes)
+        self.stops = False
+        self.wear = Wear()
+        self.accounts: dict[str, dict[str, TierStats]] = {}
+        self.tiers: dict[str, TierStats] = {}
+        self.members: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.ram_tiers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._freeing: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._rooms: weakref.WeakValueDictionary[Any, DiskRoom] = weakref.WeakValueDictionary()
+        self._opening = threading.Lock()
+
+    def begin_run(
+        self,
+        *,
+        ram_budget_bytes: int | None,
+        disk_budget_bytes: int | None,
+        max_disk_write_bytes: int | None,
+        stops: bool,
+    ) -> None:
+        """Set the limits of a run that begins now. What is occupied already counts, what was written before does not."""
+        self.ram.limit_bytes = ram_budget_bytes
+        self.disk.limit_bytes = disk_budget_bytes
+        self.disk_writes.restart(max_disk_write_bytes)
+        self.stops = stops
+        self.wear.begin_run()
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether something was not written because of the run's limit, and the run is to end then."""
+        return self.stops and self.disk_writes.refused
+
+    def open_account(self, name: str, tier: str) -> TierStats:
+        """Counters for another tier of the account ``name``."""
+        shared = self.tiers.setdefault(tier, TierStats())
+        stats = self.accounts.setdefault(name, {})[tier] = TierStats(shared)
+        return stats
+
+    def free_with(self, method: Callable[[], None]) -> None:
+        """What frees slots that activations no longer need, where that is put off. It is not kept alive."""
+        self._freeing = weakref.WeakMethod(method)
+
+    def free_unneeded(self) -> None:
+        """Free slots that activations no longer need, so that another account finds room."""
+        method = None if self._freeing is None else self._freeing()
+        if method is not None:
+            method()
+
+    def take_ram(self, nbytes: int) -> bool:
+        """Take bytes of the RAM budget, if need be from tiers that hold RAM without using it. ``ram.give`` returns them."""
+        if self.ram.take(nbytes):
+            return True
+        for tier in list(self.ram_tiers):
+            tier.drop_idle()
+        return self.ram.take(nbytes)
+
+    def join_room(self, tier: Tier, budget_bytes: int | None, paths: list[Any], **options: Any) -> tuple[DiskRoom, int]:
+        """The room for a ``tier`` over these directories, and its number there.
+
+        Tiers over the same directories share it, as the first of them has opened it, unless one has a budget of its own,
+        which is set aside at once.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` if the run's budget does not have that much left, or as
+        :meth:`DiskRoom.open` does.
+        """
+        with self._opening:
+            key = (tuple(map(os.path.abspath, paths)), options["direct"], options["align_bytes"])
+            room = self._rooms.get(key) if budget_bytes is None else None
+            number = None if room is None else room.join()
+            if room is not None and number is not None:
+                return room, number
+            if budget_bytes is None:
+                room = DiskRoom.open(paths, self.disk, tier.call_with_watchdog, **options)
+                self._rooms[key] = room
+            else:
+                room = self._room_of_its_own(tier, budget_bytes, paths, options)
+            for file in room.files:
+                self.wear.add(file)
+            number = room.join()
+            assert number is not None  # it has just been opened
+            return room, number
+
+    def _room_of_its_own(self, tier: Tier, budget_bytes: int, paths: list[Any], options: dict[str, Any]) -> DiskRoom:
+        if not self.disk.take(budget_bytes):
+            raise OffloadConfigError(
+                f"disk_budget={format_bytes(budget_bytes)} is to be set aside, but of the run's disk_budget of "
+                f"{format_bytes(self.disk.limit_bytes or 0)}, {format_bytes(self.disk.taken_bytes)} are taken: raise the "
+                "run's, or leave the other one out to share it."
+            )
+        returned = functools.partial(self.disk.give, budget_bytes)
+        try:
+            return DiskRoom.open(paths, Budget(budget_bytes), tier.call_with_watchdog, closed=returned, **options)
+        except BaseException:
+            returned()
+            raise
+
+
+class HeldRam:
+    """Bytes of the RAM budget that an account holds in tensors of its own, not in a tier. Dropping it returns them.
+
+    Attributes:
+        held: Bytes by name.
+    """
+
+    def __init__(self, storage: RunStorage, account: str):
+        self.held: dict[str, int] = {}
+        self._storage = storage
+        self._stats = storage.open_account(account, "ram")
+        weakref.finalize(self, _give_held, self.held, storage.ram).atexit = False
+
+    def hold(self, sizes: Mapping[str, int]) -> None:
+        """Take bytes for these names, in place of what is held of them.
+
+        Raises ``TierFullError`` if the budget has less left.
+        """
+        total = sum(sizes.values())
+        if not self._storage.take_ram(total):
+            budget = self._storage.ram
+            raise TierFullError(
+                f"No room for {format_bytes(total)} in RAM: {format_bytes(budget.taken_bytes)} of "
+                f"ram_budget={format_bytes(budget.limit_bytes or 0)} are taken."
+            )
+        self._stats.reserve(total)
+        self.release(sizes)
+        self.held |= sizes
+
+    def release(self, names: Iterable[str]) -> None:
+        """Return the bytes of these names."""
+        total = sum(self.held.pop(name, 0) for name in list(names))
+        self._storage.ram.give(total)
+        self._stats.release(total)
+
+
+def _give_held(held: dict[str, int], ram: Budget) -> None:
+    ram.give(sum(held.values()))
+
+
+_storages: "weakref.WeakKeyDictionary[Any, RunStorage]" = weakref.WeakKeyDictionary()
+
+
+def storage_of(model: Any) -> RunStorage:
+    """The storage of the run that trains ``model``, or a new one if none is in use. The caller joins its ``members``."""
+    while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), nn.Module):
+        model = inner  # in a wrapper of torch.compile, or of DistributedDataParallel
+    storage = _storages.get(model)
+    if storage is None or not storage.members:
+        storage = _storages[model] = RunStorage()
+    return storage
