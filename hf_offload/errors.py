@@ -13,7 +13,7 @@ class OffloadConfigError(OffloadError, ValueError):
     """A setting is wrong, or two settings cannot go together. Raised before anything is touched.
 
     Attributes:
-        problems: The single mistakes, if the message lists several.
+        problems: The single errors, if the message lists several.
     """
 
     problems: tuple[str, ...] = ()

@@ -114,7 +114,7 @@ def bench_modes(
 
     ``times`` measures step times, too. ``on_run`` hears of each run's begin: its name, its number, and how many there are.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for all mistakes in the question at once, before the first run, and
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for all errors in the question at once, before the first run, and
     for files in ``output`` that answer another one.
     """
     setup = setup or Setup()

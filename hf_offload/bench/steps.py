@@ -93,7 +93,7 @@ def plan_steps(
     memory_limit_bytes: int | None = None,
     trace: bool = False,
 ) -> Plan:
-    """Check everything that can be checked without running; raises :class:`OffloadConfigError` with all mistakes."""
+    """Check everything that can be checked without running; raises :class:`OffloadConfigError` with all errors."""
     output = output.resolve()
     overrides = (*overrides, *([f"training.max_steps={steps}"] if steps is not None else []))
     cases: list[Case] = []

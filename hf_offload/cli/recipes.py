@@ -76,7 +76,7 @@ def show(
 
 @recipes.command()
 def validate(names: Names) -> None:
-    """Check recipes and report all mistakes at once. The exit code says whether there were any."""
+    """Check recipes and report all errors at once. The exit code says whether there were any."""
     with clear_errors():
         from hf_offload.settings.recipes import load_recipe, read_recipe
 

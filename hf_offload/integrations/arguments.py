@@ -109,7 +109,7 @@ class OffloadArguments(_Declared):
                 watch_trainers()
 
     def chosen_memory_mode(self) -> "MemoryMode | None":
-        """The memory mode these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all mistakes."""
+        """The memory mode these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all errors."""
         if isinstance(self.memory_mode, str) and self.memory_mode == "none" and self.memory_mode_kwargs is None:
             return None
         from hf_offload.settings.memory_modes import memory_mode  # only whoever asks for a mode has to load it

@@ -54,7 +54,7 @@ def optimizer_of(mode: MemoryMode, args: TrainingArguments) -> tuple[Any, dict[s
 def check_arguments(mode: MemoryMode, name: str, args: TrainingArguments) -> None:
     """Refuse training arguments that exclude ``mode``, which is called ``name``.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all mistakes, before any weight is touched.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors, before any weight is touched.
     """
     with collect_errors("training arguments with a memory mode") as check:
         with check:

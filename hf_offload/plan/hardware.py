@@ -148,7 +148,7 @@ def describe_hardware(
     ``pcie`` and ``ssd`` are bandwidths such as ``"25GB/s"``; two with a slash-free comma, ``"5GB/s,7GB/s"``, are for storing
     and loading. ``tflops`` is what matrix multiplication in 16 bits really reaches.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all mistakes.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors.
     """
     with collect_errors("machine description") as check:
         card, memory = None, None

@@ -85,7 +85,7 @@ def settings_with(
     """The settings that ``given``, which stands in ``where``, and the environment make together, and what the environment
     says. ``given`` takes precedence, or with ``environment_first`` the environment.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for all mistakes of both, those that do not take effect included.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for all errors of both, those that do not take effect included.
     """
     environ = os.environ if environ is None else environ
     given, found = with_current_names(given, FIELDS, where), _values(environ)

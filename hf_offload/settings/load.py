@@ -1,4 +1,4 @@
-"""Collecting mistakes: every one in one message, each with its source and the nearest valid name."""
+"""Collecting errors: all of them in one message, each with its source and the nearest valid name."""
 
 import contextlib
 import dataclasses
@@ -57,7 +57,7 @@ class _Check:
 
     @property
     def found_any(self) -> bool:
-        """Whether there is a mistake so far."""
+        """Whether an error was collected so far."""
         return bool(self._errors)
 
 
@@ -67,7 +67,7 @@ def joined(what: str, problems: Iterable[str]) -> OffloadConfigError:
     if len(problems) == 1:
         return OffloadConfigError(problems[0])
     lines = "\n".join(f"  - {problem}" for problem in problems)
-    error = OffloadConfigError(f"{len(problems)} mistakes in the {what}:\n{lines}")
+    error = OffloadConfigError(f"{len(problems)} errors in the {what}:\n{lines}")
     error.problems = problems
     return error
 

@@ -80,7 +80,7 @@ def memory_mode(name: str, settings: Any = None, directories: Sequence[Directory
         model = mode.prepare(model)
         optimizer = mode.optimizer(model, lr=1e-4, weight_decay=0.01)
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all mistakes.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors.
     """
     choose("memory_mode", name, mode_names())
     values = read_mode_settings(settings)

@@ -4,7 +4,7 @@ Sections: ``model``, ``data``, ``training`` (the fields of ``transformers.Traini
 whatever a launcher's config file says), ``evaluation``, ``offload`` (those of
 :class:`~hf_offload.settings.schema.OffloadConfig`), ``sampling`` (those of
 :class:`~hf_offload.settings.sampling.SampledLinearConfig`) and ``memory`` (``mode`` and its settings). A key that nothing
-reads is an error, and all mistakes of a recipe are reported at once.
+reads is an error, and all errors of a recipe are reported at once.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
 
     Values are YAML: ``offload.tier=ssd``, ``data.files=[a.txt, b.txt]``, ``offload={tier: none}`` (a whole section),
     ``offload.directory=null`` (back to the default); text and paths are taken as they are written. What the file names under
-    ``base`` is merged below it (:mod:`hf_offload.settings.layers`). Raises :class:`OffloadConfigError` with every mistake in
+    ``base`` is merged below it (:mod:`hf_offload.settings.layers`). Raises :class:`OffloadConfigError` with every error in
     it.
     """
     path = find_recipe(path_or_name)
@@ -140,7 +140,7 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
         with check, layers.naming("evaluation"):
             evaluation = from_mapping(EvaluationRecipe, sections["evaluation"], "evaluation")
         task = sections["model"].get("task", "causal-lm")
-        # A section with mistakes of its own is missing here: they are told first.
+        # A section with errors of its own is missing here: those are reported first.
         if isinstance(task, str) and task in TASKS:
             with check, layers.naming("data"):
                 if data is not None:
@@ -164,7 +164,7 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """:func:`read_recipe`, and what only the libraries can judge: values of ``model.config``, the section ``memory``.
 
-    Raises :class:`OffloadConfigError` with every mistake in it. Libraries, which take seconds to load, are not asked about a
+    Raises :class:`OffloadConfigError` with every error in it. Libraries, which take seconds to load, are not asked about a
     recipe that is wrong anyway.
     """
     recipe = read_recipe(path_or_name, overrides)

@@ -120,7 +120,7 @@ class FieldCheck:
 def read_fields(instance: Any, what: str, prefix: str = "") -> Iterator[FieldCheck]:
     """Read all fields of the dataclass ``instance`` that are declared with :func:`setting`, in place.
 
-    All mistakes, with those found inside, are raised as one error at the end. Names in messages begin with ``prefix``.
+    All errors, with those found inside, are raised as one error at the end. Names in messages begin with ``prefix``.
     """
     names = names_of(type(instance))
 

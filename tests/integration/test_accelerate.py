@@ -300,7 +300,7 @@ def test_variables_are_the_defaults_and_the_script_goes_before(monkeypatch, capl
 
 
 def test_wrong_settings_are_refused_together():
-    with pytest.raises(OffloadConfigError, match="2 mistakes") as refused:
+    with pytest.raises(OffloadConfigError, match="2 errors") as refused:
         OffloadPlugin(tier="tape", directroy="/nvme")
     assert "Did you mean 'directory'" in str(refused.value)
 

@@ -368,7 +368,7 @@ def test_a_preset_is_a_shipped_recipe_of_that_name_and_all_mistakes_come_at_once
     Path("gpt2-small").write_text("a file of that name wins")
     assert steps.resolve_shape("gpt2-small") == "gpt2-small"
     result = run("bench", "steps", "gpt2-smal,gpt/dmeo", "--allocator", "malloc")
-    assert "3 mistakes" in said(result)
+    assert "3 errors" in said(result)
     assert "'bench/gpt2-small'" in said(result)
 
 

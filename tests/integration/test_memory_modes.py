@@ -340,7 +340,7 @@ def test_a_directory_of_its_own_goes_before_that_of_activations(tmp_path):
         ("galor", None, "Did you mean 'galore'"),
         ("galore", {"alpha": 16}, r"has no setting 'alpha' \(it is one of lora, qlora, lora_fa, dora\)"),
         ("lora", {"update_proj_gap": 2}, "it is one of galore"),
-        ("galore", {"rank": 0, "scale": -1}, "2 mistakes"),
+        ("galore", {"rank": 0, "scale": -1}, "2 errors"),
         ("galore", {"update_in_backward": "yes"}, "neither true nor false"),
         ("galore", "rank=4", "is not valid JSON"),
         ("galore", "[4]", "not a mapping"),

@@ -184,7 +184,7 @@ def test_orders_and_what_none_can_beat(tmp_path):
         (["gpt2-small", "--tflops", "80"], "describe another machine: add --gpu"),
         (["gpt2-small", *CARD, "--batch", "0"], "batch=0 is too small"),
         (["gpt2-small", *CARD, "--batch", str(10**20)], "batch=100000000000000000000 is too large"),
-        (["gpt2-small", *CARD, "--gpu", "foo", "--batch", "0", "--plot", "/proc/x"], "3 mistakes in the options"),
+        (["gpt2-small", *CARD, "--gpu", "foo", "--batch", "0", "--plot", "/proc/x"], "3 errors in the options"),
         (["gpt2-small", *CARD, "--sequence", "5000"], "has 1024 positions"),
         (["gpt2-small", *CARD, "--dtype", "int8"], "dtype='int8' is unknown"),
         (["gpt2-small", *CARD, "--optimizer", "magic"], "optimizer 'magic' holds in memory is not known"),

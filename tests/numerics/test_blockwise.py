@@ -708,7 +708,7 @@ def test_all_mistakes_of_the_settings_are_told_at_once():
             master_weights="yes",
         )  # fmt: skip
     found = str(error.value)
-    assert found.startswith("7 mistakes")
+    assert found.startswith("7 errors")
     for word in ("blocks_active=0", "switch_every=0", "'ascending'?", "'always'?", "drop, ram", "seed=0.5", "'yes'"):
         assert word in found, word
     with pytest.raises(OffloadConfigError, match="each once"):

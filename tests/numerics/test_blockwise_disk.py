@@ -357,7 +357,7 @@ def test_an_interruption_while_state_is_written_loses_nothing(tmp_path, monkeypa
 def test_mistakes_are_told_at_once(tmp_path):
     with pytest.raises(OffloadConfigError) as error:
         BlockwiseConfig(inactive_state="ssd", directory=[tmp_path, tmp_path], disk_budget="much", seed=0.5)
-    for word in ("3 mistakes", "the same path twice", "disk_budget='much'", "seed=0.5"):
+    for word in ("3 errors", "the same path twice", "disk_budget='much'", "seed=0.5"):
         assert word in str(error.value), word
     for tier in ("drop", "ram"):
         with pytest.raises(OffloadConfigError, match=f"directory, disk_budget given, but inactive_state='{tier}'"):

@@ -59,7 +59,7 @@ def test_nothing_is_set():
 
 def test_mistakes_come_together():
     environ = {"HF_OFFLOAD_DIRECTROY": "/nvme", "HF_OFFLOAD_KEEP_LAST_COUNT": "two", "HF_OFFLOAD_TIER": "floppy"}
-    with pytest.raises(OffloadConfigError, match=r"5 mistakes in the script and the environment") as refused:
+    with pytest.raises(OffloadConfigError, match=r"5 errors in the script and the environment") as refused:
         settings_with({"verify": "md5", "tier": "sdd"}, "script", environ)
     for part in (
         "Did you mean 'HF_OFFLOAD_DIRECTORY'?",

@@ -267,7 +267,7 @@ def test_accelerates_mistakes_and_ours_come_together(started, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("num_machines: few\nuse_cup: true\n")
     monkeypatch.setenv("HF_OFFLOAD_TIER", "tape")
-    with pytest.raises(OffloadConfigError, match="4 mistakes in the settings") as refused:
+    with pytest.raises(OffloadConfigError, match="4 errors in the settings") as refused:
         launch(["--config_file", "mine.yaml", "train.py"])
     for part in ("HF_OFFLOAD_TIER='tape'", "num_machines='few'", "'use_cup'", "distributed_type is missing"):
         assert part in str(refused.value)

@@ -108,7 +108,7 @@ def test_all_mistakes_of_a_config_come_at_once():
             tier="sdd", directory=["/a", "/a"], ram_budget="lots", disk_budget=-1, keep_last_count=-2, verify="md5"
         )
     message = str(caught.value)
-    assert message.startswith("6 mistakes")
+    assert message.startswith("6 errors")
     assert "Did you mean 'ssd'?" in message
     for part in ("tier='sdd'", "same path twice", "ram_budget='lots'", "disk_budget=-1", "keep_last_count=-2", "'md5'"):
         assert part in message
@@ -181,8 +181,8 @@ def test_lists_of_mistakes_are_joined_into_one():
             OffloadConfig(tier="sdd", verify="chek")
         with check:
             raise OffloadConfigError("one more")
-    assert str(raised.value).startswith("3 mistakes in the outer:")
-    assert str(raised.value).count("mistakes") == 1
+    assert str(raised.value).startswith("3 errors in the outer:")
+    assert str(raised.value).count("errors") == 1
 
 
 def test_training_arguments_are_refused_by_their_own_names(tmp_path):

@@ -66,7 +66,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         optimizer: Class of the inner optimizer.
         **options: What the inner optimizer's constructor takes: ``lr``, ``weight_decay`` ...
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all mistakes, before anything is changed; :meth:`step`
+    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors, before anything is changed; :meth:`step`
     raises :class:`~hf_offload.errors.StorageError` if state on disk cannot be written, after the step, or read, before it.
     """
 

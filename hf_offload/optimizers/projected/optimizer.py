@@ -82,7 +82,7 @@ class ProjectedAdamW(Optimizer):
 
     in_backward = False
     """Whether an :class:`UpdateInBackward` is at work."""
-    _checked = False  # the first groups are checked together, so that all mistakes are told at once
+    _checked = False  # the first groups are checked together, so that all errors are reported at once
 
     def __init__(
         self,
