@@ -2,13 +2,15 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_REFUSED
 from hf_offload.errors import OffloadError
@@ -20,12 +22,31 @@ def output() -> Console:
 
 
 def messages() -> Console:
-    """For everything beside results."""
+    """For everything that is not a result."""
     return Console(stderr=True)
 
 
+def make_table(
+    title: str, columns: Sequence[str], caption: str = "", *, left: Sequence[str] = (), fold: bool = False
+) -> Table:
+    """A table of numbers behind a first column of names; the columns ``left`` hold words, and the last of them whole
+    sentences. With ``fold``, all columns give way where the terminal is narrow.
+    """
+    table = Table(title=escape(title), box=SIMPLE_HEAD, caption=caption or None, caption_justify="left")
+    table.add_column(escape(columns[0]), overflow="fold")
+    for name in columns[1:]:
+        sentences = name in left and name == columns[-1]
+        table.add_column(
+            escape(name),
+            justify="left" if name in left else "right",
+            no_wrap=not fold and not sentences,
+            overflow="ellipsis" if sentences else "fold",
+        )
+    return table
+
+
 def progress_bar(*, counted: bool = True) -> Progress:
-    """What is going on and for how long; with ``counted``, how much of it is done, too."""
+    """What runs and for how long; with ``counted``, how much of it is done, too."""
     counters: list[ProgressColumn] = [BarColumn(), MofNCompleteColumn()] if counted else []
     return Progress(TextColumn("{task.description}"), *counters, TimeElapsedColumn(), console=messages())
 

@@ -40,7 +40,7 @@ def _options(
 
 
 app.command()(train)
-app.command()(plan)
+app.add_typer(plan, name="plan")
 app.command()(doctor)
 app.command("launch", context_settings=PASSED_ON, epilog=EPILOG, options_metavar=METAVAR)(launch_script)
 app.command()(config)

@@ -1,33 +1,56 @@
-"""What a workload may be asked for, checked without torch, which takes seconds to import."""
+"""What a plan may be asked for beside a recipe, checked without torch, which takes seconds to import."""
 
-from hf_offload.settings.load import choose, collect_errors
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hf_offload.settings.load import choose
 from hf_offload.settings.recipes import DTYPES, TASKS
-from hf_offload.settings.values import optional, whole
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.values import MODEL, Reader, one_of, read_fields, setting, text, whole
 
 AUTOCAST = ("no", "bf16", "fp16")
 
+PLANNED = (
+    "memory_budget",
+    "min_bytes",
+    *(field.name for field in dataclasses.fields(OffloadConfig) if field.metadata["scope"] == MODEL),
+)
+"""Fields of :class:`~hf_offload.OffloadConfig` that a plan depends on, whatever the tier."""
 
-def check_options(
-    *,
-    batch: int | None = None,
-    sequence: int | None = None,
-    image_size: int | None = None,
-    dtype: str | None = None,
-    autocast: str | None = None,
-    task: str | None = None,
-) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` for all values that no workload has.
 
-    A ``task`` with a capital letter may be a class of transformers, which only that library knows.
-    """
-    with collect_errors("options") as check:
-        for name, value in (("batch", batch), ("sequence", sequence), ("image_size", image_size)):
-            with check:
-                optional(whole(1))(name, value)
-        for name, word, allowed in (("dtype", dtype, DTYPES), ("autocast", autocast, AUTOCAST)):
-            with check:
-                if word is not None:
-                    choose(name, word, allowed)
-        with check:
-            if task is not None and not task[:1].isupper():
-                choose("task", task, TASKS)
+def _task(name: str, value: Any) -> Any:
+    if not (isinstance(value, str) and value[:1].isupper()):  # only transformers knows its classes
+        choose(name, value, TASKS)
+    return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """What is planned, where it differs from what a recipe or a configuration says. None: as they say."""
+
+    batch: int | None = setting(None, whole(1), "Rows of a micro-batch. Default: the recipe's, or 1.")
+    sequence: int | None = setting(
+        None,
+        whole(1),
+        "Tokens of a row, or samples of its audio. Default: the recipe's, or 2048 tokens, 10 seconds.",
+    )
+    image_size: int | None = setting(
+        None, whole(1), "Pixels of a side of an image. Default: as the model's configuration says."
+    )
+    dtype: str | None = setting(None, one_of(DTYPES), f"Of the weights: {', '.join(DTYPES)}.")
+    autocast: str | None = setting(None, one_of(AUTOCAST), "Mixed precision: bf16, fp16 or no, as in the Trainer.")
+    task: str | None = setting(
+        None, Reader(_task), f"{', '.join(TASKS)}, or a class such as ViTForImageClassification."
+    )
+    optimizer: str | None = setting(None, text(), "As in the Trainer's optim, such as adamw_torch.")
+    memory_mode: str | None = setting(
+        None, text(), "As in the training arguments, such as lora or galore. Default: none, which trains all weights."
+    )
+    memory_mode_kwargs: str | Mapping[str, Any] | None = setting(
+        None, Reader(lambda _name, value: value), """Settings of the memory mode in JSON, such as '{{"rank": 128}}'."""
+    )
+
+    def __post_init__(self) -> None:
+        with read_fields(self, "options"):
+            pass

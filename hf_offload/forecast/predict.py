@@ -1,8 +1,7 @@
-"""What a recipe is predicted to need and take on the machine that its opening comment names."""
+"""What a recipe is predicted to need and take on the machine that its section ``meta`` names."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.workload import count_workload
@@ -11,8 +10,7 @@ from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
 from hf_offload.plan.placement import solve, uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import find_plan, make_problem
-from hf_offload.settings.recipe_files import find_recipe
-from hf_offload.settings.recipe_header import PREDICTED, read_header
+from hf_offload.settings.recipe_meta import Predicted
 from hf_offload.settings.recipes import Recipe, load_recipe
 from hf_offload.settings.sizes import format_seconds
 
@@ -51,37 +49,44 @@ class Prediction:
     planned_step_s: float | None
 
     @property
-    def line(self) -> str:
+    def written(self) -> Predicted:
         """As it is written into a recipe."""
-        kept = f"{_gib(self.kept_peak_bytes)}, {format_seconds(self.kept_step_s)}"
-        if self.kept_peak_bytes > self.budget_bytes:
-            kept = f"{_gib(self.kept_peak_bytes)}, too much"
-        planned = "" if self.planned_step_s is None else f"; tier auto: {format_seconds(self.planned_step_s)}"
-        step = f"step {format_seconds(self.step_s)}"
+        fits = self.kept_peak_bytes <= self.budget_bytes
+        return Predicted(
+            peak=_gib(self.peak_bytes),
+            budget=_gib(self.budget_bytes),
+            micro_batch=format_seconds(self.step_s),
+            baseline_peak=_gib(self.kept_peak_bytes),
+            baseline_micro_batch=format_seconds(self.kept_step_s) if fits else None,
+            auto_micro_batch=None if self.planned_step_s is None else format_seconds(self.planned_step_s),
+        )
+
+    @property
+    def line(self) -> str:
+        """In a sentence."""
+        found = self.written
+        step = f"step {found.micro_batch}"
         if self.micro_batches > 1:
-            step = f"{format_seconds(self.step_s)} a micro-batch, {self.micro_batches} a step"
+            step = f"{found.micro_batch} a micro-batch, {self.micro_batches} a step"
+        planned = "" if found.auto_micro_batch is None else f"; tier auto: {found.auto_micro_batch}"
         return (
-            f"{PREDICTED}{self.machine}: peak {_gib(self.peak_bytes)} of {_gib(self.budget_bytes)}, "
-            f"{step}; all kept: {kept}{planned}."
+            f"on {self.machine}: peak {found.peak} of {found.budget}, {step}; no offloading: {found.baseline_peak}, "
+            f"{found.baseline_micro_batch or 'does not fit'}{planned}"
         )
 
 
 def predict_recipe(name: str) -> Prediction:
-    """The prediction for a recipe, by name or file, on the machine of its header.
+    """The prediction for a recipe, by name or file, on the machine it is meant for.
 
-    Raises :class:`~hf_offload.errors.OffloadError` if the header names none, or if the recipe does not fit there.
+    Raises :class:`~hf_offload.errors.OffloadError` if it names none, or if it does not fit there.
     """
-    header = read_header(find_recipe(name).read_text(encoding="utf-8"))
-    if header.plan is None:
-        raise OffloadConfigError(
-            f"{name} opens with no line such as `# hf-offload plan {name} --gpu rtx4090 --ssd 5GB/s`: add one that says for "
-            "which machine it is meant."
-        )
-    options: dict[str, Any] = dict(header.machine)
-    if "tflops" in options:
-        options["tflops"] = float(options["tflops"])
-    hardware = describe_hardware(options.pop("gpu"), **options)
     recipe = load_recipe(name)
+    machine = recipe.meta.target.given
+    if not machine:
+        raise OffloadConfigError(
+            f"{name} does not say for which machine it is meant: add meta: {{machine: {{gpu: rtx4090, ssd: 5GB/s}}}}."
+        )
+    hardware = describe_hardware(**machine)
     placement = _PLACEMENTS[_way(recipe)]
     workload = find_workload(name)
     budget = workload.budget_bytes or int(hardware.memory_bytes.value * BUDGET_SHARE)
@@ -93,8 +98,8 @@ def predict_recipe(name: str) -> Prediction:
         raise OffloadConfigError(f"{name} places activations in a way that cannot be predicted.")
     if not problem.fits(chosen):
         raise OffloadConfigError(
-            f"{name} does not fit {hardware.name}: predicted is a peak of {_gib(chosen.timeline.peak_bytes)}, and "
-            f"{_gib(budget)} may be used. Change the recipe, or the machine in its header."
+            f"{name} does not fit {hardware.name}: its predicted peak is {_gib(chosen.timeline.peak_bytes)}, and "
+            f"{_gib(budget)} may be used. Change the recipe, or its meta.machine."
         )
     return Prediction(
         machine=_words(hardware),

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.forecast.options import check_options
+from hf_offload.forecast.options import PLANNED, WorkloadOptions
 from hf_offload.forecast.workload import DEFAULT_OPTIMIZER, Workload, class_for, state_elements
 from hf_offload.forecast.workload_inputs import default_length
 from hf_offload.settings.load import choose
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import TASKS, load_recipe
+from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import listed, shown
 from hf_offload.settings.text_files import is_folder, reason_of
 from hf_offload.settings.values import expand
@@ -30,28 +31,18 @@ _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def find_workload(
-    source: str,
-    overrides: Sequence[str] = (),
-    *,
-    batch: int | None = None,
-    sequence: int | None = None,
-    dtype: str | None = None,
-    autocast: str | None = None,
-    image_size: int | None = None,
-    task: str | None = None,
-    optimizer: str | None = None,
-    memory_mode: str | None = None,
-    memory_mode_kwargs: str | Mapping[str, Any] | None = None,
+    source: str, overrides: Sequence[str] = (), *, settings: Mapping[str, Any] | None = None, **options: Any
 ) -> Workload:
     """From a recipe, a folder with a ``config.json`` (with or without weights beside it) or a name of the hub.
 
-    What is given replaces what the recipe says; without a recipe, batch 1 and 2048 tokens (or as many as the model takes),
-    ten seconds of audio, images of the size that the configuration names. ``task`` may be a class of transformers,
-    ``autocast`` is ``bf16``, ``fp16`` or ``no``.
+    ``options`` are fields of :class:`~hf_offload.forecast.options.WorkloadOptions`, ``settings`` those fields of
+    :class:`~hf_offload.OffloadConfig` that a plan depends on; both replace what the recipe says. Without a recipe, batch 1
+    and 2048 tokens (or as many as the model takes), ten seconds of audio, images of the size that the configuration names.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError`.
     """
-    check_options(batch=batch, sequence=sequence, image_size=image_size, dtype=dtype, autocast=autocast, task=task)
+    asked = WorkloadOptions(**options)
+    task, sequence = asked.task, asked.sequence
     if task is not None and not _is_class(task):
         choose("task", task, TASKS)
     preset = f"bench/{source}"
@@ -59,30 +50,26 @@ def find_workload(
     if is_folder(folder):
         found = _from_folder(source, folder)
     elif folder.suffix in (".yaml", ".yml") or source in recipe_names() or preset in recipe_names():
-        found = _from_recipe(preset if preset in recipe_names() else source, overrides)
-        overrides = ()
+        found = _from_recipe(preset if preset in recipe_names() else source, overrides, settings or {})
+        overrides, settings = (), None
     else:
         found = _from_config(source, source)
     if overrides:
-        raise OffloadConfigError(f"{overrides[0]!r} changes a recipe, but {source!r} is none: drop it.")
-    changes: dict[str, Any] = {
-        "batch": batch,
-        "sequence": sequence,
-        "dtype": None if dtype is None else getattr(torch, dtype),
-        "image_size": image_size,
-        "task": task,
-        "optimizer": optimizer,
-    }
+        raise OffloadConfigError(f"{overrides[0]!r} changes a recipe, but {source!r} is not one: drop it.")
+    if settings:
+        found = dataclasses.replace(found, **_of_settings(OffloadConfig(**settings)))
+    changes = {name: getattr(asked, name) for name in ("batch", "sequence", "image_size", "task", "optimizer")}
+    changes["dtype"] = None if asked.dtype is None else getattr(torch, asked.dtype)
     found = dataclasses.replace(found, **{name: value for name, value in changes.items() if value is not None})
-    if autocast is not None:
-        found = dataclasses.replace(found, autocast=_AUTOCAST[autocast])
+    if asked.autocast is not None:
+        found = dataclasses.replace(found, autocast=_AUTOCAST[asked.autocast])
     if task is not None and sequence is None and folder.suffix not in (".yaml", ".yml"):
         found = dataclasses.replace(found, sequence=min(found.sequence, found.longest or found.sequence))
-    if memory_mode is not None or memory_mode_kwargs is not None:
-        found = found.in_mode(memory_mode or found.memory_mode, memory_mode_kwargs)
-    if optimizer is not None and found.mode is not None:
+    if asked.memory_mode is not None or asked.memory_mode_kwargs is not None:
+        found = found.in_mode(asked.memory_mode or found.memory_mode, asked.memory_mode_kwargs)
+    if asked.optimizer is not None and found.mode is not None:
         raise OffloadConfigError(
-            f"optimizer={optimizer!r} and memory_mode={found.memory_mode!r} both choose the optimizer: drop one of them."
+            f"optimizer={asked.optimizer!r} and memory_mode={found.memory_mode!r} both choose the optimizer: drop one."
         )
     longest = found.longest
     if longest is not None and found.sequence > longest:
@@ -95,10 +82,26 @@ def find_workload(
     return found
 
 
-def _from_recipe(name: str, overrides: Sequence[str]) -> Workload:
+def _of_settings(offload: OffloadConfig) -> dict[str, Any]:
+    """What a workload takes from :data:`~hf_offload.forecast.options.PLANNED` settings."""
+    return {
+        "min_offload_bytes": offload.min_bytes,
+        "sampled": offload.sampling,
+        "lean": offload.lean,
+        "tiled_loss": offload.tiled_loss,
+        "tiled_mlp": offload.tiled_mlp,
+        "cut": cut_for(offload),
+        "budget_bytes": None if offload.memory_budget is None else int(offload.memory_budget),
+    }
+
+
+def _from_recipe(name: str, overrides: Sequence[str], settings: Mapping[str, Any]) -> Workload:
     from transformers import AutoConfig
 
     recipe = load_recipe(name, overrides)
+    offload = recipe.offload
+    if settings:  # with tier auto, as a plan is about all tiers
+        offload = OffloadConfig(**{field: getattr(offload, field) for field in PLANNED} | dict(settings))
     model = recipe.model
     if model.name is not None and model.published is None:
         config = _config(model.name)
@@ -127,15 +130,9 @@ def _from_recipe(name: str, overrides: Sequence[str]) -> Workload:
         autocast=autocast,
         attention=model.attention,
         optimizer=str(training.get("optim", DEFAULT_OPTIMIZER)),
-        min_offload_bytes=recipe.offload.min_bytes,  # type: ignore[arg-type]  # a number or None, once checked
         memory_mode=str(recipe.memory.get("mode", NONE)),
         memory_mode_kwargs={key: value for key, value in recipe.memory.items() if key != "mode"},
-        sampled=recipe.offload.sampling,
-        lean=recipe.offload.lean,
-        tiled_loss=recipe.offload.tiled_loss,
-        tiled_mlp=recipe.offload.tiled_mlp,
-        cut=cut_for(recipe.offload),
-        budget_bytes=None if recipe.offload.memory_budget is None else int(recipe.offload.memory_budget),
+        **_of_settings(offload),
     )
 
 
@@ -244,7 +241,7 @@ def _config(source: str) -> "PretrainedConfig":
     except Exception as error:  # whatever the library raises for what stands in the file
         first = reason_of(error)
         raise OffloadConfigError(
-            f"{shown(source)} is no shipped recipe, no folder with a config.json, and no model the hub gives here: {first} "
+            f"{shown(source)} is not a shipped recipe, a folder with a config.json or a model of the hub: {first} "
             f"Recipes: {listed(recipe_names(), source)}."
         ) from error
     if hasattr(config, "use_cache"):

@@ -1,8 +1,8 @@
 """Recipes: what one YAML file says about a training run, and how that is checked.
 
-Sections: ``model``, ``data``, ``training`` (the fields of ``transformers.TrainingArguments``; the precision is what they say,
-whatever a launcher's config file says), ``evaluation``, ``offload`` (those of
-:class:`~hf_offload.settings.schema.OffloadConfig`), ``sampling`` (those of
+Sections: ``meta`` (:mod:`hf_offload.settings.recipe_meta`), ``model``, ``data``, ``training`` (the fields of
+``transformers.TrainingArguments``; the precision is what they say, whatever a launcher's config file says), ``evaluation``,
+``offload`` (those of :class:`~hf_offload.settings.schema.OffloadConfig`), ``sampling`` (those of
 :class:`~hf_offload.settings.sampling.SampledLinearConfig`) and ``memory`` (``mode`` and its settings). A key that nothing
 reads is an error, and all errors of a recipe are reported at once.
 """
@@ -21,6 +21,7 @@ from hf_offload.settings.memory_modes import NONE, memory_mode
 from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_data import RANDOM_TOKENS, DataRecipe, HubData
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
+from hf_offload.settings.recipe_meta import META, MetaRecipe
 from hf_offload.settings.recipe_model import DTYPES, TASKS, ModelRecipe
 from hf_offload.settings.recipe_training import training_value
 from hf_offload.settings.sampling import SampledLinearConfig
@@ -42,7 +43,7 @@ __all__ = [
     "read_recipe",
 ]
 
-SECTIONS = ("model", "data", "training", "evaluation", "offload", "sampling", "memory")
+SECTIONS = (META, "model", "data", "training", "evaluation", "offload", "sampling", "memory")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,8 @@ class Recipe:
     evaluation: EvaluationRecipe = dataclasses.field(default_factory=EvaluationRecipe)
     memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """``mode`` and its settings; empty for all weights and the optimizer of the section training."""
+    meta: MetaRecipe = dataclasses.field(default_factory=MetaRecipe)
+    """What changes nothing about the run."""
 
     @property
     def output_dir(self) -> Path:
@@ -113,6 +116,8 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                 sections[key] = section or {}
         data: Any = None
         evaluation: Any = None
+        with check:
+            meta = from_mapping(MetaRecipe, sections[META], META)
         with check, layers.naming("model"):
             model = from_mapping(ModelRecipe, sections["model"], "model")
         with check, layers.naming("data"):
@@ -155,9 +160,15 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                     "data.tokenizer is missing: a model from random weights brings none. Name one, or give "
                     "tokenizer: {train_bpe: 8192}."
                 )
-    memory = sections["memory"]
     return Recipe(
-        name=name, model=model, data=data, training=training, offload=offload, evaluation=evaluation, memory=memory
+        name=name,
+        model=model,
+        data=data,
+        training=training,
+        offload=offload,
+        evaluation=evaluation,
+        memory=sections["memory"],
+        meta=meta,
     )
 
 

@@ -12,6 +12,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from benchmarks.__main__ import app as benchmarks
 from hf_offload.cli.main import app
+from hf_offload.cli.plan import PlanGroup
 from hf_offload.integrations.launch import find_config
 from hf_offload.settings.environment import DISABLE_VARIABLE, FIELDS, variable
 
@@ -50,7 +51,7 @@ def understand(words, app=app):
     while hasattr(command, "commands"):
         if not words:
             return
-        name, *words = words
+        name, *words = command.complete(words) if isinstance(command, PlanGroup) else words
         assert name in command.commands, f"there is no command {name}"
         command = command.commands[name]
     if command.name == "launch":
@@ -145,6 +146,8 @@ def test_commands_are_found():
     assert len(commands(ROOT / "README.md", "hf-offload")) > 20
     with pytest.raises(Exception, match="No such option: --levrs"):
         understand(["plan", "llama-1b", "--levrs"])
+    with pytest.raises(Exception, match="No such option: --plot"):
+        understand(["plan", "modes", "llama-1b", "--plot", "a.png"])
     with pytest.raises(AssertionError, match="no command"):
         understand(["bench", "stesp"])
     with pytest.raises(AssertionError, match="no command"):

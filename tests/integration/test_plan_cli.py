@@ -9,6 +9,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
+from hf_offload.forecast.options import PLANNED
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.values import help_of
 from tests.helpers.activation_heavy_models import CONFIGS, build
 
 SMALL = [
@@ -55,14 +58,16 @@ def test_a_budget_decides():
     roomy, _ = run_json("gpt2-small", *SMALL, *CARD, "--batch", "8", "--sequence", "512")
     peaks = {row["name"]: row["peak_bytes"] for row in roomy["predicted"]}
     budget = (peaks["keep"] + peaks["recompute"]) // 2
-    tight, result = run_json("gpt2-small", *SMALL, *CARD, "--batch", "8", "--sequence", "512", "--budget", str(budget))
+    tight, result = run_json(
+        "gpt2-small", *SMALL, *CARD, "--batch", "8", "--sequence", "512", "--memory-budget", str(budget)
+    )
     assert result.exit_code == 0
     assert set(tight["placements"].values()) != {"keep"}
     assert tight["predicted"][-1]["peak_bytes"] <= budget
 
 
 def test_an_impossible_budget_is_refused_with_the_smallest_possible():
-    result = run("gpt2-small", *SMALL, *CARD, "--budget", "1MiB")
+    result = run("gpt2-small", *SMALL, *CARD, "--memory-budget", "1MiB")
     assert result.exit_code == 2
     message = " ".join(result.stderr.split())
     assert "the least this run can do with is" in message
@@ -134,18 +139,18 @@ LLAMA = [
 def test_a_plan_shows_what_is_tiled_and_needs_less():
     shape = [*LLAMA, *CARD, "--sequence", "2048"]
     plain, _ = run_json(*shape)
-    tiled, _ = run_json(*shape, "--tiled-loss", "--tiled-mlp")
+    tiled, _ = run_json(*shape, "--tiled-loss", "on", "--tiled-mlp", "on")
     keep, kept = (found["predicted"][0]["peak_bytes"] for found in (plain, tiled))
     logits = 4 * 2048 * 128256
     assert keep - kept > 1.5 * logits
-    table = " ".join(run(*shape, "--tiled-loss", "--tiled-mlp").stdout.split())
+    table = " ".join(run(*shape, "--tiled-loss", "on", "--tiled-mlp", "on").stdout.split())
     assert "lm_head, tiled" in table
     assert ".mlp (2 x), tiled" in table
 
 
 def test_every_lever_reaches_at_least_as_far(monkeypatch):
     monkeypatch.setattr("hf_offload.forecast.levers.PIECES", (8, 2))
-    found, result = run_json(*LLAMA, "--levers", "--cards", "rtx4090,h200", "--ram", "1TB", "--ssd", "5GB/s")
+    found, result = run_json("levers", *LLAMA, "--gpus", "rtx4090,h200", "--ram", "1TB", "--ssd", "5GB/s")
     assert result.exit_code == 0, result.stderr
     for card in found["levers"][0]["tokens"]:
         reach = [lever["tokens"][card] for lever in found["levers"]]
@@ -153,17 +158,84 @@ def test_every_lever_reaches_at_least_as_far(monkeypatch):
         # Offloaded inputs wait in windows of their own, which cost a short row a little.
         assert all(later > 0.95 * earlier for earlier, later in itertools.pairwise(reach))
         assert reach[-1] > 3 * reach[0]
-    assert "and on top" in run(*LLAMA, "--levers", "--cards", "l4", "--ssd", "5GB/s").stdout
+    assert "in addition" in run("levers", *LLAMA, "--gpus", "l4", "--ssd", "5GB/s").stdout
 
 
-def test_levers_are_refused_where_they_say_nothing():
-    assert "--gpu does not go with --levers" in " ".join(run(*LLAMA, "--levers", *CARD).stderr.split())
-    assert "1024 positions" in " ".join(run("gpt2-small", "--levers").stderr.split())
+def test_levers_are_refused_for_a_model_with_few_positions():
+    assert "1024 positions" in " ".join(run("levers", "gpt2-small").stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("levers", ["--plot", "--timeline", "--memory-budget", "--gpu", "--directory", "--sequence", "--tile-bytes"]),
+        ("modes", ["--plot", "--timeline"]),
+        ("order", ["--plot", "--memory-budget"]),
+    ],
+)
+def test_a_command_has_only_the_options_that_it_reads(command, options):
+    for option in options:
+        result = run(command, "gpt2-small", option, "1")
+        assert (result.exit_code, f"No such option: {option}" in result.stderr) == (2, True)
+
+
+def test_options_of_former_versions_say_what_they_are_now(tmp_path):
+    small = ["gpt2-small", *SMALL, "--sequence", "128", *CARD]
+    picture = tmp_path / "orders.png"
+    for former, now, warning in (
+        (["--modes", "--memory-mode", "none,lora"], ["modes", "--memory-mode", "none,lora"], "`hf-offload plan modes`"),
+        (["--order", "--timeline", str(picture)], ["order"], "`hf-offload plan order`"),
+        (["--budget=2GiB"], ["run", "--memory-budget", "2GiB"], "--budget is called --memory-budget"),
+        (["--lean", "exact"], ["--recompute-elementwise", "exact"], "is called --recompute-elementwise"),
+        (["--tiled-loss", "--tiled-mlp"], ["--tiled-loss", "on", "--tiled-mlp=on"], "--tiled-loss takes a value now"),
+    ):
+        command = [now.pop(0)] if not now[0].startswith("-") else []
+        old, current = run(*small, *former, "--json"), run(*command, *small, *now, "--json")
+        assert (old.exit_code, current.exit_code) == (0, 0), (old.stderr, current.stderr)
+        assert old.stdout == current.stdout
+        assert warning in " ".join(old.stderr.split())
+        assert "now" not in current.stderr.split()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_former_options_of_levers():
+    old = run(*LLAMA, "--levers", "--cards", "l4", "--pcie", "5GB/s", "--json")
+    assert list(json.loads(old.stdout)["levers"][0]["tokens"]) == ["l4"]
+    assert "--cards is called --gpus now" in " ".join(old.stderr.split())
+
+
+def test_a_setting_is_an_option_by_its_declaration():
+    """Its help, how it is read, and what is refused are those of the declaration."""
+    shown = " ".join(run("run", "--help").stdout.replace("│", " ").split())
+    for field in PLANNED:
+        assert f"--{field.replace('_', '-')} " in shown
+        assert help_of(OffloadConfig, field).split(":")[0].split(" memory_budget")[0] in shown
+    result = run(
+        "gpt2-small", *CARD, "--tile-bytes", "0", "--tiled-loss", "om", "--tiled-mlp", "", "--memory-budget", "1 Gib b",
+        "--batch", "none", "--ram", "much",
+    )  # fmt: skip
+    assert result.exit_code == 2
+    stderr = " ".join(result.stderr.split())
+    for part in (
+        "6 errors in the options", "--tile-bytes='0' is too small", "--tiled-loss='om' is unknown", "Did you mean 'on'?",
+        "--tiled-mlp='' is no list", "--memory-budget='1 Gib b' is not a size", "--batch='none' is not a whole number",
+        "ram='much' is not a size",
+    ):  # fmt: skip
+        assert part in stderr
+
+
+def test_settings_given_as_options_replace_those_of_a_recipe():
+    shape = [*LLAMA, "offload.tier=ssd", "offload.tiled_loss=auto", *CARD, "--sequence", "512"]
+    recipe, on, off = (run_json(*shape, *more)[0] for more in ([], ["--tiled-loss", "on"], ["--tiled-loss", "off"]))
+    assert recipe["saved_bytes"] == on["saved_bytes"] < off["saved_bytes"]
+    tight, result = run_json(*shape, "--memory-budget", "14GiB", "--tiled-mlp", "auto")  # which tier ssd refuses
+    assert result.exit_code == 0, result.stderr
+    assert tight["budget_bytes"] == 14 << 30
 
 
 def test_orders_and_what_none_can_beat(tmp_path):
     picture = tmp_path / "orders.png"
-    shape = [*LLAMA, *CARD, "--sequence", "1024", "--order"]
+    shape = ["order", *LLAMA, *CARD, "--sequence", "1024"]
     found, result = run_json(*shape, "--timeline", str(picture))
     assert result.exit_code == 0, result.stderr
     orders = {row["order"]: row for row in found["orders"]}
@@ -179,19 +251,19 @@ def test_orders_and_what_none_can_beat(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no-such-model", *CARD], "no shipped recipe, no folder with a config.json, and no model"),
+        (["no-such-model", *CARD], "is not a shipped recipe, a folder with a config.json or a model of the hub"),
         (["gpt2-small", "--gpu", "rtx9999"], "gpu='rtx9999' is unknown"),
         (["gpt2-small", "--tflops", "80"], "describe another machine: add --gpu"),
-        (["gpt2-small", *CARD, "--batch", "0"], "batch=0 is too small"),
-        (["gpt2-small", *CARD, "--batch", str(10**20)], "batch=100000000000000000000 is too large"),
+        (["gpt2-small", *CARD, "--batch", "0"], "--batch=0 is too small"),
+        (["gpt2-small", *CARD, "--batch", str(10**20)], "--batch=100000000000000000000 is too large"),
         (["gpt2-small", *CARD, "--gpu", "foo", "--batch", "0", "--plot", "/proc/x"], "3 errors in the options"),
         (["gpt2-small", *CARD, "--sequence", "5000"], "has 1024 positions"),
-        (["gpt2-small", *CARD, "--dtype", "int8"], "dtype='int8' is unknown"),
+        (["gpt2-small", *CARD, "--dtype", "int8"], "--dtype='int8' is unknown"),
         (["gpt2-small", *CARD, "--optimizer", "magic"], "optimizer 'magic' holds in memory is not known"),
         (["gpt2-small", *CARD, "--optimizer", "galore_adamw"], "optimizer 'galore_adamw' holds in memory is not known"),
         (["gpt2-small", *CARD, "--memory-mode", "small"], "memory_mode='small' is unknown"),
         (["gpt2-small", *CARD, "--memory-mode", "galor"], "Did you mean 'galore'?"),
-        (["gpt2-small", *CARD, "--modes", "--memory-mode", "none,galor"], "Did you mean 'galore'?"),
+        (["modes", "gpt2-small", *CARD, "--memory-mode", "none,galor"], "Did you mean 'galore'?"),
         (["gpt2-small", *CARD, "--memory-mode-kwargs", '{"rank": 8}'], "memory_mode is 'none'"),
         (
             ["gpt2-small", *CARD, "--memory-mode", "lora", "--memory-mode-kwargs", '{"density": 1}'],
@@ -201,12 +273,7 @@ def test_orders_and_what_none_can_beat(tmp_path):
             ["gpt2-small", *CARD, "--memory-mode", "lora", "--optimizer", "paged_adamw_8bit"],
             "optimizer='paged_adamw_8bit' and memory_mode='lora' both choose the optimizer",
         ),
-        (["gpt2-small", *CARD, "--budget", "a lot"], "budget='a lot' is not a size"),
-        (["gpt2-small", *CARD, "--order", "--plot", "a.png"], "--plot does not go with --order"),
-        (
-            ["gpt2-small", *CARD, "--modes", "--order", "--timeline", "a.png"],
-            "--timeline, --order does not go with --modes",
-        ),
+        (["gpt2-small", *CARD, "--memory-budget", "a lot"], "--memory-budget='a lot' is not a size"),
         (["gpt2-small", *CARD, "-d", "."], "--directory and --measure are for this machine"),
     ],
 )
@@ -229,7 +296,7 @@ def test_a_damaged_configuration_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     result = run(str(tmp_path), *CARD)
     assert result.exit_code == 2, result.output
-    assert "no folder with a config.json" in " ".join(result.stderr.split())
+    assert "a folder with a config.json" in " ".join(result.stderr.split())
 
 
 def test_half_a_checkpoint_is_refused(tmp_path):
@@ -245,7 +312,7 @@ def test_sampled_and_lean_layers_save_less():
     ways = {
         "usual": ((), ()),
         "sampled": ((), ("--sampled-linear", "0.1")),
-        "lean": ((), ("--lean", "exact")),
+        "lean": ((), ("--recompute-elementwise", "exact")),
         "recipe": (("sampling={ratio: 0.1}",), ()),
     }
     saved = {}
@@ -258,7 +325,7 @@ def test_sampled_and_lean_layers_save_less():
     assert saved["recipe"] == saved["sampled"]
     text = run("gpt2-small", *SMALL, *shape, "--sampled-linear", "0.1").output
     assert text.count(", sampled") == 2  # attention and MLP
-    assert run("gpt2-small", *SMALL, *shape, "--lean", "norm").exit_code == 2
+    assert run("gpt2-small", *SMALL, *shape, "--recompute-elementwise", "norm").exit_code == 2
 
 
 def test_a_recipes_memory_mode_is_planned():

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from hf_offload.cli.main import app
 from hf_offload.settings.layers import read_layers
 from hf_offload.settings.recipe_files import find_recipe, layer_names, recipe_names, shipped_name
-from hf_offload.settings.recipe_header import read_header
+from hf_offload.settings.recipe_meta import MetaRecipe, read_meta
 from hf_offload.settings.recipes import load_recipe
 
 # The name that every supported version of transformers has; newer ones have another beside it.
@@ -30,6 +30,9 @@ TINY = """# hf-offload train tiny.yaml
 # hf-offload plan tiny.yaml --gpu 1GiB --tflops 1
 #
 # Tiny.
+meta:  # about it
+  summary: Tiny.
+  machine: {gpu: 1GiB, tflops: 1}
 base: _layer
 data: {source: random-tokens, sequence_length: 16}
 training: {max_steps: 1, per_device_train_batch_size: 2}
@@ -58,40 +61,75 @@ def tiny(tmp_path, monkeypatch):
 # ---- what is shipped
 
 
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_begins_with_the_command_lines_of_its_meta(name):
+    text, meta = find_recipe(name).read_text(), read_meta(name)
+    assert text.startswith((f"{meta.header(name)}#\n", f"{meta.header(name)}\n"))
+    rest = text.removeprefix(meta.header(name)).partition("\n\n")[0]
+    assert not re.search(r"^# hf-offload (train|launch|plan)", rest, flags=re.MULTILINE), (
+        "a command line that meta does not have"
+    )
+    assert meta.summary
+    assert load_recipe(name).meta == meta
+
+
 @pytest.mark.parametrize("name", CARDED)
 def test_a_recipe_says_how_it_is_launched_planned_and_what_is_predicted(name):
-    text = find_recipe(name).read_text()
-    train, launch, plan = text.splitlines()[:3]
-    assert train == f"# hf-offload train {name}"
+    meta = read_meta(name)
+    train, launch, plan = meta.command_lines(name)
+    assert train == f"hf-offload train {name}"
     assert re.fullmatch(
-        rf"# hf-offload launch --config_file (fsdp2|ddp) -m hf_offload train {name}( \w[\w.]*=\S+)*", launch
+        rf"hf-offload launch --config_file (fsdp2|ddp) -m hf_offload train {name}( \w[\w.]*=\S+)*", launch
     )
-    header = read_header(text)
-    assert plan == f"# {header.plan}"
-    assert shlex.split(header.plan)[:3] == ["hf-offload", "plan", name]
-    assert header.machine.keys() <= {"gpu", "ssd", "pcie", "ram"}
-    assert header.predicted.startswith(f"# Predicted on {header.card} (ssd ")
-    assert header.peak
-    micro_batches = load_recipe(name).training.get("gradient_accumulation_steps", 1)
-    time = r"step [\d.]+ m?s" if micro_batches == 1 else rf"[\d.]+ m?s a micro-batch, {micro_batches} a step"
-    assert re.search(rf" GiB, {time}; all kept: ", header.predicted)
+    assert shlex.split(plan)[:5] == ["hf-offload", "plan", name, "--gpu", meta.machine.gpu]
+    assert meta.machine.given.keys() <= {"gpu", "ssd", "pcie", "ram"}
+    assert {"peak", "budget", "micro_batch", "baseline_peak"} <= meta.predicted.given.keys()
 
 
 @pytest.mark.parametrize("name", CARDED)
 def test_the_line_for_several_cards_asks_for_nothing_that_is_refused_there(name):
-    line = shlex.split(find_recipe(name).read_text().splitlines()[1])
-    file, overrides = line[line.index("--config_file") + 1], line[line.index(name) + 1 :]
-    assert load_recipe(name, overrides) != load_recipe(name) or not overrides
-    memory = load_recipe(name, overrides).memory
+    launch = read_meta(name).launch
+    assert load_recipe(name, launch.overrides) != load_recipe(name) or not launch.overrides
+    memory = load_recipe(name, launch.overrides).memory
     assert not memory.get("update_in_backward")
-    if file == "fsdp2":  # optimizers of memory modes do not know shards
+    if launch.config_file == "fsdp2":  # optimizers of memory modes do not know shards
         assert not memory
 
 
 def test_other_recipes_are_for_no_card():
     for name in UNCARDED:
-        header = read_header(find_recipe(name).read_text())
-        assert (header.plan, header.predicted) == (None, None)
+        meta = read_meta(name)
+        assert (meta.machine, meta.predicted) == (None, None)
+
+
+def test_meta_is_not_passed_on_to_recipes_that_are_built_on_it(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: llama/8b_lora_ssd\n")
+    assert load_recipe("llama/8b_lora_ssd").meta.predicted is not None
+    assert load_recipe(path).meta == MetaRecipe()
+
+
+def test_errors_in_meta_come_at_once_with_the_nearest_names(tiny):
+    tiny.write_text(
+        TINY.replace("{gpu: 1GiB, tflops: 1}", "{gpuu: 1GiB, tflops: much}").replace("summary", "sumary")
+        + "meta: {}\n".replace("meta: {}", "evaluation: {metric: [perplexity]}")
+    )
+    result = run("validate", tiny)
+    assert result.exit_code == 1
+    for part in ("Did you mean 'gpu'?", "meta.machine.tflops", "Did you mean 'summary'?", "Did you mean 'metrics'?"):
+        assert part in result.stderr
+    tiny.write_text(TINY.replace("machine: {gpu: 1GiB, tflops: 1}", "launch: {overrides: memory=null}"))
+    stderr = run("validate", tiny).stderr
+    assert "meta.launch has no config_file" in stderr
+    assert "meta.launch.overrides='memory=null' is not a list of overrides" in stderr
+
+
+def test_a_comment_is_only_a_comment(tiny):
+    tiny.write_text("# hf-offload plan tiny.yaml --gpu rtx9090\n# Predicted on rtx9090: peak 3 GiB\n" + TINY)
+    assert read_meta(tiny).target.gpu == "1GiB"
+    assert load_recipe(tiny).meta.predicted is None
+    (tiny.with_name("old.yaml")).write_text(TINY.partition("meta:")[0] + "base" + TINY.partition("base")[2])
+    assert load_recipe(tiny.with_name("old.yaml")).meta == MetaRecipe()
 
 
 @pytest.mark.parametrize("name", CARDED)
@@ -129,8 +167,8 @@ def test_list_shows_model_method_card_and_peak():
     result = run("list", "--family", "llama")
     assert result.exit_code == 0, result.stderr
     (line,) = [line for line in result.stdout.splitlines() if "llama/8b_lora_ssd" in line]
-    header = read_header(find_recipe("llama/8b_lora_ssd").read_text())
-    for part in ("meta-llama/Llama-3.1-8B-Instruct", "lora + ssd, recompute, tiled", "rtx4090", header.peak):
+    peak = read_meta("llama/8b_lora_ssd").predicted.peak
+    for part in ("meta-llama/Llama-3.1-8B-Instruct", "lora + ssd, recompute, tiled", "rtx4090", peak):
         assert part in line
     assert "gpt/" not in result.stdout
     everything = run("list").stdout
@@ -138,7 +176,7 @@ def test_list_shows_model_method_card_and_peak():
     assert not any(name in everything for name in layer_names())
 
 
-def test_an_unknown_family_is_told_the_nearest():
+def test_an_unknown_family_is_refused_with_the_nearest():
     result = run("list", "--family", "lama")
     assert result.exit_code == 2
     assert "Did you mean 'llama'?" in result.stderr
@@ -167,6 +205,8 @@ def test_show_says_where_each_setting_comes_from():
     model = text[text.index("model:") : text.index("data:")]
     assert model.index("# llama/_qwen3_8b") < model.index("name: Qwen/Qwen3-8B")
     assert "meta-llama" not in text
+    assert "predicted:" in text
+    assert "predicted:" not in run("show", "llama/qwen3_8b_lora_ssd", "training.max_steps=7").stdout
 
 
 def test_show_of_an_unknown_recipe_names_the_nearest():
@@ -178,7 +218,7 @@ def test_show_of_an_unknown_recipe_names_the_nearest():
 # ---- validate
 
 
-def test_validate_reports_all_mistakes_of_all_files(tiny):
+def test_validate_reports_all_errors_of_all_files(tiny):
     bad = tiny.with_name("bad.yaml")
     bad.write_text(TINY.replace("tier: ram", "teir: ram").replace("max_steps", "max_step"))
     result = run("validate", tiny, bad, "gpt/dmeo")
@@ -230,7 +270,7 @@ def test_a_copy_has_a_name_of_its_own_and_replaces_nothing(tmp_path, monkeypatch
     path.write_text("mine")
     result = run("copy", "gpt/demo")
     assert result.exit_code == 2
-    assert "is there already" in result.stderr
+    assert "exists already" in result.stderr
     assert path.read_text() == "mine"
     assert run("copy", "gpt/demo", "--force").exit_code == 0
     assert load_recipe(path).model == load_recipe("gpt/demo").model
@@ -241,13 +281,14 @@ def test_layers_beside_a_recipe_are_found_from_its_copy(tiny, tmp_path):
     elsewhere.mkdir()
     assert run("copy", tiny, elsewhere).exit_code == 0
     assert load_recipe(elsewhere / "tiny.yaml").model == load_recipe(tiny).model
-    assert "base: [" in (elsewhere / "tiny.yaml").read_text()
     listed = tiny.with_name("listed.yaml")
-    listed.write_text(TINY.replace("base: _layer", "base:\n  - _layer"))
-    result = run("copy", listed, elsewhere)
-    assert result.exit_code == 2
-    assert "--merged" in result.stderr
-    assert run("copy", listed, elsewhere, "--merged").exit_code == 0
+    listed.write_text(TINY.replace("base: _layer", "base:\n  - _layer  # what is shared\n"))
+    assert run("copy", listed, elsewhere).exit_code == 0
+    for name in ("tiny", "listed"):
+        copied = (elsewhere / f"{name}.yaml").read_text()
+        assert yaml.safe_load(copied)["base"] == [str(tiny.with_name("_layer.yaml"))]
+        assert copied.replace(str(elsewhere / f"{name}.yaml"), "tiny.yaml").startswith(TINY.partition("base")[0])
+    assert run("copy", listed, elsewhere, "--merged", "--force").exit_code == 0
     assert load_recipe(elsewhere / "listed.yaml").model == load_recipe(tiny).model
 
 
@@ -264,48 +305,59 @@ def test_a_copy_is_a_recipe(target, part, tmp_path, monkeypatch):
 
 
 def test_a_prediction_is_written_once_and_found_again(tiny):
+    block = "  machine:  # mine\n    gpu: 1GiB  # a small one\n    tflops: 1  # and slow"
+    text = TINY.replace("  machine: {gpu: 1GiB, tflops: 1}", block)
+    tiny.write_text(text)
     result = run("predict", tiny)
-    assert (result.exit_code, "the recipe says otherwise" in result.stdout) == (1, True), result.stderr
-    assert tiny.read_text() == TINY
+    assert (result.exit_code, "differs from the recipe's" in result.stdout) == (1, True), result.stderr
+    assert tiny.read_text() == text
     result = run("predict", tiny, "--write")
     assert (result.exit_code, "(written)" in result.stdout) == (0, True), result.stderr
     written = tiny.read_text()
-    assert written.splitlines()[3].startswith(
-        "# Predicted on a card with 1.00 GiB (ssd 3 GB/s, PCIe 20 GB/s): peak 0.00 GiB"
-    )
-    assert written.replace("#\n" + written.splitlines()[3] + "\n", "", 1) == TINY
+    found = read_meta(tiny).predicted
+    assert (found.peak, found.budget) == ("0.00 GiB", "0.90 GiB")
+    block = re.search(r"  predicted:\n(    \w+: .*\n)+", written)[0]
+    assert written.replace(block, "", 1) == text
     assert run("predict", tiny).exit_code == 0
     tiny.write_text(written.replace("per_device_train_batch_size: 2", "per_device_train_batch_size: 400"))
     changed = run("predict", tiny)
     assert changed.exit_code == 1
     assert run("predict", tiny, "--write").exit_code == 0
-    assert tiny.read_text().count("# Predicted on") == 1
+    assert tiny.read_text().count("predicted:") == 1
+    assert read_meta(tiny).predicted.peak != found.peak
 
 
 def test_a_prediction_says_that_a_step_is_several_micro_batches(tiny):
-    assert run("predict", tiny, "--write").exit_code == 0
-    alone = read_header(tiny.read_text()).predicted
+    alone = run("predict", tiny).stdout
     time = re.search(r", step (.*?);", alone)[1]
     tiny.write_text(TINY.replace("max_steps: 1", "max_steps: 1, gradient_accumulation_steps: 3"))
-    assert run("predict", tiny, "--write").exit_code == 0
-    three = read_header(tiny.read_text()).predicted
-    assert three == alone.replace(f"step {time}", f"{time} a micro-batch, 3 a step")
+    assert run("predict", tiny).stdout == alone.replace(f"step {time}", f"{time} a micro-batch, 3 a step")
 
 
 @pytest.mark.parametrize(
-    ("line", "part"),
+    ("machine", "part"),
     [
-        ("# hf-offload plan tiny.yaml --gpu rtx9090", "gpu='rtx9090' is unknown"),
-        ("# hf-offload plan tiny.yaml --ssd 5GB/s", "describes no machine"),
-        ("# hf-offload plan tiny.yaml --gpu t4 --batch 4", "'--batch' does not describe the machine"),
-        ("# nothing", "add one that says for which machine"),
+        ("machine: {gpu: rtx9090}", "gpu='rtx9090' is unknown"),
+        ("machine: {ssd: 5GB/s}", "meta.machine.ssd describe another machine: add meta.machine.gpu"),
+        ("machine: {gpu: t4, batch: 4}", "unknown key 'batch'"),
+        ("", "does not say for which machine"),
     ],
 )
-def test_a_header_that_names_no_machine(tiny, line, part):
-    tiny.write_text(TINY.replace("# hf-offload plan tiny.yaml --gpu 1GiB --tflops 1", line))
+def test_a_recipe_that_names_no_machine(tiny, machine, part):
+    tiny.write_text(TINY.replace("machine: {gpu: 1GiB, tflops: 1}", machine))
     result = run("predict", tiny)
     assert result.exit_code == 1
     assert part in result.stderr
+
+
+def test_a_prediction_needs_a_line_of_its_own(tiny):
+    flow = "meta: {machine: {gpu: 1GiB, tflops: 1}}\nbase"
+    text = TINY.partition("meta")[0] + flow + TINY.partition("base")[2]
+    tiny.write_text(text)
+    result = run("predict", tiny, "--write")
+    assert result.exit_code == 1
+    assert "a mapping with a line for each key" in result.stderr
+    assert tiny.read_text() == text
 
 
 def test_a_recipe_that_does_not_fit_its_card_has_no_prediction(tiny):
@@ -325,10 +377,11 @@ def assert_true(name):
     """What is written is what is predicted now. Times and sizes are rounded, and a plan may change in its last digits."""
     from hf_offload.forecast.predict import predict_recipe
 
-    written, now = read_header(find_recipe(name).read_text()).predicted, predict_recipe(name).line
-    number = r"[0-9.]*[0-9]"
-    assert re.sub(number, "N", written) == re.sub(number, "N", now)
-    for old, new in zip(re.findall(number, written), re.findall(number, now), strict=True):
+    written, now = read_meta(name).predicted.given, predict_recipe(name).written.given
+    assert written.keys() == now.keys()
+    for key in written:
+        (old, unit), (new, same) = written[key].split(), now[key].split()
+        assert unit == same
         assert float(new) == pytest.approx(float(old), rel=0.02)
 
 

@@ -1,33 +1,32 @@
-"""The line for several GPUs that a recipe opens with, with its overrides, in two processes on a CPU."""
+"""What a recipe says of several GPUs, with its overrides, in two processes on a CPU."""
 
 import os
-import re
-import shlex
 import warnings
 
 import pytest
 
 from hf_offload.integrations.launch import find_config, read_config
-from hf_offload.settings.recipe_files import find_recipe, recipe_names
+from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.run import run_recipe
 from tests.helpers.gloo_processes import assert_done, run_in_processes
 from tests.helpers.shrunk_recipes import save_tokenizer, shrunk
 
 TWO = 2
-LINE = re.compile(r"^# hf-offload launch --config_file ddp -m hf_offload train (.*)$", re.MULTILINE)
 
 
 def lines():
     """Recipe -> overrides of its line for DDP: one recipe for each thing that DDP could get in the way of."""
     chosen = {}
     for name in recipe_names():
-        line = LINE.search(find_recipe(name).read_text())
         recipe = load_recipe(name)
+        launch = recipe.meta.launch
         mode, loss = recipe.memory.get("mode"), recipe.offload.tiled_loss
-        if line and mode != "qlora":  # which takes long to compile, and is LoRA to DDP
+        if (
+            launch is not None and launch.config_file == "ddp" and mode != "qlora"
+        ):  # which takes long to compile, and is LoRA to DDP
             kind = (mode, loss, recipe.offload.sampling is not None, recipe.training.get("gradient_checkpointing"))
-            chosen.setdefault(kind, (name, shlex.split(line[1])[1:]))
+            chosen.setdefault(kind, (name, list(launch.overrides)))
     return dict(chosen.values())
 
 

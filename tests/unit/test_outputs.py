@@ -189,7 +189,7 @@ def test_benchmarks_look_at_the_files_they_write_last(tmp_path, command, name):
     [
         (["plan", "gpt/demo", "--plot"], "--plot"),
         (["plan", "gpt/demo", "--timeline"], "--timeline"),
-        (["plan", "gpt/demo", "--order", "--timeline"], "--timeline"),
+        (["plan", "order", "gpt/demo", "--timeline"], "--timeline"),
         (["config", "--config_file"], "--config_file"),
         (["recipes", "copy", "gpt/demo"], "TARGET"),
         (["train", "gpt/demo", "--report"], "--report"),

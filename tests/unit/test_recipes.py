@@ -33,11 +33,7 @@ def mistakes(path, *overrides):
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_shipped_recipe_loads_and_opens_with_its_launch_line(name):
-    first, _, _ = find_recipe(name).read_text().partition("\n")
-    assert first == f"# hf-offload train {name}" or (
-        first.startswith("# hf-offload launch --config_file ") and f" -m hf_offload train {name} " in first
-    )
+def test_every_shipped_recipe_loads(name):
     assert load_recipe(name).name == name
 
 

@@ -1,0 +1,99 @@
+"""Options that several commands take: declared once here, or by the settings class that stands behind them."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from hf_offload.settings.load import naming
+from hf_offload.settings.values import help_of, reader_of
+
+Given = Mapping[str, Any]
+"""Options of a group that were given, by field, as they were written."""
+T = TypeVar("T")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Changes of the recipe, such as training.max_steps=3."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def option(field: str) -> str:
+    """``option("memory_budget") == "--memory-budget"``."""
+    return f"--{field.replace('_', '-')}"
+
+
+class OptionGroup:
+    """An option for each of ``fields`` of a settings class whose fields are declared with
+    :func:`~hf_offload.settings.values.setting`, which says how it is read and what it means.
+    """
+
+    def __init__(self, settings: type[Any], fields: tuple[str, ...], panel: str):
+        self.settings = settings
+        self.fields = fields
+        self._panel = panel
+
+    def without(self, *fields: str) -> "OptionGroup":
+        """The same group, of a command that does not read ``fields``."""
+        return OptionGroup(self.settings, tuple(name for name in self.fields if name not in fields), self._panel)
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """A keyword parameter for each option, as typer reads it."""
+        found = []
+        for field in self.fields:
+            unit = reader_of(self.settings, field).unit
+            declared = typer.Option(
+                option(field),
+                help=help_of(self.settings, field, self._named),
+                metavar="SIZE" if unit == "bytes" else "VALUE",
+                rich_help_panel=self._panel,
+            )
+            annotation = Annotated[str | None, declared]
+            found.append(inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        return found
+
+    def read(self, given: Given) -> dict[str, Any]:
+        """The settings that were ``given``, read and checked together; errors name the options.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError`.
+        """
+        values = {field: reader_of(self.settings, field).from_text(text) for field, text in given.items()}
+        with naming(self.settings, {field: option(field) for field in self.fields}):
+            settings = self.settings(**values)
+        return {field: getattr(settings, field) for field in given}
+
+    def _named(self, field: str) -> str:
+        return option(field) if field in self.fields else field
+
+
+def with_options(**groups: OptionGroup) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """A command that takes all options of ``groups``; each group reaches its parameter of that name as :data:`Given`."""
+
+    def decorate(command: Callable[..., T]) -> Callable[..., T]:
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            group = groups.get(parameter.name)
+            parameters += [parameter.replace(kind=parameter.KEYWORD_ONLY)] if group is None else group.parameters()
+
+        @functools.wraps(command)
+        def call(**values: Any) -> T:
+            given = {
+                name: {field: value for field in group.fields if (value := values.pop(field)) is not None}
+                for name, group in groups.items()
+            }
+            return command(**given, **values)
+
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return call
+
+    return decorate
+
+
+def fields_of(settings: type[Any]) -> tuple[str, ...]:
+    """The names of all fields of a settings class."""
+    return tuple(field.name for field in dataclasses.fields(settings))

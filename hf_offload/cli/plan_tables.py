@@ -1,0 +1,175 @@
+"""What ``hf-offload plan`` prints."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from hf_offload.cli.console import make_table
+from hf_offload.settings.sizes import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_offload.forecast.compare_modes import ModeComparison
+    from hf_offload.forecast.forecast import Forecast
+    from hf_offload.forecast.levers import Reach
+    from hf_offload.forecast.order import Order
+    from hf_offload.forecast.workload import Workload
+    from hf_offload.plan.hardware import Hardware
+
+
+def plan_tables(forecast: "Forecast") -> Iterator[str | Table]:
+    """The plan: what is planned, the machine, the placement of every unit, and what other placements would need."""
+    workload, footprint = forecast.workload, forecast.problem.footprint
+    autocast = "" if workload.autocast is None else f" (autocast {_name(workload.autocast)})"
+    yield escape(
+        f"{workload.name}: {footprint.parameters / 1e9:.3g} B parameters in {_name(workload.dtype)}{autocast}, batch "
+        f"{workload.shape}, {_mode(workload)}. Weights, gradients and optimizer state: "
+        f"{format_bytes(footprint.base_bytes + footprint.gradient_bytes)}. "
+        f"Budget: {format_bytes(forecast.problem.budget_bytes)}."
+    )
+    yield _machine_table(forecast.hardware)
+    if forecast.lines:
+        yield _unit_table(forecast)
+    yield _alternative_table(forecast)
+
+
+def modes_table(workload: "Workload", hardware: "Hardware", found: "ModeComparison") -> Table:
+    """What each memory mode needs."""
+    budget = f"{_gib(found.budget_bytes)} GiB"
+    columns = ("weights", "gradients", "state", "activations", "peak", "fits", "batch", "recomputed")
+    table = make_table(
+        f"{workload.name}: {workload.shape} in {_name(workload.dtype)} on {hardware.name}, budget {budget}",
+        ("memory mode", *columns),
+        f"GiB, predicted. none: {workload.optimizer}. state: the optimizer's. activations: the rest of the peak without "
+        "offloading, or what the optimizer's step needs. batch, recomputed: the largest batch that fits, without offloading "
+        "and with activation checkpointing.",
+    )
+    for row in found.rows:
+        parts = (row.weights_bytes, row.gradient_bytes, row.state_bytes, row.activation_bytes, row.peak_bytes)
+        largest = (str(row.largest_batch), str(row.largest_batch_recomputed))
+        table.add_row(row.mode, *map(_gib, parts), _yes(row.fits), *largest)
+    for mode in found.refused:
+        table.add_row(mode, *["-"] * len(columns))
+    return table
+
+
+def levers_table(workload: "Workload", machines: "Sequence[Hardware]", found: "Sequence[Reach]") -> Table:
+    """The longest row that fits each machine."""
+    from hf_offload.forecast.levers import PIECES
+
+    table = make_table(
+        f"{workload.name}: tokens of the longest row that fits, batch {workload.batch}",
+        ("in addition", *(machine.name for machine in machines)),
+        f"Predicted; 90 % of a GPU's memory. Loss in {PIECES[0]} pieces, MLPs in {PIECES[1]}. -: weights, gradients and "
+        "optimizer state alone do not fit. What the blocks' inputs may take of RAM and disk: --ram and --disk.",
+        fold=True,
+    )
+    for one in found:
+        table.add_row(escape(one.lever), *(f"{tokens:,}" if tokens else "-" for tokens in one.tokens))
+    return table
+
+
+def orders_table(title: str, orders: "Sequence[Order]") -> Table:
+    """The peak of each order of a step's operations."""
+    table = make_table(
+        title,
+        ("", "no order beats", "peak", "of the first", "peak in"),
+        "GiB, predicted. No order beats: weights, optimizer state, and the largest operation's operands and results, or the "
+        "gradients that wait for the optimizer.",
+        fold=True,
+    )
+    first = orders[0].timeline.peak_bytes
+    for one in orders:
+        peak = one.timeline.peak_bytes
+        share = f"{peak / first:.3f}"
+        table.add_row(one.name, _gib(one.bound_bytes), _gib(peak), share, escape(one.timeline.peak_unit))
+    return table
+
+
+def _mode(workload: "Workload") -> str:
+    if workload.mode is None:
+        return f"{workload.optimizer}, all weights trained"
+    settings = json.dumps(dict(workload.memory_mode_kwargs)) if workload.memory_mode_kwargs else ""
+    return f"memory mode {workload.memory_mode} {settings}".strip()
+
+
+def _machine_table(hardware: "Hardware") -> Table:
+    table = make_table(hardware.name, ("what", "value", "from"), left=("from",))
+    table.add_row("memory", format_bytes(hardware.memory_bytes.value), hardware.memory_bytes.source)
+    for dtype, figure in hardware.flops_per_s.items():
+        table.add_row(f"matrix multiplication, {dtype}", f"{figure.value / 1e12:.3g} TFLOP/s", figure.source)
+    table.add_row("memory bandwidth", _rate(hardware.memory_bytes_per_s.value), hardware.memory_bytes_per_s.source)
+    for tier in hardware.store_bytes_per_s:
+        store, load, room = (
+            getattr(hardware, name)[tier] for name in ("store_bytes_per_s", "load_bytes_per_s", "room_bytes")
+        )
+        table.add_row(f"{tier}: store, load", f"{_rate(store.value)}, {_rate(load.value)}", store.source)
+        both = hardware.both_bytes_per_s.get(tier)
+        if both is not None:
+            table.add_row(f"{tier}: both at once", _rate(both.value), both.source)
+        table.add_row(f"{tier}: room", format_bytes(room.value), room.source)
+    return table
+
+
+def _unit_table(forecast: "Forecast") -> Table:
+    columns = ("unit", "saves", "compute", "placement", "reason")
+    table = make_table("Placement", columns, left=("placement", "reason"))
+    footprint = forecast.problem.footprint
+    tiled = set(footprint.tiled)
+    # A layer belongs to the innermost unit round it.
+    sampled = {
+        max((unit for unit in footprint.units if name.startswith(f"{unit}.")), key=len) for name in footprint.sampled
+    }
+    for line in forecast.lines:
+        many = f" ({line.count} x)" if line.count > 1 else ""
+        many += ", tiled" if tiled & set(line.units) else ""
+        many += ", sampled" if sampled & set(line.units) else ""
+        table.add_row(
+            escape(line.name + many),
+            format_bytes(line.saved_bytes),
+            format_seconds(line.forward_s + line.backward_s),
+            line.placement.value,
+            escape(line.reason),
+        )
+    return table
+
+
+def _alternative_table(forecast: "Forecast") -> Table:
+    table = make_table(
+        "Predicted, with the same placement for every unit, and with the plan (auto)",
+        ("", "peak", "fits", "step", "waiting", "moved", "batch", "tokens"),
+        "peak, moved: GiB. keep: no offloading. ram, ssd: everything that is saved is moved there. recompute: activation "
+        "checkpointing of every block; +ram, +ssd: the blocks' inputs are moved there. batch, tokens: the largest batch and "
+        "the longest rows that fit (*: the model takes no longer ones).",
+    )
+    for row in forecast.rows:
+        timeline = row.timeline
+        cells = ["-", "no", "-", "-", "-"]
+        if timeline is not None:
+            times = (format_seconds(timeline.step_s), format_seconds(timeline.stall_s))
+            cells = [_gib(timeline.peak_bytes), _yes(row.fits), *times, _gib(timeline.moved_bytes)]
+        length = "?" if row.longest_sequence is None else str(row.longest_sequence)
+        if row.longest_sequence is not None and row.longest_sequence == forecast.sequence_limit:
+            length += "*"
+        table.add_row(row.name, *cells, str(row.largest_batch), length)
+    return table
+
+
+def _name(dtype: "torch.dtype") -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"

@@ -1,0 +1,170 @@
+"""The section ``meta`` of a recipe: what it is, how it is launched, and what is predicted for which machine.
+
+It changes nothing about a run, and layers named under ``base`` do not pass theirs on.
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.load import from_mapping
+from hf_offload.settings.recipe_files import find_recipe, read_yaml
+from hf_offload.settings.shown import shown
+from hf_offload.settings.values import Reader, flag, items, number, path_text, read_fields, section, setting, text
+
+META = "meta"
+PREDICTED = "predicted"
+PROGRAM = "hf-offload"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine with one GPU, in words: the options of ``hf-offload plan`` that describe it."""
+
+    gpu: str | None = setting(None, text(), "A GPU such as rtx4090, or the size of its memory, such as 24GB.")
+    tflops: float | None = setting(None, number(above=0), "What the GPU reaches in matrix multiplication in 16 bits.")
+    memory_bandwidth: str | None = setting(None, text(), "Of the GPU's memory, such as 900GB/s.")
+    pcie: str | None = setting(None, text(), "Bandwidth between GPU and RAM, such as 25GB/s.")
+    ssd: str | None = setting(
+        None, text(), "Bandwidth of the drive, such as 5GB/s, or 4GB/s,6GB/s for writing and reading."
+    )
+    ram: str | None = setting(None, text(), "RAM that activations may take, such as 64GB.")
+    disk: str | None = setting(None, text(), "Disk space that activations may take, such as 500GB.")
+
+    def __post_init__(self) -> None:
+        with read_fields(self, "machine", "meta.machine.") as check, check:
+            if self.gpu is None and check.good("gpu") and self.given:
+                raise OffloadConfigError(
+                    f"{', '.join(map(check.name, self.given))} describe another machine: add {check.name('gpu')}."
+                )
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is said about the machine, by field."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def _read_overrides(name: str, value: Any) -> tuple[str, ...]:
+    found = tuple(items(value))
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) and "=" in one for one in found):
+        raise OffloadConfigError(f"{name}={shown(value)} is not a list of overrides, such as [memory=null].")
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a recipe is trained on several GPUs.
+
+    Args:
+        config_file: For ``hf-offload launch``: the name of a file that comes with the package, or a path.
+        overrides: Changes of the recipe that several GPUs need.
+        required: Whether one GPU is not enough.
+    """
+
+    config_file: str | None = setting(None, path_text())
+    overrides: Sequence[str] = setting([], Reader(_read_overrides))
+    required: bool = setting(False, flag())
+
+    def __post_init__(self) -> None:
+        with read_fields(self, "launch", "meta.launch.") as check, check:
+            if self.config_file is None and check.good("config_file"):
+                raise OffloadConfigError("meta.launch has no config_file: name one, such as ddp or fsdp2.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What is predicted for the recipe's machine, as text with units. Times are those of a micro-batch with the optimizer's
+    step.
+
+    Args:
+        peak, budget: Most memory that is used, weights included, and most that may be.
+        micro_batch: Time.
+        baseline_peak, baseline_micro_batch: The same without offloading; no time where it does not fit.
+        auto_micro_batch: Time with ``offload.tier=auto``, where the recipe has another tier.
+    """
+
+    peak: str | None = setting(None, text())
+    budget: str | None = setting(None, text())
+    micro_batch: str | None = setting(None, text())
+    baseline_peak: str | None = setting(None, text())
+    baseline_micro_batch: str | None = setting(None, text())
+    auto_micro_batch: str | None = setting(None, text())
+
+    def __post_init__(self) -> None:
+        with read_fields(self, "prediction", "meta.predicted."):
+            pass
+
+    @property
+    def given(self) -> dict[str, str]:
+        """As a recipe holds it."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MetaRecipe:
+    """The section itself.
+
+    Args:
+        summary: The recipe in a sentence.
+        launch: How it is trained on several GPUs.
+        machine: The machine it is meant for.
+        predicted: What is predicted for that machine; written by ``hf-offload recipes predict --write``.
+    """
+
+    summary: str | None = setting(None, text())
+    launch: Launch | Mapping[str, Any] | None = setting(None, section(Launch, "with config_file and overrides"))
+    machine: Machine | Mapping[str, Any] | None = setting(None, section(Machine, "such as {gpu: rtx4090, ssd: 5GB/s}"))
+    predicted: Predicted | Mapping[str, Any] | None = setting(None, section(Predicted, "such as {peak: 9.50 GiB}"))
+
+    def __post_init__(self) -> None:
+        with read_fields(self, "meta section", "meta."):
+            pass
+
+    @property
+    def target(self) -> Machine:
+        """The machine that the recipe is meant for; without a GPU if it names none."""
+        return self.machine if isinstance(self.machine, Machine) else Machine()
+
+    @property
+    def prediction(self) -> Predicted:
+        """What is predicted; empty if nothing is."""
+        return self.predicted if isinstance(self.predicted, Predicted) else Predicted()
+
+    def command_lines(self, name: str) -> list[str]:
+        """How the recipe ``name`` is trained, on one GPU and on several, and planned for its machine."""
+        train = ["train", name]
+        lines = [] if isinstance(self.launch, Launch) and self.launch.required else [[PROGRAM, *train]]
+        if isinstance(self.launch, Launch):
+            options = ["--config_file", str(self.launch.config_file), "-m", "hf_offload"]
+            lines.append([PROGRAM, "launch", *options, *train, *self.launch.overrides])
+        if self.target.gpu is not None:
+            options = [part for field, value in self.target.given.items() for part in (_option(field), str(value))]
+            lines.append([PROGRAM, "plan", name, *options])
+        return list(map(shlex.join, lines))
+
+    def header(self, name: str) -> str:
+        """:meth:`command_lines` as the comment that the recipe's file begins with."""
+        return "".join(f"# {line}\n" for line in self.command_lines(name))
+
+    def renamed(self, text: str, former: Iterable[str], name: str) -> str:
+        """The ``text`` of a recipe's file with the :meth:`header` of ``name`` in place of that of a ``former`` name."""
+        for one in former:
+            if text.startswith(self.header(one)):
+                return self.header(name) + text.removeprefix(self.header(one))
+        return text
+
+
+def read_meta(name: str) -> MetaRecipe:
+    """The section ``meta`` of a recipe, by name or file; nothing else of it is checked.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError`.
+    """
+    content = read_yaml(find_recipe(name))
+    meta = content.get(META) if isinstance(content, dict) else None
+    return from_mapping(MetaRecipe, meta if isinstance(meta, dict) else {}, META)
+
+
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
