@@ -19,9 +19,7 @@ from hf_offload.bench.strategies import Strategy, parse_strategies
 from hf_offload.cli.bench_options import (
     Csv,
     DryRun,
-    Json,
     MemoryLimit,
-    Overrides,
     Shapes,
     Strategies,
     bench_table,
@@ -32,6 +30,7 @@ from hf_offload.cli.bench_options import (
 )
 from hf_offload.cli.console import clear_errors, output, progress_bar, visible_log
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
+from hf_offload.cli.options import Json, Overrides
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.formats import csv_text, flat, json_text, markdown_table, write_texts
 from hf_offload.settings.load import choose

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_offload.cli.console import clear_errors, output, progress_bar
+from hf_offload.cli.options import Json
 from hf_offload.settings.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 
 def disk(
     directory: Annotated[
-        list[Path] | None, typer.Option("--directory", "-d", help="Where to measure; several are measured in turn.")
+        list[Path] | None, typer.Option("--directory", "-d", help="Directory on the drive to measure; may be repeated.")
     ] = None,
-    size: Annotated[str, typer.Option(help="Bytes of one pass, such as 4GiB; twice as much disk is needed.")] = "4GiB",
-    block: Annotated[str, typer.Option(help="Bytes of one system call.")] = "8MiB",
-    rounds: Annotated[int, typer.Option(min=1, help="How often to run each; they take turns.")] = 3,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    size: Annotated[str, typer.Option(help="Bytes of a pass, such as 4GiB. Needs twice that on the drive.")] = "4GiB",
+    block: Annotated[str, typer.Option(help="Bytes of a system call.")] = "8MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Passes of each, in turns.")] = 3,
+    json: Json = False,
 ) -> None:
-    """Compare the disk tier with what the drive can do, by fio where it is installed."""
+    """Compare the disk tier with the limit of the drive, measured by fio if that is installed."""
     with clear_errors():
         from hf_offload.bench.disk import (  # slow: it loads torch
             PASSES_BEFORE_ROUNDS,

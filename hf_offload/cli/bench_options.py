@@ -28,19 +28,16 @@ STRATEGIES = (
 )
 FASTEST = "fastest"
 Shapes = Annotated[
-    str, typer.Argument(help="Presets (gpt2-small), recipes (gpt/demo) or recipes' files, with commas between.")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as model.config.vocab_size=8192.")
-]
-Strategies = Annotated[str, typer.Option(help=f"Out of {STRATEGIES}, with commas between; or all.")]
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option(
-        help="CUDA: what PyTorch may take of the device's memory, such as 24GiB, to stand in for a smaller card."
+    str,
+    typer.Argument(
+        metavar="MODELS", help="Presets (gpt2-small), recipes (gpt/demo) or recipes' files, separated by commas."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Strategies = Annotated[str, typer.Option(help=f"Some of {STRATEGIES}, separated by commas; or all.")]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(help="CUDA: how much of the device's memory PyTorch may use, such as 24GiB, as on a smaller GPU."),
+]
 Csv = Annotated[bool, typer.Option("--csv", help="Print CSV and nothing else.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check everything and list what would run, without running it.")
@@ -99,7 +96,7 @@ def list_plan(plan: "Plan", search: str | None = None) -> None:
 def check_format(json: bool, csv: bool) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` if both are asked for."""
     if json and csv:
-        raise OffloadConfigError("--json and --csv both want to be all of the output: give one of them.")
+        raise OffloadConfigError("--json and --csv each print nothing else: pass one of them.")
 
 
 def whole_numbers(option: str, text: str | None) -> Sequence[int]:
@@ -108,5 +105,5 @@ def whole_numbers(option: str, text: str | None) -> Sequence[int]:
         return ()
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise OffloadConfigError(f"{option} {text!r}: give whole numbers from 1 on with commas between, such as 4,8.")
+        raise OffloadConfigError(f"{option} {text!r}: give whole numbers from 1 on, separated by commas, such as 4,8.")
     return [int(part) for part in parts]

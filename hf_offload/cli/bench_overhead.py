@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def overhead(
-    tensors: Annotated[int, typer.Option(min=1, help="Saved tensors of each kind at a time.")] = 500,
-    repetitions: Annotated[int, typer.Option(min=2, help="How often; the table shows the median.")] = 15,
+    tensors: Annotated[int, typer.Option(min=1, help="Saved tensors of each kind in a repetition.")] = 500,
+    repetitions: Annotated[int, typer.Option(min=2, help="Repetitions; the table shows the median.")] = 15,
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Measure what a saved tensor costs in Python, without the copies."""
+    """Measure the time that Python spends on a saved tensor, without the copies."""
     with clear_errors():
         from hf_offload.bench.overhead import measure_overhead  # slow: it loads torch
 

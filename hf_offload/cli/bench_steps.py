@@ -10,9 +10,7 @@ from rich.markup import escape
 from hf_offload.cli.bench_options import (
     Csv,
     DryRun,
-    Json,
     MemoryLimit,
-    Overrides,
     Shapes,
     Strategies,
     bench_table,
@@ -24,6 +22,7 @@ from hf_offload.cli.bench_options import (
 )
 from hf_offload.cli.console import clear_errors, messages, output, progress_bar, visible_log
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_PROBLEM
+from hf_offload.cli.options import Json, Overrides
 from hf_offload.settings.outputs import check_output_folder
 from hf_offload.settings.sizes import parse_bytes
 
@@ -40,8 +39,8 @@ def steps(
     sequence: Annotated[
         str | None, typer.Option(help="Sequence lengths, such as 512,1024. Default: the recipe's.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run. Default: the recipe's.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often to run each; they take turns.")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of a run. Default: the recipe's.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each, in turns.")] = 1,
     read_ahead: Annotated[
         str | None, typer.Option(help="Add ours:ssd once for each of these read-ahead windows: 64MiB,128MiB.")
     ] = None,
@@ -49,12 +48,12 @@ def steps(
         str,
         typer.Option(
             help="CPU memory allocator of all runs: fastest, auto, tcmalloc, glibc-tuned, glibc. With fastest, ours chooses "
-            "its own, and the others are tried with glibc and tcmalloc in the first round.",
+            "its own, and the others run with glibc and tcmalloc in the first round.",
         ),
     ] = "fastest",
     memory_limit: MemoryLimit = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Afterwards, profile one step of each; for Perfetto or chrome://tracing.")
+        bool, typer.Option("--trace", help="Then profile one step of each, for Perfetto or chrome://tracing.")
     ] = False,
     output_dir: Annotated[
         Path, typer.Option("--output", help="Folder for the tables, the plots and every run's report.")
@@ -63,7 +62,7 @@ def steps(
     csv: Csv = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Train models in several ways and compare memory, time and, bit by bit, results."""
+    """Train models in several ways, and compare memory, time and, bit by bit, the results."""
     with clear_errors(), visible_log():
         check_recipes(shapes, overrides, steps, allocator)
         check_output_folder(output_dir, "--output", *(f"table.{kind}" for kind in ("md", "json", "csv")))

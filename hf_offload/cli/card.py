@@ -10,29 +10,29 @@ from hf_offload.settings.outputs import check_output_folder
 
 
 def card(
-    report: Annotated[Path, typer.Argument(help="What `hf-offload train RECIPE --report FILE` wrote.")],
-    target: Annotated[Path, typer.Option("--output", help="Folder for README.md and its pictures.")],
-    name: Annotated[str, typer.Option(help="Of the model.")],
-    dataset: Annotated[str, typer.Option(help="Name of the data it was trained on.")],
-    dataset_license: Annotated[str, typer.Option(help="Its licence, as the Hub writes it: cc-by-2.0.")],
-    dataset_url: Annotated[str | None, typer.Option(help="Where the data comes from.")] = None,
+    report: Annotated[
+        Path, typer.Argument(metavar="REPORT", help="File that `hf-offload train RECIPE --report FILE` wrote.")
+    ],
+    target: Annotated[Path, typer.Option("--output", metavar="FOLDER", help="Folder for README.md and its plots.")],
+    name: Annotated[str, typer.Option(help="Name of the model.")],
+    dataset: Annotated[str, typer.Option(help="Name of the training data.")],
+    dataset_license: Annotated[str, typer.Option(help="Licence of the data, as the Hub writes it: cc-by-2.0.")],
+    dataset_url: Annotated[str | None, typer.Option(help="Source of the data.")] = None,
     dataset_note: Annotated[
-        str | None, typer.Option(help="Sentences: whose data, which part of it, where its files have to lie.")
+        str | None, typer.Option(help="Sentences about the data: whose it is, which part, where the files have to be.")
     ] = None,
-    how: Annotated[
-        str | None, typer.Option(help="Sentences: how to make it again. The single commands are added.")
-    ] = None,
-    license: Annotated[str, typer.Option(help="Of the trained weights.")] = "apache-2.0",
-    language: Annotated[str | None, typer.Option(help="Codes with commas between: en,de.")] = None,
+    how: Annotated[str | None, typer.Option(help="Sentences on how to reproduce it. The commands are added.")] = None,
+    license: Annotated[str, typer.Option(help="Licence of the trained weights.")] = "apache-2.0",
+    language: Annotated[str | None, typer.Option(help="Codes separated by commas: en,de.")] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="Hub name of the model that was fine-tuned, where the recipe names a folder.")
+        str | None, typer.Option(help="Hub name of the fine-tuned model, if the recipe names a folder.")
     ] = None,
-    purpose: Annotated[str | None, typer.Option(help="A sentence: what the model is for.")] = None,
+    purpose: Annotated[str | None, typer.Option(help="A sentence on what the model is for.")] = None,
     comparison: Annotated[
-        Path | None, typer.Option(help="table.json of `hf-offload bench steps` with the same recipe.")
+        Path | None, typer.Option(metavar="FILE", help="table.json of `hf-offload bench steps` with the same recipe.")
     ] = None,
 ) -> None:
-    """Write the model card of a training: results, memory and time, data and licence, how to make it again."""
+    """Write the model card of a training: results, memory and time, data and licence, how to reproduce it."""
     with clear_errors():
         check_output_folder(target, "--output")
         from hf_offload.reports.card import CardFacts, write_card  # slow: it loads torch

@@ -26,13 +26,15 @@ _STARTS = {
 
 def config(
     file: Annotated[
-        Path | None, typer.Option("--config_file", help="Where to write; default: where launch looks.")
+        Path | None,
+        typer.Option("--config_file", metavar="FILE", help="File to write. Default: where `hf-offload launch` looks."),
     ] = None,
     where: Annotated[
-        str | None, typer.Option(help="Only print the path of a file that comes with the package.")
+        str | None,
+        typer.Option(metavar="NAME", help="Print the path of a shipped config file, such as fsdp2, and exit."),
     ] = None,
 ) -> None:
-    """Ask how to train and how to offload, and write a config file for `hf-offload launch`."""
+    """Ask how to train and offload, and write a config file for `hf-offload launch`."""
     with clear_errors():
         if where is not None:
             typer.echo(find_config(where))

@@ -18,7 +18,7 @@ from hf_offload.cli.train import train
 
 app = typer.Typer(
     name="hf-offload",
-    help="Train with activations on RAM or NVMe, with gradients that are exact to the last bit.",
+    help="Train with activations in RAM or on NVMe drives, with gradients that are exact to the last bit.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -34,7 +34,7 @@ def _say_version(asked: bool) -> None:
 @app.callback()
 def _options(
     _version: Annotated[
-        bool, typer.Option("--version", help="Say the version and end.", callback=_say_version, is_eager=True)
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_say_version, is_eager=True)
     ] = False,
 ) -> None: ...
 
@@ -50,7 +50,7 @@ app.add_typer(recipes, name="recipes")
 
 
 def main() -> None:
-    """Run the command; one that trains starts again with the allocator that suits it, once its settings are good."""
-    # Where it is installed, it tells every command that loads it of a faster kernel, which 4-bit weights on a CPU could use.
+    """Run the command. One that trains restarts with the allocator that suits it, once its settings were checked."""
+    # It recommends a faster kernel for 4-bit weights on a CPU to every command that loads it.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     app(obj=restart_with_allocator)

@@ -125,7 +125,7 @@ def modes(
     overrides: Overrides = None,
     memory_mode: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Only these, with commas between, such as none,lora.",
+        typer.Option(metavar="NAMES", help="Only these, separated by commas, such as none,lora.",
                      rich_help_panel="Model and batch"),
     ] = None,
     directory: Directories = None,
@@ -172,7 +172,7 @@ def levers(
     overrides: Overrides = None,
     gpus: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="GPUs, with commas between.", rich_help_panel="Machine (default: this one)"),
+        typer.Option(metavar="NAMES", help="GPUs, separated by commas.", rich_help_panel="Machine (default: this one)"),
     ] = "rtx4090,l40s,h100-80gb,h200",
     json: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Where the command begins: with nothing imported yet, so that Ctrl-C is answered from the first moment on."""
+"""The entry point of the command: it imports nothing first, so that Ctrl-C works from the start."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_PROBLEM
 
 
 def main() -> None:
-    """Run the command. Ctrl-C, while modules are being imported too, and a device without room end it with one line."""
+    """Run the command. Ctrl-C, during imports too, and a full device end it with one line."""
     try:
         try:
             from hf_offload.cli.main import main as run
@@ -23,8 +23,8 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         sys.stderr.write(
-            f"{error.filename or 'The output'} cannot be written: {error.strerror}. Make room, or write elsewhere.\n"
+            f"{error.filename or 'The output'} cannot be written: {error.strerror}. Free some space, or write elsewhere.\n"
         )
-        # What is left in the buffer cannot be written at the end either.
+        # The rest of the buffer cannot be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_PROBLEM)

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from hf_offload.cli.console import clear_errors, output, visible_log
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
+from hf_offload.cli.options import Overrides
 from hf_offload.settings.overrides import text_override
 from hf_offload.settings.recipes import load_recipe, read_recipe
 from hf_offload.settings.sizes import format_bytes
@@ -17,26 +18,28 @@ from hf_offload.training.places import check_places
 
 def train(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="A recipe's file, or the name of a shipped one, such as gpt/demo.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as training.max_steps=3.")
-    ] = None,
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A recipe's file, or the name of a shipped one, such as gpt/demo.")
+    ],
+    overrides: Overrides = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the recipe's data.files. Default: the current one.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where the recipe's data.files are. Default: the current folder."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Measure memory and write losses, times and memory to this JSON file.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Measure memory, and write losses, times and memory to this JSON file."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in the output directory.")
+        bool, typer.Option("--resume", help="Continue from the last checkpoint in the output directory.")
     ] = False,
 ) -> None:
-    """Train what a recipe describes, evaluate it on the recipe's validation data, and save it."""
+    """Train what a recipe describes, evaluate it on the validation data, and save the model."""
     with clear_errors(), visible_log():
         changes = [*(overrides or []), *([] if data_dir is None else [text_override("data.data_dir", str(data_dir))])]
         check_places(read_recipe(recipe, changes), report=report, resume=resume)
         if context.obj is not None:
-            context.obj()  # starts again with another allocator
+            context.obj()  # restarts with another allocator
         loaded = load_recipe(recipe, changes)
         from hf_offload.training.run import run_recipe  # slow: only a good recipe is worth the wait
 

@@ -100,7 +100,9 @@ def test_output_to_a_full_device_is_one_line_of_error(words):
             [sys.executable, "-m", "hf_offload", *words], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 1
-    assert done.stderr == "The output cannot be written: No space left on device. Make room, or write elsewhere.\n"
+    assert (
+        done.stderr == "The output cannot be written: No space left on device. Free some space, or write elsewhere.\n"
+    )
 
 
 def test_what_is_installed_starts_there():
