@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)  ## Keep, recompute and offload the same small model; table and plot in runs/demo (a few minutes)
-	$(BIN)/hf-offload bench steps gpt/demo --strategies keep,recompute,ours:ssd --allocator auto --output runs/demo
+	$(BIN)/hf-offload bench steps gpt/demo --strategies baseline,recompute,ours:ssd --allocator auto --output runs/demo
 
 # Test files run side by side, each in one process, in the order of the tree: those of single units end it, so that no
 # process waits long for another's last file.
@@ -58,7 +58,7 @@ NO_DROP = model.config.resid_pdrop=0.0 model.config.embd_pdrop=0.0 model.config.
 LLAMA   = model.dtype=float32 model.config.num_hidden_layers=6 model.config.hidden_size=768 \
           model.config.num_attention_heads=12 model.config.num_key_value_heads=4 model.config.intermediate_size=2048
 BUDGETS = $(BIN)/python -m benchmarks budgets --steps 10 --rounds $(ROUNDS)
-PAIR    = --strategies keep,ours:ssd
+PAIR    = --strategies baseline,ours:ssd
 bench-cpu: $(STAMP)  ## All tables of the README (more than an hour); ROUNDS=1 for a look
 	$(GPT2) model.config.n_layer=6 --output runs/bench/gpt2_6l
 	$(GPT2) --output runs/bench/gpt2_12l

@@ -22,7 +22,7 @@ from hf_offload.errors import OffloadConfigError, OffloadError, OffloadPlanError
 from hf_offload.settings.outputs import check_output_folder
 from hf_offload.training.report import TrainingReport
 
-SIMPLE = ("keep", "recompute", "ours:ssd")
+SIMPLE = ("baseline", "recompute", "ours:ssd")
 _UNLIMITED = "1024GiB"
 _FIRST_STEPS = 4
 _TOO_SMALL = OffloadPlanError.__name__
@@ -39,7 +39,7 @@ class BudgetRow:
 
     Attributes:
         label: The case.
-        share: The budget as a share of keep's activation peak.
+        share: The budget as a share of the baseline's activation peak.
         budget_bytes: The budget.
         predicted_peak_bytes, measured_peak_bytes: Of the plan after the feedback step.
         predicted_step_s, measured_step_s: The same, medians over the steps under the plan and then over the rounds.
@@ -70,11 +70,11 @@ class LivePeaks:
     """Live bytes of a case: what is there all the time, and the peak with everything kept."""
 
     fixed_bytes: int
-    keep_bytes: int
+    baseline_bytes: int
 
     def budget(self, share: float) -> int:
-        """The total budget that leaves ``share`` of keep's activation peak."""
-        return self.fixed_bytes + round(share * (self.keep_bytes - self.fixed_bytes))
+        """The total budget that leaves ``share`` of the baseline's activation peak."""
+        return self.fixed_bytes + round(share * (self.baseline_bytes - self.fixed_bytes))
 
 
 def run_budgets(
@@ -156,19 +156,19 @@ def _against_the_best(
 ) -> tuple[str | None, float | None]:
     """The fastest simple way that fits, and the median over the rounds of the ratio to it."""
     ours = {number: _settled_step_s(report) for number, report in results.reports(case, name).items()}
-    keep_in_use = _in_use(results, case, SIMPLE[0])
+    baseline_in_use = _in_use(results, case, SIMPLE[0])
     found = []
     for simple in SIMPLE:
         in_use = _in_use(results, case, simple)
-        if in_use is None or keep_in_use is None:
+        if in_use is None or baseline_in_use is None:
             continue
         ratios = []
         for number, report in results.reports(case, simple).items():
             seconds, theirs = ours.get(number), report.median_step_s
             if seconds and theirs:
                 ratios.append(seconds / theirs)
-        # As much below keep's peak of live tensors as its bytes in use are below keep's.
-        if ratios and peaks.keep_bytes - (keep_in_use - in_use) <= budget:
+        # As much below the baseline's peak of live tensors as its bytes in use are below the baseline's.
+        if ratios and peaks.baseline_bytes - (baseline_in_use - in_use) <= budget:
             found.append((statistics.median(ratios), simple))
     if not found:
         return None, None
@@ -190,7 +190,7 @@ def _in_use(results: Results, case: Case, strategy: str) -> int | None:
 
 COLUMNS = (
     "case",
-    "of keep",
+    "of baseline",
     "budget",
     "peak: predicted",
     "measured",
@@ -254,7 +254,7 @@ def budgets(
         plan = plan_steps(
             shapes,
             overrides or [],
-            parse_strategies("keep"),
+            parse_strategies(SIMPLE[0]),
             batches=[] if batch is None else [batch],
             sequences=[] if sequence is None else [sequence],
             steps=steps,

@@ -228,7 +228,7 @@ def write_limits(limits: list[Limit], plan: Plan, interrupted: bool) -> list[Pat
 def limits(
     shapes: Shapes,
     overrides: Overrides = None,
-    strategies: Strategies = "keep,recompute,ours:ram",
+    strategies: Strategies = "baseline,recompute,ours:ram",
     vary: Annotated[str, typer.Option(help="What to make larger: sequence or batch.")] = "sequence",
     most: Annotated[int, typer.Option(min=1, help="Where to stop: nothing larger is tried.")] = 131072,
     batch: Annotated[

@@ -170,7 +170,7 @@ def sampling(
     """Count what sampled linear layers and lean activations save on a card, at the shapes of the WTA-CRS paper.
 
     How accurate is what is trained so: python -m benchmarks accuracy. How fast: hf-offload bench steps --strategies
-    keep,ours:sampled,ours:lean.
+    baseline,ours:sampled,ours:elementwise.
     """
     with clear_errors():
         check_output_folder(output_dir, "--output", "sampling.md", "sampling.json")

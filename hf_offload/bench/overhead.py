@@ -6,7 +6,7 @@ to be found. What autograd itself adds to call any hooks is a row of its own, me
 without hooks that do nothing; a saved tensor costs both. A tier's own share is not in these figures, except for what a slot
 in RAM costs, which is a row, too. Where there is an accelerator, streams, events and copies that are queued have a row.
 
-In a large model thousands of records are alive at a time: two rows have as many beside them, and should cost no more.
+In a large model thousands of records are alive at a time: two rows measure among as many others, and should cost no more.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _OTHERS = 2000  # a forward of a large model saves about as many
 
 
 @dataclasses.dataclass(frozen=True)
-class Figure:
+class Quartiles:
     """Microseconds a tensor: the median of the repetitions and the quartiles around it."""
 
     median_us: float
@@ -41,7 +41,7 @@ class Figure:
     high_us: float
 
     @classmethod
-    def of(cls, samples_us: list[float]) -> "Figure":
+    def of(cls, samples_us: list[float]) -> "Quartiles":
         """From one sample a repetition."""
         low, median, high = statistics.quantiles(samples_us, n=4, method="inclusive")
         return cls(median, low, high)
@@ -53,9 +53,9 @@ class Cost:
 
     name: str
     meaning: str
-    pack: Figure
-    unpack_and_free: Figure
-    total: Figure
+    pack: Quartiles
+    unpack_and_free: Quartiles
+    total: Quartiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def measure_overhead(
         "offloaded": ("stored, and loaded again", _offloaded),
         "among others": (f"offloaded while {_OTHERS} more are stored", _among_others),
         "deduplicated": ("a second view of what is stored", _deduplicated),
-        "slot in RAM": (f"reserved and freed beside {_OTHERS} others, in arenas that hold one each", _slot_in_ram),
+        "slot in RAM": (f"reserved and freed among {_OTHERS} others, in arenas that hold one each", _slot_in_ram),
     }
     if torch.accelerator.is_available():
         kinds["from the device"] = ("stored from it in pinned RAM, and loaded again: its host's time", _from_the_device)
@@ -125,9 +125,9 @@ def measure_overhead(
         Cost(
             name,
             meaning,
-            Figure.of([1e6 * sample.pack_s / tensors for sample in samples[name]]),
-            Figure.of([1e6 * sample.unpack_s / tensors for sample in samples[name]]),
-            Figure.of([1e6 * (sample.pack_s + sample.unpack_s) / tensors for sample in samples[name]]),
+            Quartiles.of([1e6 * sample.pack_s / tensors for sample in samples[name]]),
+            Quartiles.of([1e6 * sample.unpack_s / tensors for sample in samples[name]]),
+            Quartiles.of([1e6 * (sample.pack_s + sample.unpack_s) / tensors for sample in samples[name]]),
         )
         for name, (meaning, _) in kinds.items()
     )

@@ -70,7 +70,7 @@ class Cell:
 
 @dataclasses.dataclass(kw_only=True)
 class Row:
-    """One strategy in one case over all its rounds. Ratios to ``keep`` are medians of each round's ratio."""
+    """One strategy in one case over all its rounds. Ratios to the baseline are medians of each round's ratio."""
 
     shape: str
     batch: int
@@ -100,7 +100,7 @@ class Row:
     stall_s_per_run: float = 0.0
     final_loss: float | None = None
     losses_identical: bool | None = None
-    """To those of keep's first round, in every round; ``None`` when there was nothing to compare, or keep itself varies."""
+    """To those of the baseline's first round, in every round; ``None`` without a comparison, or where the baseline varies."""
     parameters_identical: bool | None = None
     differs_by: str | None = None
     """Why it is not meant to be identical."""
@@ -108,7 +108,7 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether losses or parameters are not those of keep, and should be."""
+        """Whether losses or parameters are not the baseline's, and should be."""
         return self.differs_by is None and False in (self.losses_identical, self.parameters_identical)
 
 
@@ -143,8 +143,8 @@ class Results:
         """Reports of a strategy by round."""
         return {cell.round: cell.report for cell in self._cells(case, name) if cell.report is not None}
 
-    def keep_varies(self, case: Case) -> bool:
-        """Whether keep itself yields other bits from run to run, as some kernels of accelerators do.
+    def baseline_varies(self, case: Case) -> bool:
+        """Whether the baseline yields other bits from run to run, as some kernels of accelerators do.
 
         Then no strategy can be asked to repeat them. On a CPU this is a defect, and one of the problems.
         """
@@ -164,7 +164,7 @@ class Results:
                 continue
             if cell.result.outcome == CRASHED:
                 problems.append(f"{cell.where}: {cell.result.error}")
-            elif not self.keep_varies(cell.case):
+            elif not self.baseline_varies(cell.case):
                 problems += self._mismatch(cell)
         return problems
 
@@ -228,7 +228,7 @@ class Results:
         if reports:
             _measure(row, list(reports.values()))
             _compare(row, reports, self.reports(case, REFERENCE))
-            if self.keep_varies(case):
+            if self.baseline_varies(case):
                 row.losses_identical = row.parameters_identical = None
         return row
 

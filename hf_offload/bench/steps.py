@@ -130,7 +130,7 @@ def run_steps(
     on_start: Callable[[str, int, int], None] = lambda name, done, total: None,
     on_done: Callable[[Cell], None] = lambda cell: None,
 ) -> Results:
-    """Run the plan. ``on_start`` hears the name of each cell before it runs, how many are done and how many there are.
+    """Run the plan. ``on_start`` is called before each cell with its name, how many are done and how many there are.
 
     Ctrl-C ends the running cell and keeps those that finished. ``plan.memory_limit_bytes`` on a machine that cannot set
     a limit raises :class:`OffloadConfigError` before anything runs.
@@ -193,12 +193,18 @@ class _Run:
         return best
 
     def _control(self, case: Case, last: Cell) -> None:
-        """Run keep once more where bits differ on an accelerator: keep may not repeat itself either."""
-        keep = self._results.reports(case, REFERENCE)
-        if len(keep) != 1 or keep[min(keep)].machine["device"] == "cpu" or not self._results.mismatches(case):
+        """Run the baseline once more where bits differ on an accelerator: it may not be deterministic either."""
+        baseline = self._results.reports(case, REFERENCE)
+        if (
+            len(baseline) != 1
+            or baseline[min(baseline)].machine["device"] == "cpu"
+            or not self._results.mismatches(case)
+        ):
             return
         self._total += 1
-        self._cell(case, last.strategy, self._plan.rounds, last.allocator, "control of whether keep repeats itself")
+        self._cell(
+            case, last.strategy, self._plan.rounds, last.allocator, "control of whether the baseline is deterministic"
+        )
 
     def _cell(self, case: Case, strategy: Strategy, number: int, allocator: str, extra: str | None = None) -> Cell:
         name = file_name(f"{number}_{strategy.name}_{allocator}{f'_{extra.split()[0]}' if extra else ''}")

@@ -1,4 +1,4 @@
-"""Every way to save activation memory that is measured, ours and others', each as its authors say to use it."""
+"""The strategies that are measured, ours and others', each configured as its authors recommend."""
 
 import contextlib
 import dataclasses
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.reports.formats import REFERENCE
+from hf_offload.former_names import warn_renamed
+from hf_offload.reports.formats import FORMER_STRATEGIES, REFERENCE
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.recipes import Recipe, load_recipe
 from hf_offload.settings.schema import DRIVE_SETTINGS, TIER_ALIASES
@@ -35,7 +36,7 @@ class Strategy:
     must_match: str | None = None
     """The strategy whose losses and weights it has to repeat bit by bit; ``None`` for those of others, who may differ."""
     differs_by: str | None = None
-    """Why losses are not those of keep, where they are not meant to be: ``"other rounding"`` or ``"estimates"``."""
+    """Why losses are not meant to equal the baseline's: ``"other rounding"`` or ``"estimates"``; ``None``: they are."""
     around_step: AroundStep | None = None
     package: str | None = None
     """What has to be installed."""
@@ -103,7 +104,7 @@ _TRL_SOURCE = (
 def _others() -> list[Strategy]:
     plain = (_NO_OFFLOAD, *_recompute(on=False))
     return [
-        Strategy(REFERENCE, plain, "the recipe as it is: autograd keeps what it saves", must_match=REFERENCE),
+        Strategy(REFERENCE, plain, "no offloading: autograd keeps what it saves", must_match=REFERENCE),
         Strategy("recompute", (_NO_OFFLOAD, *_recompute()), _RECOMPUTE_SOURCE),
         Strategy(
             "recompute+offload",
@@ -166,13 +167,13 @@ def _ours() -> list[Strategy]:
             differs_by="other rounding",
         ),
         Strategy(
-            "ours:lean",
+            "ours:elementwise",
             (_NO_OFFLOAD, *plain, "offload.recompute_elementwise=exact"),
-            "OffloadConfig(tier='none', recompute_elementwise='exact'): what can be made again is not saved, masks are bits",
+            "OffloadConfig(tier='none', recompute_elementwise='exact'): elementwise results are recomputed, masks are bits",
             REFERENCE,
         ),
         Strategy(
-            "ours:ssd+lean",
+            "ours:ssd+elementwise",
             (*_ONLY_DISK, *plain, "offload.recompute_elementwise=exact"),
             "OffloadConfig(tier='ssd', recompute_elementwise='exact')",
             REFERENCE,
@@ -189,7 +190,7 @@ def _ours() -> list[Strategy]:
             "OffloadConfig(tier='ssd', sampled_linear=0.3)",
             differs_by="estimates",
         ),
-        # Whether recomputing yields the bits of keep is recompute's affair.
+        # Whether checkpointing repeats the baseline's bits is not up to us.
         Strategy(
             "ours+recompute",
             (*_ONLY_DISK, *_recompute()),
@@ -232,10 +233,13 @@ def strategy_names() -> list[str]:
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of that name; ``ours:ssd@64MiB`` fixes the read-ahead, ``ours:auto@20GiB`` the budget.
+    """The strategy of that name; ``ours:ssd@64MiB`` fixes the read-ahead, ``ours:auto@20GiB`` the budget. Former names warn.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` with the nearest name if there is none.
     """
+    if name in FORMER_STRATEGIES:
+        warn_renamed(f"The strategy {name!r}", repr(FORMER_STRATEGIES[name]))
+        name = FORMER_STRATEGIES[name]
     family, at, window = name.partition("@")
     kind, colon, tier = family.partition(":")
     family = f"ours:{TIER_ALIASES.get(tier, tier)}" if kind == "ours" and colon else family
@@ -252,9 +256,9 @@ def find_strategy(name: str) -> Strategy:
 
 
 def parse_strategies(names: str, read_ahead: str | None = None, reference: bool = True) -> list[Strategy]:
-    """``"keep,recompute,ours:ssd"`` to strategies, or ``"all"``.
+    """``"baseline,recompute,ours:ssd"`` to strategies, or ``"all"``.
 
-    With ``reference``, ``keep`` has to be among them, as what others are compared with. ``read_ahead`` such as
+    With ``reference``, ``baseline`` must be among them: the others are compared with it. ``read_ahead`` such as
     ``"64MiB,128MiB"`` adds ``ours:ssd`` once for each window.
     """
     asked = strategy_names() if names.strip() == ALL else [part.strip() for part in names.split(",")]
@@ -268,7 +272,7 @@ def parse_strategies(names: str, read_ahead: str | None = None, reference: bool 
                     raise OffloadConfigError(f"strategy {strategy.name!r} is given twice: use --rounds to repeat.")
                 strategies.append(strategy)
         with check:
-            if reference and REFERENCE not in asked:
+            if reference and REFERENCE not in [strategy.name for strategy in strategies]:
                 raise OffloadConfigError(
                     f"strategies={names!r} leaves out {REFERENCE!r}, which the others are compared with."
                 )

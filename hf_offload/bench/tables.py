@@ -9,7 +9,7 @@ from hf_offload.reports.formats import REFERENCE, csv_text, json_text, markdown_
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.training.report import WARMUP_STEPS
 
-COLUMNS = ("strategy", "peak", "of keep", "step", "of keep", "spread", "written", "loss", "allocator", "vs keep")
+COLUMNS = ("strategy", "peak", "ratio", "step", "ratio", "spread", "written", "loss", "allocator", "vs baseline")
 NARROW = (0, 1, 2, 3, 4, 8, 9)
 """Which of the columns to show where not all of them fit."""
 WIDE_CHARACTERS = 125
@@ -20,8 +20,8 @@ _FRAGMENTS = (
     "Ubuntu: libtcmalloc-minimal4, Fedora: gperftools-libs) our runs use it, and the others are tried with it."
 )
 _VARIES = (
-    "keep itself yields other bits from run to run: some kernels of this device add up in an order of their own, so that "
-    "nothing can be compared bit by bit. With training.full_determinism=true it can."
+    "the baseline itself varies from run to run: some kernels of this device sum in no fixed order, so nothing can be "
+    "compared bit by bit. Set training.full_determinism=true to compare."
 )
 
 
@@ -44,7 +44,7 @@ def texts(row: Row) -> list[str]:
 
 
 def identity(row: Row) -> str:
-    """Whether losses and parameters are those of keep."""
+    """Whether losses and parameters are the baseline's."""
     if row.losses_identical is None:
         same = "-"
     elif row.differs_by is not None:
@@ -64,7 +64,7 @@ def describe(results: Results, case: Case) -> str:
 
 def footnotes(results: Results) -> list[str]:
     """What a reader has to know about the numbers."""
-    notes = [f"{case.label}: {_VARIES}" for case in results.cases() if results.keep_varies(case)]
+    notes = [f"{case.label}: {_VARIES}" for case in results.cases() if results.baseline_varies(case)]
     notes += results.findings()
     report = next((cell.report for cell in results.cells if cell.report is not None), None)
     if report is None:
@@ -77,18 +77,18 @@ def footnotes(results: Results) -> list[str]:
         f"Peak: {measured.get('peak_source')}, above a process that holds weights, gradients and optimizer state "
         f"({baselines}). Setup is not part of it. The allocator keeps some of it at hand; of the peak it counted as in "
         f"use: {_in_use(results)}.",
-        f"Step: median time without the first {WARMUP_STEPS} steps. Of keep: ratio to keep in the same round. Spread: "
+        f"Step: median time without the first {WARMUP_STEPS} steps. Ratio: to the baseline in the same round. Spread: "
         + ("least to greatest of the rounds' ratios." if results.rounds > 1 else "shortest to longest step.")
         + " Written: to the tier, in one run.",
         "Identical: losses of all steps and all parameters after the last one, compared bit by bit with those of the "
-        "first round's keep.",
+        "baseline's first round.",
         f"Machine: {machine['cores']} cores, {machine['threads']} threads, {machine['device']}; torch "
         f"{versions['torch']}, transformers {versions['transformers']}.",
     ]
     if any(cell.extra and cell.extra.startswith("trial") for cell in results.cells):
         notes.append(
-            "Allocator: keep and others' strategies run with glibc's and with tcmalloc in the first round and go on with "
-            "the faster; the slower runs are in table.json."
+            "Allocator: in the first round, the baseline and others' strategies run with glibc's and with tcmalloc; they "
+            "continue with the faster. The slower runs are in table.json."
         )
     if results.memory_limit_bytes is not None:
         notes.append(f"PyTorch may take {format_bytes(results.memory_limit_bytes)} of the device's memory.")

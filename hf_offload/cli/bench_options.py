@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # Written out, since asking for them loads torch and transformers.
 STRATEGIES = (
-    "keep, recompute, recompute+offload, save_on_cpu, trl, trl+recompute, ours:ram, ours:ssd, ours:spill, ours:auto, "
-    "ours:ssd+tiled, ours:lean, ours:ssd+lean, ours:sampled, ours:ssd+sampled, ours+recompute"
+    "baseline, recompute, recompute+offload, save_on_cpu, trl, trl+recompute, ours:ram, ours:ssd, ours:spill, ours:auto, "
+    "ours:ssd+tiled, ours:elementwise, ours:ssd+elementwise, ours:sampled, ours:ssd+sampled, ours+recompute"
 )
 FASTEST = "fastest"
 Shapes = Annotated[

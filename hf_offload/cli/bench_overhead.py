@@ -11,7 +11,7 @@ from rich.table import Table
 from hf_offload.cli.console import clear_errors, output, progress_bar
 
 if TYPE_CHECKING:
-    from hf_offload.bench.overhead import Figure
+    from hf_offload.bench.overhead import Quartiles
 
 
 def overhead(
@@ -51,5 +51,5 @@ def overhead(
     )
 
 
-def _cell(figure: "Figure") -> str:
+def _cell(figure: "Quartiles") -> str:
     return f"{figure.median_us:.1f} ({figure.low_us:.1f}..{figure.high_us:.1f})"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def steps(
     shapes: Shapes,
     overrides: Overrides = None,
-    strategies: Strategies = "keep,recompute,ours:ssd",
+    strategies: Strategies = "baseline,recompute,ours:ssd",
     batch: Annotated[str | None, typer.Option(help="Batch sizes, such as 4,8. Default: the recipe's.")] = None,
     sequence: Annotated[
         str | None, typer.Option(help="Sequence lengths, such as 512,1024. Default: the recipe's.")

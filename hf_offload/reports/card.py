@@ -1,4 +1,4 @@
-"""A model card from the record of a run: what was trained, how well, and what memory and time it took beside other ways."""
+"""A model card from the record of a run: what was trained, how well, and what it took, compared with other ways."""
 
 import dataclasses
 import re
@@ -41,10 +41,10 @@ def _check_fact(option: str, value: str, is_prose: bool) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise OffloadConfigError(f"{option}={shown(value)} holds bytes that are no text in UTF-8.") from error
+        raise OffloadConfigError(f"{option}={shown(value)} holds bytes that are not UTF-8 text.") from error
     if not is_prose and not (0 < len(value) <= _LONGEST_NAME and value.isprintable() and value == value.strip()):
         raise OffloadConfigError(
-            f"{option}={shown(value)} is no name: give 1 to {_LONGEST_NAME} characters on one line, without spaces around."
+            f"{option}={shown(value)} is not a name: give 1 to {_LONGEST_NAME} characters on one line, without spaces around."
         )
 
 
@@ -59,7 +59,7 @@ class CardFacts:
         dataset_license: Its licence, in the same way.
         dataset_url: Where it comes from.
         dataset_note: Sentences about it: whose it is, which part was taken, where its files have to lie.
-        how: Sentences on how to make all of it again; the single commands stand below them.
+        how: Sentences on how to reproduce all of it; the single commands stand below them.
         languages: Codes such as ``en``.
         base_model: Hub name of the model that was fine-tuned. Default: the recipe's, unless that is a folder.
         purpose: A sentence that says what the model is for.
@@ -74,7 +74,7 @@ class CardFacts:
     how: str | None = None
     languages: Sequence[str] = ()
     base_model: str | None = None
-    purpose: str = "It shows what training with activation offloading costs and is no model to build on."
+    purpose: str = "It shows what training with activation offloading costs, and is not meant to be built on."
 
     def __post_init__(self) -> None:
         with collect_errors("card") as check:
@@ -92,7 +92,7 @@ def card_text(
 ) -> str:
     """The card as Markdown that begins with metadata, checked as the Hub's own library checks it.
 
-    ``plots`` are the names of pictures that lie beside it.
+    ``plots`` are the names of pictures in the same folder.
     """
     from huggingface_hub import ModelCard
 
@@ -141,7 +141,7 @@ def card_of(report: TrainingReport, facts: CardFacts, comparison: Comparison | N
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         which = f"The report of {cropped(str(report.recipe))}" if comparison is None else "The comparison"
         reason = f"{type(error).__name__}: {cropped(str(error))}"
-        raise OffloadConfigError(f"{which} is damaged ({reason}): make it again.") from error
+        raise OffloadConfigError(f"{which} is damaged ({reason}): run it again.") from error
 
 
 def _metadata(report: TrainingReport, facts: CardFacts) -> Any:
@@ -227,7 +227,7 @@ def _body(
     if facts.dataset_note:
         yield facts.dataset_note
         yield ""
-    yield "## How to make it again"
+    yield "## How to reproduce it"
     yield ""
     if facts.how:
         yield facts.how

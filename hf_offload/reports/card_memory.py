@@ -1,4 +1,4 @@
-"""The section of a model card on memory and time: the run beside its plan, and beside other ways to train the same."""
+"""The section of a model card on memory and time: the run, its plan, and other ways to train the same."""
 
 import dataclasses
 import shlex
@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.reports.formats import REFERENCE, markdown_table
+from hf_offload.reports.formats import FORMER_STRATEGIES, REFERENCE, markdown_table
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import parse_json, read_text
 from hf_offload.training.report import TrainingReport
 
 MEMORY_PLOT = "memory.png"
 _WAYS = {
-    "keep": "keep everything",
+    "baseline": "no offloading (baseline)",
     "recompute": "activation checkpointing",
     "ours:ssd": "offload to SSD",
     "ours:ram": "offload to RAM",
     "ours:auto": "within the budget (`tier: auto`)",
-    "ours:lean": "make again what is cheap (`recompute_elementwise`)",
+    "ours:elementwise": "recompute of elementwise operations (`recompute_elementwise`)",
 }
 _TRAINER_BATCH = 8
 """The Trainer's own ``per_device_train_batch_size``."""
@@ -41,16 +41,20 @@ class Comparison:
         try:
             values = parse_json(read_text(path, "The comparison"), str(path))
             return cls(
-                rows=[row for row in values["rows"] if row["rounds"]],
+                rows=[
+                    {**row, "strategy": FORMER_STRATEGIES.get(row["strategy"], row["strategy"])}
+                    for row in values["rows"]
+                    if row["rounds"]
+                ],
                 machine=values["machine"],
                 rounds=values["rounds"],
                 overrides=values["overrides"],
             )
         except OffloadConfigError as error:
-            raise OffloadConfigError(f"{path} is no comparison: {error}") from error
+            raise OffloadConfigError(f"{path} is not a comparison: {error}") from error
         except (KeyError, TypeError) as error:
             raise OffloadConfigError(
-                f"{path} is no comparison: {cropped(str(error))}. Give the table.json that `hf-offload bench steps "
+                f"{path} is not a comparison: {cropped(str(error))}. Give the table.json that `hf-offload bench steps "
                 "RECIPE` wrote."
             ) from error
 
@@ -58,7 +62,7 @@ class Comparison:
         """One row a way, as Markdown."""
         counted = _counts_in_use(self.machine["device"]) and all(row["in_use_bytes"] is not None for row in self.rows)
         repeated = self.rounds > 1
-        columns = ["way", *(["in use"] if counted else []), "peak", "of keep", "step", "of keep"]
+        columns = ["way", *(["in use"] if counted else []), "peak", "ratio to baseline", "step", "ratio to baseline"]
         rows = [
             (
                 _WAYS.get(row["strategy"], row["strategy"]),
@@ -98,7 +102,7 @@ class Comparison:
 
 
 def memory_section(report: TrainingReport, comparison: Comparison | None, plots: Sequence[str]) -> Iterator[str]:
-    """The section's lines. ``report`` has been measured; ``plots`` are the names of pictures that lie beside the card."""
+    """The section's lines. ``report`` has been measured; ``plots`` are the names of pictures in the card's folder."""
     yield "## Memory and time"
     yield ""
     yield _how_it_is_counted(report)
@@ -116,7 +120,9 @@ def memory_section(report: TrainingReport, comparison: Comparison | None, plots:
     rounds = f"{comparison.rounds} rounds" if repeated else "one round"
     rounds += f" of {comparison.steps} steps" if comparison.steps else ""
     spread = (
-        "; ratios to keep are taken within a round, and the spread is the least and the greatest" if repeated else ""
+        "; ratios to the baseline are taken within a round, and the spread is the least and the greatest"
+        if repeated
+        else ""
     )
     yield (
         f"The same recipe in several ways, on {describe_machine(comparison.machine)}, at another time than the run above: "
@@ -219,4 +225,4 @@ def _spread(row: Mapping[str, Any]) -> str:
 def _identity(row: Mapping[str, Any]) -> str:
     if row["strategy"] == REFERENCE:
         return "-"
-    return "those of keep, bit by bit" if row["losses_identical"] and row["parameters_identical"] else "others"
+    return "the baseline's, bit by bit" if row["losses_identical"] and row["parameters_identical"] else "others"

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-REFERENCE = "keep"
-"""The strategy that a benchmark compares the others with."""
+REFERENCE = "baseline"
+"""The strategy that a benchmark compares the others with: no offloading."""
+FORMER_STRATEGIES = {"keep": REFERENCE, "ours:lean": "ours:elementwise", "ours:ssd+lean": "ours:ssd+elementwise"}
+"""Former name of a strategy -> its name. Files of earlier versions have them."""
 
 
 def flat(row: "DataclassInstance") -> dict[str, Any]:
@@ -63,7 +65,7 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` beside ``path`` and rename it: a file that is there is a whole one, whenever the writer was stopped."""
+    """Write ``text`` to a temporary file and rename it to ``path``, which is therefore complete whenever it exists."""
     unfinished = path.with_suffix(".part")
     write_texts(path.parent, {unfinished.name: text})
     unfinished.replace(path)

@@ -12,7 +12,7 @@ from hf_offload.training.report import WARMUP_STEPS, TrainingReport
 SHOWN_STEPS = 3
 # Okabe and Ito's palette: told apart by colour-blind readers too. A strategy looks the same in every picture.
 _COLOURS = {
-    "keep": "#4c4c4c",
+    "baseline": "#4c4c4c",
     "recompute": "#e69f00",
     "recompute+offload": "#a87400",
     "save_on_cpu": "#999999",

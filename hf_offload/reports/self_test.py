@@ -48,7 +48,7 @@ def run_checks(
 ) -> list[Check]:
     """Try everything on ``device`` (default: the current accelerator, or the CPU); files go to ``directories``.
 
-    ``on_start`` hears the name of each check before it runs. A check that raises has failed; only Ctrl-C ends them all.
+    ``on_start`` is called with each check's name before it runs. A check that raises has failed; only Ctrl-C ends them all.
     """
     device = device or default_device()
     folders = [str(Path(folder)) for folder in directories]
@@ -69,7 +69,7 @@ def run_checks(
         try:
             with _deterministic():
                 passed, detail = True, check()
-        except Exception as error:  # whatever goes wrong on a device that nobody has seen is an answer
+        except Exception as error:  # whatever fails on an unknown device is a result
             passed, detail = False, f"{type(error).__name__}: {error}"
         gc.collect()
         found.append(Check(name, passed, detail, time.perf_counter() - begin))

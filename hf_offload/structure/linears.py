@@ -31,7 +31,7 @@ def chosen_linears(model: nn.Module, targets: str | Sequence[str] = "auto") -> d
         if not layer.weight.requires_grad:
             return "its weight is frozen"
         if layer.weight.dim() != _MATRIX:
-            return "its weight is no matrix"  # a shard of FSDP1 is flat
+            return "its weight is not a matrix"  # a shard of FSDP1 is flat
         return "its weight is an embedding too" if any(layer.weight is one for one in embeddings) else None
 
     def unwanted(name: str, layer: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""The parts of a model that a plan decides about: blocks, and what can be told apart inside and outside of them."""
+"""The parts of a model that a plan decides about: blocks, and the modules with matrices inside and outside of them."""
 
 import dataclasses
 

@@ -2,8 +2,8 @@
 
 On a CPU the level is the process's resident memory, the peak is the kernel's own high-water mark (a spike of a
 microsecond counts), and how freed memory is kept depends on the allocator, which every report names. An allocator that
-keeps freed memory at hand shows a flat line there, so the bytes that are in use according to the allocator itself are
-read beside it. On an accelerator all of these are PyTorch's counters.
+keeps freed memory at hand shows a flat line there, so the bytes in use according to the allocator itself are read,
+too. On an accelerator all of these are PyTorch's counters.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""What cannot be loaded, told in a few words."""
+"""Short errors for what cannot be loaded."""
 
 import contextlib
 from collections.abc import Iterator

@@ -63,7 +63,7 @@ def choose_likeliest(logits: Any, _labels: torch.Tensor) -> torch.Tensor:
 
 
 def perplexity(loss: float) -> float:
-    """E to the ``loss``; infinite where that is no number of Python any more."""
+    """E to the ``loss``; infinite where that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

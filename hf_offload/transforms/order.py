@@ -34,8 +34,8 @@ class Transforms(NamedTuple):
             transform.apply()
         if self.sampling.names and self.rematerialization.rebuilds_inputs:
             logger.warning(
-                "Sampled linear layers keep rows of their inputs. 'activations' and 'norms' make most of those inputs again, "
-                "exactly and without keeping anything: beside them, sampled_linear saves time and no memory."
+                "Sampled linear layers save rows of their inputs. 'activations' and 'norms' recompute most of those inputs, "
+                "exactly and without saving anything: together with them, sampled_linear saves time and no memory."
             )
 
     def remove(self) -> None:

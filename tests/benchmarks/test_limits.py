@@ -75,11 +75,11 @@ def test_limits_searches_with_probes(recipe, monkeypatch, vary, start, capacity,
     result = run(*arguments)
     assert result.exit_code == 0, result.stdout + result.stderr
     rows = {row["strategy"]: row for row in json.loads(Path("l/limits.json").read_text())["rows"]}
-    assert capacity * 7 / 8 - 1 <= rows["keep"]["fits"] <= capacity < rows["keep"]["fails"]
-    assert rows["keep"]["layers"] == "2"
+    assert capacity * 7 / 8 - 1 <= rows["baseline"]["fits"] <= capacity < rows["baseline"]["fails"]
+    assert rows["baseline"]["layers"] == "2"
     assert rows["recompute"]["fits"] == 4 * start
     assert rows["recompute"]["error"] == "crashed: RuntimeError: no such luck"
-    assert rows["ours:ram"]["fits"] > rows["keep"]["fits"]
+    assert rows["ours:ram"]["fits"] > rows["baseline"]["fits"]
     assert len(set(probes)) == len(probes)
     assert "no such luck" in Path("l/limits.md").read_text()
     printed = run(*arguments, "--csv").stdout

@@ -79,7 +79,7 @@ ENDS = [pytest.param(signal.SIGTERM, id="SIGTERM", marks=FULL), pytest.param(sig
 
 @pytest.mark.parametrize("number", ENDS)
 def test_a_benchmark_that_is_ended_ends_its_training(tiny_recipe, tmp_path, number):
-    arguments = ["bench", "steps", str(tiny_recipe), "training.max_steps=1000000", "--strategies", "keep"]
+    arguments = ["bench", "steps", str(tiny_recipe), "training.max_steps=1000000", "--strategies", "baseline"]
     command = Command(tmp_path, *arguments, "--output", "runs", "--allocator", "glibc")
     logs = lambda: list((tmp_path / "runs").rglob("*.log"))  # noqa: E731
     command.wait_for(lambda: any("loss" in path.read_text() for path in logs()))

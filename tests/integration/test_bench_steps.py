@@ -67,7 +67,7 @@ def real(tmp_path_factory):
     path = folder / "tiny.yaml"
     path.write_text(RANDOM_RECIPE)
     result = run(
-        "bench", "steps", path, "--strategies", "keep,trl,ours:ssd", "--batch", "1", "--sequence", "16", "--steps", "4",
+        "bench", "steps", path, "--strategies", "baseline,trl,ours:ssd", "--batch", "1", "--sequence", "16", "--steps", "4",
         "--json", "--output", folder / "o",
     )  # fmt: skip
     assert result.exit_code == 0, result.stdout + result.stderr
@@ -79,11 +79,11 @@ def test_a_real_run_compares_and_says_what_was_measured(real):
     table = json.loads(result.stdout)  # JSON and nothing else
     assert table == json.loads((folder / "table.json").read_text())
     rows = {row["strategy"]: row for row in table["rows"]}
-    assert list(rows) == ["keep", "trl", "ours:ssd"]
-    assert rows["keep"]["peak_ratio"] == rows["keep"]["step_ratio"] == 1
-    assert rows["keep"]["losses_identical"] is None, "nothing to compare keep with"
+    assert list(rows) == ["baseline", "trl", "ours:ssd"]
+    assert rows["baseline"]["peak_ratio"] == rows["baseline"]["step_ratio"] == 1
+    assert rows["baseline"]["losses_identical"] is None, "nothing to compare the baseline with"
     assert rows["ours:ssd"]["losses_identical"] is rows["ours:ssd"]["parameters_identical"] is True
-    assert rows["ours:ssd"]["written_bytes_per_run"] > 0 == rows["keep"]["written_bytes_per_run"]
+    assert rows["ours:ssd"]["written_bytes_per_run"] > 0 == rows["baseline"]["written_bytes_per_run"]
     assert table["problems"] == []
     named = {
         "shape": "tiny", "batch": 1, "sequence": 16, "layers": "2", "vocabulary": 300, "dropout": "0.1",
@@ -91,7 +91,7 @@ def test_a_real_run_compares_and_says_what_was_measured(real):
     }  # fmt: skip
     for row in rows.values():
         assert row.items() >= named.items()
-    spec = json.loads(next((folder / "cells/tiny_1x16").glob("1_keep_*.spec.json")).read_text())
+    spec = json.loads(next((folder / "cells/tiny_1x16").glob("1_baseline_*.spec.json")).read_text())
     assert "training.max_steps=4" in spec["overrides"]
 
 
@@ -116,17 +116,17 @@ def test_each_runs_with_its_own_best_allocator(real):
     rows = {row["strategy"]: row for row in table["rows"]}
     assert rows["ours:ssd"]["allocator"] == ("tcmalloc" if find_tcmalloc() else "glibc-tuned")
     if find_tcmalloc() is None:
-        assert rows["keep"]["allocator"] == "glibc"
+        assert rows["baseline"]["allocator"] == "glibc"
         return
     (trial,) = [extra for extra in table["extra_runs"] if extra["why"] == "trial of an allocator"]
-    assert {trial["allocator"], rows["keep"]["allocator"]} == {"glibc", "tcmalloc"}
-    assert trial["step_s"] >= rows["keep"]["step_s"]
+    assert {trial["allocator"], rows["baseline"]["allocator"]} == {"glibc", "tcmalloc"}
+    assert trial["step_s"] >= rows["baseline"]["step_s"]
 
 
 def test_tables_and_pictures_are_written(real):
     _, folder = real
     rows = list(csv.DictReader(io.StringIO((folder / "table.csv").read_text())))
-    assert [row["strategy"] for row in rows] == ["keep", "trl", "ours:ssd"]
+    assert [row["strategy"] for row in rows] == ["baseline", "trl", "ours:ssd"]
     assert rows[2]["losses_identical"] == "True"
     for name in ("memory.png", "pareto.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
@@ -177,7 +177,7 @@ def test_a_cell_trains_the_recipes_rows_and_neither_evaluates_nor_saves(tmp_path
         raise AssertionError("a benchmark evaluated")
 
     monkeypatch.setattr(Trainer, "evaluate", evaluated)
-    result = execute(spec_for(path, "keep", overrides=changes))
+    result = execute(spec_for(path, "baseline", overrides=changes))
     assert result.outcome == DONE, result.error
     assert result.report.losses_hex == trained.losses_hex
     assert result.report.metrics is None
@@ -185,12 +185,12 @@ def test_a_cell_trains_the_recipes_rows_and_neither_evaluates_nor_saves(tmp_path
 
 
 @pytest.fixture(scope="module")
-def keep(tmp_path_factory):
+def baseline(tmp_path_factory):
     """The result that all strategies are compared with."""
-    folder = tmp_path_factory.mktemp("keep")
+    folder = tmp_path_factory.mktemp("baseline")
     (folder / "tiny.yaml").write_text(RANDOM_RECIPE)
     with contextlib.chdir(folder):
-        return execute(spec_for(folder / "tiny.yaml", "keep"))
+        return execute(spec_for(folder / "tiny.yaml", "baseline"))
 
 
 # On a CPU: what asks for pinned memory or a stream fails, and save_on_cpu has nothing to do.
@@ -198,7 +198,7 @@ CRASHES_ON_CPU = {"recompute+offload": "RuntimeError: ", "trl": "AttributeError:
 
 
 @pytest.mark.parametrize("name", [*strategy_names()[1:], "ours:ssd@64KiB"])
-def test_every_strategy_runs_with_the_bits_of_keep_or_says_why_not(recipe, keep, name):
+def test_every_strategy_runs_with_the_bits_of_baseline_or_says_why_not(recipe, baseline, name):
     if name.startswith("trl"):
         pytest.importorskip("trl")
     result = execute(spec_for(recipe, name))
@@ -207,19 +207,19 @@ def test_every_strategy_runs_with_the_bits_of_keep_or_says_why_not(recipe, keep,
         assert result.error.startswith(CRASHES_ON_CPU[name])
         assert "\n" not in result.error
         return
-    assert result.outcome == keep.outcome == DONE, result.error
+    assert result.outcome == baseline.outcome == DONE, result.error
     # The same sums in another order, or estimates of them, which draw random numbers that dropout then does not get.
     near = {"ours:ssd+tiled": 1e-5, "ours:sampled": 0.05, "ours:ssd+sampled": 0.05}
     if name in near:
-        losses = [[float.fromhex(loss) for loss in one.report.losses_hex] for one in (result, keep)]
+        losses = [[float.fromhex(loss) for loss in one.report.losses_hex] for one in (result, baseline)]
         assert losses[0] == pytest.approx(losses[1], rel=near[name])
         assert losses[0] != losses[1]
     else:
-        assert result.report.losses_hex == keep.report.losses_hex
-        assert result.report.parameters_sha256 == keep.report.parameters_sha256
+        assert result.report.losses_hex == baseline.report.losses_hex
+        assert result.report.parameters_sha256 == baseline.report.parameters_sha256
     assert (result.report.offload is not None) == name.startswith("ours")
     if name.startswith("ours"):
-        offloads = name not in ("ours:lean", "ours:sampled")
+        offloads = name not in ("ours:elementwise", "ours:sampled")
         moved = result.report.offload
         # On a busy machine backward may catch all of so small a model on its way out: nothing is loaded then.
         assert (moved["offloaded_bytes"] > 0) == (moved["loaded_bytes"] + moved["forwarded_bytes"] > 0) == offloads
@@ -274,7 +274,7 @@ def test_running_out_of_memory_is_an_outcome_of_its_own(recipe, monkeypatch, err
         raise ValueError("wrapped") from error
 
     monkeypatch.setattr(cell, "run_recipe", fail)
-    result = execute(spec_for(recipe, "keep"))
+    result = execute(spec_for(recipe, "baseline"))
     assert (result.outcome, result.error) == (outcome, "ValueError: wrapped")
 
 
@@ -288,7 +288,7 @@ def test_a_child_that_leaves_no_result_has_an_outcome_all_the_same(recipe, monke
     child.write_text(f"#!/bin/sh\n{ending}\n")
     child.chmod(0o755)
     monkeypatch.setattr(cell.sys, "executable", str(child))
-    spec = spec_for(recipe, "keep")
+    spec = spec_for(recipe, "baseline")
     CellResult(DONE).write(spec.result_path)  # of an earlier run
     result = run_cell(spec, os.environ)
     assert result.outcome == outcome
@@ -313,7 +313,7 @@ def test_ctrl_c_reaches_a_running_cell(recipe):
     command = [sys.executable, "-m", "hf_offload", "bench", "steps", str(recipe), "--steps", "100000"]
     # In a session of its own, which a Ctrl-C of this terminal does not reach; it ends with this process all the same.
     process = subprocess.Popen(bound(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    base = Path(f"runs/bench/cells/tiny_2x32/1_keep_{'glibc' if sys.platform == 'linux' else 'auto'}")
+    base = Path(f"runs/bench/cells/tiny_2x32/1_baseline_{'glibc' if sys.platform == 'linux' else 'auto'}")
     log = base.with_suffix(".log")
     deadline = time.monotonic() + 120
     while (
@@ -334,10 +334,10 @@ def test_ctrl_c_reaches_a_running_cell(recipe):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--strategies", "keep,recompte"], "Did you mean 'recompute'?"),
-        (["--strategies", "recompute"], "leaves out 'keep'"),
-        (["--strategies", "keep,keep"], "given twice"),
-        (["--strategies", "keep,ours:floppy"], "'ours:floppy' is unknown"),
+        (["--strategies", "baseline,recompte"], "Did you mean 'recompute'?"),
+        (["--strategies", "recompute"], "leaves out 'baseline'"),
+        (["--strategies", "baseline,baseline"], "given twice"),
+        (["--strategies", "baseline,ours:floppy"], "'ours:floppy' is unknown"),
         (["--read-ahead", "64MiB,much"], "read-ahead='much' is not a size"),
         (["--allocator", "malloc"], "allocator='malloc' is unknown"),
         (["--batch", "4,x"], "--batch '4,x': give whole numbers"),
@@ -393,7 +393,7 @@ def fake_runner(monkeypatch, outcomes):
 
 def bench(recipe, *arguments, allocator="auto"):
     return run(
-        "bench", "steps", recipe, "--strategies", "keep,recompute,ours:ssd", "--allocator", allocator,
+        "bench", "steps", recipe, "--strategies", "baseline,recompute,ours:ssd", "--allocator", allocator,
         "--output", "o", *arguments,
     )  # fmt: skip
 
@@ -405,7 +405,7 @@ def table():
 def test_strategies_take_turns_in_every_case(recipe, monkeypatch):
     order = fake_runner(monkeypatch, {})
     assert bench(recipe, "--rounds", 2, "--batch", "1,2", "--sequence", "8,16").exit_code == 0
-    turns = [f"{number}_{name}_auto" for number in (1, 2) for name in ("keep", "recompute", "ours:ssd")]
+    turns = [f"{number}_{name}_auto" for number in (1, 2) for name in ("baseline", "recompute", "ours:ssd")]
     cases = ["tiny_1x8", "tiny_1x16", "tiny_2x8", "tiny_2x16"]
     assert order == [f"{case} {turn}" for case in cases for turn in turns]
     assert [(row["batch"], row["sequence"]) for row in table()["rows"]][::3] == [(1, 8), (1, 16), (2, 8), (2, 16)]
@@ -417,24 +417,24 @@ def test_strategies_take_turns_in_every_case(recipe, monkeypatch):
 def test_the_faster_allocator_goes_on_and_is_what_is_reported(recipe, monkeypatch):
     monkeypatch.setattr("hf_offload.allocator.find_tcmalloc", lambda: "/lib/libtcmalloc.so")
     slow = fake_report(step_times_s=[9.0, 9.0, 4.0, 4.0], allocator="the slow one")
-    outcomes = {"1_keep_glibc": slow, "recompute_tcmalloc": slow}
+    outcomes = {"1_baseline_glibc": slow, "recompute_tcmalloc": slow}
     order = fake_runner(monkeypatch, outcomes)
     assert bench(recipe, "--rounds", 2, allocator="fastest").exit_code == 0
-    first = ["1_keep_glibc", "1_keep_tcmalloc", "1_recompute_glibc", "1_recompute_tcmalloc", "1_ours:ssd_auto"]
-    second = ["2_keep_tcmalloc", "2_recompute_glibc", "2_ours:ssd_auto"]
+    first = ["1_baseline_glibc", "1_baseline_tcmalloc", "1_recompute_glibc", "1_recompute_tcmalloc", "1_ours:ssd_auto"]
+    second = ["2_baseline_tcmalloc", "2_recompute_glibc", "2_ours:ssd_auto"]
     assert [name.split()[1] for name in order] == first + second
     rows = {row["strategy"]: row for row in table()["rows"]}
-    assert rows["keep"]["step_s"] == rows["recompute"]["step_s"] == 1.0
-    assert rows["keep"]["allocator"] == "glibc-tuned"
+    assert rows["baseline"]["step_s"] == rows["recompute"]["step_s"] == 1.0
+    assert rows["baseline"]["allocator"] == "glibc-tuned"
     trials = [(extra["strategy"], extra["allocator"], extra["step_s"]) for extra in table()["extra_runs"]]
-    assert trials == [("keep", "the slow one", 4.0), ("recompute", "the slow one", 4.0)]
+    assert trials == [("baseline", "the slow one", 4.0), ("recompute", "the slow one", 4.0)]
 
 
 def test_traces_follow_the_measured_rounds_and_change_no_figure(recipe, monkeypatch):
     slow = fake_report(step_times_s=[9.0, 9.0, 9.0], losses_hex=[(2.0).hex()])
     order = fake_runner(monkeypatch, {"recompute": CRASH, "trace": slow})
     assert bench(recipe, "--rounds", 2, "--trace").exit_code == 0
-    assert [name.split()[1] for name in order][-2:] == ["2_keep_trace", "2_ours:ssd_trace"]
+    assert [name.split()[1] for name in order][-2:] == ["2_baseline_trace", "2_ours:ssd_trace"]
     assert {row["step_s"] for row in table()["rows"]} == {1.0, None}
     assert [extra["why"] for extra in table()["extra_runs"]] == ["trace", "trace"]
 
@@ -450,7 +450,7 @@ def test_a_sweep_adds_a_strategy_for_each_window(recipe, monkeypatch):
     [
         (
             {"losses_hex": [value.hex() for value in (2.0, 1.5, 1.0000000000000002, 0.5)]},
-            "losses differ from keep from step 3",
+            "losses differ from baseline from step 3",
         ),
         ({"parameters_sha256": "other"}, "final parameters differ"),
         ({"losses_hex": [(2.0).hex()], "steps": 1}, "1 steps instead of 4"),
@@ -467,22 +467,22 @@ def test_a_mismatch_is_loud_in_every_output(recipe, monkeypatch, changes, part):
     assert table()["problems"]
 
 
-def test_keep_that_differs_from_itself_is_a_problem_on_a_cpu(recipe, monkeypatch):
-    fake_runner(monkeypatch, {"2_keep": fake_report(parameters_sha256="other")})
+def test_baseline_that_differs_from_itself_is_a_problem_on_a_cpu(recipe, monkeypatch):
+    fake_runner(monkeypatch, {"2_baseline": fake_report(parameters_sha256="other")})
     result = bench(recipe, "--rounds", 2)
     assert result.exit_code == 1
-    assert "keep, round 2" in said(result)
+    assert "baseline, round 2" in said(result)
 
 
 ON_GPU = {"machine": {"cores": 2, "threads": 2, "device": "H200"}}
 
 
-def test_on_an_accelerator_a_mismatch_is_ours_only_if_keep_repeats_itself(recipe, monkeypatch):
+def test_on_an_accelerator_a_mismatch_is_ours_only_if_baseline_repeats_itself(recipe, monkeypatch):
     outcomes = {"ours:ssd": fake_report(parameters_sha256="other", **ON_GPU), "": fake_report(**ON_GPU)}
     order = fake_runner(monkeypatch, outcomes)
     assert bench(recipe).exit_code == 1
-    assert order[-1] == "tiny_2x32 1_keep_control"
-    varying = {"keep_control": fake_report(parameters_sha256="a third", **ON_GPU)} | outcomes
+    assert order[-1] == "tiny_2x32 1_baseline_control"
+    varying = {"baseline_control": fake_report(parameters_sha256="a third", **ON_GPU)} | outcomes
     fake_runner(monkeypatch, varying)
     result = bench(recipe)
     assert result.exit_code == 0
@@ -503,14 +503,14 @@ def test_a_peer_that_crashes_is_a_row_and_no_failure_and_is_not_tried_again(reci
     order = fake_runner(monkeypatch, {"recompute": CRASH})
     result = bench(recipe, "--rounds", 2)
     assert result.exit_code == 0
-    assert [name.split("_")[2] for name in order] == ["keep", "recompute", "ours:ssd", "keep", "ours:ssd"]
+    assert [name.split("_")[2] for name in order] == ["baseline", "recompute", "ours:ssd", "baseline", "ours:ssd"]
     assert "crashed (RuntimeError: no such luck)" in Path("o/table.md").read_text()
     assert "no such luck" in " ".join(result.stdout.split())
     row = table()["rows"][1]
     assert (row["strategy"], row["outcome"], row["error"]) == ("recompute", CRASHED, "RuntimeError: no such luck")
 
 
-@pytest.mark.parametrize("name", ["keep", "ours:ssd"])
+@pytest.mark.parametrize("name", ["baseline", "ours:ssd"])
 def test_our_own_crash_is_a_failure_and_the_others_go_on(recipe, monkeypatch, name):
     order = fake_runner(monkeypatch, {f"1_{name}": CRASH})
     result = bench(recipe)
@@ -519,11 +519,11 @@ def test_our_own_crash_is_a_failure_and_the_others_go_on(recipe, monkeypatch, na
     assert f"{name}, round 1: RuntimeError: no such luck" in said(result)
 
 
-def test_without_keep_there_are_no_ratios(recipe, monkeypatch):
-    fake_runner(monkeypatch, {"keep": CellResult(OUT_OF_MEMORY, "OutOfMemoryError: CUDA out of memory")})
+def test_without_baseline_there_are_no_ratios(recipe, monkeypatch):
+    fake_runner(monkeypatch, {"baseline": CellResult(OUT_OF_MEMORY, "OutOfMemoryError: CUDA out of memory")})
     assert bench(recipe).exit_code == 0
-    keep, recompute, ours = table()["rows"]
-    assert keep["outcome"] == OUT_OF_MEMORY
+    baseline, recompute, ours = table()["rows"]
+    assert baseline["outcome"] == OUT_OF_MEMORY
     assert recompute["step_ratio"] is ours["peak_ratio"] is ours["losses_identical"] is None
     assert ours["step_s"] == 1.0
     text = Path("o/table.md").read_text()
@@ -535,12 +535,12 @@ def test_ctrl_c_keeps_the_finished_cells(recipe, monkeypatch):
     fake_runner(monkeypatch, {"ours:ssd": KeyboardInterrupt})
     assert bench(recipe).exit_code == 130
     assert table()["interrupted"]
-    assert [row["strategy"] for row in table()["rows"]] == ["keep", "recompute"]
+    assert [row["strategy"] for row in table()["rows"]] == ["baseline", "recompute"]
     assert "Interrupted" in Path("o/table.md").read_text()
 
 
 def test_ctrl_c_before_anything_finished(recipe, monkeypatch):
-    fake_runner(monkeypatch, {"keep": KeyboardInterrupt})
+    fake_runner(monkeypatch, {"baseline": KeyboardInterrupt})
     assert bench(recipe).exit_code == 130
 
 

@@ -146,7 +146,7 @@ def test_a_card_from_a_record(record, tmp_path):
     memory = f"+{row['in_use_bytes'] / 1e6:.0f} MB | +{row['peak_bytes'] / 1e6:.0f} MB | {row['peak_ratio']:.3f}"
     spread = f"{row['step_ratio_min']:.3f}..{row['step_ratio_max']:.3f}"
     step = f"{row['step_s']:.2f} s | {row['step_ratio']:.3f} | {spread}"
-    assert f"| activation checkpointing | {memory} | {step} | those of keep, bit by bit |" in text
+    assert f"| activation checkpointing | {memory} | {step} | the baseline's, bit by bit |" in text
     section = text.partition("## Memory and time")[2].partition("\n## ")[0]
     assert not re.search(r"\d (MiB|GiB)", section), "one unit"
     assert "Medians of 2 rounds of 5 steps; " in section
@@ -210,7 +210,7 @@ def test_where_nobody_counted_what_is_in_use_there_is_no_column_for_it(record, t
     (tmp_path / "table.json").write_text(json.dumps(values), encoding="utf-8")
     command("card", record, "--output", tmp_path / "card", *FACTS, "--comparison", tmp_path / "table.json")
     text = (tmp_path / "card" / "README.md").read_text(encoding="utf-8")
-    assert "| way | peak | of keep | step | of keep | spread | losses and weights |" in text
+    assert "| way | peak | ratio to baseline | step | ratio to baseline | spread | losses and weights |" in text
 
 
 def test_a_folder_is_no_base_model(record, tmp_path):

@@ -178,5 +178,5 @@ def test_the_choice_between_checkpointing_and_a_drive_leaves_no_measurement_out(
         sorted(float(x) for row in found.values() for x in row[column] if x != "-") for column in range(4)
     ]
     said = [f"{values[0]:.3f} to {values[-1]:.3f}" for values in memory_and_time]
-    assert f"| activation checkpointing | {said[0]} of keep's [2] | {said[1]} |" in text
+    assert f"| activation checkpointing | {said[0]} of the baseline's [2] | {said[1]} |" in text
     assert f'| `offload="ssd"` | {said[2]} [2] | {said[3]} |' in text

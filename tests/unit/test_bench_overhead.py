@@ -6,7 +6,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_offload.bench import overhead
-from hf_offload.bench.overhead import Figure, measure_overhead
+from hf_offload.bench.overhead import Quartiles, measure_overhead
 from hf_offload.cli.main import app
 from hf_offload.engine.hooks import Engine
 from hf_offload.engine.record import KeptTensor, PackedView
@@ -46,7 +46,7 @@ def test_the_table_shows_every_kind():
 
 
 def test_a_figure_is_the_median_and_the_quartiles_around_it():
-    assert Figure.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Figure(3.0, 2.0, 4.0)
+    assert Quartiles.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Quartiles(3.0, 2.0, 4.0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Parts of the benchmark that need no run: strategies, rows, the Pareto front."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -28,11 +29,17 @@ def recomputes(recipe):
     return next(recipe.training[name] for name in names if name in recipe.training)
 
 
+@pytest.mark.parametrize(("former", "now"), [("keep", "baseline"), ("ours:ssd+lean", "ours:ssd+elementwise")])
+def test_a_former_name_of_a_strategy_warns(former, now):
+    with pytest.warns(FutureWarning, match=re.escape(f"{former!r} is called {now!r} now")):
+        assert find_strategy(former) == find_strategy(now)
+
+
 @pytest.mark.parametrize("name", strategy_names())
 def test_a_strategy_sets_everything_it_is_about_whatever_the_recipe_says(path, name):
     theirs = ["offload={tier: ssd, directory: d, ram_budget: 1GiB, read_ahead_bytes: 7MiB, disk_budget: 2GiB}"]
     recipe = find_strategy(name).load(path, theirs)
-    tier = {"ours:ram": "ram", "ours:auto": "auto", "ours:sampled": "none", "ours:lean": "none"}.get(
+    tier = {"ours:ram": "ram", "ours:auto": "auto", "ours:sampled": "none", "ours:elementwise": "none"}.get(
         name, "ssd" if name.startswith("ours") else "none"
     )
     assert recipe.offload.tier == tier
@@ -52,7 +59,7 @@ def test_spill_has_a_budget_of_its_own_where_the_recipe_has_none(path):
 def test_a_window_fixes_the_read_ahead(path):
     strategy = find_strategy("ours:nvme@64MiB")
     assert strategy.name == "ours:ssd@64MiB"
-    assert strategy.must_match == "keep"
+    assert strategy.must_match == "baseline"
     assert strategy.load(path, ["offload.read_ahead_bytes=1"]).offload.read_ahead_bytes == 64 << 20
     with pytest.raises(OffloadConfigError, match="unknown"):
         find_strategy("ours:ram@64MiB")
@@ -60,13 +67,13 @@ def test_a_window_fixes_the_read_ahead(path):
 
 def test_who_has_to_match_whom():
     wanted = {strategy.name: strategy.must_match for strategy in parse_strategies("all")}
-    ours = {"keep", "ours:ram", "ours:ssd", "ours:spill", "ours:auto", "ours:lean", "ours:ssd+lean"}
-    assert wanted == {name: "keep" if name in ours else None for name in wanted} | {"ours+recompute": "recompute"}
+    ours = {"baseline", "ours:ram", "ours:ssd", "ours:spill", "ours:auto", "ours:elementwise", "ours:ssd+elementwise"}
+    assert wanted == {name: "baseline" if name in ours else None for name in wanted} | {"ours+recompute": "recompute"}
 
 
 def test_names_are_kept_in_order_and_aliases_resolved():
-    chosen = parse_strategies("ours:disk, keep", read_ahead="1MiB, 2MiB")
-    assert [strategy.name for strategy in chosen] == ["ours:ssd", "keep", "ours:ssd@1MiB", "ours:ssd@2MiB"]
+    chosen = parse_strategies("ours:disk, baseline", read_ahead="1MiB, 2MiB")
+    assert [strategy.name for strategy in chosen] == ["ours:ssd", "baseline", "ours:ssd@1MiB", "ours:ssd@2MiB"]
     assert [strategy.name for strategy in parse_strategies("ours:ram", reference=False)] == ["ours:ram"]
 
 
@@ -91,10 +98,10 @@ def results(*runs, rounds=1):
 
 
 def test_ratios_are_medians_of_each_rounds_ratio_with_their_spread():
-    # The machine gets slower from round to round; ours takes twice as long as keep, once three times.
+    # The machine gets slower from round to round; ours takes twice as long as the baseline, once three times.
     runs = []
     for number, (speed, factor) in enumerate(((1.0, 2), (2.0, 3), (5.0, 2)), start=1):
-        runs.append(("keep", number, fake_report(step_times_s=[0, 0, speed, speed])))
+        runs.append(("baseline", number, fake_report(step_times_s=[0, 0, speed, speed])))
         ours = fake_report(step_times_s=[0, 0, factor * speed, factor * speed], offload={"stall_s": 1.0})
         runs.append(("ours:ssd", number, ours))
     compared = results(*runs, rounds=3)
@@ -110,13 +117,13 @@ def test_ratios_are_medians_of_each_rounds_ratio_with_their_spread():
 
 
 def test_of_one_round_the_spread_is_that_of_its_steps():
-    compared = results(("keep", 1, fake_report(step_times_s=[9, 9, 1.0, 2.0, 4.0])))
+    compared = results(("baseline", 1, fake_report(step_times_s=[9, 9, 1.0, 2.0, 4.0])))
     assert "| 2.00 s | 1.000 | 1.00..4.00 s |" in markdown(compared)
 
 
 def test_a_round_that_crashed_is_named_beside_the_others():
     compared = results(
-        ("keep", 1, fake_report()),
+        ("baseline", 1, fake_report()),
         ("ours:ssd", 1, fake_report()),
         ("ours:ssd", 2, CellResult(CRASHED, "E: x")),
         rounds=2,
@@ -128,7 +135,7 @@ def test_a_round_that_crashed_is_named_beside_the_others():
 @pytest.mark.parametrize(("name", "why"), [("ours:ssd+tiled", "other rounding"), ("ours:sampled", "estimates")])
 def test_a_way_that_is_meant_to_differ_is_ours_but_no_mismatch(name, why):
     other = fake_report(losses_hex=[(9.0).hex()] * 4, parameters_sha256="other")
-    compared = results(("keep", 1, fake_report()), (name, 1, other))
+    compared = results(("baseline", 1, fake_report()), (name, 1, other))
     assert find_strategy(name).is_ours
     assert compared.problems() == []
     row = compared.rows()[1]
@@ -138,14 +145,14 @@ def test_a_way_that_is_meant_to_differ_is_ours_but_no_mismatch(name, why):
 
 def test_ours_with_recompute_has_to_match_recompute():
     other = fake_report(parameters_sha256="other")
-    runs = [("keep", 1, fake_report()), ("recompute", 1, other), ("ours+recompute", 1, other)]
+    runs = [("baseline", 1, fake_report()), ("recompute", 1, other), ("ours+recompute", 1, other)]
     assert results(*runs).problems() == []
     assert "final parameters differ" in results(*runs[:2], ("ours+recompute", 1, fake_report())).problems()[0]
 
 
 def test_a_row_has_the_fields_of_its_model_also_where_none_was_built():
     built, none = (
-        results(("keep", 1, CellResult(CRASHED, "E: x", model=model))).as_dict() for model in (TINY_MODEL, None)
+        results(("baseline", 1, CellResult(CRASHED, "E: x", model=model))).as_dict() for model in (TINY_MODEL, None)
     )
     (with_model,), (without,) = built["rows"], none["rows"]
     assert list(with_model) == list(without)
@@ -162,9 +169,9 @@ def points(*values):
 
 
 def test_the_front_holds_what_nothing_else_beats():
-    keep, ours, worse, equal = points(("keep", 9, 1), ("ours", 2, 2), ("worse", 3, 2.5), ("equal", 9, 1.0))
-    assert pareto_front([keep, worse, ours]) == [ours, keep]
-    assert pareto_front([keep, equal]) == [keep]
+    baseline, ours, worse, equal = points(("baseline", 9, 1), ("ours", 2, 2), ("worse", 3, 2.5), ("equal", 9, 1.0))
+    assert pareto_front([baseline, worse, ours]) == [ours, baseline]
+    assert pareto_front([baseline, equal]) == [baseline]
     assert pareto_front([worse]) == [worse]
 
 
@@ -180,7 +187,9 @@ def test_labels_of_a_crowded_plot_do_not_overlap(tmp_path, monkeypatch):
         return notes[-1]
 
     monkeypatch.setattr(Axes, "annotate", annotate)
-    crowd = points(*((f"ours:ssd@{n}MiB", 1e8 + n * 1e5, 5 + n / 1000) for n in range(0, 120, 12)), ("keep", 9e8, 4.9))
+    crowd = points(
+        *((f"ours:ssd@{n}MiB", 1e8 + n * 1e5, 5 + n / 1000) for n in range(0, 120, 12)), ("baseline", 9e8, 4.9)
+    )
     plot_pareto(crowd, "a long title " * 20, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert {note.get_text() for note in notes} == {point.name for point in crowd}

@@ -35,7 +35,7 @@ DEFAULT_CHAT_TEMPLATE = (
     "{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-"""For tokenizers without one; saved with the tokenizer, so that whoever loads it asks the model the same way."""
+"""For tokenizers without one; saved with the tokenizer, so that the model is prompted as it was trained."""
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 

@@ -83,7 +83,7 @@ def map_rows(rows: "Rows", function: Callable[..., Any], **arguments: Any) -> "R
 
 
 def report_dropped(before: "Rows", after: "Rows", where: str, why: str) -> None:
-    """Say how many rows were left out, and refuse to go on without any; of a stream, nobody knows."""
+    """Log how many rows were left out, and raise if none is left; the length of a stream is unknown."""
     if not hasattr(before, "__len__"):
         return
     if len(after) == 0:

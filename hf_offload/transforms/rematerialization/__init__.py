@@ -1,1 +1,1 @@
-"""Saving less for backward where what autograd saves can be made again from what is saved anyway."""
+"""Saving less for backward where what autograd saves can be recomputed from what is saved anyway."""

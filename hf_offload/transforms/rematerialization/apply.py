@@ -87,7 +87,7 @@ class Rematerialization(Transform):
         logger.info("Modules that save less for backward: %s.", counts)
         for why, names in self._left_out.items():
             logger.warning("recompute_elementwise leaves out %d norms, such as %s. %s.", len(names), names[0], why)
-        self.warn_if_checkpointed("lean activations save")
+        self.warn_if_checkpointed("recomputing elementwise operations saves")
 
     def _found(self, switch: str) -> Iterator[tuple[str, nn.Module, type[RematerializedModule]]]:
         assert self._config is not None

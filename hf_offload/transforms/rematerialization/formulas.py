@@ -1,4 +1,4 @@
-"""How tensors are made again from others that are saved anyway: noted where they are made, asked for where they are saved."""
+"""How tensors are recomputed from others that are saved anyway: noted where they are made, looked up where they are saved."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ class Formulas:
             self._known[made] = _Entry(versions, _saving_hooks(), formula)
 
     def of(self, tensor: Tensor) -> Formula | None:
-        """How ``tensor``, or what it is a reshaped view of, can be made again; None if it cannot.
+        """How ``tensor``, or what it is a reshaped view of, can be recomputed; None if it cannot.
 
         Not if it, or what it is made from, was changed in place since. Nor across the border of a checkpointed region, whose
         recompute would not find what the first forward has found.

@@ -46,7 +46,7 @@ class RematerializedModule(ReplacedForward):
 
 
 class ProductsInside(RematerializedModule):
-    """The module around an activation function: products inside are made again where they would be saved."""
+    """The module around an activation function: products inside are recomputed where they would be saved."""
 
     def saving_less(self, *args: Any, **kwargs: Any) -> Any:
         with signals_deferred, Products(self.formulas):
@@ -189,7 +189,7 @@ class RebuiltInputLinear(OneTensorModule):
 
 
 class _Rebuilt:
-    """All of an input, made again (:class:`~hf_offload.transforms.linear_of_part.Product`)."""
+    """All of an input, recomputed (:class:`~hf_offload.transforms.linear_of_part.Product`)."""
 
     def __init__(self, formula: Formula, dtype: torch.dtype):
         self._build = formula.build

@@ -29,7 +29,7 @@ CACHE_FILE = "gradient_cache.safetensors"
 # A guess that is far too low makes the one row in a million that it is wrong about very heavy: none is below this part of the
 # mean.
 _LEAST = 0.1
-# Norms differ by orders of magnitude, and nobody needs more than two digits of them.
+# Norms differ by orders of magnitude: two digits are enough.
 _DTYPE = torch.bfloat16
 
 
@@ -70,7 +70,7 @@ class GradientCache:
         self._batch = _Batch(self, samples.to(device), None if places is None else places.to(device))
 
     def rows_of(self, name: str, inputs: Tensor) -> "SampleRows | None":
-        """The samples that the rows of a layer's ``inputs`` belong to, or None where that cannot be told."""
+        """The samples that the rows of a layer's ``inputs`` belong to, or None where that is unknown."""
         batch = self._batch
         places = None if batch is None else batch.places(inputs.shape[:-1])
         return None if batch is None or places is None else SampleRows(batch, self._slots[name], places)
@@ -149,7 +149,7 @@ class _Batch:
         self._found: dict[torch.Size, Tensor] = {}
 
     def places(self, shape: torch.Size) -> Tensor | None:
-        """Which sample each row of inputs of ``[*shape, columns]`` belongs to; None where that cannot be told."""
+        """Which sample each row of inputs of ``[*shape, columns]`` belongs to; None where that is unknown."""
         if self._places is not None:
             return self._places.flatten() if self._places.shape == shape else None
         count = len(self.samples)

@@ -18,7 +18,7 @@ from hf_offload.transforms.sampling.estimator import draw_rows, signs
 from hf_offload.transforms.sampling.gradient_cache import GradientCache, SampleRows
 
 PADDING_WEIGHT = 0.05
-"""How probable the rows of padding are, beside others of their size. Their gradients are zero in most models, so that drawing
+"""How probable rows of padding are, relative to others of their norm. Their gradients are zero in most models, so drawing
 them is a waste. Where they are not, the estimate is still right on average, as with any weight above zero.
 """
 
@@ -77,7 +77,7 @@ class _OfDirections:
 
 
 def _project(rows: Tensor, count: int, seed: int) -> Part:
-    """The columns in fewer random directions; the directions are made again from their seed."""
+    """The columns in fewer random directions; the directions are drawn again from their seed."""
     shape = (rows.shape[1], count)
     return Part((rows @ signs(shape, seed, rows),), _OfDirections(shape, seed))
 

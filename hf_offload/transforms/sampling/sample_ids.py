@@ -55,7 +55,7 @@ def base_loader(loader: Any) -> Any:
         return base_loader(inner)
     if not isinstance(loader, DataLoader):
         raise OffloadConfigError(
-            f"A {type(loader).__name__} is no DataLoader: give the torch.utils.data.DataLoader of the training set."
+            f"A {type(loader).__name__} is not a DataLoader: give the torch.utils.data.DataLoader of the training set."
         )
     return loader
 
@@ -84,7 +84,7 @@ class _Numbered(Dataset[Any]):
 
 
 class _Collator:
-    """The collator of the rows, and their numbers beside what it makes of them."""
+    """The collator of the rows, which adds their numbers to what it returns."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]):
         self.collate = collate
@@ -105,7 +105,7 @@ class _Collator:
         if places is None:
             raise OffloadConfigError(
                 f"The collator makes {len(first)} rows of {len(rows)} samples, without position_ids that begin anew with "
-                "each of them, so it cannot be told where each sample went: set probabilities='activation'."
+                "each of them, so the tokens of each sample cannot be found: set probabilities='activation'."
             )
         batch[SAMPLE_PLACES] = places
         return batch

@@ -46,7 +46,7 @@ class Tiling(Transform):
         except OffloadConfigError:
             return None
 
-    def need_less(self) -> bool:
+    def on_infeasible(self) -> bool:
         """With ``tiled_mlp="auto"``: cut all modules that can be, once; whether there were any."""
         asked = self._config.tiled_mlp == "auto" and not self._needed_less
         self._needed_less = True

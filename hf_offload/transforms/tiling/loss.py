@@ -276,7 +276,7 @@ def _finished(projection: HeadProjection, raw: Tensor) -> Tensor:
 
 @contextmanager
 def _not_moved() -> Iterator[None]:
-    """What a piece saves is gone in a moment: nobody should carry it anywhere."""
+    """What a piece saves is needed at once: no outer hook may move it."""
     # Detached: a graph that holds a tensor which holds the graph is never freed.
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
         yield

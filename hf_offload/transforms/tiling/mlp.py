@@ -1,6 +1,6 @@
 """Position-wise modules, a few tokens at a time: what lies between their layers never exists for all tokens.
 
-Every piece is computed again in backward, so only its input is saved (Bekman et al. 2025, ALST, arXiv 2506.13996; the idea is
+Every piece is recomputed in backward, so only its input is saved (Bekman et al. 2025, ALST, arXiv 2506.13996; the idea is
 Reformer's, Kitaev et al. 2020).
 """
 
