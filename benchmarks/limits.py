@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from hf_offload.allocator import environment_with
 from hf_offload.bench.cell import DONE, OUT_OF_MEMORY, CellSpec, require_memory_limit, run_cell
 from hf_offload.bench.results import Case, file_name
 from hf_offload.bench.steps import Plan, plan_steps
@@ -124,7 +125,7 @@ def find_limits(
 ) -> tuple[list[Limit], bool]:
     """Search for every strategy of every case of ``plan``, whose batch and sequence are where it begins.
 
-    Returns what was found and whether Ctrl-C ended it. ``on_probe`` hears of each probe before it runs.
+    Returns what was found and whether Ctrl-C ended it. ``on_probe`` is called before each probe.
     """
     require_memory_limit()
     check_limits(plan, vary, most)
@@ -164,7 +165,7 @@ def _find(plan: Plan, case: Case, strategy: Strategy, vary: str, most: int, on_p
             measure=False,
             memory_limit_bytes=plan.memory_limit_bytes,
         )
-        result = run_cell(spec, plan.environment(plan.allocators(strategy)[0]))
+        result = run_cell(spec, environment_with(plan.allocators(strategy)[0]))
         limit.model = result.model or limit.model
         if result.outcome not in (DONE, OUT_OF_MEMORY):
             raise _Ended(f"{result.outcome}: {result.error}")

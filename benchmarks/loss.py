@@ -1,6 +1,6 @@
 """Output head and loss alone: the usual way, in pieces, and Liger's kernel where it is installed.
 
-Memory is what a forward and a backward need beside hidden states, weights and their gradients; a run of its own counts it.
+Memory is what a forward and a backward need on top of hidden states, weights and their gradients; a separate run counts it.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ Work = Callable[[], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class LossRow:
-    """One way to compute one head's loss. ``extra_bytes`` is memory beside inputs, weights and gradients."""
+    """One way to compute one head's loss. ``extra_bytes`` is memory in addition to inputs, weights and gradients."""
 
     shape: str
     way: str

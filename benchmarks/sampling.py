@@ -1,4 +1,4 @@
-"""What sampled linear layers and lean activations need on a card, beside the ways they are compared with: counted, not run.
+"""What sampled linear layers and recompute of elementwise operations need on a card, and other ways: counted, not run.
 
 Shapes and baseline are those of the WTA-CRS paper (Liu et al., NeurIPS 2023, arXiv 2305.15265): classification of 128 tokens
 in float32, attention that saves its matrices (``eager``), all weights trained with AdamW.
@@ -44,29 +44,29 @@ _LORA = {"memory_mode": "lora", "memory_mode_kwargs": {"rank": 32}}
 _LORA_TARGETS = {"bert-base": "query,key,value", "t5-base": "q,k,v", "t5-large": "q,k,v"}
 
 
-def _sampled(ratio: float, *lean: str) -> dict[str, Any]:
-    return {"sampled": SampledLinearConfig(ratio=ratio)} | _lean(*lean)
+def _sampled(ratio: float, *switches: str) -> dict[str, Any]:
+    return {"sampled": SampledLinearConfig(ratio=ratio)} | _elementwise(*switches)
 
 
-def _lean(*switches: str) -> dict[str, Any]:
+def _elementwise(*switches: str) -> dict[str, Any]:
     return {"lean": RecomputeElementwiseConfig(switches)} if switches else {}
 
 
 BASELINE, FAIR = "full, eager", "full"
-# Beside sampling, what costs no bytes: inputs that are made again would be sampled in vain.
-_BESIDE = ("dropout", "activations")
+# With sampling, what costs no bytes: inputs that are recomputed would be sampled in vain.
+_WITH_SAMPLING = ("dropout", "activations")
 WAYS: dict[str, dict[str, Any]] = {
     BASELINE: {"attention": "eager"},
     FAIR: {},
     "full, sampled 0.3": _sampled(0.3),
-    "full, sampled 0.3, lean": _sampled(0.3, *_BESIDE),
-    "full, lean (exact)": _lean("exact"),
+    "full, sampled 0.3, elementwise": _sampled(0.3, *_WITH_SAMPLING),
+    "full, elementwise (exact)": _elementwise("exact"),
     "lora": _LORA,
     "lora, sampled 0.3, eager": {**_LORA, **_sampled(0.3), "attention": "eager"},
     "lora, sampled 0.3": {**_LORA, **_sampled(0.3)},
-    "lora, sampled 0.3, lean": {**_LORA, **_sampled(0.3, *_BESIDE)},
-    "lora, sampled 0.1, lean": {**_LORA, **_sampled(0.1, *_BESIDE)},
-    "lora, lean (exact)": {**_LORA, **_lean("exact")},
+    "lora, sampled 0.3, elementwise": {**_LORA, **_sampled(0.3, *_WITH_SAMPLING)},
+    "lora, sampled 0.1, elementwise": {**_LORA, **_sampled(0.1, *_WITH_SAMPLING)},
+    "lora, elementwise (exact)": {**_LORA, **_elementwise("exact")},
 }
 """Name -> changes of the workload. Attention is scaled dot product attention where nothing else is said."""
 
@@ -167,7 +167,7 @@ def sampling(
     output_dir: Annotated[Path, typer.Option("--output", help="Folder for the tables.")] = Path("runs/sampling"),
     json: Json = False,
 ) -> None:
-    """Count what sampled linear layers and lean activations save on a card, at the shapes of the WTA-CRS paper.
+    """Count what sampled linear layers and elementwise recompute save on a card, at the shapes of the WTA-CRS paper.
 
     How accurate is what is trained so: python -m benchmarks accuracy. How fast: hf-offload bench steps --strategies
     baseline,ours:sampled,ours:elementwise.

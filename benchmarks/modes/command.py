@@ -9,11 +9,11 @@ import typer
 from rich.markup import escape
 
 from benchmarks.console import Json, names_of, rates_of, seeds_of, show_table
+from benchmarks.curve_plots import plot_curves
 from benchmarks.modes.search import MODES, Findings, Setup, bench_modes
 from benchmarks.modes.table import COLUMNS, NOTES, SETTINGS_COLUMNS, mode_rows, settings_texts, texts
 from hf_offload.cli.console import clear_errors, messages, output, progress_bar
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
-from hf_offload.reports.curve_plots import plot_curves
 from hf_offload.reports.formats import json_text, markdown_table, write_texts
 from hf_offload.reports.plots import require_matplotlib
 from hf_offload.settings.outputs import check_output_folder
@@ -39,7 +39,7 @@ def modes(
         bool, typer.Option("--times", help="Measure step times, too, all modes in turns (some 20 minutes).")
     ] = False,
     output_dir: Annotated[
-        Path, typer.Option("--output", help="Folder for the runs; those in it are not made again.")
+        Path, typer.Option("--output", help="Folder for the runs; those in it are not repeated.")
     ] = Path("runs/modes"),
     json: Json = False,
 ) -> None:

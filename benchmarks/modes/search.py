@@ -15,9 +15,10 @@ from typing import Any
 from benchmarks.modes.costs import Stepper, Times, step_times
 from benchmarks.modes.runs import HEAD, RECIPE, Run, Text, build_model, build_trainer, load_text, train
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.reports.formats import json_text, write_whole
+from hf_offload.reports.formats import json_text
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.memory_modes import NONE, memory_mode
+from hf_offload.training.report import write_whole
 
 PERIOD = 100
 """Steps after which each of MODES has refreshed everything once, and begins a turn."""
@@ -112,7 +113,7 @@ def bench_modes(
 ) -> Findings:
     """Make the runs that ``output`` does not hold yet.
 
-    ``times`` measures step times, too. ``on_run`` hears of each run's begin: its name, its number, and how many there are.
+    ``times`` measures step times, too. ``on_run`` is called before each run with its name, its number, and their count.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for all errors in the question at once, before the first run, and
     for files in ``output`` that answer another one.
@@ -172,7 +173,7 @@ def _check(modes: Sequence[str], seeds: Sequence[int], setup: Setup, times: bool
         with check:
             if setup.hidden != HEAD // 2 and setup.hidden % HEAD:
                 raise OffloadConfigError(
-                    f"hidden={setup.hidden} is no number of heads of {HEAD}: give a multiple of {HEAD}."
+                    f"hidden={setup.hidden} is not a multiple of heads of {HEAD}: give a multiple of {HEAD}."
                 )
         with check:
             if not modes or not seeds:
@@ -180,7 +181,7 @@ def _check(modes: Sequence[str], seeds: Sequence[int], setup: Setup, times: bool
         with check:
             if not rates or len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
                 raise OffloadConfigError(
-                    f"rates={list(rates)} is no grid: give learning rates above 0, each once, such as 0.001,0.01."
+                    f"rates={list(rates)} is not a grid: give learning rates above 0, each once, such as 0.001,0.01."
                 )
         with check:
             taken = sorted({SEARCH_SEED, WARM_SEED} & set(seeds))

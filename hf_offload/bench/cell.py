@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -20,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_offload.bench.strategies import Strategy, find_strategy
+from hf_offload.bench.strategies import find_strategy
 from hf_offload.errors import OffloadConfigError
 from hf_offload.parents import bound
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.training.report import WARMUP_STEPS, ModelFacts, TrainingReport, describe_model
+from hf_offload.training.report import WARMUP_STEPS, ModelFacts, TrainingReport, describe_model, write_whole
 from hf_offload.training.run import run_recipe
 
 DONE = "done"
@@ -86,9 +85,7 @@ class CellResult:
 
     def write(self, path: Path) -> None:
         """Write this as JSON; the file is complete or not there."""
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=1, default=str) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(dataclasses.asdict(self), indent=1, default=str) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "CellResult":
@@ -174,7 +171,7 @@ def _train(spec: CellSpec, result: CellResult) -> TrainingReport:
 
     def around_step(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         result.model = describe_model(model)
-        return _context(strategy, model)
+        return contextlib.nullcontext() if strategy.around_step is None else strategy.around_step(model)
 
     callbacks = []
     if spec.trace is not None:
@@ -189,10 +186,6 @@ def _train(spec: CellSpec, result: CellResult) -> TrainingReport:
         around_step=around_step,
         callbacks=callbacks,
     )
-
-
-def _context(strategy: Strategy, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if strategy.around_step is None else strategy.around_step(model)
 
 
 def require_memory_limit() -> None:

@@ -208,8 +208,9 @@ def compare_drive(
     """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(_file_without_a_name(directory, workload.size_bytes))
-        ceiling: Side = _Fio(file, workload) if shutil.which("fio") else stack.enter_context(_PlainLoop(file, workload))
-        tier = stack.enter_context(_TierSide(directory, workload))
+        loop = None if shutil.which("fio") else stack.enter_context(contextlib.closing(_PlainLoop(file, workload)))
+        ceiling: Side = loop or _Fio(file, workload)
+        tier = stack.enter_context(contextlib.closing(_TierSide(directory, workload)))
         for side in (ceiling, tier):
             on_pass(f"{side.name}, first write")
             side.measure("write")
@@ -311,10 +312,7 @@ class _PlainLoop:
         for buffer in self._buffers:
             buffer.write(os.urandom(workload.block_bytes))
 
-    def __enter__(self) -> "_PlainLoop":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         os.close(self._fd)
         for buffer in self._buffers:
             buffer.close()
@@ -375,10 +373,7 @@ class _TierSide:
     def file(self) -> DataFile:
         return self._tier.files[0]
 
-    def __enter__(self) -> "_TierSide":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         self._tier.close()
 
     def measure(self, direction: Direction) -> float:

@@ -270,14 +270,8 @@ def _measure(row: Row, reports: list[TrainingReport]) -> None:
 
 
 def _compare(row: Row, reports: Reports, reference: Reports) -> None:
-    peaks = _ratios(
-        {number: report.peak_over_baseline_bytes for number, report in reports.items()},
-        {number: report.peak_over_baseline_bytes for number, report in reference.items()},
-    )
-    steps = _ratios(
-        {number: report.median_step_s for number, report in reports.items()},
-        {number: report.median_step_s for number, report in reference.items()},
-    )
+    peaks = _ratios("peak_over_baseline_bytes", reports, reference)
+    steps = _ratios("median_step_s", reports, reference)
     if peaks:
         row.peak_ratio, row.peak_ratio_min, row.peak_ratio_max = statistics.median(peaks), min(peaks), max(peaks)
     if steps:
@@ -289,8 +283,9 @@ def _compare(row: Row, reports: Reports, reference: Reports) -> None:
         row.parameters_identical = all(report.parameters_sha256 == first.parameters_sha256 for report in others)
 
 
-def _ratios(values: dict[int, Any], reference: dict[int, Any]) -> list[float]:
-    pairs = [(value, reference.get(number)) for number, value in values.items()]
+def _ratios(what: str, reports: Reports, reference: Reports) -> list[float]:
+    both = [(report, reference[number]) for number, report in reports.items() if number in reference]
+    pairs = [(getattr(report, what), getattr(base, what)) for report, base in both]
     return [value / base for value, base in pairs if value is not None and base]
 
 

@@ -26,6 +26,8 @@ from hf_offload.training.report import WARMUP_STEPS
 
 logger = logging.getLogger(__name__)
 
+OnStart = Callable[[str, int, int], None]
+OnDone = Callable[[Cell], None]
 FASTEST = "fastest"
 BENCH_ALLOCATORS = (FASTEST, *ALLOCATORS)
 _TRAINER_BATCH = 8
@@ -66,10 +68,6 @@ class Plan:
         if strategy.is_ours and strategy.name != REFERENCE:
             return ["auto"]
         return ["glibc", *(["tcmalloc"] if allocators.find_tcmalloc() else [])]
-
-    def environment(self, allocator: str) -> dict[str, str]:
-        """Of a process that is to run with ``allocator``."""
-        return allocators.environment_with(allocator)
 
     @property
     def cell_count(self) -> int:
@@ -127,8 +125,8 @@ def plan_steps(
 
 def run_steps(
     plan: Plan,
-    on_start: Callable[[str, int, int], None] = lambda name, done, total: None,
-    on_done: Callable[[Cell], None] = lambda cell: None,
+    on_start: OnStart = lambda name, done, total: None,
+    on_done: OnDone = lambda cell: None,
 ) -> Results:
     """Run the plan. ``on_start`` is called before each cell with its name, how many are done and how many there are.
 
@@ -146,17 +144,8 @@ def run_steps(
 
 
 class _Run:
-    def __init__(
-        self,
-        plan: Plan,
-        results: Results,
-        on_start: Callable[[str, int, int], None],
-        on_done: Callable[[Cell], None],
-    ):
-        self._plan = plan
-        self._results = results
-        self._on_start = on_start
-        self._on_done = on_done
+    def __init__(self, plan: Plan, results: Results, on_start: OnStart, on_done: OnDone):
+        self._plan, self._results, self._on_start, self._on_done = plan, results, on_start, on_done
         self._total = plan.cell_count
 
     def run(self) -> None:
@@ -222,7 +211,7 @@ class _Run:
         )
         what = f"{case.label}, {strategy.name}{f' ({extra})' if extra else ''}, round {number}, {allocator}"
         self._on_start(what, len(self._results.cells), self._total)
-        cell = Cell(case, strategy, number, allocator, run_cell(spec, self._plan.environment(allocator)), extra)
+        cell = Cell(case, strategy, number, allocator, run_cell(spec, allocators.environment_with(allocator)), extra)
         self._results.cells.append(cell)
         self._on_done(cell)
         return cell

@@ -144,9 +144,10 @@ _ONLY_DISK = ("offload.tier=ssd", "offload.ram_budget=null", _NO_BUDGET)
 
 def _ours() -> list[Strategy]:
     plain = _recompute(on=False)
+    ssd, nothing = (*_ONLY_DISK, *plain), (_NO_OFFLOAD, *plain)
     return [
         Strategy("ours:ram", (*_NO_FILES, "offload.tier=ram", *plain), "OffloadConfig(tier='ram')", REFERENCE),
-        Strategy("ours:ssd", (*_ONLY_DISK, *plain), "OffloadConfig(tier='ssd')", REFERENCE),
+        Strategy("ours:ssd", ssd, "OffloadConfig(tier='ssd')", REFERENCE),
         Strategy(
             "ours:spill",
             ("offload.tier=ssd", _NO_BUDGET, *plain),
@@ -162,31 +163,31 @@ def _ours() -> list[Strategy]:
         ),
         Strategy(
             "ours:ssd+tiled",
-            (*_ONLY_DISK, *plain, "offload.tiled_loss=auto"),
+            (*ssd, "offload.tiled_loss=auto"),
             "OffloadConfig(tier='ssd', tiled_loss='auto'): output head and loss a few tokens at a time, besides",
             differs_by="other rounding",
         ),
         Strategy(
             "ours:elementwise",
-            (_NO_OFFLOAD, *plain, "offload.recompute_elementwise=exact"),
+            (*nothing, "offload.recompute_elementwise=exact"),
             "OffloadConfig(tier='none', recompute_elementwise='exact'): elementwise results are recomputed, masks are bits",
             REFERENCE,
         ),
         Strategy(
             "ours:ssd+elementwise",
-            (*_ONLY_DISK, *plain, "offload.recompute_elementwise=exact"),
+            (*ssd, "offload.recompute_elementwise=exact"),
             "OffloadConfig(tier='ssd', recompute_elementwise='exact')",
             REFERENCE,
         ),
         Strategy(
             "ours:sampled",
-            (_NO_OFFLOAD, *plain, "offload.sampled_linear=0.3"),
+            (*nothing, "offload.sampled_linear=0.3"),
             "OffloadConfig(tier='none', sampled_linear=0.3): weight gradients from 30 % of the inputs' rows",
             differs_by="estimates",
         ),
         Strategy(
             "ours:ssd+sampled",
-            (*_ONLY_DISK, *plain, "offload.sampled_linear=0.3"),
+            (*ssd, "offload.sampled_linear=0.3"),
             "OffloadConfig(tier='ssd', sampled_linear=0.3)",
             differs_by="estimates",
         ),
@@ -200,28 +201,8 @@ def _ours() -> list[Strategy]:
     ]
 
 
-def read_ahead_strategy(window: str) -> Strategy:
-    """``ours:ssd`` with backward reading ahead as far as ``window``, such as ``64MiB``."""
-    ssd = next(strategy for strategy in _ours() if strategy.name == "ours:ssd")
-    size = parse_bytes(window, "read-ahead")
-    return dataclasses.replace(
-        ssd,
-        name=f"ours:ssd@{window}",
-        overrides=(*ssd.overrides, f"offload.read_ahead_bytes={size}"),
-        source=f"OffloadConfig(tier='ssd', read_ahead_bytes={window!r})",
-    )
-
-
-def budget_strategy(budget: str) -> Strategy:
-    """``ours:auto`` within ``budget``, such as ``20GiB``."""
-    auto = next(strategy for strategy in _ours() if strategy.name == "ours:auto")
-    size = parse_bytes(budget, "budget")
-    return dataclasses.replace(
-        auto,
-        name=f"ours:auto@{budget}",
-        overrides=(*auto.overrides, f"offload.memory_budget={size}"),
-        source=f"OffloadConfig(tier='auto', memory_budget={budget!r})",
-    )
+_SIZES = {"ours:ssd": "read_ahead_bytes", "ours:auto": "memory_budget"}
+"""Strategies that take a size after an @ -> the setting that it is."""
 
 
 # --------------------------------------------------------------------------------------------------------------- choice
@@ -243,16 +224,21 @@ def find_strategy(name: str) -> Strategy:
     family, at, window = name.partition("@")
     kind, colon, tier = family.partition(":")
     family = f"ours:{TIER_ALIASES.get(tier, tier)}" if kind == "ours" and colon else family
-    if at and family == "ours:ssd":
-        return read_ahead_strategy(window)
-    if at and family == "ours:auto":
-        return budget_strategy(window)
     known = {strategy.name: strategy for strategy in (*_others(), *_ours())}
-    if at or family not in known:
+    if family not in known or (at and family not in _SIZES):
         raise OffloadConfigError(
             f"strategy {name!r} is unknown: choose from {', '.join(known)}, or {ALL}.{nearest(name, known)}"
         )
-    return known[family]
+    found = known[family]
+    if not at:
+        return found
+    setting = _SIZES[family]
+    return dataclasses.replace(
+        found,
+        name=f"{family}@{window}",
+        overrides=(*found.overrides, f"offload.{setting}={parse_bytes(window, setting)}"),
+        source=f"OffloadConfig(tier={family.partition(':')[2]!r}, {setting}={window!r})",
+    )
 
 
 def parse_strategies(names: str, read_ahead: str | None = None, reference: bool = True) -> list[Strategy]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 
 class StepTrace(TrainerCallback):
@@ -16,14 +16,12 @@ class StepTrace(TrainerCallback):
         self._after = after
         self._profile: torch.profiler.profile | None = None
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._after and self._profile is None:
             self._profile = torch.profiler.profile(activities=torch.profiler.supported_activities())
             self._profile.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._profile is None or state.global_step != self._after + 1:
             return
         if torch.accelerator.is_available():

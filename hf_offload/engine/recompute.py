@@ -20,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import checkpoint
 from hf_offload.errors import RecomputeError
-from hf_offload.structure.effects import blocking_argument, inputs_read_again, read_by, rewritten_name
+from hf_offload.structure.block_state import inputs_read_again, read_by, rewritten_name
+from hf_offload.structure.effects import blocking_argument
 from hf_offload.surgery import InertInCopies
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.card_memory import MEMORY_PLOT, Comparison, describe_machine, memory_section
-from hf_offload.reports.formats import markdown_table
+from hf_offload.reports.formats import table_text
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.memory_modes import NONE, mode_class
 from hf_offload.settings.outputs import check_output_folder
@@ -97,7 +97,7 @@ def card_text(
     from huggingface_hub import ModelCard
 
     data = _metadata(report, facts)
-    body = "\n".join(_body(report, facts, comparison, plots))
+    body = "\n\n".join(_body(report, facts, comparison, plots))
     text = f"---\n{data.to_yaml()}\n---\n\n{body}\n"
     ModelCard(text)  # raises where the metadata cannot be read again
     return text
@@ -185,6 +185,7 @@ def _metrics(report: TrainingReport) -> dict[str, float]:
 def _body(
     report: TrainingReport, facts: CardFacts, comparison: Comparison | None, plots: Sequence[str]
 ) -> Iterator[str]:
+    """The paragraphs."""
     model, data = report.settings["model"], report.settings["data"]
     origin = (
         f"fine-tuned from `{_base_model(report, facts) or model['name']}`"
@@ -192,68 +193,51 @@ def _body(
         else "trained from random weights"
     )
     yield f"# {facts.name}"
-    yield ""
     kind = f" of the architecture `{model['architecture']}`" if model.get("architecture") else ""
     yield (
         f"A model{kind} with {report.parameter_count / 1e6:.1f}M parameters, {origin} on {facts.dataset} with hf_offload. "
         f"{facts.purpose}"
     )
-    yield ""
     yield "## Results"
-    yield ""
     rows = [
         (f"{name} ({_SCALES[name]})" if name in _SCALES else name, f"{value:.4g}")
         for name, value in _metrics(report).items()
     ]
     if rows:
-        yield from markdown_table(("metric, on the validation data", "value"), rows)
+        yield table_text(("metric, on the validation data", "value"), rows)
     yield (
         f"Training loss {report.losses[0]:.3f} in the first step, "
         f"{statistics.mean(report.losses[-10:]):.3f} in the last {len(report.losses[-10:])} of {report.steps}."
     )
-    yield ""
     if LOSS_PLOT in plots:
         yield f"![Loss by step]({LOSS_PLOT})"
-        yield ""
     yield from memory_section(report, comparison, plots)
     yield "## Data"
-    yield ""
     where = f" ([source]({facts.dataset_url}))" if facts.dataset_url else ""
     yield (
         f"Trained on {facts.dataset}{where}, licence `{facts.dataset_license}`, in rows of up to {data['sequence_length']} "
         "tokens."
     )
-    yield ""
     if facts.dataset_note:
         yield facts.dataset_note
-        yield ""
     yield "## How to reproduce it"
-    yield ""
     if facts.how:
         yield facts.how
-        yield ""
     notes = {"--dataset-note": facts.dataset_note, "--how": facts.how}
     given = " and ".join(f"`{option}`" for option, note in notes.items() if note)
     yield (
         f"The single commands, with hf_offload {report.versions['hf-offload']}"
         f"{f'; the notes above are given with {given}' * bool(given)}:"
     )
-    yield ""
-    yield "```"
-    yield from _commands(report, facts, comparison)
-    yield "```"
-    yield ""
+    yield "\n".join(["```", *_commands(report, facts, comparison), "```"])
     where = f"{describe_machine(report.machine)}; allocator {report.allocator}"
-    yield f"Machine: {where}. Versions: {_versions(report.versions)}."
-    yield f"The weights after the last step have the SHA-256 `{report.parameters_sha256[:16]}` (first 16 digits)."
-    yield ""
+    yield (
+        f"Machine: {where}. Versions: {_versions(report.versions)}.\n"
+        f"The weights after the last step have the SHA-256 `{report.parameters_sha256[:16]}` (first 16 digits)."
+    )
     yield "<details><summary>The whole recipe</summary>"
-    yield ""
-    yield "```yaml"
     sections = {name: section for name, section in report.settings.items() if name != "name"}
-    yield dump_yaml(_given(sections)).rstrip()
-    yield "```"
-    yield ""
+    yield f"```yaml\n{dump_yaml(_given(sections)).rstrip()}\n```"
     yield "</details>"
 
 
@@ -291,12 +275,18 @@ def _given(value: Any) -> Any:
 
 
 def _plot_losses(report: TrainingReport, path: Path) -> None:
-    from hf_offload.reports.curve_plots import plot_curves
+    from hf_offload.reports.plots import figure_at
 
     width = max(1, len(report.losses) // _SMOOTHED)
-    curve = [
-        (start + width, statistics.mean(report.losses[start : start + width]))
-        for start in range(0, len(report.losses) - width + 1, width)
-    ]
-    title = "Training loss" if width == 1 else f"Training loss, mean of {width} steps"
-    plot_curves({"loss": [curve]}, title, "loss", path)
+    ends = range(width, len(report.losses) + 1, width)
+    means = [statistics.mean(report.losses[end - width : end]) for end in ends]
+    with figure_at(path, 9, 5) as figure:
+        axes = figure.add_subplot()
+        axes.plot(ends, means, linewidth=1.6, color="black")
+        title = "Training loss" if width == 1 else f"Training loss, mean of {width} steps"
+        axes.set_title(f"{title}; {means[-1]:.3f} at the end", fontsize=12, loc="left")
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        axes.margins(x=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.reports.formats import FORMER_STRATEGIES, REFERENCE, markdown_table
+from hf_offload.reports.formats import FORMER_STRATEGIES, REFERENCE, table_text
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import parse_json, read_text
 from hf_offload.training.report import TrainingReport
@@ -58,7 +58,7 @@ class Comparison:
                 "RECIPE` wrote."
             ) from error
 
-    def table(self) -> list[str]:
+    def table(self) -> str:
         """One row a way, as Markdown."""
         counted = _counts_in_use(self.machine["device"]) and all(row["in_use_bytes"] is not None for row in self.rows)
         repeated = self.rounds > 1
@@ -76,7 +76,7 @@ class Comparison:
             )
             for row in self.rows
         ]
-        return markdown_table([*columns, *(["spread"] if repeated else []), "losses and weights"], rows)
+        return table_text([*columns, *(["spread"] if repeated else []), "losses and weights"], rows)
 
     @property
     def steps(self) -> str | None:
@@ -102,18 +102,13 @@ class Comparison:
 
 
 def memory_section(report: TrainingReport, comparison: Comparison | None, plots: Sequence[str]) -> Iterator[str]:
-    """The section's lines. ``report`` has been measured; ``plots`` are the names of pictures in the card's folder."""
+    """The section's paragraphs. ``report`` has been measured; ``plots`` are the names of pictures in the card's folder."""
     yield "## Memory and time"
-    yield ""
     yield _how_it_is_counted(report)
-    yield ""
     budget = _budget(report)
     if budget:
         yield budget
-        yield ""
-    yield from markdown_table(
-        ("this run", *(["planned"] if report.forecast else []), "measured"), [*_rows_of_the_run(report)]
-    )
+    yield table_text(("this run", *(["planned"] if report.forecast else []), "measured"), _rows_of_the_run(report))
     if comparison is None:
         return
     repeated = comparison.rounds > 1
@@ -128,15 +123,12 @@ def memory_section(report: TrainingReport, comparison: Comparison | None, plots:
         f"The same recipe in several ways, on {describe_machine(comparison.machine)}, at another time than the run above: "
         f"compare step times within the table only. Medians of {rounds}{spread}."
     )
-    yield ""
-    yield from comparison.table()
+    yield comparison.table()
     if MEMORY_PLOT in plots:
         yield f"![Memory over time]({MEMORY_PLOT})"
-        yield ""
         which = "one of the rounds, where the table has medians of all" if repeated else "that round"
         dotted = "; dotted lines: the peak" if _counts_in_use(comparison.machine["device"]) else ""
         yield f"The picture shows a few steps of {which}. Lines: what is in use{dotted}."
-        yield ""
 
 
 def describe_machine(machine: Mapping[str, Any]) -> str:

@@ -6,13 +6,9 @@ import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_offload.training.report import ModelFacts
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 
 REFERENCE = "baseline"
 """The strategy that a benchmark compares the others with: no offloading."""
@@ -20,8 +16,8 @@ FORMER_STRATEGIES = {"keep": REFERENCE, "ours:lean": "ours:elementwise", "ours:s
 """Former name of a strategy -> its name. Files of earlier versions have them."""
 
 
-def flat(row: "DataclassInstance") -> dict[str, Any]:
-    """The fields of ``row``; in place of ``model`` those of the model, ``None`` each where none was built."""
+def flat(row: Any) -> dict[str, Any]:
+    """The fields of the dataclass ``row``; in place of ``model`` those of the model, ``None`` each where none was built."""
     values: dict[str, Any] = {}
     for name, value in dataclasses.asdict(row).items():
         if name == "model":
@@ -41,8 +37,13 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
     ]
 
 
-def csv_text(rows: "Sequence[DataclassInstance]") -> str:
-    """``rows``, of which there is at least one, with all their fields."""
+def table_text(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The table as a paragraph."""
+    return "\n".join(markdown_table(columns, rows)[:-1])
+
+
+def csv_text(rows: Sequence[Any]) -> str:
+    """``rows``, at least one dataclass, with all their fields."""
     values = [flat(row) for row in rows]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(values[0]), lineterminator="\n")
@@ -62,10 +63,3 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in texts]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to a temporary file and rename it to ``path``, which is therefore complete whenever it exists."""
-    unfinished = path.with_suffix(".part")
-    write_texts(path.parent, {unfinished.name: text})
-    unfinished.replace(path)

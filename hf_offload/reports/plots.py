@@ -1,8 +1,9 @@
 """Pictures of what was measured."""
 
+import contextlib
 import dataclasses
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,56 +42,63 @@ def require_matplotlib() -> None:
         raise OffloadError("Plots need matplotlib: pip install 'hf-offload[bench]'.") from error
 
 
+@contextlib.contextmanager
+def figure_at(path: Path, width: float, height: float) -> Iterator[Any]:
+    """A figure of so many inches, which is written to ``path`` as a PNG at the end."""
+    require_matplotlib()
+    # Not pyplot: it keeps figures in process-wide state and picks a backend for a screen.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    yield figure
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
 def plot_memory(reports: Mapping[str, TrainingReport], path: Path, rounds: int = 1) -> None:
     """Memory above the baseline over a few steps in the steady state, one line a strategy, as a PNG at ``path``.
 
     ``reports`` are those of one of ``rounds`` rounds. The lines start together at the beginning of the first step after the
     warm-up; a line ends when its steps are done.
     """
-    require_matplotlib()
-    # Not pyplot: it keeps figures in process-wide state and picks a backend for a screen.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    steps, top, what, many = 0, 1.0, "memory", len(reports) > _LEGEND_COLUMNS
-    for name, report in reports.items():
-        memory, colour = report.memory, _colour(name)
-        if memory is None or not memory["step_end_s"]:
-            continue
-        times, values, steps, what = _steady_window(memory)
-        peak = (memory["peak_bytes"] - memory["baseline_bytes"]) / 1e6
-        top = max(top, peak, *values)
-        axes.fill_between(times, values, color=colour, alpha=0.12, linewidth=0)
-        speed, height = f"{name}: {report.median_step_s:.2f} s a step", f"peak residency: +{peak:,.0f} MB"
-        # Two lines of the legend for each of many strategies would cover the plot.
-        axes.plot(times, values, color=colour, linewidth=1.6, label=f"{speed}, +{peak:,.0f} MB" if many else speed)
-        axes.axhline(peak, color=colour, linewidth=1, linestyle=(0, (2, 3)), label=None if many else height)
-    if many:
-        axes.plot(
-            [], [], color="#7f7f7f", linewidth=1, linestyle=(0, (2, 3)), label="peak residency, the MB named here"
-        )
-    axes.axhline(0, color="black", linewidth=1.2, linestyle="--")
-    axes.annotate(  # below the line, in the room that the margin leaves
-        "baseline: weights, gradients and optimizer state",
-        xy=(1, 0), xycoords=("axes fraction", "data"), xytext=(-4, -12), textcoords="offset points",
-        ha="right", fontsize=8,
-    )  # fmt: skip
-    first = next(iter(reports.values()))
-    which = f" of one of {rounds} rounds" if rounds > 1 else ""
-    axes.set_title(f"{first.recipe}: {what} over {steps} training steps{which}", fontsize=13, loc="left")
-    axes.set_xlabel(f"seconds from the beginning of step {_first_step(len(first.step_times_s)) + 1}")
-    axes.set_ylabel("above the baseline (MB)")
-    axes.margins(x=0)
-    lines = -(-(len(reports) + 1) // _LEGEND_COLUMNS) if many else 2
-    axes.set_ylim(bottom=min(axes.get_ylim()[0], -0.07 * top), top=(1.15 + 0.1 * lines) * top)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper center", ncols=min(max(len(reports), 1), _LEGEND_COLUMNS), frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Software": None})
+    with figure_at(path, 10, 5) as figure:
+        axes = figure.add_subplot()
+        steps, top, what, many = 0, 1.0, "memory", len(reports) > _LEGEND_COLUMNS
+        for name, report in reports.items():
+            memory, colour = report.memory, _colour(name)
+            if memory is None or not memory["step_end_s"]:
+                continue
+            times, values, steps, what = _steady_window(memory)
+            peak = (memory["peak_bytes"] - memory["baseline_bytes"]) / 1e6
+            top = max(top, peak, *values)
+            axes.fill_between(times, values, color=colour, alpha=0.12, linewidth=0)
+            speed, height = f"{name}: {report.median_step_s:.2f} s a step", f"peak residency: +{peak:,.0f} MB"
+            # Two lines of the legend for each of many strategies would cover the plot.
+            axes.plot(times, values, color=colour, linewidth=1.6, label=f"{speed}, +{peak:,.0f} MB" if many else speed)
+            axes.axhline(peak, color=colour, linewidth=1, linestyle=(0, (2, 3)), label=None if many else height)
+        if many:
+            axes.plot(
+                [], [], color="#7f7f7f", linewidth=1, linestyle=(0, (2, 3)), label="peak residency, the MB named here"
+            )
+        axes.axhline(0, color="black", linewidth=1.2, linestyle="--")
+        axes.annotate(  # below the line, in the room that the margin leaves
+            "baseline: weights, gradients and optimizer state",
+            xy=(1, 0), xycoords=("axes fraction", "data"), xytext=(-4, -12), textcoords="offset points",
+            ha="right", fontsize=8,
+        )  # fmt: skip
+        first = next(iter(reports.values()))
+        which = f" of one of {rounds} rounds" if rounds > 1 else ""
+        axes.set_title(f"{first.recipe}: {what} over {steps} training steps{which}", fontsize=13, loc="left")
+        axes.set_xlabel(f"seconds from the beginning of step {_first_step(len(first.step_times_s)) + 1}")
+        axes.set_ylabel("above the baseline (MB)")
+        axes.margins(x=0)
+        lines = -(-(len(reports) + 1) // _LEGEND_COLUMNS) if many else 2
+        axes.set_ylim(bottom=min(axes.get_ylim()[0], -0.07 * top), top=(1.15 + 0.1 * lines) * top)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper center", ncols=min(max(len(reports), 1), _LEGEND_COLUMNS), frameon=False, fontsize=9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,49 +121,42 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
 
 def plot_pareto(points: Sequence[Point], title: str, path: Path) -> None:
     """Time of a step against the activation peak, one point a strategy, with the Pareto front, as a PNG at ``path``."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    front = pareto_front(points)
-    widest, longest = max(point.peak_bytes for point in points) / 1e6, max(point.step_s for point in points)
-    shortest = min(point.step_s for point in points)
-    # Memory begins at zero, so that distances are ratios; time too, unless that would press all points together.
-    lowest = 0.0 if shortest < longest / 2 else 0.8 * shortest
-    axes.set_xlim(0, 1.22 * widest)
-    axes.set_ylim(lowest, longest + 0.15 * (longest - lowest))
-    corners = [(front[0].peak_bytes / 1e6, axes.get_ylim()[1]), *((p.peak_bytes / 1e6, p.step_s) for p in front)]
-    corners.append((1.22 * widest, front[-1].step_s))
-    x, y = zip(*corners, strict=True)
-    axes.step(x, y, where="post", color="#7f7f7f", linewidth=1.2, linestyle="--", zorder=1)
-    axes.fill_between(x, y, axes.get_ylim()[1], step="post", color="#7f7f7f", alpha=0.07, linewidth=0, zorder=0)
-    for point in points:
-        best = point in front
-        axes.scatter(
-            point.peak_bytes / 1e6, point.step_s, s=60, zorder=3, linewidths=1.6,
-            color=_colour(point.name) if best else "white", edgecolors=_colour(point.name),
-        )  # fmt: skip
-    axes.set_title(_wrapped(title), fontsize=10, loc="left")
-    axes.set_xlabel("activation peak above weights, gradients and optimizer state (MB)")
-    axes.set_ylabel(f"median time of a step (s){', axis cut' if lowest else ''}")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.text(
-        0.99,
-        0.02,
-        "filled: no other is better in both",
-        transform=axes.transAxes,
-        ha="right",
-        fontsize=8,
-        color="#555555",
-    )
-    figure.canvas.draw()  # places the axes, which the labels are laid out in
-    _label(axes, points)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Software": None})
+    with figure_at(path, 8, 5.5) as figure:
+        axes = figure.add_subplot()
+        front = pareto_front(points)
+        widest, longest = max(point.peak_bytes for point in points) / 1e6, max(point.step_s for point in points)
+        shortest = min(point.step_s for point in points)
+        # Memory begins at zero, so that distances are ratios; time too, unless that would press all points together.
+        lowest = 0.0 if shortest < longest / 2 else 0.8 * shortest
+        axes.set_xlim(0, 1.22 * widest)
+        axes.set_ylim(lowest, longest + 0.15 * (longest - lowest))
+        corners = [(front[0].peak_bytes / 1e6, axes.get_ylim()[1]), *((p.peak_bytes / 1e6, p.step_s) for p in front)]
+        corners.append((1.22 * widest, front[-1].step_s))
+        x, y = zip(*corners, strict=True)
+        axes.step(x, y, where="post", color="#7f7f7f", linewidth=1.2, linestyle="--", zorder=1)
+        axes.fill_between(x, y, axes.get_ylim()[1], step="post", color="#7f7f7f", alpha=0.07, linewidth=0, zorder=0)
+        for point in points:
+            best = point in front
+            axes.scatter(
+                point.peak_bytes / 1e6, point.step_s, s=60, zorder=3, linewidths=1.6,
+                color=_colour(point.name) if best else "white", edgecolors=_colour(point.name),
+            )  # fmt: skip
+        axes.set_title("\n".join(textwrap.wrap(title, _TITLE_CHARACTERS)), fontsize=10, loc="left")
+        axes.set_xlabel("activation peak above weights, gradients and optimizer state (MB)")
+        axes.set_ylabel(f"median time of a step (s){', axis cut' if lowest else ''}")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.text(
+            0.99,
+            0.02,
+            "filled: no other is better in both",
+            transform=axes.transAxes,
+            ha="right",
+            fontsize=8,
+            color="#555555",
+        )
+        figure.canvas.draw()  # places the axes, which the labels are laid out in
+        _label(axes, points)
 
 
 # Where a label may go, in units of its distance: the corners first, for the front runs straight through its points.
@@ -192,10 +193,6 @@ def _label(axes: Any, points: Sequence[Point]) -> None:
             ha={1: "left", 0: "center", -1: "right"}[right], va="center",
             path_effects=[withStroke(linewidth=2.5, foreground="white")],
         )  # fmt: skip
-
-
-def _wrapped(title: str) -> str:
-    return "\n".join(textwrap.wrap(title, _TITLE_CHARACTERS))
 
 
 def _first_step(count: int) -> int:

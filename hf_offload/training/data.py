@@ -57,20 +57,14 @@ def stdlib_files(max_bytes: int | None = None) -> list[Path]:
     return chosen
 
 
-def load_rows(data: DataRecipe, cache_dir: Path) -> "Dataset | IterableDataset":
-    """All rows that are trained on or, where ``data.validation`` is a share of them, held back."""
-    if isinstance(data.hub, HubData):
-        rows = _load_hub(data.hub, data.hub.split, data, cache_dir)
-    else:
-        rows = _load_files(find_files(data), "data.files", data, cache_dir)
-    return rows
-
-
 def load_parts(
     data: DataRecipe, columns: Sequence[str], cache_dir: Path
 ) -> "tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]":
     """The rows to train on and those to evaluate on, if any; both have ``columns``."""
-    rows = load_rows(data, cache_dir)
+    if isinstance(data.hub, HubData):
+        rows = _load_hub(data.hub, data.hub.split, data, cache_dir)
+    else:
+        rows = _load_files(find_files(data), "data.files", data, cache_dir)
     held_back: Dataset | IterableDataset | None = None
     value: Any = data.validation
     rows = _with_columns(rows, columns, data, "the data")

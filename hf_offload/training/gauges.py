@@ -149,18 +149,10 @@ def release_free_memory() -> None:
 class _Mallinfo2(ctypes.Structure):
     """<malloc.h>: what glibc's allocator counts, over all of its arenas."""
 
-    _fields_ = (
-        ("arena", ctypes.c_size_t),
-        ("ordblks", ctypes.c_size_t),
-        ("smblks", ctypes.c_size_t),
-        ("hblks", ctypes.c_size_t),
-        ("hblkhd", ctypes.c_size_t),
-        ("usmblks", ctypes.c_size_t),
-        ("fsmblks", ctypes.c_size_t),
-        ("uordblks", ctypes.c_size_t),
-        ("fordblks", ctypes.c_size_t),
-        ("keepcost", ctypes.c_size_t),
-    )
+    _names = (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )  # fmt: skip
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
 
 
 def _allocator_counter() -> Callable[[], int] | None:

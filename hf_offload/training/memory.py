@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_offload.errors import OffloadError
 from hf_offload.training.gauges import Gauge, choose_gauge
@@ -67,9 +67,7 @@ class MemoryMeter(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, _First(self))
         trainer.add_callback(self)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
         if self.record is not None:
             return
         gauge = choose_gauge(args.device)
@@ -84,9 +82,7 @@ class MemoryMeter(TrainerCallback):
         self._sampler = _Sampler(gauge.level, gauge.in_use, self._begin_s)
         self._sampler.start()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **_kwargs: Any) -> None:
         if self.record is None or self._gauge is None or len(self.record.step_start_s) > len(self.record.step_end_s):
             return
         self._read_peak(self.record, self._gauge)
@@ -94,16 +90,14 @@ class MemoryMeter(TrainerCallback):
         self._gauge.synchronize()
         self.record.step_start_s.append(time.perf_counter() - self._begin_s)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, *_: Any, **_kwargs: Any) -> None:
         if self.record is None or self._gauge is None:
             return
         self._gauge.synchronize()
         self.record.step_end_s.append(time.perf_counter() - self._begin_s)
         self.record.step_peak_bytes.append(self._read_peak(self.record, self._gauge))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **_kwargs: Any) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -116,11 +110,10 @@ class MemoryMeter(TrainerCallback):
         if self.record.baseline_in_use_bytes is not None:
             self.record.timeline_in_use_bytes = self._sampler.in_use_bytes
             self.record.peak_in_use_bytes = max(self._sampler.in_use_bytes, default=self.record.baseline_in_use_bytes)
-        if not self.record.peak_source.startswith("sampled"):
-            # A sample can never exceed the exact peak by more than what was read in the same moment.
-            self.record.peak_bytes = max([self.record.peak_bytes, *self.record.step_peak_bytes])
-        else:
-            self.record.peak_bytes = max([self.record.peak_bytes, *self._sampler.bytes])
+        # A sample can never exceed an exact peak by more than what was read in the same instant.
+        sampled = self.record.peak_source.startswith("sampled")
+        seen = self._sampler.bytes if sampled else self.record.step_peak_bytes
+        self.record.peak_bytes = max([self.record.peak_bytes, *seen])
         self._gauge = self._sampler = None
 
     @property
@@ -144,17 +137,8 @@ class _First(TrainerCallback):
     """Passes the two opening events on, from the first place in the list of callbacks."""
 
     def __init__(self, meter: MemoryMeter):
-        self._meter = meter
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._meter.on_train_begin(args, state, control, **kwargs)
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._meter.on_step_begin(args, state, control, **kwargs)
+        self.on_train_begin = meter.on_train_begin  # type: ignore[method-assign]
+        self.on_step_begin = meter.on_step_begin  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

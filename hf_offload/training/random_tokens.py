@@ -4,8 +4,7 @@ import hashlib
 
 import torch
 
-MASKED_SHARE = 0.15
-NO_LABEL = -100
+from hf_offload.training.tasks.task import MASKED_SHARE, NO_LABEL
 
 
 class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

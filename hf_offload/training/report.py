@@ -68,10 +68,7 @@ class TrainingReport:
 
     def write(self, path: Path) -> None:
         """Write the report as JSON; the file is complete or not there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=1, default=str) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(dataclasses.asdict(self), indent=1, default=str) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "TrainingReport":
@@ -104,6 +101,14 @@ class ModelFacts:
             f"{self.architecture}, {self.layers} layers of width {self.hidden_size}, vocabulary {self.vocabulary}, "
             f"dropout {self.dropout}, {self.attention} attention, {self.dtype}, {self.parameters / 1e6:.1f} M parameters"
         )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text`` to a temporary file and rename it to ``path``, which is therefore complete whenever it exists."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 def median_after_warmup(times_s: Sequence[float], warmup_steps: int = WARMUP_STEPS) -> float | None:

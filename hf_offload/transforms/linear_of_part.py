@@ -1,7 +1,8 @@
-"""A linear function that saves something else than its input for backward: a sample of it, or what it can be made from."""
+"""A linear function that saves something other than its input: a sample of it, or what it can be rebuilt from."""
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,23 +10,15 @@ from torch.autograd.function import once_differentiable
 
 from hf_offload.interrupts import signals_deferred
 
-
-class Product(Protocol):
-    """How the product with an input ``X`` ``[rows, columns]`` is estimated from what is kept of it. Holds none of it itself:
-    what autograd saves has to be free to leave.
-    """
-
-    def __call__(self, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
-        """``gradient.T @ X`` or an estimate of it; ``kept`` are :attr:`Part.kept` as autograd gives them back.
-
-        ``transposed``: ``X.T @ gradient`` instead.
-        """
-        ...
+Product = Callable[[Tensor, tuple[Tensor, ...], bool], Tensor]
+"""Of a gradient ``[rows, out]`` and :attr:`Part.kept` as autograd returns them: ``gradient.T @ X`` for the input ``X``
+``[rows, columns]``, or an estimate of it; with True, ``X.T @ gradient``. Holds no tensors: what autograd saves may be moved.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What stands for an input in backward: ``kept`` is for autograd to save."""
+    """What replaces an input in backward: ``kept`` is for autograd to save."""
 
     kept: tuple[Tensor, ...]
     product: Product

@@ -13,6 +13,7 @@ from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.curve_plots import COLOURS, line_look, plot_curves
 from benchmarks.modes import search as bench
 from benchmarks.modes.costs import Stepper, Times, step_times
 from benchmarks.modes.runs import (
@@ -32,7 +33,6 @@ from hf_offload.optimizers.blockwise.footprint import peak_bytes as blockwise_by
 from hf_offload.optimizers.param_groups import param_groups
 from hf_offload.optimizers.projected.sizes import adamw_bytes
 from hf_offload.optimizers.projected.sizes import state_bytes as projected_bytes
-from hf_offload.reports.curve_plots import COLOURS, line_look, plot_curves
 from hf_offload.settings.memory_modes import memory_mode
 
 TINY = Setup(layers=2, hidden=32, warm_start_steps=6, search_steps=3, steps=5, rates=(1e-9, 1e-2))
@@ -190,10 +190,10 @@ def test_an_answer_to_another_question_is_refused(data, tmp_path):
         ({"modes": "none,galor"}, (), ["mode='galor' is unknown", "Did you mean 'galore'?"]),
         ({"modes": ","}, (), ["there is nothing to run"]),
         ({"rates": "fast"}, (), ["--rates 'fast'"]),
-        ({"rates": ","}, (), ["rates=[] is no grid"]),
-        ({"rates": "0.1,0.1"}, (), ["rates=[0.1, 0.1] is no grid"]),
-        ({"rates": "0.1,0"}, (), ["rates=[0.1, 0.0] is no grid"]),
-        ({"rates": "nan"}, (), ["is no grid"]),
+        ({"rates": ","}, (), ["rates=[] is not a grid"]),
+        ({"rates": "0.1,0.1"}, (), ["rates=[0.1, 0.1] is not a grid"]),
+        ({"rates": "0.1,0"}, (), ["rates=[0.1, 0.0] is not a grid"]),
+        ({"rates": "nan"}, (), ["is not a grid"]),
         ({"seeds": "one"}, (), ["--seeds 'one'"]),
         ({"seeds": "0,100"}, (), ["neither 100 nor 101"]),
         ({"seeds": "0,0"}, (), ["give each once"]),

@@ -163,7 +163,7 @@ def test_the_commands_in_a_card_make_it(record, tmp_path):
     text = (tmp_path / "card" / "README.md").read_text(encoding="utf-8")
     for note in ("Their files lie in words.", "Ask for `make`."):
         assert f"\n\n{note}\n\n" in text
-    again = text.partition("## How to make it again")[2].partition("```\n")[2].partition("```")[0]
+    again = text.partition("## How to reproduce it")[2].partition("```\n")[2].partition("```")[0]
     train, bench, card = (shlex.split(line) for line in again.splitlines())
     report = TrainingReport.read(record)
     assert train == [*shlex.split(report.command), "--report", "run.json"]
@@ -174,7 +174,7 @@ def test_the_commands_in_a_card_make_it(record, tmp_path):
     first = values["rows"][0]
     assert asked == {
         "--batch": str(first["batch"]), "--sequence": str(first["sequence"]), "--rounds": str(values["rounds"]),
-        "--strategies": ",".join(row["strategy"] for row in values["rows"]), "--output": "comparison",
+        "--strategies": ",".join(row["strategy"] for row in Comparison.read(COMPARISON).rows), "--output": "comparison",
     }  # fmt: skip
     assert card[:7] == ["hf-offload", "card", "run.json", "--output", "card", "--comparison", "comparison/table.json"]
     assert sorted(card[7:]) == sorted(FACTS)
@@ -289,7 +289,7 @@ def test_what_is_no_record_is_explained(record, tmp_path):
         return " ".join(result.stderr.split())
 
     assert "is not a training report" in refused(COMPARISON)
-    assert "is no comparison" in refused(record, "--comparison", record)
+    assert "is not a comparison" in refused(record, "--comparison", record)
     values = json.loads(record.read_text(encoding="utf-8"))
     record.write_text(json.dumps(values | {"memory": None}), encoding="utf-8")
     assert "holds no memory: train with `hf-offload train RECIPE --report FILE`" in refused(record)
@@ -299,13 +299,13 @@ def test_what_is_no_record_is_explained(record, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "part"),
     [
-        (["--name", "a\udcff"], "--name='a\\udcff' holds bytes that are no text"),
+        (["--name", "a\udcff"], "--name='a\\udcff' holds bytes that are not UTF-8 text"),
         (["--dataset-url", "\udcff"], "--dataset-url="),
         (["--how", "\udcff"], "--how="),
-        (["--name", "x" * 5000], "is no name: give 1 to 200 characters on one line"),
-        (["--name", "a\nb: ["], "is no name"),
-        (["--dataset", ""], "--dataset='' is no name"),
-        (["--language", "en,,de"], "--language='' is no name"),
+        (["--name", "x" * 5000], "is not a name: give 1 to 200 characters on one line"),
+        (["--name", "a\nb: ["], "is not a name"),
+        (["--dataset", ""], "--dataset='' is not a name"),
+        (["--language", "en,,de"], "--language='' is not a name"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -376,7 +376,7 @@ def test_committed_cards_are_whole(path, tmp_path):
     text = path.read_text(encoding="utf-8")
     comparison = Comparison.read(path.parent / "comparison.json")
     assert len(comparison.rows) > 1
-    assert "\n".join(comparison.table()) in text
+    assert f"\n\n{comparison.table()}\n\n" in text
     for row in comparison.rows:  # of the table's own figures, some that no table can do without
         assert f" +{row['peak_bytes'] / 1e6:.0f} MB | {row['peak_ratio']:.3f} | {row['step_s']:.2f} s |" in text
     recipe = tmp_path / "recipe.yaml"

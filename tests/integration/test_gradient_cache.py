@@ -272,7 +272,7 @@ def strange(kind):
         ("list", "no place"),
         ("merged", "1 rows of 2 samples, without position_ids"),
         ("single", "batch_size=None"),
-        ("no loader", "A list is no DataLoader"),
+        ("no loader", "A list is not a DataLoader"),
     ],
 )
 def test_loaders_that_cannot_carry_ids(kind, part):

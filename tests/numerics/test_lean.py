@@ -27,7 +27,7 @@ from hf_offload.transforms.rematerialization.functions import (
     to_codes,
     unpack_bits,
 )
-from hf_offload.transforms.rematerialization.modules import Again
+from hf_offload.transforms.rematerialization.modules import rerun
 from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
 
 WIDTH = 24
@@ -136,7 +136,7 @@ def test_the_order_of_terms_is_what_the_bits_depend_on():
 def test_what_is_made_again_is_made_in_the_same_precision():
     module, hidden = nn.Linear(WIDTH, WIDTH), numbers(8, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
-        expected, again = module(hidden), Again(module.forward, hidden)
+        expected, again = module(hidden), rerun(module.forward, hidden.device)
     assert torch.equal(again(hidden), expected)
     assert expected.dtype == torch.bfloat16
 

@@ -8,7 +8,7 @@ from huggingface_hub.errors import GatedRepoError
 
 from hf_offload import OffloadConfig, OffloadConfigError
 from hf_offload.settings.recipes import DataRecipe, ModelRecipe, Recipe
-from hf_offload.training.data import load_parts, load_rows, stdlib_files
+from hf_offload.training.data import load_parts, stdlib_files
 from hf_offload.training.model import build_model
 from hf_offload.training.random_tokens import RandomTokens
 from hf_offload.training.tasks.task import Setup
@@ -164,7 +164,7 @@ MODEL = Recipe(
 LOADERS = {
     "model": lambda cache: build_model(MODEL, None),
     "tokenizer": lambda cache: build_tokenizer(MODEL.data, "owner/closed", cache),
-    "data": lambda cache: load_rows(DataRecipe(hub="owner/closed"), cache),
+    "data": lambda cache: load_parts(DataRecipe(hub="owner/closed"), (), cache),
 }
 
 
@@ -187,7 +187,7 @@ def test_a_data_set_that_is_a_program_is_told_with_what_to_take_instead(tmp_path
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "set.py").write_text("")
     with pytest.raises(OffloadConfigError, match=r"no longer supported.*take one whose rows are Parquet.*data\.files"):
-        load_rows(DataRecipe(hub=str(tmp_path / "set")), tmp_path / "cache")
+        load_parts(DataRecipe(hub=str(tmp_path / "set")), (), tmp_path / "cache")
 
 
 def test_a_batch_has_labels_of_its_own():

@@ -55,6 +55,7 @@ ACCEPTED = {
 """File -> old names that stand there on purpose: they are still accepted, with a warning."""
 
 TO_DO: tuple[str, ...] = (
+    "benchmarks/sampling.py",
     "docs/api.md",
     "docs/mutations.md",
     "hf_offload/cli",
@@ -74,7 +75,12 @@ TO_DO: tuple[str, ...] = (
 
 def searched() -> list[str]:
     files = [ROOT / "README.md", ROOT / "model_cards" / "make.sh", *(ROOT / "docs").glob("*.md")]
-    for folder, kinds in {"hf_offload": ("py",), "examples": ("py", "yaml", "sh"), "recipes": ("yaml",)}.items():
+    for folder, kinds in {
+        "hf_offload": ("py",),
+        "benchmarks": ("py",),
+        "examples": ("py", "yaml", "sh"),
+        "recipes": ("yaml",),
+    }.items():
         files += [path for kind in kinds for path in (ROOT / folder).rglob(f"*.{kind}")]
     names = sorted(path.relative_to(ROOT).as_posix() for path in files)
     return [name for name in names if not name.startswith(TO_DO)]

@@ -1,20 +1,17 @@
 """Sequence classification: one text or a pair of texts, and one of several classes."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.shown import cropped, shown
 from hf_offload.training.data import kind_of
-from hf_offload.training.tasks.task import PAD_TO_MULTIPLE, Collator, Setup, map_rows, texts_of
-
-if TYPE_CHECKING:
-    from hf_offload.training.tasks.task import Rows
+from hf_offload.training.tasks.task import PAD_TO_MULTIPLE, Collator, Rows, Setup, map_rows, texts_of
 
 _SHOWN = 10
 
 
-def find_labels(rows: "Rows", column: str) -> tuple[str, ...]:
+def find_labels(rows: Rows, column: str) -> tuple[str, ...]:
     """Names of the classes: those of the data set, or the sorted values of ``column``.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for values that are no classes, and for a stream without names.
@@ -45,7 +42,7 @@ def find_labels(rows: "Rows", column: str) -> tuple[str, ...]:
     return tuple(str(value) for value in sorted(values))
 
 
-def make_rows(rows: "Rows", setup: Setup, where: str) -> "Rows":
+def make_rows(rows: Rows, setup: Setup, where: str) -> Rows:
     """Rows with ``input_ids``, ``attention_mask``, where the tokenizer makes them ``token_type_ids``, and ``labels``, the
     number of the class.
     """

@@ -8,7 +8,7 @@ with the beginning of an answer: so the end of a turn belongs to it, and a train
 import copy
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,14 +18,12 @@ from hf_offload.training.tasks.task import (
     NO_LABEL,
     PAD_TO_MULTIPLE,
     Collator,
+    Rows,
     Setup,
     logger,
     map_rows,
     report_dropped,
 )
-
-if TYPE_CHECKING:
-    from hf_offload.training.tasks.task import Rows
 
 ANSWERING = "assistant"
 DEFAULT_CHAT_TEMPLATE = (
@@ -39,7 +37,7 @@ DEFAULT_CHAT_TEMPLATE = (
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-def make_rows(rows: "Rows", setup: Setup, where: str) -> "Rows":
+def make_rows(rows: Rows, setup: Setup, where: str) -> Rows:
     """Rows with ``input_ids`` and ``labels``, cut off after ``data.sequence_length`` tokens; packed ones have
     ``position_ids`` that begin again with each conversation.
 

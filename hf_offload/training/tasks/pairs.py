@@ -1,6 +1,6 @@
 """Translation and summaries: a source for the encoder, a target for the decoder."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipe_data import DataRecipe
@@ -8,17 +8,15 @@ from hf_offload.training.tasks.task import (
     NO_LABEL,
     PAD_TO_MULTIPLE,
     Collator,
+    Rows,
     Setup,
     map_rows,
     report_dropped,
     texts_of,
 )
 
-if TYPE_CHECKING:
-    from hf_offload.training.tasks.task import Rows
 
-
-def make_rows(rows: "Rows", setup: Setup, where: str) -> "Rows":
+def make_rows(rows: Rows, setup: Setup, where: str) -> Rows:
     """Rows with ``input_ids`` and ``attention_mask`` of the source and ``labels`` of the target, which end with the
     end-of-text token, so that generation learns to stop.
     """

@@ -2,7 +2,7 @@
 
 from hf_offload.settings.recipe_data import CLASSES, CONVERSATIONS, PAIRS, TEXT
 from hf_offload.settings.recipes import Recipe
-from hf_offload.training.tasks import classes, conversations, masked, pairs, text
+from hf_offload.training.tasks import classes, conversations, pairs, text
 from hf_offload.training.tasks.task import Task
 
 TASKS = {
@@ -16,7 +16,7 @@ TASKS = {
         check_model=conversations.check_model,
     ),
     ("masked-lm", TEXT): Task(
-        auto_model="AutoModelForMaskedLM", rows=text.make_blocks, collator=masked.make_collator, pads=False
+        auto_model="AutoModelForMaskedLM", rows=text.make_blocks, collator=text.make_masked_collator, pads=False
     ),
     ("seq2seq-lm", PAIRS): Task(
         auto_model="AutoModelForSeq2SeqLM", rows=pairs.make_rows, collator=pairs.make_collator, seq2seq=True

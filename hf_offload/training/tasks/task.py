@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-    Rows: TypeAlias = Dataset | IterableDataset
-
 logger = logging.getLogger(__name__)
+
+Rows: TypeAlias = "Dataset | IterableDataset"
 
 NO_LABEL = -100
 """Where losses do not look."""
+MASKED_SHARE = 0.15
+"""Of the tokens of a masked language model."""
 PAD_TO_MULTIPLE = 8
 """Rows are padded to few different lengths: kernels like it, and a plan for one shape of batch serves more batches."""
 
@@ -52,7 +54,7 @@ class Task:
     """
 
     auto_model: str
-    rows: "Callable[[Rows, Setup, str], Rows]"
+    rows: Callable[[Rows, Setup, str], Rows]
     collator: Callable[[Setup, Any], Collator]
     check_model: Callable[[Setup, Any], None] | None = None
     pads: bool = True
@@ -70,7 +72,7 @@ def texts_of(batch: Mapping[str, Sequence[Any]], column: str, where: str) -> lis
     return [value or "" for value in batch[column]]
 
 
-def map_rows(rows: "Rows", function: Callable[..., Any], **arguments: Any) -> "Rows":
+def map_rows(rows: Rows, function: Callable[..., Any], **arguments: Any) -> Rows:
     """``function`` of batches of ``rows``; its result takes the place of all columns."""
     from hf_offload.training.data import column_names
 
@@ -82,7 +84,7 @@ def map_rows(rows: "Rows", function: Callable[..., Any], **arguments: Any) -> "R
         ) from error
 
 
-def report_dropped(before: "Rows", after: "Rows", where: str, why: str) -> None:
+def report_dropped(before: Rows, after: Rows, where: str, why: str) -> None:
     """Log how many rows were left out, and raise if none is left; the length of a stream is unknown."""
     if not hasattr(before, "__len__"):
         return

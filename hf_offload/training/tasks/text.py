@@ -1,17 +1,14 @@
-"""Plain text for language models: documents are joined and cut into blocks of the same length."""
+"""Plain text for language models, causal and masked: documents are joined and cut into blocks of the same length."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.training.tasks.task import Collator, Setup, map_rows, texts_of
-
-if TYPE_CHECKING:
-    from hf_offload.training.tasks.task import Rows
+from hf_offload.training.tasks.task import MASKED_SHARE, Collator, Rows, Setup, map_rows, texts_of
 
 
-def make_blocks(rows: "Rows", setup: Setup, where: str) -> "Rows":
+def make_blocks(rows: Rows, setup: Setup, where: str) -> Rows:
     """Rows with ``input_ids``: ``data.sequence_length`` token ids of documents joined by the end-of-text token."""
     length = setup.data.sequence_length
     # Documents of one batch are joined; the rest that fills no block is dropped once for each such batch.
@@ -27,6 +24,17 @@ def make_blocks(rows: "Rows", setup: Setup, where: str) -> "Rows":
 def make_collator(_setup: Setup, _model: Any) -> Collator:
     """:func:`collate`."""
     return collate
+
+
+def make_masked_collator(setup: Setup, _model: Any) -> Collator:
+    """Transformers' own: 15 % of the tokens are to be found, most of them hidden, others each time."""
+    from transformers import DataCollatorForLanguageModeling
+
+    if setup.tokenizer.mask_token is None:
+        raise OffloadConfigError(
+            "model.task=masked-lm: the tokenizer has no mask token. Name one that has in data.tokenizer, such as BERT's."
+        )
+    return DataCollatorForLanguageModeling(setup.tokenizer, mlm=True, mlm_probability=MASKED_SHARE)
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -19,8 +19,8 @@ class Formula:
 
 
 def as_it_is(tensor: Tensor) -> Formula:
-    """The formula of what has none."""
-    return Formula((tensor,), _same)
+    """The formula of a tensor that is saved itself."""
+    return Formula((tensor,), same)
 
 
 class Formulas:
@@ -30,7 +30,7 @@ class Formulas:
         self._known = WeakTensorKeyDictionary()
 
     def remember(self, made: Tensor, formula: Formula | None) -> None:
-        """Note how ``made`` comes about; None: the operation that made it saves it, so saving it again costs nothing."""
+        """Note how ``made`` is computed; None: the operation that made it saves it, so saving it twice costs nothing."""
         if made.requires_grad:
             tensors = () if formula is None else formula.tensors
             versions = made._version, tuple(one._version for one in tensors)
@@ -84,7 +84,8 @@ def _saving_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def _same(tensor: Tensor) -> Tensor:
+def same(tensor: Tensor) -> Tensor:
+    """The tensor itself."""
     return tensor
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from hf_offload.engine.device import open_device
 from hf_offload.interrupts import signals_deferred
 from hf_offload.transforms.autocast import autocast_as_now
-from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, as_it_is
+from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, as_it_is, same
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class Products(TorchFunctionMode):
-    """Inside, products of tensors with formulas save what those need, and have formulas themselves; so do casts."""
+    """Inside, products of tensors with formulas save what the formulas need, and have formulas themselves; so do casts."""
 
     def __init__(self, formulas: Formulas):
         super().__init__()
@@ -128,7 +128,8 @@ class Products(TorchFunctionMode):
     def _note_cast(self, tensor: Tensor, result: Tensor) -> None:
         formula = None if result is tensor or result.device != tensor.device else self._formulas.of(tensor)
         if formula is not None and result.stride() == tensor.stride():
-            self._formulas.remember(result, Formula(formula.tensors, _Cast(formula.build, result.dtype)))
+            build = functools.partial(_cast, formula.build, result.dtype)
+            self._formulas.remember(result, Formula(formula.tensors, build))
 
     def _product(self, left: Any, right: Any) -> Tensor | None:
         if not (isinstance(left, Tensor) and isinstance(right, Tensor)) or left is right:
@@ -141,27 +142,17 @@ class Products(TorchFunctionMode):
         of_left, of_right = formulas[0] or as_it_is(left), formulas[1] or as_it_is(right)
         product = _Product.apply(left, right, of_left, of_right)
         tensors = (*of_left.tensors, *of_right.tensors)
-        self._formulas.remember(product, Formula(tensors, _Times(of_left.build, of_right.build, len(of_left.tensors))))
+        build = functools.partial(_times, of_left.build, of_right.build, len(of_left.tensors))
+        self._formulas.remember(product, Formula(tensors, build))
         return product
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Cast:
-    build: Callable[..., Tensor]
-    dtype: torch.dtype
-
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        return self.build(*tensors).to(self.dtype)
+def _cast(build: Callable[..., Tensor], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+    return build(*tensors).to(dtype)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Times:
-    left: Callable[..., Tensor]
-    right: Callable[..., Tensor]
-    count: int
-
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        return self.left(*tensors[: self.count]) * self.right(*tensors[self.count :])
+def _times(left: Callable[..., Tensor], right: Callable[..., Tensor], count: int, *tensors: Tensor) -> Tensor:
+    return left(*tensors[:count]) * right(*tensors[count:])
 
 
 class _Product(torch.autograd.Function):
@@ -206,10 +197,10 @@ def dropped(inputs: Tensor, bits: Tensor, probability: float, scale: float | Non
 
 
 def dropout_again(inputs: Tensor, probability: float) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """What makes a result of :func:`packed_dropout` from its input and its bits again, to the last bit; None if nothing does.
+    """Rebuilds a result of :func:`packed_dropout` from its input and its bits, to the last bit; None if that is impossible.
 
-    Backward scales by ``1 / (1 - probability)`` on every accelerator, forward as each one's kernel pleases: CUDA's rounds
-    ``1 - probability`` to 32 bits first, which is another scale for p = 0.15, say. What a kernel does is found out by trying.
+    Backward scales by ``1 / (1 - probability)`` on every accelerator, forward depends on the kernel: CUDA's rounds
+    ``1 - probability`` to 32 bits first, which is another scale for p = 0.15, for example. What a kernel does is tried.
     """
     again = functools.partial(dropped, probability=probability)
     if inputs.device.type == "cpu" or isinstance(inputs, FakeTensor):  # a fake one has a size, and no bits
@@ -345,8 +336,8 @@ class _CoarseActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         leaf = inputs.detach().requires_grad_()
-        # This graph ends here: what it saves is nobody else's.
-        with signals_deferred, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        # This graph ends here: outer hooks must not see what it saves.
+        with signals_deferred, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(same, same):
             result = forward(leaf)
             (derivative,) = torch.autograd.grad(result, leaf, torch.ones_like(result))
         ctx.save_for_backward(*to_codes(derivative))
@@ -356,7 +347,3 @@ class _CoarseActivation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return (gradient * from_codes(*ctx.saved_tensors)).to(gradient.dtype), None
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

@@ -1,5 +1,6 @@
 """The modules of a model, saving less: each stands in the place of a module's forward."""
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +24,12 @@ from hf_offload.transforms.rematerialization.functions import (
     recomputed,
 )
 
-# Tensors that are what they look like; fake ones are those that plans are counted on.
+# Tensors without operations of their own; plans are counted on fake ones.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class RematerializedModule(ReplacedForward):
-    """Does what the module did, and saves less; not without gradients, and not in compiled code, which decides for itself."""
+    """The same result with less saved for backward. Without gradients and in compiled code, the module's own forward."""
 
     def __init__(self, name: str, module: nn.Module, formulas: Formulas):
         super().__init__(name, module)
@@ -54,7 +55,7 @@ class ProductsInside(RematerializedModule):
 
 
 class OneTensorModule(RematerializedModule):
-    """A module that is given one tensor; called in another way, it does what it did."""
+    """A module that takes one tensor; called in another way, it runs its own forward."""
 
     def saving_less(self, *args: Any, **kwargs: Any) -> Any:
         plain = len(args) == 1 and not kwargs and type(args[0]) in _PLAIN and args[0].is_floating_point()
@@ -66,7 +67,7 @@ class OneTensorModule(RematerializedModule):
 
 
 class RecomputedFunction(OneTensorModule):
-    """An activation function or a norm, whose result is made from its input again wherever it would be saved."""
+    """An activation function or a norm, whose result is recomputed from its input wherever it would be saved."""
 
     def of_tensor(self, inputs: Tensor) -> Tensor:
         parameters = tuple(self.module.parameters())
@@ -77,8 +78,8 @@ class RecomputedFunction(OneTensorModule):
             result = self.own_forward(inputs)
         else:
             result = recomputed(self.operations(inputs), inputs, parameters)
-        # Parameters are not used to make it again, but must not change until then.
-        self.formulas.remember(result, Formula((inputs, *parameters), Again(self.own_forward, inputs)))
+        # Parameters are not used to rebuild it, but must not change until then.
+        self.formulas.remember(result, Formula((inputs, *parameters), rerun(self.own_forward, inputs.device)))
         return result
 
     def operations(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
@@ -110,20 +111,19 @@ class RecomputedRMSNorm(RecomputedFunction):
         return result if module.weight is None else result * module.weight
 
 
-class Again:
-    """The forward of a module once more, with autocast as it was."""
+def rerun(forward: Callable[[Tensor], Tensor], device: torch.device) -> Callable[..., Tensor]:
+    """``forward`` for later: with autocast as it is now, and of the first tensor that it is called with."""
+    autocast = autocast_as_now(device)
 
-    def __init__(self, forward: Any, inputs: Tensor):
-        self._forward = forward
-        self._autocast = autocast_as_now(inputs.device)
+    def build(inputs: Tensor, *_: Tensor) -> Tensor:
+        with signals_deferred, autocast():
+            return forward(inputs)
 
-    def __call__(self, inputs: Tensor, *_: Tensor) -> Tensor:
-        with signals_deferred, self._autocast():
-            return self._forward(inputs)
+    return build
 
 
 class SavedResult(OneTensorModule):
-    """An activation function whose result is what its backward needs, such as Tanh."""
+    """An activation function whose backward needs its result, such as Tanh."""
 
     def of_tensor(self, inputs: Tensor) -> Tensor:
         result = self.own_forward(inputs)
@@ -132,7 +132,7 @@ class SavedResult(OneTensorModule):
 
 
 class PackedReLU(OneTensorModule):
-    """ReLU whose backward needs a bit an element. What comes next may need the result, or only a part of it, or nothing."""
+    """ReLU whose backward needs one bit per element."""
 
     def of_tensor(self, inputs: Tensor) -> Tensor:
         return packed_relu(inputs) if inputs.requires_grad and inputs.is_contiguous() else self.own_forward(inputs)
@@ -157,19 +157,13 @@ class PackedDropoutModule(OneTensorModule):
         formula = self.formulas.of(inputs)
         again = None if formula is None else dropout_again(inputs, probability)
         if formula is not None and again is not None:
-            self.formulas.remember(result, Formula((bits, *formula.tensors), _Dropped(formula, again)))
+            build = functools.partial(_rebuild_dropped, formula.build, again)
+            self.formulas.remember(result, Formula((bits, *formula.tensors), build))
         return result
 
 
-class _Dropped:
-    """A result of dropout, from bits and what its input is made from."""
-
-    def __init__(self, formula: Formula, again: Callable[[Tensor, Tensor], Tensor]):
-        self._build = formula.build
-        self._again = again
-
-    def __call__(self, bits: Tensor, *tensors: Tensor) -> Tensor:
-        return self._again(self._build(*tensors), bits)
+def _rebuild_dropped(build: Callable[..., Tensor], again: Any, bits: Tensor, *tensors: Tensor) -> Tensor:
+    return again(build(*tensors), bits)  # type: ignore[no-any-return]
 
 
 class RebuiltInputLinear(OneTensorModule):
@@ -184,21 +178,21 @@ class RebuiltInputLinear(OneTensorModule):
             formula = self.formulas.of(inputs) if inputs.is_contiguous() else None
         if formula is None:
             return self.own_forward(inputs)
-        part = Part(formula.tensors, _Rebuilt(formula, autocast_dtype(inputs.device) or inputs.dtype))
+        dtype = autocast_dtype(inputs.device) or inputs.dtype
+        part = Part(formula.tensors, functools.partial(_rebuilt_product, formula.build, dtype))
         return LinearOfPart.apply(inputs, layer.weight, layer.bias, part, transposed)
 
 
-class _Rebuilt:
-    """All of an input, recomputed (:class:`~hf_offload.transforms.linear_of_part.Product`)."""
-
-    def __init__(self, formula: Formula, dtype: torch.dtype):
-        self._build = formula.build
-        self._dtype = dtype
-
-    def __call__(self, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
-        inputs = self._build(*kept)
-        rows = inputs.reshape(-1, inputs.shape[-1]).to(self._dtype)
-        return rows.t() @ gradient if transposed else gradient.t() @ rows
+def _rebuilt_product(
+    build: Callable[..., Tensor],
+    dtype: torch.dtype,
+    gradient: Tensor,
+    kept: tuple[Tensor, ...],
+    transposed: bool,
+) -> Tensor:
+    inputs = build(*kept)
+    rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
+    return rows.t() @ gradient if transposed else gradient.t() @ rows
 
 
 def saves_only_its_input(module: nn.Module) -> bool:

@@ -98,7 +98,7 @@ def _errors(
             with torch.enable_grad():  # a backward hook runs without
                 part = draw_part(inputs, gradient.dtype, tried)
             if part is not None:
-                squares.append((part.product(rows, part.kept).float() - exact).square().sum())
+                squares.append((part.product(rows, part.kept, False).float() - exact).square().sum())
         errors[ratio] = float(torch.stack(squares).mean().sqrt() / size) if squares else 0.0
     return errors
 

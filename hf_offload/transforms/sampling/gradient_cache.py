@@ -142,7 +142,7 @@ class _Batch:
         known = cache.norms[samples].float()
         seen = known > 0
         mean = (known.sum(0) / seen.sum(0)).nan_to_num(1.0)
-        self._guesses = torch.where(seen, known, mean).maximum(_LEAST * mean)
+        self.guesses = torch.where(seen, known, mean).maximum(_LEAST * mean)
         self._squares = torch.zeros_like(known)
         self._counts = torch.zeros_like(known)
         self._seen = False
@@ -159,10 +159,6 @@ class _Batch:
             rows = torch.arange(count, device=self.samples.device)
             self._found[shape] = rows.repeat_interleave(shape.numel() // count, output_size=shape.numel())
         return self._found[shape]
-
-    def guesses(self, slot: int, places: Tensor) -> Tensor:
-        """For each row, that of its sample."""
-        return self._guesses[:, slot][places]
 
     def add(self, slot: int, places: Tensor, gradient: Tensor) -> None:
         """Backward has come to a layer whose output has ``gradient`` ``[rows, columns]``."""
@@ -188,7 +184,7 @@ class SampleRows:
 
     def guesses(self) -> Tensor:
         """How large the gradient of each row of the output is likely to be: ``[rows]``, positive."""
-        return self.batch.guesses(self.slot, self.places)
+        return self.batch.guesses[:, self.slot][self.places]
 
     def seen(self, gradient: Tensor) -> None:
         """How large it was: ``gradient`` is ``[rows, columns]``."""

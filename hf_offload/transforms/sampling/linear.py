@@ -1,6 +1,6 @@
 """Linear layers that keep a part of their input for backward, and estimate the gradient of their weight from it."""
 
-import dataclasses
+import functools
 import threading
 import weakref
 from typing import Any
@@ -23,15 +23,11 @@ them is a waste. Where they are not, the estimate is still right on average, as 
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class _OfRows:
-    samples: SampleRows | None
-
-    def __call__(self, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
-        rows, indices = kept
-        if self.samples is not None:
-            self.samples.seen(gradient)
-        return rows.t() @ gradient[indices] if transposed else gradient[indices].t() @ rows
+def _of_rows(samples: SampleRows | None, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool) -> Tensor:
+    rows, indices = kept
+    if samples is not None:
+        samples.seen(gradient)
+    return rows.t() @ gradient[indices] if transposed else gradient[indices].t() @ rows
 
 
 def _draw_rows(
@@ -44,42 +40,35 @@ def _draw_rows(
     if samples is not None:
         importance *= samples.guesses()
     indices, factors = draw_rows(importance, random, keep_winners=keep_winners)
-    return Part((rows[indices] * factors.to(rows.dtype).unsqueeze(1), indices), _OfRows(samples))
+    return Part((rows[indices] * factors.to(rows.dtype).unsqueeze(1), indices), functools.partial(_of_rows, samples))
 
 
-@dataclasses.dataclass(frozen=True)
-class _OfColumns:
-    width: int
-
-    def __call__(self, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
-        columns, indices = kept
-        result = gradient.new_zeros(gradient.shape[1], self.width)
-        result.index_add_(1, indices, gradient.t() @ columns)
-        return result.t() if transposed else result
+def _of_columns(width: int, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool) -> Tensor:
+    columns, indices = kept
+    result = gradient.new_zeros(gradient.shape[1], width)
+    result.index_add_(1, indices, gradient.t() @ columns)
+    return result.t() if transposed else result
 
 
 def _draw_columns(rows: Tensor, random: Tensor) -> Part:
     """Some columns, each multiplied so that the product is right on average."""
     importance = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float)
     indices, factors = draw_rows(importance, random, keep_winners=True)
-    return Part((rows[:, indices] * factors.to(rows.dtype), indices), _OfColumns(rows.shape[1]))
+    return Part((rows[:, indices] * factors.to(rows.dtype), indices), functools.partial(_of_columns, rows.shape[1]))
 
 
-@dataclasses.dataclass(frozen=True)
-class _OfDirections:
-    shape: tuple[int, int]
-    seed: int
-
-    def __call__(self, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
-        (projected,) = kept
-        result = (gradient.t() @ projected) @ signs(self.shape, self.seed, projected).t()
-        return result.t() if transposed else result
+def _of_directions(
+    shape: tuple[int, int], seed: int, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool
+) -> Tensor:
+    (projected,) = kept
+    result = (gradient.t() @ projected) @ signs(shape, seed, projected).t()
+    return result.t() if transposed else result
 
 
 def _project(rows: Tensor, count: int, seed: int) -> Part:
     """The columns in fewer random directions; the directions are drawn again from their seed."""
     shape = (rows.shape[1], count)
-    return Part((rows @ signs(shape, seed, rows),), _OfDirections(shape, seed))
+    return Part((rows @ signs(shape, seed, rows),), functools.partial(_of_directions, shape, seed))
 
 
 def draw_part(
@@ -168,8 +157,8 @@ class Draws:
             return self.cache.rows_of(name, inputs)
         if self.config.probabilities == GRADIENT_CACHE and torch.is_grad_enabled():
             raise OffloadConfigError(
-                "probabilities='gradient-cache' has to know the training samples: the Trainer's callback sees to it; in a "
-                "loop of your own, call session.carry_sample_ids(loader) before the first step."
+                "probabilities='gradient-cache' needs to know the training samples. The Trainer's callback takes care of "
+                "that; in your own loop, call session.carry_sample_ids(loader) before the first step."
             )
         return None
 

@@ -32,23 +32,18 @@ class Cut:
 
     def loss_rows(self, tokens: int, vocabulary: int) -> int:
         """Tokens of one piece of the loss."""
-        if self.exactly is not None:
-            return max(1, -(-tokens // self.exactly[0]))
-        if self.tile_bytes is None:
-            return self._even(tokens, max(_LEAST_ROWS, -(-tokens // self.pieces)), self.most_bytes // (4 * vocabulary))
-        return self._even(tokens, tokens, self.tile_bytes // (4 * vocabulary))
+        return self._rows(tokens, 0, 4 * vocabulary, _LEAST_ROWS)
 
     def module_rows(self, tokens: int, width: int) -> int:
         """Tokens of one piece of a module for hidden states of that width."""
-        if self.exactly is not None:
-            return max(1, -(-tokens // self.exactly[1]))
-        row_bytes = 4 * _MODULE_WIDTHS * width
-        if self.tile_bytes is None:
-            even = max(_LEAST_MODULE_ROWS, -(-tokens // self.pieces))
-            return self._even(tokens, even, self.most_bytes // row_bytes)
-        return self._even(tokens, tokens, self.tile_bytes // row_bytes)
+        return self._rows(tokens, 1, 4 * _MODULE_WIDTHS * width, _LEAST_MODULE_ROWS)
 
-    def _even(self, tokens: int, rows: int, most: int) -> int:
-        """At most so many, and all pieces alike."""
+    def _rows(self, tokens: int, which: int, row_bytes: int, least: int) -> int:
+        if self.exactly is not None:
+            return max(1, -(-tokens // self.exactly[which]))
+        if self.tile_bytes is None:
+            rows, most = max(least, -(-tokens // self.pieces)), self.most_bytes // row_bytes
+        else:
+            rows, most = tokens, self.tile_bytes // row_bytes
         pieces = -(-tokens // max(_FEWEST_ROWS, min(rows, most)))
-        return max(1, -(-tokens // max(1, pieces)))
+        return max(1, -(-tokens // max(1, pieces)))  # all pieces alike

@@ -1,4 +1,4 @@
-"""An output head whose logits are not there yet: what the model's own loss does with them is done in pieces."""
+"""An output head that returns logits to be computed later: the model's own loss then works on pieces of them."""
 
 from typing import Any
 
@@ -34,13 +34,14 @@ def find_head(model: nn.Module) -> tuple[str, nn.Module]:
     where = next((path for path, module in model.named_modules() if module is head), type(head).__name__)
     if _is_shard_of_its_own(head):
         raise OffloadConfigError(
-            f"{where} of {name} is an FSDP or ZeRO-3 unit of its own: its weight is away again when the loss is computed. "
+            f"{where} of {name} is an FSDP or ZeRO-3 unit of its own: its weight is resharded before the loss is computed. "
             "Leave the head to the outermost fully_shard(), or set tiled_loss='off'."
         )
-    if _has_own_loss(model):
+    loss = _own_loss(model)
+    if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
         raise OffloadConfigError(
-            f"{name} has a loss function of its own ({_name_of(_own_loss(model))}), and what it does with the logits is not "
-            "known: set tiled_loss='off'."
+            f"{name} has a loss function of its own ({getattr(loss, '__qualname__', type(loss).__name__)}), and what it does "
+            "with the logits is unknown: set tiled_loss='off'."
         )
     return where, head
 
@@ -55,7 +56,7 @@ class TiledHead(ReplacedForward):
         self._cut = cut
         self._checked = False
 
-    @torch._disable_dynamo  # compiled code knows no tensors that are not there
+    @torch._disable_dynamo  # compiled code cannot handle tensors without data
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Logits to come, of hidden states ``[..., hidden]``."""
         hidden = args[0] if args else None
@@ -89,7 +90,7 @@ class TiledHead(ReplacedForward):
         if tile_bytes is not None and projection.tile_rows(tokens) >= tokens:
             raise OffloadConfigError(
                 f"tile_bytes={format_bytes(tile_bytes)} holds the logits of all {tokens} tokens of a batch "
-                f"({format_bytes(4 * projection.vocabulary * tokens)}), so nothing would be cut: give less, or leave it out."
+                f"({format_bytes(4 * projection.vocabulary * tokens)}), so nothing would be cut: set less, or unset it."
             )
 
 
@@ -107,12 +108,3 @@ def _is_shard_of_its_own(head: nn.Module) -> bool:
 def _own_loss(model: nn.Module) -> Any:
     inner = getattr(model, "get_base_model", lambda: model)()
     return inner.__dict__.get("_loss_function")
-
-
-def _has_own_loss(model: nn.Module) -> bool:
-    own = _own_loss(model)
-    return own is not None and not getattr(own, "__module__", "").startswith("transformers.")
-
-
-def _name_of(function: Any) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)

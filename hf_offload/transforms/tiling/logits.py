@@ -1,10 +1,11 @@
-"""Logits that are not there until somebody reads them.
+"""Logits that are computed when they are read.
 
 What a model usually does with them in training (casting, reshaping, dropping the last token, scaling, soft caps) is
-remembered; cross-entropy of them is computed piece by piece; everything else gets the true logits.
+recorded; cross-entropy of them is computed piece by piece; everything else gets the true logits.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ class TiledLogits(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         raise RuntimeError(
-            f"{func} asks for logits behind autograd's back, and with a tiled loss they do not exist. Give it true ones "
+            f"{func} reads logits below autograd, and with a tiled loss they do not exist. Pass it computed ones "
             "(logits.clone()), or train with tiled_loss='off'."
         )
 
@@ -82,8 +83,8 @@ class TiledLogits(Tensor):
 def _lost(gradient: Tensor) -> None:
     # A function of its own (torch.autograd.Function) has read the logits inside, where there is no graph; DDP has one such.
     raise RuntimeError(
-        "A gradient of the logits has come to where they would be, and with a tiled loss they do not exist: it would never "
-        "reach the model. Give true logits (logits.clone()) to whatever computes the loss, or train with tiled_loss='off'. "
+        "A gradient arrived at logits that do not exist with a tiled loss: it would never reach the model. Pass computed "
+        "logits (logits.clone()) to whatever computes the loss, or train with tiled_loss='off'. "
         "If it is DDP that looks for unused parameters: set ddp_find_unused_parameters=False."
     )
 
@@ -150,11 +151,8 @@ def _reshaped(func: Any, logits: TiledLogits, *shape: Any, **kwargs: Any) -> Any
         return NotImplemented
     vocabulary, rows = logits._projection.vocabulary, logits._hidden.numel() // max(1, logits._hidden.shape[-1])
     *leading, last = shape
-    if last == -1:
-        others = 1
-        for size in leading:
-            others *= size
-        last = vocabulary if others == rows else last
+    if last == -1 and math.prod(leading) == rows:
+        last = vocabulary
     if last != vocabulary:
         return NotImplemented
     return _with_hidden(logits, logits._hidden.reshape(*leading, logits._hidden.shape[-1]))
@@ -302,27 +300,10 @@ _CASTS: dict[Any, torch.dtype] = {
 }
 
 _ARITHMETIC: tuple[Any, ...] = (
-    Tensor.mul,
-    Tensor.div,
-    Tensor.add,
-    Tensor.sub,
-    Tensor.__mul__,
-    Tensor.__truediv__,
-    Tensor.__add__,
-    Tensor.__sub__,
-    Tensor.__rmul__,
-    Tensor.__radd__,
-    Tensor.neg,
-    Tensor.__neg__,
-    Tensor.tanh,
-    torch.mul,
-    torch.div,
-    torch.add,
-    torch.sub,
-    torch.neg,
-    torch.tanh,
-    torch.nn.functional.tanh,
-)
+    Tensor.mul, Tensor.div, Tensor.add, Tensor.sub, Tensor.neg, Tensor.tanh,
+    torch.mul, torch.div, torch.add, torch.sub, torch.neg, torch.tanh, torch.nn.functional.tanh,
+    Tensor.__mul__, Tensor.__truediv__, Tensor.__add__, Tensor.__sub__, Tensor.__neg__, Tensor.__rmul__, Tensor.__radd__,
+)  # fmt: skip
 
 _OUT_OF_PLACE: dict[Any, Any] = {
     Tensor.mul_: Tensor.mul,
@@ -355,34 +336,14 @@ _HANDLERS: Mapping[Any, Callable[..., Any]] = {
 }
 
 # What the wrapper itself knows.
+_ATTRIBUTES: tuple[Any, ...] = (
+    Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.layout, Tensor.requires_grad, Tensor.is_cuda,
+    Tensor.is_cpu, Tensor.is_meta, Tensor.is_sparse, Tensor.is_quantized, Tensor.is_nested,
+)  # fmt: skip
 _FACTS = frozenset(
-    getattr(attribute, "__get__", attribute)
-    for attribute in (
-        Tensor.shape,
-        Tensor.dtype,
-        Tensor.device,
-        Tensor.ndim,
-        Tensor.layout,
-        Tensor.requires_grad,
-        Tensor.is_cuda,
-        Tensor.is_cpu,
-        Tensor.is_meta,
-        Tensor.is_sparse,
-        Tensor.is_quantized,
-        Tensor.is_nested,
+    (
+        *(getattr(attribute, "__get__", attribute) for attribute in _ATTRIBUTES),
+        Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.element_size,
+        Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex, torch.numel,
     )
-) | frozenset(
-    {
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.__len__,
-        Tensor.element_size,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-    }
-)
+)  # fmt: skip

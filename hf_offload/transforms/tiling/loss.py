@@ -1,13 +1,12 @@
 """Cross-entropy from hidden states, a few tokens at a time: the logits of all tokens never exist.
 
-The gradients of hidden states and head are made in the same pass, as in Liger's fused linear cross-entropy (Hsu et al. 2024,
+The gradients of hidden states and head are computed in one pass, as in Liger's fused linear cross-entropy (Hsu et al. 2024,
 arXiv 2410.10989): the three matrix products of the usual way, and nothing computed twice. Backward only scales them.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,17 +58,21 @@ class HeadProjection:
         )
 
     def project(self, rows: Tensor) -> Tensor:
-        """What the head itself says, in the precision that was in force where it was called."""
-        with torch.autocast(rows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        """The head's own output, in the precision that was in force where it was called."""
+        with self._autocast(rows):
             return self.forward(rows)
 
+    def finished(self, raw: Tensor) -> Tensor:
+        """The logits, of the head's output for the same rows."""
+        with self._autocast(raw):
+            return functools.reduce(lambda logits, function: function(logits), self.finish, raw)
+
     def logits(self, rows: Tensor) -> Tensor:
-        """All of it, for rows of hidden states ``[..., hidden]``: ``[..., vocabulary]``."""
-        logits = self.project(rows)
-        with torch.autocast(rows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            for function in self.finish:
-                logits = function(logits)
-        return logits
+        """The logits ``[..., vocabulary]`` of rows of hidden states ``[..., hidden]``."""
+        return self.finished(self.project(rows))
+
+    def _autocast(self, tensor: Tensor) -> torch.autocast:
+        return torch.autocast(tensor.device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
     @property
     def linear(self) -> nn.Linear | None:
@@ -98,7 +101,7 @@ def tiled_cross_entropy(
         label_smoothing: As in PyTorch.
         reduction: ``mean``, ``sum`` or ``none``.
 
-    Returns a scalar, or ``[tokens]`` with ``reduction="none"`` (then backward computes the logits again). The gradient cannot
+    Returns a scalar, or ``[tokens]`` with ``reduction="none"`` (then backward recomputes the logits). The gradient cannot
     be differentiated again.
     """
     rule = _Rule(ignore_index, label_smoothing, reduction, projection)
@@ -172,7 +175,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.taken:
             raise RuntimeError(
-                "Trying to go backward through the tiled loss a second time: its gradients were handed out. Pass "
+                "Trying to backward through the tiled loss a second time: its gradients have been freed. Pass "
                 "retain_graph=True the first time."
             )
         again = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -190,7 +193,7 @@ Tile = Callable[[Tensor, Tensor, Tensor | None, list[WideSum], bool], tuple[Tens
 
 
 def _linear_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
-    """A piece of a head that is one matrix: its products are made here, so that they can be added up where they belong."""
+    """A piece of a head that is one matrix: its products are computed here, so that they are summed in place."""
     projection = rule.projection
     head = projection.linear
     assert head is not None
@@ -260,26 +263,19 @@ def _by_autograd(
     """Sum of the losses, and its gradients times ``scale``."""
     projection = rule.projection
     if scale is None:
-        return rule.nll(_finished(projection, raw), labels, "sum"), None
+        return rule.nll(projection.finished(raw), labels, "sum"), None
     if raw.grad_fn is None:
         raw.requires_grad_()
     with torch.enable_grad(), _not_moved():
-        loss = rule.nll(_finished(projection, raw), labels, "sum")
+        loss = rule.nll(projection.finished(raw), labels, "sum")
         gradients = torch.autograd.grad(loss * scale, asked, allow_unused=True)
     return loss.detach(), gradients
 
 
-def _finished(projection: HeadProjection, raw: Tensor) -> Tensor:
-    with torch.autocast(raw.device.type, dtype=projection.autocast, enabled=projection.autocast is not None):
-        return functools.reduce(lambda logits, function: function(logits), projection.finish, raw)
-
-
-@contextmanager
-def _not_moved() -> Iterator[None]:
+def _not_moved() -> torch.autograd.graph.saved_tensors_hooks:
     """What a piece saves is needed at once: no outer hook may move it."""
     # Detached: a graph that holds a tensor which holds the graph is never freed.
-    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-        yield
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
 
 def _cross_entropy_(logits: Tensor, labels: Tensor, rule: _Rule, scale: Tensor | None) -> Tensor:

@@ -20,44 +20,14 @@ from hf_offload.structure.units import find_units
 from hf_offload.surgery import ReplacedForward
 
 _TRIAL_TOKENS = 4
-# Operations that treat the last dimension of every token alike, or only say otherwise where it lies.
+# Operations that treat the last dimension of every token alike, or only change its layout.
 _TOKEN_BY_TOKEN = frozenset(
-    [
-        "_to_copy",
-        "_unsafe_view",
-        "add",
-        "addmm",
-        "alias",
-        "chunk",
-        "clamp",
-        "clone",
-        "detach",
-        "div",
-        "exp",
-        "gelu",
-        "hardtanh",
-        "leaky_relu",
-        "linear",
-        "mish",
-        "mm",
-        "mul",
-        "native_dropout",
-        "native_layer_norm",
-        "neg",
-        "pow",
-        "relu",
-        "sigmoid",
-        "silu",
-        "slice",
-        "softplus",
-        "split",
-        "sub",
-        "t",
-        "tanh",
-        "transpose",
-        "view",
-    ]
-)
+    (
+        "_to_copy", "_unsafe_view", "add", "addmm", "alias", "chunk", "clamp", "clone", "detach", "div", "exp", "gelu",
+        "hardtanh", "leaky_relu", "linear", "mish", "mm", "mul", "native_dropout", "native_layer_norm", "neg", "pow", "relu",
+        "sigmoid", "silu", "slice", "softplus", "split", "sub", "t", "tanh", "transpose", "view",
+    )
+)  # fmt: skip
 
 
 class TiledModule(ReplacedForward):
