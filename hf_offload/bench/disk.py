@@ -87,53 +87,33 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Both sides, one right after the other."""
+    """Both sides, one right after the other; ``ratio`` is the tier's share of the ceiling."""
 
     ceiling_bytes_per_s: float
     tier_bytes_per_s: float
-
-    @property
-    def ratio(self) -> float:
-        """The tier's share of the ceiling."""
-        return self.tier_bytes_per_s / self.ceiling_bytes_per_s
+    ratio: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """All rounds of one direction."""
+    """All rounds of one direction: medians, and the smallest and the largest ratio.
+
+    ``ratio`` is the median of the rounds' own ratios: a drive's speed drifts, but little between two neighbours.
+    """
 
     rounds: tuple[Round, ...]
+    ceiling_bytes_per_s: float
+    tier_bytes_per_s: float
+    ratio: float
+    ratio_range: tuple[float, float]
 
-    @property
-    def ceiling_bytes_per_s(self) -> float:
-        """Median over the rounds."""
-        return statistics.median(each.ceiling_bytes_per_s for each in self.rounds)
-
-    @property
-    def tier_bytes_per_s(self) -> float:
-        """Median over the rounds."""
-        return statistics.median(each.tier_bytes_per_s for each in self.rounds)
-
-    @property
-    def ratio(self) -> float:
-        """Median of the rounds' own ratios: a drive's speed drifts, but little between two neighbours."""
-        return statistics.median(each.ratio for each in self.rounds)
-
-    @property
-    def ratio_range(self) -> tuple[float, float]:
-        """Smallest and largest ratio of a round."""
-        ratios = [each.ratio for each in self.rounds]
-        return min(ratios), max(ratios)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Every round and what follows from them."""
-        return {
-            "rounds": [dataclasses.asdict(each) | {"ratio": each.ratio} for each in self.rounds],
-            "ceiling_bytes_per_s": self.ceiling_bytes_per_s,
-            "tier_bytes_per_s": self.tier_bytes_per_s,
-            "ratio": self.ratio,
-            "ratio_range": list(self.ratio_range),
-        }
+    @classmethod
+    def of(cls, rates: Sequence[tuple[float, float]]) -> "Comparison":
+        """From the bytes per second of ceiling and tier in each round."""
+        rounds = tuple(Round(ceiling, tier, tier / ceiling) for ceiling, tier in rates)
+        ceilings, tiers, ratios = zip(*(dataclasses.astuple(each) for each in rounds), strict=True)
+        ceiling, tier, ratio = (statistics.median(values) for values in (ceilings, tiers, ratios))
+        return cls(rounds, ceiling, tier, ratio, (min(ratios), max(ratios)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,15 +130,8 @@ class DriveReport:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "directory": str(self.directory),
-            "file_system": self.file_system,
-            "direct_io": self.direct_io,
-            "ceiling": self.ceiling,
-            **dataclasses.asdict(self.workload),
-            "write": self.write.as_dict(),
-            "read": self.read.as_dict(),
-        }
+        values = dataclasses.asdict(self) | {"directory": str(self.directory)}
+        return values | values.pop("workload")
 
 
 class Side(Protocol):
@@ -214,7 +187,7 @@ def compare_drive(
         for side in (ceiling, tier):
             on_pass(f"{side.name}, first write")
             side.measure("write")
-        found: dict[Direction, list[Round]] = {direction: [] for direction in DIRECTIONS}
+        found: dict[Direction, list[tuple[float, float]]] = {direction: [] for direction in DIRECTIONS}
         for index in range(rounds):
             order: list[Side] = [ceiling, tier] if index % 2 == 0 else [tier, ceiling]
             for direction in DIRECTIONS:
@@ -222,8 +195,8 @@ def compare_drive(
                 for side in order:
                     on_pass(f"{side.name}, {direction} {index + 1}/{rounds}")
                     rates[side] = side.measure(direction)
-                found[direction].append(Round(rates[ceiling], rates[tier]))
-        write, read = (Comparison(tuple(found[direction])) for direction in DIRECTIONS)
+                found[direction].append((rates[ceiling], rates[tier]))
+        write, read = (Comparison.of(found[direction]) for direction in DIRECTIONS)
         return DriveReport(
             directory, tier.file.file_system, tier.file.direct.reason, ceiling.name, workload, write, read
         )

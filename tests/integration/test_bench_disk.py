@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_offload.bench import disk
-from hf_offload.bench.disk import Comparison, Round, Workload
+from hf_offload.bench.disk import Comparison, Workload
 from hf_offload.cli.main import app
 from hf_offload.errors import OffloadConfigError
 from hf_offload.parents import bound
@@ -87,7 +87,7 @@ def test_without_fio_a_loop_of_our_own_is_used_and_named(directory, without_fio)
 
 
 def test_the_median_ratio_is_that_of_the_rounds_not_of_the_medians():
-    found = Comparison((Round(1.0, 0.5), Round(10.0, 9.0), Round(4.0, 4.0)))
+    found = Comparison.of([(1.0, 0.5), (10.0, 9.0), (4.0, 4.0)])
     assert (found.ceiling_bytes_per_s, found.tier_bytes_per_s) == (4.0, 4.0)
     assert found.ratio == 0.9
     assert found.ratio_range == (0.5, 1.0)
