@@ -57,7 +57,6 @@ ACCEPTED = {
 TO_DO: tuple[str, ...] = (
     "benchmarks/sampling.py",
     "docs/api.md",
-    "docs/mutations.md",
     "hf_offload/cli",
     "hf_offload/engine",
     "hf_offload/forecast",
