@@ -158,7 +158,7 @@ if fits:
     chosen = min(exact or fits, key=lambda way: measured[way][1])
     slower = measured[chosen][1] / measured["keep"][1]
     print(
-        f"Decision: {chosen}, {format_bytes(measured[chosen][0])} of {format_bytes(whole)}, {slower:.2f} of its step time:"
+        f"Decision: {chosen}, {format_bytes(measured[chosen][0])} of {format_bytes(whole)}, {slower:.2f} x baseline step:"
     )
     print(", ".join(f"{name}={value!r}" for name, value in WAYS[chosen].items()))
 else:
