@@ -338,7 +338,7 @@ def test_ctrl_c_reaches_a_running_cell(recipe):
         (["--strategies", "recompute"], "leaves out 'baseline'"),
         (["--strategies", "baseline,baseline"], "given twice"),
         (["--strategies", "baseline,ours:floppy"], "'ours:floppy' is unknown"),
-        (["--read-ahead", "64MiB,much"], "read-ahead='much' is not a size"),
+        (["--read-ahead", "64MiB,much"], "read_ahead_bytes='much' is not a size"),
         (["--allocator", "malloc"], "allocator='malloc' is unknown"),
         (["--batch", "4,x"], "--batch '4,x': give whole numbers"),
         (["--sequence", "0"], "--sequence '0': give whole numbers"),
