@@ -23,7 +23,9 @@ them is a waste. Where they are not, the estimate is still right on average, as 
 """
 
 
-def _of_rows(samples: SampleRows | None, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool) -> Tensor:
+def _of_rows(
+    samples: SampleRows | None, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False
+) -> Tensor:
     rows, indices = kept
     if samples is not None:
         samples.seen(gradient)
@@ -43,7 +45,7 @@ def _draw_rows(
     return Part((rows[indices] * factors.to(rows.dtype).unsqueeze(1), indices), functools.partial(_of_rows, samples))
 
 
-def _of_columns(width: int, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool) -> Tensor:
+def _of_columns(width: int, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
     columns, indices = kept
     result = gradient.new_zeros(gradient.shape[1], width)
     result.index_add_(1, indices, gradient.t() @ columns)
@@ -58,7 +60,7 @@ def _draw_columns(rows: Tensor, random: Tensor) -> Part:
 
 
 def _of_directions(
-    shape: tuple[int, int], seed: int, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool
+    shape: tuple[int, int], seed: int, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False
 ) -> Tensor:
     (projected,) = kept
     result = (gradient.t() @ projected) @ signs(shape, seed, projected).t()
