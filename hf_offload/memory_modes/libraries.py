@@ -9,7 +9,7 @@ from hf_offload.errors import OffloadConfigError
 def load_library(name: str, mode: str, install: str) -> Any:
     """The module ``name``.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` that says what to ``install`` for ``mode`` if it is missing.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` with what to ``install`` for ``mode`` if it is missing.
     """
     try:
         return importlib.import_module(name)

@@ -30,7 +30,7 @@ def _dropout(name: str, value: Any) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora(MemoryMode):
-    """LoRA (Hu et al., ICLR 2022, arXiv 2106.09685): a product of two small matrices beside each chosen linear layer.
+    """LoRA (Hu et al., ICLR 2022, arXiv 2106.09685): a product of two small matrices added to each chosen linear layer.
 
     Args:
         rank: Of the product.

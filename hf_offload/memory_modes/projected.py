@@ -19,7 +19,7 @@ from hf_offload.optimizers.projected import (
 )
 from hf_offload.optimizers.projected import state_bytes as count_state
 from hf_offload.optimizers.projected.checks import check_parameters
-from hf_offload.optimizers.projected.projections import Projection, projection_of
+from hf_offload.optimizers.projected.projections import Projection, matrix_shape, projection_of
 from hf_offload.settings.load import collect_errors, from_mapping
 from hf_offload.settings.schema import Directory
 from hf_offload.settings.values import flag, names, reader_of, setting
@@ -109,9 +109,9 @@ class Projected(MemoryMode):
             for name, parameter in group["params"]:
                 projected, plain = shapes.setdefault(parameter.dtype, ([], []))
                 if group["projected"]:
-                    rows, columns = reversed(parameter.shape) if group["transposed"] else parameter.shape
-                    projected.append((rows, columns))
-                    checked.append((name, parameter, True, projection_of(self.method, (rows, columns))))
+                    shape = matrix_shape(parameter, group["transposed"])
+                    projected.append(shape)
+                    checked.append((name, parameter, True, projection_of(self.method, shape)))
                 else:
                     plain.append(parameter.shape)
         check_parameters(checked, self.method)

@@ -36,7 +36,7 @@ class OptimizerBytes:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryMode(abc.ABC):
     """What is trained, and with which optimizer. A mode is a frozen dataclass whose fields are its settings, declared with
-    :func:`~hf_offload.settings.values.setting`. It has to say which optimizer it has and how much state that holds.
+    :func:`~hf_offload.settings.values.setting`. It has to define its optimizer and how much state that holds.
 
     Attributes:
         takes_fused: The optimizer has the option ``fused`` of ``torch.optim.AdamW``.

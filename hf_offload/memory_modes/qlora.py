@@ -58,7 +58,7 @@ class Qlora(Lora):
             )
             layer.bias = module.bias
             model.set_submodule(name, layer.to(weight.device))  # this is what quantises
-        model.is_loaded_in_4bit = True  # type: ignore[assignment]  # as transformers says it to peft
+        model.is_loaded_in_4bit = True  # type: ignore[assignment]  # which is how transformers tells peft
 
     def prepare_fake(self, model: nn.Module) -> nn.Module:
         """Layers that compute as those of bitsandbytes do stand in for them, which quantise where they are made."""

@@ -294,6 +294,8 @@ class DiskTier(QueuedTier):
         self.call_with_watchdog(functools.partial(self._room.leave, self._number))
 
     def abandon_in_child(self) -> None:
-        """After a fork, in the child: close its copies of the files, so that they do not keep the disk space."""
+        """After a fork, in the child: close its copies of the files, so that they do not keep the disk space. Takes no lock:
+        its holder may not exist there.
+        """
         for file in self._room.files:
             file.close()

@@ -53,7 +53,7 @@ def allocate_once(fd: int, offset: int, nbytes: int) -> None:
 
 def settle_once(fd: int, offset: int, nbytes: int) -> None:
     """Wait until what was written there through the page cache is on the drive. Raises OSError if write-back has failed
-    anywhere in the file since the last call; the kernel tells it once.
+    anywhere in the file since the last call; the kernel reports it once.
     """
     if _libc().sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE_AND_WAIT) != 0:
         number = ctypes.get_errno()
@@ -97,7 +97,7 @@ class DirectIo:
 def probe_direct_io(directory: Path, file_system: str) -> DirectIo:
     """Find out by writing and reading a few blocks; what the kernel claims is only the first guess."""
     if file_system in MEMORY_FILE_SYSTEMS:
-        return DirectIo(False, 1, f"{file_system} is memory: there is no drive to go to directly")
+        return DirectIo(False, 1, f"{file_system} is memory: there is no drive behind it")
     if not hasattr(os, "O_DIRECT"):
         return DirectIo(False, 1, "this platform has no O_DIRECT")
     try:
@@ -115,7 +115,7 @@ def probe_direct_io(directory: Path, file_system: str) -> DirectIo:
         for align in dict.fromkeys([claimed or 512, 512, 4096, 65536]):
             failure = _try_alignment(fd, align)
             if failure is None:
-                source = "as the kernel says" if align == claimed else "found by trying"
+                source = "as the kernel reports" if align == claimed else "found by trying"
                 return DirectIo(True, align, f"O_DIRECT with blocks of {align} bytes, {source}")
     finally:
         close_once(fd)
@@ -169,7 +169,7 @@ def _no_file_in(directory: str | os.PathLike[str], error: OSError) -> OffloadCon
 
 
 def _open_nameless(directory: Path) -> int:
-    """A new, empty file that nobody else can open, with no name from the beginning: a process that is killed at any
+    """A new, empty file that no other process can open, without a name from the start: a process that is killed at any
     moment leaves nothing. Where the file system cannot do that, the name is there for an instant.
     """
     if hasattr(os, "O_TMPFILE"):
@@ -307,7 +307,7 @@ class DataFile:
             os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def _wait_until_settled(self, offset: int, nbytes: int) -> None:
-        with self._settling:  # the kernel tells one caller only
+        with self._settling:  # the kernel reports a failure to one caller only
             if self._lost is None:
                 try:
                     _uninterrupted(settle_once, self._fd, offset, nbytes)
@@ -316,7 +316,7 @@ class DataFile:
         self._check_nothing_lost()
 
     def _check_nothing_lost(self) -> None:
-        """Raises OSError for a file from which something has not come to the drive: nobody knows what it was."""
+        """Raises OSError if anything written to the file has not reached the drive: which bytes is unknown."""
         if self._lost is not None:
             raise OSError(errno.EIO, f"the drive lost something that had been written to this file ({self._lost})")
 

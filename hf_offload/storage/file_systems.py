@@ -59,7 +59,7 @@ def file_system_of(path: Path, mountinfo: str | None = None) -> str:
 
 
 def check_directory(path: str | os.PathLike[str], mountinfo: str | None = None, *, quiet: bool = False) -> str:
-    """Return the directory's file-system type, or raise :class:`OffloadConfigError` that says why it cannot be used.
+    """Return the directory's file-system type, or raise :class:`OffloadConfigError` with the reason why it cannot be used.
 
     One in RAM is warned of, unless ``quiet``.
     """

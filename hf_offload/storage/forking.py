@@ -11,11 +11,14 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_offload.storage.disk import DiskTier
 
 
 class Gate:
-    """Counts the system calls that run, and holds new ones while someone wants quiet.
+    """Counts the system calls that run, and holds new ones back before a fork.
 
     A call that does not end within ``limit_s`` is not waited for any longer. Should it end after all, it counts as failed:
     :meth:`passing` raises OSError, since its bytes may have landed in the other process.
@@ -59,26 +62,16 @@ class Gate:
             self._changed.notify_all()
 
 
-class Guarded(Protocol):
-    """What the fork handler needs of a tier."""
-
-    @property
-    def gate(self) -> Gate: ...
-
-    def abandon_in_child(self) -> None:
-        """Close the child's copies of the files; take no lock, for its holder may not exist here."""
-
-
 class _Watch:
     """The tiers that are open in this process, and the handler over them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.tiers: weakref.WeakSet[Guarded] = weakref.WeakSet()
+        self.tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()
         self.held = threading.local()
         self.registered = False
 
-    def add(self, tier: Guarded) -> None:
+    def add(self, tier: "DiskTier") -> None:
         with self.lock:
             self.tiers.add(tier)
             if not self.registered and hasattr(os, "register_at_fork"):
@@ -110,6 +103,6 @@ class _Watch:
 _watch = _Watch()
 
 
-def guard(tier: Guarded) -> None:
+def guard(tier: "DiskTier") -> None:
     """Keep forks away from the tier's system calls for as long as the tier lives."""
     _watch.add(tier)

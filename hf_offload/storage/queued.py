@@ -29,7 +29,7 @@ _view_of.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 def memory(address: int, nbytes: int) -> memoryview:
-    """A writable view of raw memory. It owns nothing: whoever calls keeps the memory alive."""
+    """A writable view of raw memory, which the caller keeps alive."""
     return _view_of(address, nbytes, _PyBUF_WRITE)
 
 
@@ -66,7 +66,7 @@ class QueuedTransfer:
 
     def enqueue(self, pool: WorkerPool, parts: Sequence[Any], urgent: bool) -> None:
         self._left = len(parts)
-        # First in the list of callbacks, so that a cancelled transfer lets its buffer go before anyone is told.
+        # First in the list of callbacks, so that a cancelled transfer releases its buffer before other callbacks run.
         self.future.add_done_callback(self._when_cancelled)
         pool.submit(*[functools.partial(self.run, part) for part in parts], urgent=urgent)
 
@@ -107,7 +107,7 @@ class QueuedTransfer:
         if future.cancelled():
             with self._lock:
                 if self._state == "queued":
-                    # Now rather than when a worker comes by: concurrent.futures.wait() waits for this notice.
+                    # Now rather than when a worker takes it: concurrent.futures.wait() waits for this notice.
                     self._state = "cancelled"
                     future.set_running_or_notify_cancel()
             self.buffer = None

@@ -119,7 +119,7 @@ class RamTier(QueuedTier):
         return slot
 
     def host_view(self, slot: Slot) -> torch.Tensor | None:
-        """The slot's memory. Whoever writes into it fills the slot; it is valid until :meth:`free`.
+        """The slot's memory, valid until :meth:`free`. The slot counts as filled from now on.
 
         None with ``checksum``, which only :meth:`write` and :meth:`read` can compare.
         """

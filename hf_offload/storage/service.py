@@ -1,4 +1,4 @@
-"""One storage service a run: what its accounts share, whoever opens it first.
+"""One storage service a run: what its accounts share, in whichever order they open.
 
 Note: accounts
     Activations, optimizer state and whatever else a run moves are accounts of one :class:`RunStorage`. Each opens tiers of

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 _LOOKS = 10
 # How long a wait may leave a signal unanswered.
-_DEAF_S = 0.1
+_SIGNAL_DELAY_S = 0.1
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -133,15 +133,15 @@ class Tier(abc.ABC):
     name: str
     stats: TierStats
     stall_limit_s: float = 120.0
-    """How long transfers may run without one system call of theirs ending, before whoever waits for them gives up.
+    """How long transfers may run without one system call of theirs ending, before waiting for them is given up.
 
     A working drive ends one in a second, and the kernel gives up on a drive after 30 s: this is for a drive that is neither
-    working nor known to be broken. It ends before other processes of the run lose their patience (ten minutes).
+    working nor known to be broken. It ends before other processes of the run time out (ten minutes).
     """
     _stood_still_after = -1
 
     def wait_for(self, wait: Callable[[float], bool]) -> None:
-        """Call ``wait(seconds)`` until it says True.
+        """Call ``wait(seconds)`` until it returns True.
 
         Raises :class:`~hf_offload.errors.StandstillError` if system calls run and none of them ends for
         ``stall_limit_s``. Whatever they still read into or write from must not be used again.
@@ -161,8 +161,8 @@ class Tier(abc.ABC):
                 )
 
     def _look(self, wait: Callable[[float], bool], seconds: float) -> bool:
-        """Whether ``wait`` says True within ``seconds``. Ctrl-C ends the waiting, also where signals are deferred."""
-        parts = math.ceil(seconds / _DEAF_S) if signals_deferred.is_on else 1
+        """Whether ``wait`` returns True within ``seconds``. Ctrl-C ends the wait, also where signals are deferred."""
+        parts = math.ceil(seconds / _SIGNAL_DELAY_S) if signals_deferred.is_on else 1
         for _ in range(parts):
             if wait(seconds / parts):
                 return True
@@ -205,7 +205,7 @@ class Tier(abc.ABC):
     def reserve(self, nbytes: int, place: str | None = None) -> Slot:
         """Set room aside; ``place`` names the part to prefer in a tier that has several.
 
-        Raises :class:`~hf_offload.errors.TierFullError` that says which limit was met.
+        Raises :class:`~hf_offload.errors.TierFullError`, which names the limit that was met.
         """
 
     @abc.abstractmethod
@@ -256,7 +256,7 @@ def _call(stats: TierStats, call: Callable[[], T], undo: Callable[[T], None], do
     stats.begin("other")
     try:
         result = call()
-    except BaseException as error:  # whoever waits has to hear of it
+    except BaseException as error:  # the waiting thread raises it
         stats.end("other", 0)
         if done.set_running_or_notify_cancel():
             done.set_exception(error)

@@ -1,8 +1,8 @@
 """How much offloading has written to each drive: by this run, and by all runs together.
 
 A drive's file holds one line of JSON of a fixed length, changed in place by one write under a lock: whatever kills the
-process leaves the old line or the new one, and nothing beside it. Counting never stops a training: what cannot be read or
-written is said once in the log, and what another process keeps locked is counted the next time.
+process leaves the old line or the new one, and nothing else. Counting never stops a training: what cannot be read or written
+is logged once, and what another process keeps locked is counted the next time.
 """
 
 import collections
@@ -36,11 +36,11 @@ def wear_folder() -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Drive:
-    """A drive, or a file system that does not say which drives it lies on.
+    """A drive, or a file system whose drives are not known.
 
     Attributes:
-        key: What tells it from other drives, also after a restart; a file's name.
-        name: What a person calls it.
+        key: Identifies it, also after a restart; a file's name.
+        name: For messages.
     """
 
     key: str
@@ -172,7 +172,7 @@ def _path(drive: Drive, folder: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path, tries: int) -> Iterator[int]:
-    """The file, open and ours alone. Raises BlockingIOError if somebody else keeps it."""
+    """The file, open and locked. Raises BlockingIOError if another process keeps it locked."""
     import fcntl  # not on every platform
 
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

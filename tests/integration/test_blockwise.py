@@ -354,7 +354,7 @@ def on_disk(rank, folder):
             ])  # fmt: skip
             if tier == "ssd":
                 # Between two turns everything waits: all had their turn, and the next one's state is read at its first step.
-                sizes = [optimizer._parked.nbytes(name) for name, _ in optimizer._on_disk()]
+                sizes = [optimizer._parked.nbytes(name) for name in optimizer._on_disk()]
                 assert len(sizes) == sum(1 for _ in model.parameters())
                 whole = sum(8 * p.numel() + 4 for p in model.parameters())
                 assert 0.4 * whole < sum(sizes) < 0.6 * whole if shards else sum(sizes) == whole

@@ -168,12 +168,12 @@ def test_nothing_that_is_parked_is_in_memory(tmp_path):
         found[tier] = live_bytes() - before
         waiting = [name for name, p in model.named_parameters() if name not in optimizer._trains]
         if tier == "ssd":
-            assert {name for name, _ in optimizer._on_disk()} == {name for name, _ in model.named_parameters()}
+            assert set(optimizer._on_disk()) == {name for name, _ in model.named_parameters()}
             slots = [entry.slot for entry in optimizer._parked._entries.values()]
             assert all(slot.image.lead == slot.image.tail == b"" for slot in slots)
             assert tier_of(optimizer).stats.used_bytes == sum(slot.nbytes for slot in slots)
             train(model, optimizer, 1)  # the embedding's is read, and its room free again
-            assert {name for name, _ in optimizer._on_disk()} == set(waiting)
+            assert set(optimizer._on_disk()) == set(waiting)
             assert tier_of(optimizer).stats.used_bytes < sum(slot.nbytes for slot in slots)
         del model, optimizer
     assert found["ssd"] == found["drop"]

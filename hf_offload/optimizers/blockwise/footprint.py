@@ -1,4 +1,4 @@
-"""How many bytes block-wise training needs beside weights and activations, in closed form."""
+"""How many bytes block-wise training needs in addition to weights and activations, in closed form."""
 
 import dataclasses
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class BlockwiseBytes:
 def peak_bytes(model: nn.Module, config: BlockwiseConfig, moments: int = 2, scalars: int = 1) -> BlockwiseBytes:
     """What a :class:`BlockwiseOptimizer` over all trainable parameters of ``model`` will need at most, per process.
 
-    ``moments`` and ``scalars`` say what the inner optimizer keeps of a parameter: tensors of its size, and single float32
+    ``moments`` and ``scalars`` count what the inner optimizer keeps of a parameter: tensors of its size, and single float32
     numbers. AdamW has two and one.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` if the settings do not fit the model.

@@ -1,8 +1,8 @@
-"""Freezing parameters until their turn, and knowing them from those that the user froze.
+"""Freezing parameters until their turn, and telling them from those that the user froze.
 
 Note: when blocks are frozen
-    Whoever wraps a model (``DistributedDataParallel``, ``Accelerator.prepare``) or converts its layers looks at which
-    parameters require gradients, once. So all of them still do when the optimizer is built, and the first forward of the
+    Code that wraps a model (``DistributedDataParallel``, ``Accelerator.prepare``) or converts its layers looks once at which
+    parameters require gradients. So all of them still do when the optimizer is built, and the first forward of the
     model (or the first step, where the model itself is never called) freezes those that have to wait.
 """
 
@@ -14,9 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_offload.errors import OffloadConfigError
-
-# An attribute of the parameter itself: it tells whoever builds another optimizer later, when this one may be gone.
+# An attribute of the parameter itself: another optimizer finds it later, when this one may be gone.
 _MARK = "_waits_for_its_turn"
 
 
@@ -64,26 +62,3 @@ class BeforeForward:
 def running_data_parallel() -> DistributedDataParallel | None:
     """The ``DistributedDataParallel`` whose forward runs now."""
     return DistributedDataParallel._get_active_ddp_module()
-
-
-def check_data_parallel(wrapper: DistributedDataParallel, all_trained: bool, anything_waits: bool) -> None:
-    """Refuse a ``DistributedDataParallel`` that would mix up gradients when blocks are frozen and unfrozen.
-
-    ``all_trained``: every parameter trains in every turn. ``anything_waits``: some are frozen as the wrapper is first seen.
-
-    Raises :class:`~hf_offload.errors.OffloadConfigError`.
-    """
-    if all_trained:
-        return
-    if anything_waits:
-        raise OffloadConfigError(
-            "This DistributedDataParallel was built while blocks waited for their turn, so it would never average their "
-            "gradients: build it before the model's first forward, or call release(model) before it."
-        )
-    if wrapper.static_graph or not wrapper.find_unused_parameters:
-        found = "static_graph=True" if wrapper.static_graph else "find_unused_parameters=False"
-        raise OffloadConfigError(
-            f"DistributedDataParallel with {found} waits for gradients of blocks that are frozen: set "
-            "find_unused_parameters=True and no static_graph (the Trainer: ddp_find_unused_parameters=True; Accelerate: "
-            "DistributedDataParallelKwargs(find_unused_parameters=True))."
-        )

@@ -18,9 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.optimizers.blockwise.checks import (
+    check_data_parallel,
+    check_parameters,
+    checked_state,
+    default_options,
+)
 from hf_offload.optimizers.blockwise.freezing import (
     BeforeForward,
-    check_data_parallel,
     freeze,
     is_waiting,
     running_data_parallel,
@@ -34,9 +39,9 @@ from hf_offload.storage.service import storage_of
 logger = logging.getLogger(__name__)
 
 HALF = (torch.float16, torch.bfloat16)
-# In a state dict, beside torch's own "state" and "param_groups".
+# In a state dict, in addition to torch's own "state" and "param_groups".
 _KEY = "blockwise"
-# What a group has beside the optimizer's options.
+# What a group has in addition to the optimizer's options.
 _MEMBERS = ("params", "param_names")
 
 
@@ -85,22 +90,18 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         with collect_errors("settings of block-wise training") as check:
             defaults: dict[str, Any] = {}
             with check:
-                defaults = _defaults(optimizer, options)
+                defaults = default_options(optimizer, options)
             super().__init__(params, defaults)
             names = {id(p): name for name, p in module.named_parameters()}
             mine = [p for group in self.param_groups for p in group["params"]]
             with check:
-                _check_parameters(mine, names, module)
+                check_parameters(mine, names, module)
             trainable = {id(p): names[id(p)] for p in mine if p.requires_grad and id(p) in names}
             with check:
                 self._units = find_trainable_units(module, trainable)
                 self._schedule = Schedule(self._units, config)
-            self._parked: ParkedState | None = None
             with check:
-                if config.inactive_state != "drop":
-                    budget = None if config.disk_budget is None else int(config.disk_budget)
-                    on_disk = config.inactive_state == "ssd"
-                    self._parked = ParkedState(storage_of(module), on_disk, config.directories, budget)
+                self._parked = ParkedState(storage_of(module), config)
         self._names = [names[id(p)] for p in mine]
         # Names of parameters that the user froze, before or since.
         self._frozen = set(self._names) - set(trainable.values())
@@ -136,7 +137,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         tensors = [t for name, p in self._named() if name in self._trains for t in self.state.get(p, {}).values()]
         in_memory = sum(t.nbytes for t in [*tensors, *self._masters.values()] if isinstance(t, Tensor))
         # What the first step of the turn will read from disk is counted, too.
-        return in_memory + sum(disk.nbytes(name) for name, disk in self._on_disk() if name in self._trains)
+        return in_memory + sum(self._parked.nbytes(name) for name in self._on_disk() if name in self._trains)
 
     def open(self) -> None:
         """Freeze what waits at the next forward again, after a :meth:`close`. Idempotent."""
@@ -154,15 +155,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 unfreeze(parameter)
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        # Through param_groups each time: whoever shards a model puts other parameters there.
+        # Through param_groups each time: sharding a model puts other parameters there.
         members = (p for group in self.param_groups for p in group["params"])
         return zip(self._names, members, strict=True)
 
-    def _on_disk(self) -> Iterator[tuple[str, ParkedState]]:
-        """Names of the parameters whose state is on disk alone, and where."""
-        for name, parameter in self._named():
-            if self._parked is not None and name in self._parked and not self.state.get(parameter):
-                yield name, self._parked
+    def _on_disk(self) -> list[str]:
+        """Names of the parameters whose state is on disk alone."""
+        return [name for name, p in self._named() if name in self._parked and not self.state.get(p)]
 
     def _begin_turn(self, active: tuple[str, ...]) -> None:
         self._active = active
@@ -193,7 +192,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._applied = True
 
     def _notice_frozen(self) -> None:
-        """Whatever trains and was frozen by somebody else is frozen for good."""
+        """What trains and was frozen by other code is frozen for good."""
         if self._applied:
             self._frozen |= {name for name, p in self._named() if name in self._trains and not p.requires_grad}
 
@@ -201,15 +200,15 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._notice_frozen()
         active = self._schedule.turn(self._turn + 1)
         leaving = [(name, p) for name, p in self._named() if name in self._trains - self._trained_in(active)]
-        if self._parked is not None:  # before anything else, since it may fail
-            self._parked.add({name: self.state[p] for name, p in leaving if self.state.get(p)})
+        # Before anything else, since it may fail.
+        self._parked.add({name: self.state[p] for name, p in leaving if self.state.get(p)})
         self._turn += 1
         self._steps = 0
         self._begin_turn(active)
         for name, parameter in leaving:
             self._masters.pop(name, None)
             state = self.state.pop(parameter, None)
-            if state is not None and self._parked is not None and name not in self._parked:
+            if state is not None and self.config.inactive_state != "drop" and name not in self._parked:
                 self.state[parameter] = _on_cpu(state)
                 self._foreign.add(name)
         self._apply()
@@ -282,7 +281,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         inner = self._class(groups, **self._options)
         made = dict(inner.state)  # some optimizers begin with a state
         foreign = {name: self.state[trained[name]] for name in self._foreign & trained.keys()}
-        foreign |= {name: disk.read(name) for name, disk in self._on_disk() if name in trained}
+        foreign |= {name: self._parked.read(name) for name in self._on_disk() if name in trained}
         self._load_foreign(inner, foreign)
         for name, parameter in trained.items():
             if name in foreign:
@@ -292,12 +291,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             elif self._inner_of[name] in made:
                 inner.state[self._inner_of[name]] = made[self._inner_of[name]]
         self._foreign -= trained.keys()
-        if self._parked is not None:
-            self._parked.remove(trained)
+        self._parked.remove(trained)
         return inner
 
     def _load_foreign(self, inner: torch.optim.Optimizer, foreign: dict[str, dict[str, Any]]) -> None:
-        """Have the inner optimizer's own rules say where, and in which dtype, each part of a state belongs."""
+        """Load states by the inner optimizer's own rules for the device and dtype of each part."""
         if not foreign:
             return
         place = {id(p): i for i, p in enumerate(p for group in inner.param_groups for p in group["params"])}
@@ -320,7 +318,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """
         places = {name: place for place, name in enumerate(self._names)}
         found = super().state_dict()
-        found["state"].update((places[name], disk.read(name)) for name, disk in self._on_disk())
+        found["state"].update((places[name], self._parked.read(name)) for name in self._on_disk())
         return found | {
             _KEY: {
                 "settings": self._settings(),
@@ -341,16 +339,12 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         or of other blocks, and :class:`~hf_offload.errors.StorageError` if state cannot be written to disk: nothing has
         changed then.
         """
-        own = state_dict.get(_KEY)
-        self._check_state(own)
-        assert own is not None
+        own = checked_state(state_dict.get(_KEY), self._settings(), self.config, self._schedule.names)
         self._notice_frozen()
         saved = {name: state_dict["state"].get(place) for place, name in enumerate(self._names)}
-        if self._parked is not None:  # before anything else, since it may fail
-            waiting = saved.keys() - self._trained_in(own["active"])
-            self._parked.replace(
-                {name: state for name, state in saved.items() if name in waiting and state is not None}
-            )
+        waiting = saved.keys() - self._trained_in(own["active"])
+        # Before anything else, since it may fail.
+        self._parked.replace({name: state for name, state in saved.items() if name in waiting and state is not None})
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._turn, self._steps = own["turn"], own["steps"]
         self._begin_turn(tuple(own["active"]))
@@ -358,61 +352,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._foreign = set()
         for name, parameter in self._named():
             state = saved[name]
-            if state is not None and (self._parked is None or name not in self._parked):
+            if state is not None and name not in self._parked:
                 self.state[parameter] = state if name in self._trains else _on_cpu(state)
                 self._foreign.add(name)
         self._applied = False
 
     def _settings(self) -> dict[str, Any]:
         return self.config.plain() | {"optimizer": self._class.__name__}
-
-    def _check_state(self, own: dict[str, Any] | None) -> None:
-        if own is None:
-            raise OffloadConfigError(
-                "This state was not saved by a BlockwiseOptimizer's own state_dict(): start without it, or load it into the "
-                "optimizer that saved it."
-            )
-        with collect_errors("state of block-wise training") as check:
-            for name, value in self._settings().items():
-                with check:
-                    if own["settings"].get(name) != value:
-                        mine = getattr(self.config, name, value)
-                        raise OffloadConfigError(
-                            f"The state was saved with {name}={own['settings'].get(name)!r}, and the optimizer has "
-                            f"{name}={mine!r}: use the same settings, or start without the state."
-                        )
-            with check:
-                blocks = self._schedule.names
-                if own["blocks"] != blocks:
-                    raise OffloadConfigError(
-                        f"The state is that of the blocks {', '.join(own['blocks'])}, and here {', '.join(blocks)} "
-                        "train: load it into the same model, with the same parameters frozen."
-                    )
-
-
-def _defaults(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return optimizer([nn.Parameter(torch.zeros(1))], **options).defaults
-    except (TypeError, ValueError) as error:
-        raise OffloadConfigError(f"{optimizer.__name__} cannot be built with {options}: {error}") from error
-
-
-def _check_parameters(parameters: list[nn.Parameter], names: dict[int, str], module: nn.Module) -> None:
-    with collect_errors("parameters of block-wise training") as check:
-        strangers = [tuple(p.shape) for p in parameters if id(p) not in names]
-        with check:
-            if strangers:
-                raise OffloadConfigError(
-                    f"{len(strangers)} parameters are not of this {type(module).__name__} (shapes {strangers[:3]}): give the "
-                    "optimizer parameters of the module it is given."
-                )
-        waiting = [name for name, p in module.named_parameters() if is_waiting(p)]
-        with check:
-            if waiting:
-                raise OffloadConfigError(
-                    f"{len(waiting)} parameters still wait for their turn in another BlockwiseOptimizer ({waiting[0]} ...): "
-                    "close() that one, or call release(model), before the parameters are listed for a new one."
-                )
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_offload.errors import StorageError, TierFullError, WriteLimitError
 from hf_offload.interrupts import signals_deferred
+from hf_offload.optimizers.blockwise.schedule import BlockwiseConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk import DiskTier
@@ -60,30 +61,30 @@ class ParkedState:
     State in RAM stays where it is: only its bytes are taken of the run's RAM budget. Once the run's limit of bytes written is
     met, what would go to disk stays in RAM.
 
-    Args:
-        storage: The run's.
-        on_disk: Whether state goes to disk.
-        directories: Where the files are; the system's temporary folder if there are none.
-        budget_bytes: Bytes of disk that are set aside for them. Default: what the run and the disk have left.
+    With ``inactive_state="drop"`` nothing is parked.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used, or a budget that the run does
     not have.
     """
 
-    def __init__(self, storage: RunStorage, on_disk: bool, directories: Iterable[Path], budget_bytes: int | None):
+    def __init__(self, storage: RunStorage, config: BlockwiseConfig):
         self._storage = storage
+        self._keeps = config.inactive_state != "drop"
         storage.members.add(self)
         self._tier: DiskTier | None = None
         self._entries: dict[str, _Entry] = {}
         self._ram = HeldRam(storage, OPTIMIZER_STATE)
         self._warned = False
-        if on_disk:
-            chosen = list(directories) or [Path(tempfile.gettempdir())]
+        if config.inactive_state == "ssd":
             self._tier = DiskTier(
-                chosen, storage=storage, account=OPTIMIZER_STATE, budget_bytes=budget_bytes, checksum=True
+                config.directories or [Path(tempfile.gettempdir())],
+                storage=storage,
+                account=OPTIMIZER_STATE,
+                budget_bytes=None if config.disk_budget is None else int(config.disk_budget),
+                checksum=True,
             )
-            if chosen != list(directories):
-                logger.warning("No directory was named for optimizer state: it goes to %s.", chosen[0])
+            if not config.directories:
+                logger.warning("No directory was named for optimizer state: it goes to %s.", self._tier.where)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -97,6 +98,8 @@ class ParkedState:
 
         Raises :class:`~hf_offload.errors.StorageError` if neither disk nor RAM has room: what was parked before still is.
         """
+        if not self._keeps:
+            return
         self._storage.free_unneeded()
         with signals_deferred:
             written: dict[str, _Entry] = {}

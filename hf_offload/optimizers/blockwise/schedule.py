@@ -28,7 +28,7 @@ def _order(name: str, value: Any) -> str | tuple[str, ...]:
     names = tuple(items(value))
     if not names or not all(isinstance(one, str) for one in names) or len(set(names)) < len(names):
         raise OffloadConfigError(
-            f"{name}={shown(value)}: say one of {', '.join(ORDERS)}, or names of blocks, each once."
+            f"{name}={shown(value)}: pass one of {', '.join(ORDERS)}, or names of blocks, each once."
         )
     return names
 
@@ -128,7 +128,7 @@ class Units:
 def find_trainable_units(model: nn.Module, names: Mapping[int, str]) -> Units:
     """The model's units, of the parameters in ``names`` (id of a parameter: its name); units without any are left out.
 
-    Units are the repeated blocks, and the outermost modules beside them. A parameter that several modules share belongs to
+    Units are the repeated blocks, and the outermost modules around them. A parameter that several modules share belongs to
     the first of them.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` if there are no repeated blocks, or none of them has a parameter.
@@ -183,7 +183,7 @@ class Schedule:
                 with check:
                     if name not in known:
                         raise OffloadConfigError(
-                            f"order names {name!r}, which is no trainable block of this model.{nearest(name, known)} "
+                            f"order names {name!r}, which is not a trainable block of this model.{nearest(name, known)} "
                             f"Blocks: {', '.join(known)}."
                         )
             with check:

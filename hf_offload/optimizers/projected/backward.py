@@ -19,7 +19,7 @@ class UpdateInBackward:
     Saving and loading go through the optimizer, before backward or after ``step()``.
 
     What needs all gradients at once, or the same parameter's twice, is refused by name
-    (:class:`~hf_offload.errors.OffloadConfigError`, all at once): say what the run would use.
+    (:class:`~hf_offload.errors.OffloadConfigError`, all at once): pass what the run would use.
 
     Args:
         max_grad_norm: Of clipping by the norm of all gradients.

@@ -1,4 +1,4 @@
-"""What is asked of a projected optimizer: one frozen dataclass a method, each mistake named, all of them at once."""
+"""What is asked of a projected optimizer: one frozen dataclass a method, all errors named at once."""
 
 import abc
 import dataclasses
@@ -144,8 +144,8 @@ class FrugalConfig(ProjectedConfig):
         density: How large the part is, 0 to 1: of the rank (``svd``, ``random``), of the columns, of the entries, or of the
             matrices. 0 is the rule without state alone.
         projection: ``"blocks"``: whole matrices, a new set in each period of ``update_proj_gap`` steps until all
-            had their turn (these all change at the same step, whatever ``stagger`` says: there is nothing to compute).
-            ``"columns"``: some inputs of each layer. ``"random-k"``: one entry drawn from each stretch of ``1/density``.
+            had their turn (these all change at the same step, whatever ``stagger`` is: there is nothing to compute).
+            ``"columns"``: some inputs of each layer. ``"random-k"``: one entry drawn from each interval of ``1/density``.
             ``"random"``: a random orthonormal basis of the shorter side. ``"svd"``: as GaLore.
         free_rule: ``"sign"``: the sign of the rest of the gradient; ``"sgd"``: the rest itself. (A gradient that lies in the
             space of its singular vectors, as with fewer tokens than the rank, leaves rounding errors. They have signs.)

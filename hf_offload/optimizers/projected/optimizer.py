@@ -14,6 +14,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.projected import rules
 from hf_offload.optimizers.projected.checks import check_numbers, check_parameters, check_state_dict, sharded
+from hf_offload.optimizers.projected.formats import StateFormat, drop
 from hf_offload.optimizers.projected.methods import (
     ApolloConfig,
     FrugalConfig,
@@ -29,13 +30,13 @@ from hf_offload.optimizers.projected.projections import (
     drawn_space,
     is_active,
     is_refreshed,
+    matrix_shape,
     new_basis,
     projection_of,
     random_basis,
     turn_moments,
     turns,
 )
-from hf_offload.optimizers.projected.stored import Storage, drop
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class ProjectedAdamW(Optimizer):
 
     Args:
         params: As for every optimizer. A group with ``"projected": True`` holds the matrices that ``method`` works on;
-            ``"transposed": True`` says that they are stored ``[in, out]``. ``hf_offload.optimizers.param_groups`` makes the
+            ``"transposed": True`` marks those stored ``[in, out]``. ``hf_offload.optimizers.param_groups`` makes the
             groups of a model.
         method: :class:`GaLoreConfig`, :class:`ApolloConfig` or :class:`FrugalConfig`.
         lr, betas, eps, weight_decay: As in ``torch.optim.AdamW``: decay is decoupled, each group may have its own.
@@ -81,8 +82,8 @@ class ProjectedAdamW(Optimizer):
     """
 
     in_backward = False
-    """Whether an :class:`UpdateInBackward` is at work."""
-    _checked = False  # the first groups are checked together, so that all errors are reported at once
+    """Whether an :class:`UpdateInBackward` is active."""
+    _checked = False  # the first groups are checked together, so that all errors are raised at once
 
     def __init__(
         self,
@@ -125,12 +126,12 @@ class ProjectedAdamW(Optimizer):
     def _set_up(self) -> None:
         """Whatever follows from the method and the groups, and so is neither copied nor saved."""
         method = self.method
-        self._moments = Storage(method.state_dtype, method.block_size)
-        self._plain_moments = Storage(method.plain_state_dtype, method.block_size)
-        self._vectors = Storage(None, method.block_size)
-        self._projectors = Storage(method.projector_dtype, method.block_size)
-        for storage in (self._moments, self._plain_moments, self._projectors):
-            storage.require()
+        self._moments = StateFormat(method.state_dtype, method.block_size)
+        self._plain_moments = StateFormat(method.plain_state_dtype, method.block_size)
+        self._vectors = StateFormat(None, method.block_size)
+        self._projectors = StateFormat(method.projector_dtype, method.block_size)
+        for form in (self._moments, self._plain_moments, self._projectors):
+            form.require()
         self._places: dict[Tensor, _Place] = {}
         self._projected_count = 0
         for group in self.param_groups:
@@ -138,8 +139,7 @@ class ProjectedAdamW(Optimizer):
             for name, parameter in zip(names, group["params"], strict=True):
                 projection = None
                 if group["projected"] and parameter.dim() == _MATRIX:
-                    m, n = reversed(parameter.shape) if group["transposed"] else parameter.shape
-                    projection = projection_of(method, (m, n))
+                    projection = projection_of(method, matrix_shape(parameter, group["transposed"]))
                 self._places[parameter] = _Place(name, self._projected_count, projection)
                 self._projected_count += projection is not None
         self._turns = turns(method, self._projected_count) if isinstance(method, FrugalConfig) else []
@@ -181,7 +181,7 @@ class ProjectedAdamW(Optimizer):
         gradient = parameter.grad
         place = self._places.get(parameter)
         if place is None or isinstance(parameter, DTensor):
-            # Someone has replaced the parameters since: accelerate does so under FSDP2.
+            # The parameters were replaced since: accelerate does so under FSDP2.
             raise OffloadConfigError(sharded(self.method, "that was put in the place of another"))
         if gradient is None or gradient.is_sparse:
             raise OffloadConfigError(
@@ -193,8 +193,8 @@ class ProjectedAdamW(Optimizer):
         steps = int(state["step"].item())  # on the host anyway
         state["step"] += 1
         if place.projection is None:
-            storage = self._plain_moments if parameter.dim() >= _MATRIX else self._vectors
-            rules.adamw(parameter, gradient, state, _hyper(group, steps + 1), storage)
+            form = self._plain_moments if parameter.dim() >= _MATRIX else self._vectors
+            rules.adamw(parameter, gradient, state, _hyper(group, steps + 1), form)
             return
         weight = parameter.t() if group["transposed"] else parameter
         gradient = gradient.t() if group["transposed"] else gradient

@@ -81,6 +81,12 @@ def projection_of(config: ProjectedConfig, shape: tuple[int, int]) -> Projection
     return Projection(config.projection, shorter, round(config.density * whole), shape)
 
 
+def matrix_shape(parameter: Tensor, transposed: bool) -> tuple[int, int]:
+    """``[out, in]`` of a weight, which is stored the other way round if ``transposed``."""
+    rows, columns = reversed(parameter.shape) if transposed else parameter.shape
+    return rows, columns
+
+
 class Space(Protocol):
     """One projection with its numbers."""
 
@@ -203,7 +209,7 @@ def drawn_space(projection: Projection, seed: int, like: Tensor) -> Space:
 
 
 def _spread_entries(projection: Projection, generator: torch.Generator, device: torch.device) -> Tensor:
-    """One entry from each of ``rank`` stretches of nearly equal length: distinct, sorted, each as likely as any other up to
+    """One entry from each of ``rank`` intervals of nearly equal length: distinct, sorted, each as likely as any other up to
     rounding. A permutation of all entries would take longer than the rest of the step.
     """
     whole, count = projection.shape[0] * projection.shape[1], projection.rank

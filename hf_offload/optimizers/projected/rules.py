@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_offload.optimizers.projected.formats import StateFormat
 from hf_offload.optimizers.projected.methods import ApolloConfig, FrugalConfig, GaLoreConfig
 from hf_offload.optimizers.projected.projections import Space
-from hf_offload.optimizers.projected.stored import Storage
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 
@@ -39,7 +39,7 @@ class Hyper:
 
 
 def moments(
-    state: dict[str, Any], gradient: Tensor, hyper: Hyper, storage: Storage, parameter_dtype: torch.dtype
+    state: dict[str, Any], gradient: Tensor, hyper: Hyper, form: StateFormat, parameter_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Take ``gradient`` into both moments; the first, and ``sqrt(second) / bias2_root + eps``. In the gradient's dtype.
 
@@ -47,13 +47,13 @@ def moments(
     """
     if FIRST not in state:
         for name in (FIRST, SECOND):
-            storage.write(state, name, torch.zeros_like(gradient), parameter_dtype)
-    first = storage.read(state, FIRST, gradient.dtype)
-    second = storage.read(state, SECOND, gradient.dtype)
+            form.write(state, name, torch.zeros_like(gradient), parameter_dtype)
+    first = form.read(state, FIRST, gradient.dtype)
+    second = form.read(state, SECOND, gradient.dtype)
     first.lerp_(gradient, 1 - hyper.beta1)
     second.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
-    storage.write(state, FIRST, first, parameter_dtype)
-    storage.write(state, SECOND, second, parameter_dtype)
+    form.write(state, FIRST, first, parameter_dtype)
+    form.write(state, SECOND, second, parameter_dtype)
     return first, (second.sqrt() / hyper.bias2_root).add_(hyper.eps)
 
 
@@ -63,12 +63,12 @@ def decay(weight: Tensor, hyper: Hyper) -> None:
         weight.mul_(1 - hyper.lr * hyper.weight_decay)
 
 
-def adamw(weight: Tensor, gradient: Tensor, state: dict[str, Any], hyper: Hyper, storage: Storage) -> None:
+def adamw(weight: Tensor, gradient: Tensor, state: dict[str, Any], hyper: Hyper, form: StateFormat) -> None:
     """AdamW; where the moments have the parameter's dtype, with the bits of ``torch.optim.AdamW(foreach=False)``."""
     decay(weight, hyper)
-    stored = storage.dtype(weight.dtype)
+    stored = form.dtype(weight.dtype)
     wide = gradient if stored == weight.dtype else gradient.to(torch.promote_types(weight.dtype, torch.float32))
-    first, root = moments(state, wide, hyper, storage, weight.dtype)
+    first, root = moments(state, wide, hyper, form, weight.dtype)
     if wide.dtype == weight.dtype:
         weight.addcdiv_(first, root, value=-(hyper.lr / hyper.bias1))
     else:
@@ -86,11 +86,11 @@ def galore(
     state: dict[str, Any],
     space: Space,
     hyper: Hyper,
-    storage: Storage,
+    form: StateFormat,
     config: GaLoreConfig,
 ) -> None:
     """Adam in the small space, its step brought back."""
-    first, root = moments(state, _working(space.project(gradient)), hyper, storage, weight.dtype)
+    first, root = moments(state, _working(space.project(gradient)), hyper, form, weight.dtype)
     decay(weight, hyper)
     space.add_back(weight, first / root, -hyper.lr / hyper.bias1 * config.scale)
 
@@ -101,7 +101,7 @@ def frugal(
     state: dict[str, Any],
     space: Space | None,
     hyper: Hyper,
-    storage: Storage,
+    form: StateFormat,
     config: FrugalConfig,
 ) -> None:
     """Adam in the small space, a rule without state on the rest. Without a space everything is rest."""
@@ -110,7 +110,7 @@ def frugal(
     if space is not None:
         small = space.project(gradient)
         rest = space.residual(gradient, small)
-        first, root = moments(state, _working(small), hyper, storage, weight.dtype)
+        first, root = moments(state, _working(small), hyper, form, weight.dtype)
         space.add_back(weight, first / root, -hyper.lr / hyper.bias1)
     if config.free_rule == "sign":
         rest = rest.sign() if rest is gradient else rest.sign_()
@@ -124,12 +124,12 @@ def apollo(
     space: Space,
     across: int,
     hyper: Hyper,
-    storage: Storage,
+    form: StateFormat,
     config: ApolloConfig,
 ) -> None:
     """The gradient, each channel times ``||m/sqrt(v)|| / ||R||``. ``across`` is the dimension that a channel extends over."""
     small = _working(space.project(gradient))
-    first, root = moments(state, small, hyper, storage, weight.dtype)
+    first, root = moments(state, small, hyper, form, weight.dtype)
     if config.scale_by == "channel":
         wanted, found = ((first / root).norm(dim=across, keepdim=True), small.norm(dim=across, keepdim=True))
     else:

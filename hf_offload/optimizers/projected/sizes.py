@@ -24,9 +24,9 @@ from math import prod
 
 import torch
 
+from hf_offload.optimizers.projected.formats import StateFormat
 from hf_offload.optimizers.projected.methods import ApolloConfig, FrugalConfig, ProjectedConfig
 from hf_offload.optimizers.projected.projections import Projection, projection_of, turns
-from hf_offload.optimizers.projected.stored import Storage
 
 _MATRIX = 2
 _COUNTER_BYTES = 4
@@ -66,7 +66,7 @@ def state_bytes(
     """
     projections = [projection_of(method, shape) for shape in projected]
     moments, counters = _moment_bytes(projections, method, dtype)
-    projectors = Storage(method.projector_dtype, method.block_size)
+    projectors = StateFormat(method.projector_dtype, method.block_size)
     stored = sum(
         projectors.count_bytes(prod(shape), dtype)
         for projection in projections
@@ -75,7 +75,7 @@ def state_bytes(
     others = 0
     for shape in plain:
         narrow = method.plain_state_dtype if len(shape) >= _MATRIX else None
-        others += 2 * Storage(narrow, method.block_size).count_bytes(prod(shape), dtype)
+        others += 2 * StateFormat(narrow, method.block_size).count_bytes(prod(shape), dtype)
         counters += _COUNTER_BYTES
     counters += sum(_COUNTER_BYTES + _SEED_BYTES * projection.drawn_again for projection in projections)
     if isinstance(method, ApolloConfig) and method.norm_growth_limit is not None:
@@ -84,9 +84,9 @@ def state_bytes(
 
 
 def _moment_bytes(projections: Sequence[Projection], method: ProjectedConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Of the moments, and of the counters that say since when they are gathered."""
-    storage = Storage(method.state_dtype, method.block_size)
-    each = [2 * storage.count_bytes(prod(projection.small_shape), dtype) for projection in projections]
+    """Of the moments, and of the counters of the step in which they began."""
+    form = StateFormat(method.state_dtype, method.block_size)
+    each = [2 * form.count_bytes(prod(projection.small_shape), dtype) for projection in projections]
     counter = _COUNTER_BYTES if method.on_refresh == "reset" else 0
     if not isinstance(method, FrugalConfig) or method.projection != "blocks":
         return sum(each), counter * len(each)

@@ -63,7 +63,7 @@ def _of(decomposed: tuple[Tensor, Tensor, Tensor], rank: int, side: str) -> Vect
 def _gesvd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if matrix.is_cuda:
         return torch.linalg.svd(matrix, full_matrices=False, driver="gesvd")
-    import scipy.linalg  # torch lets nobody choose a driver on CPU
+    import scipy.linalg  # torch has no choice of driver on CPU
 
     left, values, right = scipy.linalg.svd(matrix.cpu().numpy(), full_matrices=False, lapack_driver="gesvd")
     return tuple(torch.from_numpy(part).to(matrix) for part in (left, values, right))  # type: ignore[return-value]

@@ -13,7 +13,7 @@ _SCALES = "_absmax"
 _Maps = dict[tuple[torch.device, bool], Tensor]
 
 
-class Storage:
+class StateFormat:
     """Reads and writes named tensors of one parameter's state.
 
     ``dtype`` is a torch dtype's name, ``"8bit"`` (blockwise dynamic quantisation of bitsandbytes: Dettmers et al., ICLR 2022,
