@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Trainer
 
-from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, offload_activations
+from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadTrainingArguments, offload_activations
 from hf_offload.errors import StorageError
 from hf_offload.integrations.summary import summary_lines
 from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer
 from hf_offload.storage import disk_io, wear
 from hf_offload.storage.wear import Drive, read_wear
-from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
 DRIVE = Drive("made_up", "a made-up drive")
 STEPS = 2 * (2 * 5 + 2) + 1  # twice through all blocks, and into a turn
@@ -303,3 +304,29 @@ def test_a_wrapped_model_has_the_same_storage(tmp_path, caplog):
             one_step(model, optimizer, step, session)
     assert session.stats.accounts["optimizer state"]["ssd"].written_bytes > 0
     assert session.written()[0].accounts.keys() == {"activations", "optimizer state"}
+
+
+def test_a_trainer_saves_at_the_write_limit_of_its_state_and_goes_on_from_there(tmp_path):
+    def trained(args, resume=None):
+        trainer = Trainer(
+            model=tiny_model("llama", dropout=0.0), args=args, train_dataset=ExampleDataset("llama", 24, seed=1)
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    plain = {
+        "max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "no", "report_to": "none",
+        "use_cpu": True, "disable_tqdm": True, "seed": 3, "dataloader_pin_memory": False, "memory_mode": "badam",
+    }  # fmt: skip
+    blocks = {"order": "ascending", "switch_every": 2}
+    (tmp_path / "files").mkdir()
+    flags = {"offload": "ssd", "offload_directory": str(tmp_path / "files"), "offload_min_bytes": "1GiB"}
+    limit = {"offload_max_disk_write_bytes": "1KiB", "offload_on_disk_write_limit": "stop"}
+    in_ram, on_disk = {**blocks, "inactive_state": "ram"}, {**blocks, "inactive_state": "ssd"}
+    expected = trained(OffloadTrainingArguments(output_dir=str(tmp_path / "plain"), **plain, memory_mode_kwargs=in_ram))
+    ours = {"output_dir": str(tmp_path / "ours"), **plain, "memory_mode_kwargs": on_disk, **flags}
+    stopped = trained(OffloadTrainingArguments(**ours, **limit))
+    assert stopped.state.global_step == 2, "the first turn's end"
+    resumed = trained(OffloadTrainingArguments(**ours), str(tmp_path / "ours" / "checkpoint-2"))
+    before, after = weights(expected.model), weights(resumed.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
