@@ -309,7 +309,7 @@ def test_state_on_disk_goes_where_activations_do_and_resumes(offload, tmp_path):
     long = {"max_steps": 14, "save_strategy": "steps", "save_steps": 7} | others
     whole = trainer(tmp_path, "badam", settings, **long)
     whole.train()
-    tier = whole.optimizer.optimizer._disk._tier
+    tier = whole.optimizer.optimizer._parked._tier
     assert tier.where == str(folders[0 if offload else 1])
     assert tier.stats.read_bytes > 0
     again = trainer(tmp_path, "badam", settings, **long | {"save_strategy": "no"})
