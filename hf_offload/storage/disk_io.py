@@ -332,7 +332,7 @@ class DataFile:
 
 
 def _uninterrupted(call: Callable[..., T], *arguments: Any) -> T:
-    """The call's result; it is made again when a signal cuts it short."""
+    """The call's result; the call is repeated when a signal cuts it short."""
     while True:
         with contextlib.suppress(InterruptedError):
             return call(*arguments)

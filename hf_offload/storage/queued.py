@@ -47,7 +47,7 @@ class QueuedSlot(Slot):
 class QueuedTransfer:
     """One write or read, run in parts by several workers; the part that ends last resolves the future.
 
-    The buffer is held here and nowhere else, and let go before the future resolves: a callback of the future finds the
+    The buffer is held here and nowhere else, and released before the future resolves: a callback of the future finds the
     memory released. Parts work on its address.
     """
 

@@ -61,13 +61,10 @@ TO_DO: tuple[str, ...] = (
     "hf_offload/engine",
     "hf_offload/forecast",
     "hf_offload/integrations",
-    "hf_offload/memory_modes",
-    "hf_offload/optimizers",
     "hf_offload/plan/",
     "hf_offload/planning",
     "hf_offload/session.py",
     "hf_offload/settings",
-    "hf_offload/storage",
 )
 """Files and folders that still have such words. Only ever shorter."""
 

@@ -49,7 +49,7 @@ class Projection:
 
     @property
     def basis_shapes(self) -> dict[str, tuple[int, int]]:
-        """The parts of a basis by name; empty if it is no basis that spans the space."""
+        """The parts of a basis by name; empty if the space has none."""
         if self.kind not in (*_BASES, "gaussian"):
             return {}
         parts = {"left": (self.shape[0], self.rank), "right": (self.rank, self.shape[1])}
