@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_offload.allocator import tune_running_allocator
@@ -19,12 +20,13 @@ from hf_offload.engine.watch import ModelWatch
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.former_names import FormerName, renamed_arguments
 from hf_offload.interrupts import signals_deferred
+from hf_offload.memory_modes.applied import AppliedMode, apply_mode
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
 from hf_offload.planning.feedback import Feedback
 from hf_offload.planning.known import Prediction
 from hf_offload.planning.ranks import Ranks, agreed, hardware_of_all
-from hf_offload.settings.environment import DISABLE_VARIABLE, check_variables, is_on
+from hf_offload.settings.environment import unless_disabled
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.opening import begin_run, open_tier
@@ -49,15 +51,15 @@ def attach(
 ) -> "OffloadSession":
     """Offload the saved tensors of ``model``'s forwards until :meth:`OffloadSession.detach`.
 
-    ``run_id`` is any object that tells one run of a trainer from another, ``owner`` names the caller. A session that another
-    run of the same caller left behind, because it raised, is detached first.
+    ``run_id`` tells one run of a trainer from another, ``owner`` names the caller; a session that an earlier run of the same
+    caller left behind is detached. A memory mode changes the model for good: see :meth:`OffloadSession.prepare_optimizer`.
 
     With several processes (``torch.distributed``), all of them attach, with the same settings; those of one machine share
     ``ram_budget``, ``disk_budget`` and ``max_disk_write_bytes`` in equal parts.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` before anything is changed if the settings cannot work here.
     """
-    config = _with_environment(config)
+    config = unless_disabled(config)
     check_one_process_per_device(model)
     _detach_former(model, run_id, owner)
     session = OffloadSession(model, config, run_id, owner)
@@ -103,16 +105,13 @@ def offload_activations(model: nn.Module, config: OffloadConfig | None = None) -
 class OffloadSession:
     """A model with offloading attached. Made by :func:`attach` and :func:`offload_activations`.
 
-    It does not keep the model. Once nobody else does, all that it holds is given back but the counters, and ``orphaned``
-    says so.
+    It does not keep the model. Once that is freed, everything but the counters is given back, and ``orphaned`` is true.
 
     Attributes:
-        config: What was asked for.
-        plan: What was decided.
+        config, plan: What was asked for, and what was decided.
         stats: Counters, per step and in total (:class:`~hf_offload.engine.stats.OffloadStats`).
         ranks: The processes that train the model together.
-        run_id: The trainer's run the session belongs to, if one made it.
-        owner: What attached it.
+        run_id, owner: The trainer's run the session belongs to, if one made it, and what attached it.
         must_stop: The limit of bytes written was met in a step that has ended, and ``on_disk_write_limit`` is ``"stop"``.
     """
 
@@ -123,6 +122,7 @@ class OffloadSession:
         self.ranks = Ranks()
         self.must_stop = False
         self._model = weakref.ref(model)
+        self._mode: AppliedMode | None = None
         self._transforms = transforms_for(model, config)
         self._engine: Engine | None = None
         self._phases: Phases | None = None
@@ -140,8 +140,9 @@ class OffloadSession:
     lean = FormerName("rematerialized")
 
     def _apply(self, model: nn.Module) -> None:
-        """Transforms of the model, then the plan, then the engine with its storage, and hooks at last."""
+        """The memory mode, transforms of what it has made of the model, the plan, the engine with its storage, and hooks."""
         config = self.config = agreed(self.config, self.ranks)
+        self._mode = apply_mode(model, config)  # its optimizer comes with prepare_optimizer
         self._transforms.apply()
         blocks = find_blocks(model)
         on_host = device_of(model).type == "cpu"
@@ -191,10 +192,9 @@ class OffloadSession:
         )
 
     def _leave_thread(self) -> None:
-        if self._phases is not None:
-            self._phases.leave_thread()
-        if self._feedback is not None:
-            self._feedback.leave_thread()
+        for each in (self._phases, self._feedback):
+            if each is not None:
+                each.leave_thread()
 
     def _close_without_model(self) -> None:
         assert self._engine is not None
@@ -203,7 +203,6 @@ class OffloadSession:
         self._storage.wear.keep()
 
     def _wait_if_gone(self) -> None:
-        """What is left to do for a model that has gone is done when this returns."""
         if self._watch is not None and self._model() is None:
             self._watch.join()
 
@@ -275,14 +274,12 @@ class OffloadSession:
 
     @property
     def changes_model(self) -> bool:
-        """Whether anything is offloaded, or computed in another way."""
-        return self.active or any(transform.names for transform in self._transforms)
+        """Whether anything is offloaded, computed in another way, or trained in a memory mode."""
+        return self.active or self._mode is not None or any(transform.names for transform in self._transforms)
 
     @property
     def active(self) -> bool:
-        """Whether anything is offloaded: not with tier ``none``, a frozen model, one that has gone, or after
-        :meth:`detach`.
-        """
+        """Whether anything is offloaded: not with tier ``none``, of a frozen model or one that has gone, once detached."""
         return self._engine is not None and not self._engine.closed
 
     @property
@@ -303,6 +300,15 @@ class OffloadSession:
         else:
             with self._phases.scope():
                 yield
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """What to train with: the memory mode's optimizer, with the lr, betas, eps and weight decays of ``optimizer``, an
+        ``AdamW`` over the model's parameters whose schedulers go on to work. Without a memory mode, ``optimizer`` itself.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` that lists everything the mode's optimizer cannot take over.
+        """
+        model = self._model()
+        return optimizer if self._mode is None or model is None else self._mode.prepare_optimizer(model, optimizer)
 
     def settle(self) -> None:
         """Wait until whatever is on its way out has left memory: backward then has to bring all of it back."""
@@ -364,20 +370,14 @@ class OffloadSession:
         if self._recompute is not None:
             self._recompute.remove()
         self._transforms.remove()
+        if self._mode is not None:
+            self._mode.close()
         if phases is not None:
             phases.remove()
         if model is not None:
             _attached.pop(model, None)
         if engine is not None:
             engine.close()
-
-
-def _with_environment(config: OffloadConfig) -> OffloadConfig:
-    check_variables()  # a misspelt switch would go unnoticed
-    if is_on(DISABLE_VARIABLE):
-        logger.warning("%s is set: nothing is offloaded.", DISABLE_VARIABLE)
-        return OffloadConfig(tier="none")
-    return config
 
 
 def _detach_former(model: nn.Module, run_id: object, owner: str) -> None:
@@ -388,7 +388,7 @@ def _detach_former(model: nn.Module, run_id: object, owner: str) -> None:
     # `is`: a trainer's state compares by value, and two that have just begun are equal
     runs = (run_id, session.run_id)
     of_another_run = session.owner == owner and runs[0] is not runs[1] and all(run is not None for run in runs)
-    if session.owner == ENVIRONMENT != owner:
+    if session.owner == ENVIRONMENT != owner and session._mode is None:
         logger.warning("%s is used for %s, and not the environment's settings.", owner, type(model).__name__)
     elif not of_another_run:
         raise OffloadConfigError(

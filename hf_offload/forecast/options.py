@@ -11,12 +11,19 @@ from hf_offload.settings.values import MODEL, Reader, one_of, read_fields, setti
 
 AUTOCAST = ("no", "bf16", "fp16")
 
+_OF_MODES = ("memory_mode", "memory_mode_kwargs")
 PLANNED = (
     "memory_budget",
     "min_bytes",
-    *(field.name for field in dataclasses.fields(OffloadConfig) if field.metadata["scope"] == MODEL),
+    *(
+        field.name
+        for field in dataclasses.fields(OffloadConfig)
+        if field.metadata["scope"] == MODEL and field.name not in _OF_MODES
+    ),
 )
-"""Fields of :class:`~hf_offload.OffloadConfig` that a plan depends on, whatever the tier."""
+"""Fields of :class:`~hf_offload.OffloadConfig` that a plan depends on, whatever the tier. Of memory modes, which are compared
+with each other, :class:`WorkloadOptions` has options of its own.
+"""
 
 
 def _task(name: str, value: Any) -> Any:

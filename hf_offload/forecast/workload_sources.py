@@ -14,7 +14,7 @@ from hf_offload.forecast.options import PLANNED, WorkloadOptions
 from hf_offload.forecast.workload import DEFAULT_OPTIMIZER, Workload, class_for, state_elements
 from hf_offload.forecast.workload_inputs import default_length
 from hf_offload.settings.load import choose
-from hf_offload.settings.memory_modes import NONE
+from hf_offload.settings.memory_modes import read_mode_settings
 from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import TASKS, load_recipe
 from hf_offload.settings.schema import OffloadConfig
@@ -130,8 +130,8 @@ def _from_recipe(name: str, overrides: Sequence[str], settings: Mapping[str, Any
         autocast=autocast,
         attention=model.attention,
         optimizer=str(training.get("optim", DEFAULT_OPTIMIZER)),
-        memory_mode=str(recipe.memory.get("mode", NONE)),
-        memory_mode_kwargs={key: value for key, value in recipe.memory.items() if key != "mode"},
+        memory_mode=recipe.offload.memory_mode,
+        memory_mode_kwargs=read_mode_settings(recipe.offload.memory_mode_kwargs),
         **_of_settings(offload),
     )
 

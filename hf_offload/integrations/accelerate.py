@@ -12,8 +12,10 @@ from torch import nn
 from hf_offload.engine.unsupported import compiled_error
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.summary import summary_lines
+from hf_offload.memory_modes.applied import apply_mode
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
 from hf_offload.settings.environment import FIELDS, settings_with, variable
+from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.renamed import with_current_names
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, shown
@@ -80,6 +82,7 @@ class OffloadPlugin:
         return OffloadedAccelerator(accelerator, self.config, "an OffloadPlugin")
 
 
+_OWN_OPTIMIZERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.XLA)
 _attached: "weakref.WeakKeyDictionary[Accelerator, OffloadedAccelerator]" = weakref.WeakKeyDictionary()
 
 
@@ -124,6 +127,24 @@ class OffloadedAccelerator:
         if accelerator is not None and _attached.get(accelerator) is self:
             del _attached[accelerator]
         self._methods.remove()
+
+    def prepares_model(self, model: nn.Module) -> None:
+        """The accelerator is about to prepare a model for training: the memory mode changes it before it is wrapped."""
+        if self._config.memory_mode != NONE and any(one.requires_grad for one in model.parameters()):
+            apply_mode(model, self._config)
+
+    def prepares_optimizer(self, optimizer: Any) -> Any:
+        """The accelerator is about to prepare an optimizer: that of the memory mode takes its place."""
+        if self._config.memory_mode == NONE or getattr(optimizer, "_is_accelerate_prepared", False):
+            return optimizer
+        mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for session in self.sessions:
+            if session.model is not None and any(id(one) in mine for one in session.model.parameters()):
+                return session.prepare_optimizer(optimizer)
+        raise OffloadConfigError(
+            f"memory_mode={self._config.memory_mode!r}: an optimizer is prepared whose model is not: prepare the model "
+            "together with it, in front of it, or before."
+        )
 
     def prepared_model(self, model: nn.Module, trained: bool) -> None:
         """The accelerator has prepared a model, ``trained`` or for evaluation only."""
@@ -179,7 +200,9 @@ class OffloadedAccelerator:
         present = attached_session(model)
         if present is not None and self._by == ENVIRONMENT:
             return  # the script offloads this model itself
-        session = attach(model, self._config, run_id=self, owner=self._by)
+        trains = any(one.requires_grad for one in model.parameters())
+        config = self._config if trains else self._config.without_mode()
+        session = attach(model, config, run_id=self, owner=self._by)
         self._sessions.append(session)
         self.offloaded_models += session.changes_model
         if session.active and session.ranks.is_first:
@@ -203,14 +226,20 @@ class _Offloading(Accelerator):
         return self._updated(super().prepare(*args, **kwargs))
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = super().prepare_model(model, *args, **kwargs)
+        trained = not (kwargs.get("evaluation_mode") or any(args[1:]))
         offloaded = _attached.get(self)
+        if offloaded is not None and trained:
+            offloaded.prepares_model(model)
+        result = super().prepare_model(model, *args, **kwargs)
         if offloaded is not None:
-            offloaded.prepared_model(result, trained=not (kwargs.get("evaluation_mode") or any(args[1:])))
+            offloaded.prepared_model(result, trained)
         return result
 
-    def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        return self._updated(super().prepare_optimizer(*args, **kwargs))
+    def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        offloaded = _attached.get(self)
+        if offloaded is not None:
+            optimizer = offloaded.prepares_optimizer(optimizer)
+        return self._updated(super().prepare_optimizer(optimizer, *args, **kwargs))
 
     def free_memory(self, *args: Any, **kwargs: Any) -> Any:
         return self._updated(super().free_memory(*args, **kwargs))
@@ -250,6 +279,16 @@ def _refuse(accelerator: Accelerator, config: OffloadConfig, by: str) -> None:
         raise OffloadConfigError(
             "Megatron-LM runs forward and backward inside its own train_step and accelerate's backward() returns at once, "
             "so there is no forward to offload: use FSDP2 or DeepSpeed, or Megatron's own activation recomputation."
+        )
+    if config.memory_mode != NONE and accelerator.distributed_type in _OWN_OPTIMIZERS:
+        raise OffloadConfigError(
+            f"memory_mode={config.memory_mode!r} brings an optimizer, and {accelerator.distributed_type.value} makes or "
+            "shards its own: use one process for each GPU (DDP), or drop memory_mode."
+        )
+    if config.memory_mode != NONE and accelerator._models:
+        raise OffloadConfigError(
+            f"memory_mode={config.memory_mode!r} changes models before the Accelerator prepares them, and some are prepared: "
+            "attach the OffloadPlugin before prepare()."
         )
     if accelerator.distributed_type == DistributedType.XLA and config.tier != "none":
         raise OffloadConfigError(

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -13,13 +13,9 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.trainer import OffloadCallback, refuse_conflicts
 from hf_offload.settings.environment import FIELDS, READERS
 from hf_offload.settings.load import collect_errors, naming
-from hf_offload.settings.memory_modes import MODES
 from hf_offload.settings.renamed import old_names, with_current_names
 from hf_offload.settings.schema import OffloadConfig, argument
 from hf_offload.settings.values import help_of
-
-if TYPE_CHECKING:
-    from hf_offload.memory_modes.protocol import MemoryMode
 
 REPORT_NAME = "hf_offload"
 
@@ -58,17 +54,6 @@ class OffloadArguments(_Declared):
     tensors; ``tier`` is ``offload``, and ``"none"`` by default.
     """
 
-    memory_mode: str = dataclasses.field(
-        default="none",
-        metadata={
-            "help": f"What is trained and what the optimizer keeps of it: {', '.join(MODES)}, or none for all weights and "
-            "AdamW."
-        },
-    )
-    memory_mode_kwargs: str | None = dataclasses.field(
-        default=None, metadata={"help": "Settings of the memory mode in JSON, such as the rank."}
-    )
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if TrainingArguments in cls.__mro__ and cls.__mro__.index(TrainingArguments) < cls.__mro__.index(
@@ -85,20 +70,17 @@ class OffloadArguments(_Declared):
                 self._take_old_names()
             with check:
                 config = self.offload_config()
-            with check:
-                mode = self.chosen_memory_mode()
-        settings: Any = self.memory_mode_kwargs
-        if isinstance(settings, Mapping):
-            self.memory_mode_kwargs = json.dumps(
-                settings, default=os.fspath
-            )  # which every parser and tracker understands
+                mode = config.mode()
+        settings: Any = getattr(self, argument("memory_mode_kwargs"))
+        if isinstance(settings, Mapping):  # every parser and tracker understands text
+            setattr(self, argument("memory_mode_kwargs"), json.dumps(settings, default=os.fspath))
         parent = getattr(super(), "__post_init__", None)
         if parent is not None:
             parent()
         arguments: Any = self
         if isinstance(arguments, TrainingArguments):
             names = [name for name in arguments.report_to or () if name != REPORT_NAME]
-            if config.changes_a_run:
+            if config.without_mode().changes_a_run:
                 refuse_conflicts(arguments)
                 names.insert(0, REPORT_NAME)  # first, so that the other reporters see what it adds to the log
             arguments.report_to = names
@@ -107,15 +89,6 @@ class OffloadArguments(_Declared):
 
                 check_arguments(mode, self.memory_mode, arguments)
                 watch_trainers()
-
-    def chosen_memory_mode(self) -> "MemoryMode | None":
-        """The memory mode these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all errors."""
-        if isinstance(self.memory_mode, str) and self.memory_mode == "none" and self.memory_mode_kwargs is None:
-            return None
-        from hf_offload.settings.memory_modes import memory_mode  # only whoever asks for a mode has to load it
-
-        directories = READERS["directory"](argument("directory"), self._value("directory"))
-        return memory_mode(self.memory_mode, self.memory_mode_kwargs, directories or ())
 
     def _take_old_names(self) -> None:
         names = [argument(field) for field in FIELDS]

@@ -27,8 +27,8 @@ def watch_trainers() -> None:
     @functools.wraps(usual)
     def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
         given = signature.bind_partial(self, *args, **kwargs).arguments
-        find = getattr(given.get("args"), "chosen_memory_mode", None)
-        mode = None if find is None else find()
+        find = getattr(given.get("args"), "offload_config", None)
+        mode = None if find is None else find().mode()
         if mode is None:
             usual(self, *args, **kwargs)
             return

@@ -16,6 +16,7 @@ from hf_offload.integrations.extended_trainer import extend_calling_trainer
 from hf_offload.integrations.summary import card_lines, summary_lines
 from hf_offload.planning.known import Prediction
 from hf_offload.session import OffloadSession, attach
+from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.transforms.sampling.gradient_cache import CACHE_FILE
 
@@ -68,6 +69,11 @@ class OffloadCallback(TrainerCallback):
             return
         refuse_conflicts(args)
         config = _without_twice(config, args)
+        if config.memory_mode != NONE:
+            raise OffloadConfigError(
+                f"memory_mode={config.memory_mode!r} changes model and optimizer, and a callback comes too late for "
+                "both: set it in OffloadTrainingArguments."
+            )
         _refuse_data_parallel(args)
         self.session = attach(model, config, run_id=state, owner="the Trainer's OffloadCallback")
         self.stats = self.session.stats
@@ -138,7 +144,7 @@ class OffloadCallback(TrainerCallback):
         if self.config is not None:
             return self.config
         from_arguments = getattr(args, "offload_config", None)
-        return None if from_arguments is None else from_arguments()
+        return None if from_arguments is None else from_arguments().without_mode()  # which the Trainer was made with
 
     def _detach(self) -> None:
         if self.session is not None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from hf_offload.memory_modes.libraries import load_library
 from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
-from hf_offload.optimizers.param_groups import decay_groups
+from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
 
 _SINGLE_BYTES = 4
 _LEAST_ELEMENTS = 4096
@@ -19,7 +19,7 @@ class AdamW4bit(MemoryMode):
 
     alters_step: ClassVar[bool] = False
 
-    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """The package's."""
         made: torch.optim.Optimizer = load_library("torchao.optim", "adamw_4bit", "torchao").AdamW4bit(
             decay_groups(model, weight_decay), **adam

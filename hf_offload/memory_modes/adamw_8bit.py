@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_offload.memory_modes.libraries import load_library
 from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
-from hf_offload.optimizers.param_groups import decay_groups
+from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
 from hf_offload.settings.values import flag, setting
 
 _SINGLE_BYTES = 4
@@ -29,7 +29,7 @@ class AdamW8bit(MemoryMode):
 
     paged: bool = setting(False, flag())
 
-    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """The package's."""
         library = load_library("bitsandbytes", "adamw_8bit", "'hf-offload[low-bit]'").optim
         kind = library.PagedAdamW8bit if self.paged else library.AdamW8bit

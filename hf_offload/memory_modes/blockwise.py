@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_offload.memory_modes.protocol import MemoryMode, OptimizerBytes, trained_parameters
 from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, deepest_turn, peak_bytes, release
-from hf_offload.optimizers.param_groups import decay_groups
+from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
 from hf_offload.settings.load import from_mapping
 from hf_offload.settings.schema import Directory
 
@@ -38,7 +38,7 @@ class Blockwise(MemoryMode):
         release(model)
         return model
 
-    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """:class:`BlockwiseOptimizer` over all trainable parameters."""
         return BlockwiseOptimizer(decay_groups(model, weight_decay), model, self.config, **adam)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_offload.errors import OffloadConfigError
 from hf_offload.memory_modes.libraries import load_library
 from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
-from hf_offload.optimizers.param_groups import decay_groups
+from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
 from hf_offload.optimizers.projected.sizes import adamw_bytes
 from hf_offload.settings.values import Reader, names, number, setting, whole
 from hf_offload.structure.linears import chosen_linears
@@ -90,6 +90,12 @@ class Lora(MemoryMode):
             adapted: nn.Module = peft.get_peft_model(model, settings, **options)
         return adapted
 
+    def prepare_in_place(self, model: nn.Module) -> None:
+        """The layers of ``model`` get adapters; its ``save_pretrained`` saves those alone."""
+        self.prepare(model)
+        if isinstance(model, PreTrainedModel):
+            model._hf_peft_config_loaded = True
+
     def prepare_fake(self, model: nn.Module) -> nn.Module:
         """By peft itself, which moves adapters with ``Module.to``. Fake tensors cannot do that, but those of the meta device
         can.
@@ -106,7 +112,7 @@ class Lora(MemoryMode):
     def _options(self) -> dict[str, Any]:
         return {}
 
-    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """AdamW for what is trained; ``adam`` is ``lr``, ``betas``, ``eps`` and perhaps ``fused``."""
         return torch.optim.AdamW(decay_groups(model, weight_decay), **adam)
 

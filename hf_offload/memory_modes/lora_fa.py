@@ -1,13 +1,16 @@
 """The memory mode lora_fa."""
 
 import dataclasses
+import types
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from hf_offload.errors import OffloadConfigError
 from hf_offload.memory_modes.lora import Lora
 from hf_offload.memory_modes.protocol import trained_parameters
+from hf_offload.optimizers.param_groups import WeightDecay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,11 +28,27 @@ class LoraFa(Lora):
                 parameter.requires_grad_(False)
         return adapted
 
-    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """The optimizer of peft, which corrects the gradients of the second matrices for the first."""
+        from peft import PeftModel
         from peft.optimizers import create_lorafa_optimizer
 
         adapted: Any = model
+        if not isinstance(model, PeftModel):  # its adapters are in a model that a script holds
+            adapted = types.SimpleNamespace(
+                active_adapters=list(adapted.peft_config),
+                peft_config=adapted.peft_config,
+                named_parameters=model.named_parameters,
+                get_submodule=model.get_submodule,
+            )
+        if callable(weight_decay):
+            rates = {weight_decay(one, True) for one in trained_parameters(model)}
+            if len(rates) > 1:
+                raise OffloadConfigError(
+                    f"memory_mode='lora_fa' has one weight_decay for all parameters, and the optimizer has {rates}: "
+                    "give all groups the same, or use memory_mode='lora'."
+                )
+            (weight_decay,) = rates
         alpha: Any = 2 * self.rank if self.alpha is None else self.alpha
         made = create_lorafa_optimizer(adapted, self.rank, alpha, lr=adam["lr"], weight_decay=weight_decay)
         for group in made.param_groups:

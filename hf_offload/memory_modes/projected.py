@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_offload.memory_modes.protocol import MemoryMode
-from hf_offload.optimizers.param_groups import param_groups
+from hf_offload.optimizers.param_groups import WeightDecay, param_groups
 from hf_offload.optimizers.projected import (
     ApolloConfig,
     FrugalConfig,
@@ -66,10 +66,10 @@ class Projected(MemoryMode):
                 method = from_mapping(cls.method_class, of_method, where)
         return cls(method=method, **own)
 
-    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """:class:`ProjectedAdamW` over all trainable parameters."""
         groups = param_groups(model, targets=self.targets, weight_decay=weight_decay)
-        return ProjectedAdamW(groups, self.method, weight_decay=weight_decay, **adam)
+        return ProjectedAdamW(groups, self.method, **adam)  # each group has its weight decay
 
     def conflicts(self, args: "TrainingArguments") -> Iterator[str]:
         """What needs all gradients at once, or the same gradient twice, where each is gone after its update."""

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import nn
 
+from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import from_mapping
 from hf_offload.settings.schema import Directory
 from hf_offload.settings.values import read_fields
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+    from hf_offload.optimizers.param_groups import WeightDecay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +75,22 @@ class MemoryMode(abc.ABC):
         """The model that is trained. Raises :class:`~hf_offload.errors.OffloadConfigError` where it cannot be."""
         return model
 
+    def prepare_in_place(self, model: nn.Module) -> None:
+        """:meth:`prepare` for a ``model`` that a script goes on to use. Raises likewise, and where that cannot be."""
+        if self.prepare(model) is not model:
+            raise OffloadConfigError(
+                f"{type(self).__name__} makes another model, which a script would not train: use the Trainer with "
+                "OffloadTrainingArguments, or hf_offload.memory_mode() in a loop of your own."
+            )
+
     @abc.abstractmethod
-    def optimizer(self, model: nn.Module, *, weight_decay: float, **adam: Any) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, *, weight_decay: "WeightDecay", **adam: Any) -> torch.optim.Optimizer:
         """The optimizer of a prepared ``model``; ``adam`` is ``lr``, ``betas``, ``eps`` and perhaps ``fused``. Raises as
         :meth:`prepare`.
+
+        Where an optimizer takes the place of one that a script has made, ``weight_decay`` says what each parameter had there
+        (:data:`~hf_offload.optimizers.param_groups.WeightDecay`): the groups of
+        :func:`~hf_offload.optimizers.param_groups.decay_groups` have it.
         """
 
     # -- training -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Which of a model's weights are projected, which decay, and which are stored transposed: an optimizer's parameter groups."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,9 +12,12 @@ from hf_offload.structure.linears import chosen_linears
 # As transformers.Trainer.get_decay_parameter_names has it, which needs a Trainer.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
+WeightDecay = float | Callable[[nn.Parameter, bool], float]
+"""That of all weights but biases and norms, or what says it of each parameter and of whether it is a weight."""
+
 
 def param_groups(
-    model: nn.Module, *, targets: str | Sequence[str] = "auto", weight_decay: float = 0.0
+    model: nn.Module, *, targets: str | Sequence[str] = "auto", weight_decay: WeightDecay = 0.0
 ) -> list[dict[str, Any]]:
     """The trainable parameters of ``model`` in groups for :class:`~hf_offload.optimizers.projected.ProjectedAdamW`.
 
@@ -39,7 +42,7 @@ def param_groups(
             continue
         module = projected.get(id(parameter))
         transposed = isinstance(module, Conv1D)
-        rate = weight_decay if name in decayed else 0.0
+        rate = _rate(weight_decay, parameter, name in decayed)
         group = groups.setdefault(
             (module is None, transposed, -rate),
             {"params": [], "projected": module is not None, "transposed": transposed, "weight_decay": rate},
@@ -48,15 +51,17 @@ def param_groups(
     return [groups[key] for key in sorted(groups)]
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(model: nn.Module, weight_decay: WeightDecay) -> list[dict[str, Any]]:
     """The trainable parameters of ``model``, named, in groups with and without weight decay, as the Trainer makes them."""
     decayed = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = [
-        {
-            "params": [pair for pair in trainable if (pair[0] in decayed) == decays],
-            "weight_decay": weight_decay * decays,
-        }
-        for decays in (True, False)
-    ]
-    return [group for group in groups if group["params"]]
+    groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            rate = _rate(weight_decay, parameter, name in decayed)
+            group = groups.setdefault((name not in decayed, -rate), {"params": [], "weight_decay": rate})
+            group["params"].append((name, parameter))
+    return [groups[key] for key in sorted(groups)]
+
+
+def _rate(weight_decay: WeightDecay, parameter: nn.Parameter, decays: bool) -> float:
+    return weight_decay(parameter, decays) if callable(weight_decay) else weight_decay * decays

@@ -148,7 +148,7 @@ def _metadata(report: TrainingReport, facts: CardFacts) -> Any:
     from huggingface_hub import EvalResult, ModelCardData
 
     task = report.settings["model"]["task"]
-    mode = report.settings.get("memory", {}).get("mode", NONE)
+    mode = report.settings["offload"].get("memory_mode", NONE)
     results = [
         EvalResult(
             task_type=_PIPELINES[task],

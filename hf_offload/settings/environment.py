@@ -6,6 +6,7 @@ not set.
 """
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from hf_offload.settings.renamed import old_names, with_current_names
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, nearest, shown
 from hf_offload.settings.values import Reader, reader_of
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "HF_OFFLOAD_"
 FIELDS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
@@ -79,6 +82,18 @@ def check_variables(environ: Mapping[str, str] | None = None) -> None:
                 choose(ALLOCATOR_VARIABLE, environ[ALLOCATOR_VARIABLE], ALLOCATORS)
 
 
+def unless_disabled(config: OffloadConfig) -> OffloadConfig:
+    """``config``, or with ``HF_OFFLOAD_DISABLE`` what is left of it: the memory mode.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` as :func:`check_variables` does.
+    """
+    check_variables()  # a misspelt switch would go unnoticed
+    if is_on(DISABLE_VARIABLE):
+        logger.warning("%s is set: nothing is offloaded.", DISABLE_VARIABLE)
+        return OffloadConfig(tier="none", memory_mode=config.memory_mode, memory_mode_kwargs=config.memory_mode_kwargs)
+    return config
+
+
 def settings_with(
     given: Mapping[str, Any], where: str, environ: Mapping[str, str] | None = None, *, environment_first: bool = False
 ) -> tuple[OffloadConfig, dict[str, Any]]:
@@ -101,6 +116,7 @@ def settings_with(
                 READERS[field](name, losing[field])
         with check, naming(OffloadConfig, of_environment):
             config = from_mapping(OffloadConfig, merged, where)
+            config.mode()  # raises for wrong settings of the mode
     return config, found
 
 

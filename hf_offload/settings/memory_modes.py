@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose, collect_errors
-from hf_offload.settings.schema import Directory
 from hf_offload.settings.shown import shown
 from hf_offload.settings.text_files import parse_json
 from hf_offload.settings.values import mapping
 
 if TYPE_CHECKING:
     from hf_offload.memory_modes.protocol import MemoryMode
+    from hf_offload.settings.schema import Directory
 
 NONE = "none"
 """All weights, with the optimizer that the training arguments name."""
@@ -70,7 +70,7 @@ def mode_class(name: str) -> "type[MemoryMode]":
     return MODES[name].load()
 
 
-def memory_mode(name: str, settings: Any = None, directories: Sequence[Directory] = ()) -> "MemoryMode | None":
+def memory_mode(name: str, settings: Any = None, directories: "Sequence[Directory]" = ()) -> "MemoryMode | None":
     """The mode ``name`` with ``settings``, a mapping or its JSON text; None for ``"none"``. State that goes to disk goes to
     ``directories``, if the settings name none.
 
@@ -108,14 +108,20 @@ def memory_mode(name: str, settings: Any = None, directories: Sequence[Directory
     return found
 
 
-def read_mode_settings(settings: Any) -> Mapping[str, Any]:
+def read_mode_name(name: str, value: Any) -> str:
+    """One of :func:`mode_names`. Raises :class:`~hf_offload.errors.OffloadConfigError` for anything else."""
+    choose(name, value, mode_names())
+    return str(value)
+
+
+def read_mode_settings(settings: Any, name: str = "memory_mode_kwargs") -> Mapping[str, Any]:
     """A mapping as it is, or from its JSON text; an empty one for None.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for anything else.
     """
     if isinstance(settings, str):
-        settings = parse_json(settings, f"memory_mode_kwargs={shown(settings)}")
+        settings = parse_json(settings, f"{name}={shown(settings)}")
     if settings is None:
         return {}
-    found: Mapping[str, Any] = mapping("such as {'rank': 128}")("memory_mode_kwargs", settings)
+    found: Mapping[str, Any] = mapping("such as {'rank': 128}")(name, settings)
     return found

@@ -10,14 +10,14 @@ reads is an error, and all errors of a recipe are reported at once.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.environment import check_variables
 from hf_offload.settings.evaluation import EvaluationRecipe
 from hf_offload.settings.layers import drop_nulls, read_layers
 from hf_offload.settings.load import collect_errors, from_mapping, nearest
-from hf_offload.settings.memory_modes import NONE, memory_mode
+from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_data import RANDOM_TOKENS, DataRecipe, HubData
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
@@ -27,9 +27,6 @@ from hf_offload.settings.recipe_training import training_value
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import shown
-
-if TYPE_CHECKING:
-    from hf_offload.memory_modes.protocol import MemoryMode
 
 __all__ = [
     "DTYPES",
@@ -56,8 +53,6 @@ class Recipe:
     training: Mapping[str, Any]
     offload: OffloadConfig
     evaluation: EvaluationRecipe = dataclasses.field(default_factory=EvaluationRecipe)
-    memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """``mode`` and its settings; empty for all weights and the optimizer of the section training."""
     meta: MetaRecipe = dataclasses.field(default_factory=MetaRecipe)
     """What changes nothing about the run."""
 
@@ -65,14 +60,6 @@ class Recipe:
     def output_dir(self) -> Path:
         """Where checkpoints and, unless ``data.cache_dir`` says otherwise, prepared data go."""
         return Path(self.training.get("output_dir") or Path("runs") / self.name.replace("/", "_")).expanduser()
-
-    def mode(self) -> "MemoryMode | None":
-        """The memory mode that is asked for. Loads its libraries.
-
-        Raises :class:`OffloadConfigError` with every mistake in its settings.
-        """
-        settings = {key: value for key, value in self.memory.items() if key != "mode"}
-        return memory_mode(self.memory.get("mode", NONE), settings, self.offload.directories)
 
     @property
     def cache_dir(self) -> Path:
@@ -134,6 +121,11 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                     raise OffloadConfigError("offload.sampled_linear and the section sampling say the same: drop one.")
                 with check:
                     asked["sampled_linear"] = from_mapping(SampledLinearConfig, sections["sampling"], "sampling")
+            if "memory" in tree:
+                if "memory_mode" in asked or "memory_mode_kwargs" in asked:
+                    raise OffloadConfigError("offload.memory_mode and the section memory say the same: drop one.")
+                settings = dict(sections["memory"])
+                asked |= {"memory_mode": settings.pop("mode", NONE), "memory_mode_kwargs": settings or None}
             offload = from_mapping(OffloadConfig, asked, "offload")
         with check:
             if sections["data"].get("streaming") is True and int(training.get("max_steps") or 0) <= 0:
@@ -161,14 +153,7 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
                     "tokenizer: {train_bpe: 8192}."
                 )
     return Recipe(
-        name=name,
-        model=model,
-        data=data,
-        training=training,
-        offload=offload,
-        evaluation=evaluation,
-        memory=sections["memory"],
-        meta=meta,
+        name=name, model=model, data=data, training=training, offload=offload, evaluation=evaluation, meta=meta
     )
 
 
@@ -184,5 +169,5 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
         with check, layers.naming("model"):
             recipe.model.check_library()
         with check, layers.naming("memory"):
-            recipe.mode()
+            recipe.offload.mode()
     return recipe

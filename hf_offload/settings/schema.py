@@ -4,13 +4,15 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.elementwise import RecomputeElementwiseConfig, recompute_elementwise
+from hf_offload.settings.memory_modes import MODES, NONE, memory_mode, read_mode_name, read_mode_settings
 from hf_offload.settings.renamed import takes_old_names
 from hf_offload.settings.sampling import SampledLinearConfig, sampled_linear
 from hf_offload.settings.values import (
+    ALWAYS,
     DRIVES,
     MODEL,
     FieldCheck,
@@ -24,6 +26,9 @@ from hf_offload.settings.values import (
     size,
     whole,
 )
+
+if TYPE_CHECKING:
+    from hf_offload.memory_modes.protocol import MemoryMode
 
 TIERS = ("none", "ram", "ssd", "auto")
 TIER_ALIASES = {"cpu": "ram", "disk": "ssd", "nvme": "ssd"}
@@ -164,6 +169,18 @@ class OffloadConfig:
         '"dropout" ("exact": these three, which change no bit) or "derivative-8bit" (not exact).',
         scope=MODEL,
     )
+    memory_mode: str = setting(
+        NONE,
+        Reader(read_mode_name, ALWAYS),
+        f"What is trained and what the optimizer keeps of it: {', '.join(MODES)}, or none for all weights and AdamW.",
+        scope=MODEL,
+    )
+    memory_mode_kwargs: "str | Mapping[str, Any] | None" = setting(
+        None,
+        Reader(lambda name, value: dict(read_mode_settings(value, name))),
+        "Settings of {memory_mode}, such as its rank, as a mapping or JSON.",
+        scope=MODEL,
+    )
 
     def __post_init__(self) -> None:
         with read_fields(self, "offload settings") as check:
@@ -184,6 +201,9 @@ class OffloadConfig:
                         f"{name('tile_bytes')} is given, but nothing is tiled: set {name('tiled_loss')}='on', or leave it "
                         "out."
                     )
+            with check:
+                if self.memory_mode == NONE and check.good("memory_mode", "memory_mode_kwargs"):
+                    self.mode()  # which has no settings
             if check.good("tier"):
                 self._check_tier(check)
 
@@ -227,7 +247,19 @@ class OffloadConfig:
     @property
     def changes_a_run(self) -> bool:
         """Whether these settings ask for anything at all."""
-        return self.tier != "none" or self.tiles or self.sampling is not None or self.lean is not None
+        changes_step = self.tier != "none" or self.tiles or self.sampling is not None or self.lean is not None
+        return changes_step or self.memory_mode != NONE
+
+    def mode(self) -> "MemoryMode | None":
+        """The memory mode that is asked for, if one is. Loads its libraries.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors in its settings.
+        """
+        return memory_mode(self.memory_mode, self.memory_mode_kwargs, self.directories)
+
+    def without_mode(self) -> "OffloadConfig":
+        """The same for a model that is prepared for its memory mode already."""
+        return dataclasses.replace(self, memory_mode=NONE, memory_mode_kwargs=None)
 
     @property
     def sampling(self) -> SampledLinearConfig | None:

@@ -52,9 +52,9 @@ def build_arguments(recipe: Recipe) -> "TrainingArguments":
     _check_reporters(arguments)
     if recipe.offload.changes_a_run:
         refuse_conflicts(arguments)
-    mode = recipe.mode()
+    mode = recipe.offload.mode()
     if mode is not None:
-        check_arguments(mode, str(recipe.memory["mode"]), arguments)
+        check_arguments(mode, recipe.offload.memory_mode, arguments)
     return arguments
 
 

@@ -94,7 +94,7 @@ def run_recipe(
     # Again, so that weights and dropout do not depend on whether the tokenizer had to be trained first.
     set_seed(arguments.seed)
     model = build_model(recipe, tokenizer, arguments.device, None if prepared is None else prepared.setup.labels)
-    recording, offloading = Recording(), OffloadCallback(recipe.offload)
+    recording, offloading = Recording(), OffloadCallback(recipe.offload.without_mode())
     with _beginning(recipe, recording):
         trainer = _build_trainer(recipe, model, arguments, tokenizer, prepared, recording, [offloading, *callbacks])
     _ahead_of_reporters(trainer, offloading)
@@ -187,7 +187,7 @@ def _build_trainer(
         if prepared.validation is not None and compute is not None:
             options["compute_metrics"] = compute
             options["preprocess_logits_for_metrics"] = None if seq2seq else choose_likeliest
-    mode = recipe.mode()
+    mode = recipe.offload.mode()
     if mode is not None:
         options |= {"model": mode.prepare(model), "optimizer_cls_and_kwargs": optimizer_of(mode, arguments)}
         own.append(MemoryModeCallback(mode))

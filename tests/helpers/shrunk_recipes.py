@@ -54,7 +54,7 @@ def one_of_each(names):
     chosen = {}
     for name in names:
         recipe = load_recipe(name)
-        mode, tier, sampling = recipe.memory.get("mode"), recipe.offload.tier, recipe.offload.sampling is not None
+        mode, tier, sampling = recipe.offload.memory_mode, recipe.offload.tier, recipe.offload.sampling is not None
         chosen.setdefault((recipe.model.task, mode), name)
         chosen.setdefault((tier, sampling), name)
     return [name for name in names if name in chosen.values()]
@@ -101,7 +101,7 @@ def shrunk(name, folder, tokenizer):
     if recipe.offload.tier in ("ssd", "auto"):
         changes["offload.directory"] = str(folder)
     changes["offload.min_bytes"] = 256
-    if "rank" in recipe.memory:
+    if "rank" in (recipe.offload.memory_mode_kwargs or {}):
         changes["memory.rank"] = RANK
     if recipe.training.get("fp16"):  # of GPUs alone
         changes |= {"training.fp16": None, "training.bf16": True}

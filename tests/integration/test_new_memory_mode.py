@@ -1,6 +1,7 @@
 """A memory mode of one class and one line of the registry: every surface knows it."""
 
 import dataclasses
+import inspect
 import json
 from typing import ClassVar
 
@@ -13,9 +14,11 @@ from typer.testing import CliRunner
 from hf_offload import OffloadConfigError, OffloadTrainingArguments
 from hf_offload.cli.main import app
 from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
+from hf_offload.optimizers.param_groups import decay_groups
 from hf_offload.settings.memory_modes import MODES, Entry
 from hf_offload.settings.values import number, setting
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
+from tests.integration.test_modes_without_the_trainer import environment, plain_loop, plugin
 
 SMALL_GPT2 = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=2"]
 
@@ -30,7 +33,7 @@ class Momentum(MemoryMode):
     momentum: float = setting(0.9, number(at_least=0, at_most=1))
 
     def optimizer(self, model, *, weight_decay, lr, **adam):
-        return torch.optim.SGD(model.parameters(), lr=lr, momentum=self.momentum, weight_decay=weight_decay)
+        return torch.optim.SGD(decay_groups(model, weight_decay), lr=lr, momentum=self.momentum)
 
     def state_bytes(self, model):
         return sum(one.nbytes for one in trained_parameters(model))
@@ -64,6 +67,19 @@ def test_the_training_arguments_take_it(tmp_path):
     found = {name: trained(tmp_path, name).param_groups[0]["momentum"] for name in ("momentum", "slow_momentum")}
     assert found == {"momentum": 0.9, "slow_momentum": 0.99}
     assert trained(tmp_path, "slow_momentum", {"momentum": 0.5}).param_groups[0]["momentum"] == 0.5
+
+
+@pytest.mark.parametrize("surface", [plain_loop, plugin, environment])
+def test_loops_of_scripts_have_it(surface, monkeypatch):
+    made = []
+    monkeypatch.setattr(Momentum, "begin_training", lambda mode, optimizer: made.append(optimizer) or (lambda: None))
+    surface({"tier": "none", "memory_mode": "slow_momentum"})
+    assert [(type(one), one.param_groups[0]["momentum"]) for one in made] == [(torch.optim.SGD, 0.99)]
+
+
+def test_it_is_short():
+    registered = 2  # lines of the registry
+    assert len(inspect.getsource(Momentum).splitlines()) + registered < 40
 
 
 def test_errors_name_it():

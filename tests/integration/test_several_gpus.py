@@ -21,7 +21,7 @@ def lines():
     for name in recipe_names():
         recipe = load_recipe(name)
         launch = recipe.meta.launch
-        mode, loss = recipe.memory.get("mode"), recipe.offload.tiled_loss
+        mode, loss = recipe.offload.memory_mode, recipe.offload.tiled_loss
         if (
             launch is not None and launch.config_file == "ddp" and mode != "qlora"
         ):  # which takes long to compile, and is LoRA to DDP

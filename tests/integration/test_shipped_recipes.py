@@ -34,11 +34,11 @@ def tokenizer(tmp_path_factory):
 
 def about(recipe):
     """What a recipe is about: everything that says how memory is spent, and the task."""
-    offload = dataclasses.replace(recipe.offload, directory=None, min_bytes=0)
-    memory = {key: value for key, value in recipe.memory.items() if key != "rank"}
+    memory = {key: value for key, value in (recipe.offload.memory_mode_kwargs or {}).items() if key != "rank"}
+    offload = dataclasses.replace(recipe.offload, directory=None, min_bytes=0, memory_mode_kwargs=memory or None)
     again = recipe.training.get("gradient_checkpointing")
     data = [name for name, value in dataclasses.asdict(recipe.data).items() if name.endswith("_column") and value]
-    return recipe.model.task, offload, memory, again, data, recipe.data.packing, recipe.evaluation.metrics
+    return recipe.model.task, offload, again, data, recipe.data.packing, recipe.evaluation.metrics
 
 
 @pytest.mark.parametrize("name", rows(recipe_names(), quick=one_of_each(recipe_names())))
@@ -87,7 +87,7 @@ AUTO = [name for name in recipe_names() if load_recipe(name).offload.tier == "au
 @pytest.mark.parametrize(
     "name",
     rows(
-        [name for name in AUTO if load_recipe(name).memory.get("mode") != "qlora"],
+        [name for name in AUTO if load_recipe(name).offload.memory_mode != "qlora"],
         quick=["gpt/small_full_auto", "t5/small_full_auto"],
     ),
 )

@@ -27,10 +27,13 @@ EXAMPLES = {
     "tiled_mlp": ["mlp", "h.0.mlp"],
     "sampled_linear": {"ratio": 0.3, "targets": ["mlp", "q_proj"]},
     "recompute_elementwise": ["norms", "dropout"],
+    "memory_mode": "lora",
+    "memory_mode_kwargs": {"rank": 4},
 }
 NEEDED = {
     "memory_budget": {"tier": "auto"},
     "tile_bytes": {"tiled_loss": "on"},
+    "memory_mode_kwargs": {"memory_mode": "galore"},
     "on_disk_write_limit": {"max_disk_write_bytes": "1TiB"},
 }
 
