@@ -22,7 +22,7 @@ from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.overrides import text_override
 from hf_offload.settings.recipe_files import is_recipe_file, resolve_shape
 from hf_offload.settings.recipes import load_recipe
-from hf_offload.training.report import WARMUP_STEPS
+from hf_offload.training.report import TRAINER_BATCH, WARMUP_STEPS
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ OnStart = Callable[[str, int, int], None]
 OnDone = Callable[[Cell], None]
 FASTEST = "fastest"
 BENCH_ALLOCATORS = (FASTEST, *ALLOCATORS)
-_TRAINER_BATCH = 8
-"""The Trainer's own ``per_device_train_batch_size``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,7 +229,7 @@ def _cases(shape: str, overrides: Sequence[str], batches: Sequence[int], sequenc
             f"{shape} computes in {loaded.model.dtype}, which is meant for accelerators: a CPU is slow in it."
         )
     name = Path(shape).stem if is_recipe_file(shape) else shape
-    own_batch = int(loaded.training.get("per_device_train_batch_size") or _TRAINER_BATCH)
+    own_batch = int(loaded.training.get("per_device_train_batch_size") or TRAINER_BATCH)
     return [
         Case(name, recipe, batch, sequence)
         for batch in batches or [own_batch]

@@ -11,7 +11,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.formats import FORMER_STRATEGIES, REFERENCE, table_text
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import parse_json, read_text
-from hf_offload.training.report import TrainingReport
+from hf_offload.training.report import TRAINER_BATCH, TrainingReport
 
 MEMORY_PLOT = "memory.png"
 _WAYS = {
@@ -22,8 +22,6 @@ _WAYS = {
     "ours:auto": "within the budget (`tier: auto`)",
     "ours:elementwise": "recompute of elementwise operations (`recompute_elementwise`)",
 }
-_TRAINER_BATCH = 8
-"""The Trainer's own ``per_device_train_batch_size``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +86,7 @@ class Comparison:
         """What makes the same comparison of ``recipe``, whose ``settings`` are those of its training."""
         row = self.rows[0]
         own = {
-            "batch": settings["training"].get("per_device_train_batch_size") or _TRAINER_BATCH,
+            "batch": settings["training"].get("per_device_train_batch_size") or TRAINER_BATCH,
             "sequence": settings["data"]["sequence_length"],
         }
         other = [text for name, value in own.items() if row[name] != value for text in (f"--{name}", str(row[name]))]

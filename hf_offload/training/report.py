@@ -18,6 +18,8 @@ from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import parse_json, read_text
 from hf_offload.versions import find_versions
 
+TRAINER_BATCH = 8
+"""The Trainer's default of ``per_device_train_batch_size``."""
 WARMUP_STEPS = 2
 """Steps left out of the median time: kernels are chosen, memory is mapped and read-ahead is learned in them."""
 

@@ -199,7 +199,7 @@ def test_an_answer_to_another_question_is_refused(data, tmp_path):
         ({"seeds": "0,0"}, (), ["give each once"]),
         ({"hidden": 100}, (), ["hidden=100", "multiple of 64"]),
         ({"modes": "galore"}, ("--times",), ["add 'none'"]),
-        ({"modes": "lissa", "rates": "0", "seeds": "101"}, (), ["3 errors", "'lisa'", "no grid", "neither"]),
+        ({"modes": "lissa", "rates": "0", "seeds": "101"}, (), ["3 errors", "'lisa'", "not a grid", "neither"]),
         ({"modes": "none,lisa", "layers": 1}, (), ["blocks_active=2, but only 1 blocks take turns"]),
     ],
 )
