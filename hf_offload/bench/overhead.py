@@ -34,7 +34,7 @@ _OTHERS = 2000  # a forward of a large model saves about as many
 
 @dataclasses.dataclass(frozen=True)
 class Quartiles:
-    """Microseconds a tensor: the median of the repetitions and the quartiles around it."""
+    """Microseconds per tensor: the median of the repetitions and the quartiles around it."""
 
     median_us: float
     low_us: float
@@ -42,7 +42,7 @@ class Quartiles:
 
     @classmethod
     def of(cls, samples_us: list[float]) -> "Quartiles":
-        """From one sample a repetition."""
+        """From one sample per repetition."""
         low, median, high = statistics.quantiles(samples_us, n=4, method="inclusive")
         return cls(median, low, high)
 

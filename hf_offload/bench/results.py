@@ -1,4 +1,4 @@
-"""What a matrix of runs says: one row a strategy in each case, medians and spread, and what must not be overlooked.
+"""The results of a matrix of runs: one row per strategy and case, with medians and spread, and the problems found.
 
 Times and memory are compared within a round. Whether a strategy computes the same is not assumed: losses of every step
 and the final weights are compared bit by bit.
@@ -40,7 +40,7 @@ class Case:
 
 
 def file_name(text: str) -> str:
-    """``text`` without what a file's name had better not hold."""
+    """``text`` without characters that do not belong in a file's name."""
     return re.sub(r"[^\w.+-]+", "_", text)
 
 
@@ -133,7 +133,7 @@ class Results:
         return next((model for model in models if model), None)
 
     def rows(self, case: Case | None = None) -> list[Row]:
-        """One row a strategy, in the order given, of one case or of all."""
+        """One row per strategy, in the order given, of one case or of all."""
         if case is None:
             return [row for each in self.cases() for row in self.rows(each)]
         names = dict.fromkeys(cell.strategy.name for cell in self.cells if cell.case == case and not cell.extra)

@@ -1,4 +1,4 @@
-"""Results as people read them: a table with footnotes, as Markdown, with plots; and their files."""
+"""Results as tables with footnotes, as Markdown and as plots, and the files they are written to."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def describe(results: Results, case: Case) -> str:
 
 
 def footnotes(results: Results) -> list[str]:
-    """What a reader has to know about the numbers."""
+    """What a reader needs to know about the numbers."""
     notes = [f"{case.label}: {_VARIES}" for case in results.cases() if results.baseline_varies(case)]
     notes += results.findings()
     report = next((cell.report for cell in results.cells if cell.report is not None), None)

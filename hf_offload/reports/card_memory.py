@@ -57,7 +57,7 @@ class Comparison:
             ) from error
 
     def table(self) -> str:
-        """One row a way, as Markdown."""
+        """One row per way, as Markdown."""
         counted = _counts_in_use(self.machine["device"]) and all(row["in_use_bytes"] is not None for row in self.rows)
         repeated = self.rounds > 1
         columns = ["way", *(["in use"] if counted else []), "peak", "ratio to baseline", "step", "ratio to baseline"]

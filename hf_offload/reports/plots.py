@@ -58,7 +58,7 @@ def figure_at(path: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def plot_memory(reports: Mapping[str, TrainingReport], path: Path, rounds: int = 1) -> None:
-    """Memory above the baseline over a few steps in the steady state, one line a strategy, as a PNG at ``path``.
+    """Memory above the baseline over a few steps in the steady state, one line per strategy, as a PNG at ``path``.
 
     ``reports`` are those of one of ``rounds`` rounds. The lines start together at the beginning of the first step after the
     warm-up; a line ends when its steps are done.
@@ -74,7 +74,7 @@ def plot_memory(reports: Mapping[str, TrainingReport], path: Path, rounds: int =
             peak = (memory["peak_bytes"] - memory["baseline_bytes"]) / 1e6
             top = max(top, peak, *values)
             axes.fill_between(times, values, color=colour, alpha=0.12, linewidth=0)
-            speed, height = f"{name}: {report.median_step_s:.2f} s a step", f"peak residency: +{peak:,.0f} MB"
+            speed, height = f"{name}: {report.median_step_s:.2f} s per step", f"peak residency: +{peak:,.0f} MB"
             # Two lines of the legend for each of many strategies would cover the plot.
             axes.plot(times, values, color=colour, linewidth=1.6, label=f"{speed}, +{peak:,.0f} MB" if many else speed)
             axes.axhline(peak, color=colour, linewidth=1, linestyle=(0, (2, 3)), label=None if many else height)
@@ -120,7 +120,7 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
 
 
 def plot_pareto(points: Sequence[Point], title: str, path: Path) -> None:
-    """Time of a step against the activation peak, one point a strategy, with the Pareto front, as a PNG at ``path``."""
+    """Time of a step against the activation peak, one point per strategy, with the Pareto front, as a PNG at ``path``."""
     with figure_at(path, 8, 5.5) as figure:
         axes = figure.add_subplot()
         front = pareto_front(points)

@@ -1,4 +1,4 @@
-"""What a block's forward takes or changes besides tensors: a block that does cannot be recomputed in backward.
+"""Side effects of a block's forward: a block that has any cannot be recomputed in backward.
 
 Activation checkpointing runs a forward twice. That gives the same bits only if the second run finds what the first one found
 and leaves nothing behind: no statistics or counters updated twice, no list with twice as many entries, no input changed in

@@ -1,4 +1,4 @@
-"""Where a run writes and what it goes on from: found out before anything is loaded. Imports no library."""
+"""Checks of where a run writes and what it resumes from, before anything is loaded. Imports no library."""
 
 import re
 from collections.abc import Iterable
@@ -62,7 +62,7 @@ def check_checkpoints(recipe: Recipe) -> None:
 
 
 def nothing_to_resume(folder: Path) -> OffloadConfigError:
-    """The error for a run that cannot go on from anything in ``folder``."""
+    """The error for a run that cannot resume from anything in ``folder``."""
     return OffloadConfigError(
         f"There is no complete checkpoint in {folder} to go on from: start without --resume. Checkpoints are written as "
         "training.save_strategy and training.save_steps say."

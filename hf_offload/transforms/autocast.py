@@ -1,4 +1,4 @@
-"""Mixed precision as it is where a forward runs: backward runs without."""
+"""The autocast settings of a forward, for what runs again in backward, where autocast is off."""
 
 import contextlib
 import functools

@@ -63,7 +63,7 @@ class Transform(ABC):
         self._changes.append((name, change))
 
     def warn_if_checkpointed(self, what: str) -> None:
-        """Say that ``what`` saves no memory if the model recomputes its blocks."""
+        """Log that ``what`` saves no memory if the model recomputes its blocks."""
         if any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
             logger.warning(
                 "Activation checkpointing keeps nothing of a block but its input, so %s no memory: drop one of them.",

@@ -1,4 +1,4 @@
-"""What a task says of itself; the table of tasks is in :mod:`hf_offload.training.tasks.table`."""
+"""The description of a task; the table of tasks is in :mod:`hf_offload.training.tasks.table`."""
 
 import dataclasses
 import logging

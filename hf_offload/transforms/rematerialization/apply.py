@@ -1,4 +1,4 @@
-"""What the settings ask to have saved in fewer bytes, applied to a model and taken off again."""
+"""Recompute of elementwise operations as the settings ask for it: applied to a model, and removed."""
 
 import logging
 import weakref
@@ -57,7 +57,7 @@ class Rematerialization(Transform):
         """Whether linear layers do not save inputs that can be recomputed."""
 
     def apply(self) -> None:
-        """Do what was asked for.
+        """Apply what was asked for.
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` if the model has nothing that a switch could change; it is
         unchanged then.
@@ -120,7 +120,7 @@ class Rematerialization(Transform):
 
 
 class _Forget:
-    """A forward hook on the model: what was noted is of no use when the forward is over."""
+    """A forward hook on the model: formulas are dropped when the forward ends."""
 
     def __init__(self, formulas: Formulas):
         self._formulas = formulas
@@ -131,7 +131,7 @@ class _Forget:
 
 
 def _own_forwards(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose forward is that of their class, not one that somebody has put there."""
+    """Modules whose forward is that of their class, not one that was assigned to the instance."""
     for name, module in model.named_modules():
         if "forward" not in vars(module):
             yield name, module

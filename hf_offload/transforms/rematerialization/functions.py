@@ -1,4 +1,4 @@
-"""Operations that save less than the usual ones and give the same bits.
+"""Operations that save less than the usual ones with bit-identical results.
 
 Note: gradients that are added up
     Where a tensor is used several times, autograd adds up the gradients of its uses one after the other, the last use first,
@@ -287,7 +287,7 @@ class _PackedDropout(torch.autograd.Function):
 
 
 def packed_relu(inputs: Tensor) -> Tensor:
-    """ReLU that saves where it let something through, a bit an element, and gives the bits of :func:`torch.relu`."""
+    """ReLU that saves which elements passed, one bit each, and gives the bits of :func:`torch.relu`."""
     return _PackedReLU.apply(inputs)
 
 
@@ -295,7 +295,7 @@ class _PackedReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:
         result = inputs.relu()
-        ctx.save_for_backward(pack_bits(~(result <= 0)))  # what is no number goes through, as in torch
+        ctx.save_for_backward(pack_bits(~(result <= 0)))  # NaN passes, as in torch
         return result
 
     @staticmethod

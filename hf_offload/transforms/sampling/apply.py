@@ -1,7 +1,7 @@
-"""Making linear layers sampled ones, and back.
+"""Converting linear layers to sampled ones, and back.
 
 A layer's class is swapped, and nothing else of it changes: its parameters, its place in the state dict, what adapters and
-tied heads hold of it. So checkpoints know nothing of sampling, and LoRA finds an ``nn.Linear``.
+tied heads hold of it. So checkpoints do not depend on sampling, and LoRA finds an ``nn.Linear``.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the settings ask to have cut, applied to a model and taken off again."""
+"""Tiling as the settings ask for it: applied to a model, and removed."""
 
 import logging
 
@@ -13,7 +13,7 @@ from hf_offload.transforms.transform import Transform
 
 logger = logging.getLogger(__name__)
 
-# With a memory budget, a piece may take so much of it.
+# With a memory budget, a piece may take this share of it.
 _BUDGET_SHARE = 64
 
 
