@@ -358,7 +358,7 @@ def accuracy(
     values = [dataclasses.asdict(row) for row in found]
     write_texts(
         output_dir,
-        {"accuracy.md": "\n".join(markdown_table(COLUMNS, lines)), "accuracy.json": json_text({"rows": values})},
+        {"accuracy.md": markdown_table(COLUMNS, lines) + "\n", "accuracy.json": json_text({"rows": values})},
     )
     if json:
         typer.echo(json_format.dumps(values, indent=2))

@@ -212,7 +212,7 @@ def write_limits(limits: list[Limit], plan: Plan, interrupted: bool) -> list[Pat
     lines = []
     for shape in dict.fromkeys(limit.shape for limit in limits):
         lines += [f"# {limits_title(limits, shape)}", ""]
-        lines += markdown_table(LIMIT_COLUMNS, [limit.texts() for limit in limits if limit.shape == shape])
+        lines += [markdown_table(LIMIT_COLUMNS, [limit.texts() for limit in limits if limit.shape == shape]), ""]
     if interrupted:
         lines += ["**Interrupted: only the searches that finished are shown.**", ""]
     contents = {

@@ -182,7 +182,7 @@ def sampling(
             rows = count_sampling(names, hardware, lambda way: progress.update(task, description=escape(way)))
     found = [dataclasses.asdict(row) for row in rows]
     tables = {name: texts([row for row in rows if row.shape == name]) for name in names}
-    lines = [line for name in names for line in (f"## {describe(name)}", "", *markdown_table(COLUMNS, tables[name]))]
+    lines = [line for name in names for line in (f"## {describe(name)}", "", markdown_table(COLUMNS, tables[name]), "")]
     write_texts(output_dir, {"sampling.md": "\n".join(lines), "sampling.json": json_text({"gpu": gpu, "rows": found})})
     if json:
         typer.echo(json_format.dumps(found, indent=2))

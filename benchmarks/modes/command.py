@@ -75,7 +75,7 @@ def modes(
         "runs": [dataclasses.asdict(run) for run in found.runs],
     }
     chosen_settings = markdown_table(SETTINGS_COLUMNS, settings_texts(names, hidden))
-    text = "\n".join([*markdown_table(COLUMNS, lines), *NOTES, "", *chosen_settings])
+    text = "\n".join([markdown_table(COLUMNS, lines), "", *NOTES, "", chosen_settings, ""])
     write_texts(output_dir, {"modes.md": text, "modes.json": json_text(values)})
     _plot(found, output_dir / "modes.png")
     if json:

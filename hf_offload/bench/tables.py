@@ -103,8 +103,8 @@ def markdown(results: Results) -> str:
     shapes = ", ".join(dict.fromkeys(case.shape for case in cases))
     lines = [f"# {shapes}: memory and time of a training step", ""]
     for case in cases:
-        lines += [f"{describe(results, case)}.", ""]
-        lines += markdown_table(COLUMNS, [texts(row) for row in results.rows(case)])
+        rows = [texts(row) for row in results.rows(case)]
+        lines += [f"{describe(results, case)}.", "", markdown_table(COLUMNS, rows), ""]
     if results.interrupted:
         lines += ["**Interrupted: only the runs that finished are shown.**", ""]
     problems = results.problems()

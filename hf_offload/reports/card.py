@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.card_memory import MEMORY_PLOT, Comparison, describe_machine, memory_section
-from hf_offload.reports.formats import table_text
+from hf_offload.reports.formats import markdown_table
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.memory_modes import NONE, mode_class
 from hf_offload.settings.outputs import check_output_folder
@@ -204,7 +204,7 @@ def _body(
         for name, value in _metrics(report).items()
     ]
     if rows:
-        yield table_text(("metric, on the validation data", "value"), rows)
+        yield markdown_table(("metric, on the validation data", "value"), rows)
     yield (
         f"Training loss {report.losses[0]:.3f} in the first step, "
         f"{statistics.mean(report.losses[-10:]):.3f} in the last {len(report.losses[-10:])} of {report.steps}."

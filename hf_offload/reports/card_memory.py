@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.reports.formats import FORMER_STRATEGIES, REFERENCE, table_text
+from hf_offload.reports.formats import FORMER_STRATEGIES, REFERENCE, markdown_table
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import parse_json, read_text
 from hf_offload.training.report import TRAINER_BATCH, TrainingReport
@@ -74,7 +74,7 @@ class Comparison:
             )
             for row in self.rows
         ]
-        return table_text([*columns, *(["spread"] if repeated else []), "losses and weights"], rows)
+        return markdown_table([*columns, *(["spread"] if repeated else []), "losses and weights"], rows)
 
     @property
     def steps(self) -> str | None:
@@ -106,7 +106,7 @@ def memory_section(report: TrainingReport, comparison: Comparison | None, plots:
     budget = _budget(report)
     if budget:
         yield budget
-    yield table_text(("this run", *(["planned"] if report.forecast else []), "measured"), _rows_of_the_run(report))
+    yield markdown_table(("this run", *(["planned"] if report.forecast else []), "measured"), _rows_of_the_run(report))
     if comparison is None:
         return
     repeated = comparison.rounds > 1

@@ -27,19 +27,14 @@ def flat(row: Any) -> dict[str, Any]:
     return values
 
 
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table and an empty one."""
-    return [
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The table as Markdown, without a newline at the end."""
+    lines = [
         "| " + " | ".join(columns) + " |",
         "|" + "---|" * len(columns),
         *("| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows),
-        "",
     ]
-
-
-def table_text(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The table as a paragraph."""
-    return "\n".join(markdown_table(columns, rows)[:-1])
+    return "\n".join(lines)
 
 
 def csv_text(rows: Sequence[Any]) -> str:
