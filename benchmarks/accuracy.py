@@ -15,7 +15,7 @@ import torch
 import typer
 from rich.markup import escape
 
-from benchmarks.console import Json, names_of, seeds_of, show_table
+from benchmarks.console import Json, names_of, numbers_of, show_table
 from hf_offload.cli.console import clear_errors, progress_bar
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.errors import OffloadConfigError
@@ -346,7 +346,7 @@ def accuracy(
                 data_dir,
                 names_of(tasks),
                 list(WAYS) if ways == "all" else names_of(ways),
-                seeds_of(seeds),
+                numbers_of("--seeds", seeds, int, "0,1,2"),
                 output_dir,
                 model,
                 rows,

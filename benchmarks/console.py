@@ -1,7 +1,7 @@
 """What the benchmarks' commands share: options of several values, and tables."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -11,6 +11,7 @@ from rich.table import Table
 from hf_offload.cli.console import output
 from hf_offload.errors import OffloadConfigError
 
+T = TypeVar("T", int, float)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -19,20 +20,13 @@ def names_of(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def seeds_of(text: str) -> list[int]:
-    """The whole numbers of ``--seeds``. Raises :class:`~hf_offload.errors.OffloadConfigError`."""
+def numbers_of(option: str, text: str, kind: type[T], example: str) -> list[T]:
+    """The numbers of an option. Raises :class:`~hf_offload.errors.OffloadConfigError`."""
     try:
-        return [int(name) for name in names_of(text)]
+        return [kind(name) for name in names_of(text)]  # type: ignore[call-arg]
     except ValueError as error:
-        raise OffloadConfigError(f"--seeds {text!r}: give whole numbers with commas between, such as 0,1,2.") from error
-
-
-def rates_of(text: str) -> list[float]:
-    """The numbers of ``--rates``. Raises :class:`~hf_offload.errors.OffloadConfigError`."""
-    try:
-        return [float(name) for name in names_of(text)]
-    except ValueError as error:
-        raise OffloadConfigError(f"--rates {text!r}: give numbers with commas between, such as 0.001,0.01.") from error
+        what = "whole numbers" if kind is int else "numbers"
+        raise OffloadConfigError(f"{option} {text!r}: give {what} with commas between, such as {example}.") from error
 
 
 def show_table(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from benchmarks.console import Json, names_of, rates_of, seeds_of, show_table
+from benchmarks.console import Json, names_of, numbers_of, show_table
 from benchmarks.curve_plots import plot_curves
 from benchmarks.modes.search import MODES, Findings, Setup, bench_modes
 from benchmarks.modes.table import COLUMNS, NOTES, SETTINGS_COLUMNS, mode_rows, settings_texts, texts
@@ -50,14 +50,16 @@ def modes(
     with clear_errors():
         check_output_folder(output_dir, "--output", "modes.md", "modes.json", "modes.png")
         require_matplotlib()
-        setup = Setup(layers, hidden, warm_start_steps, search_steps, steps, rates_of(rates))
+        setup = Setup(
+            layers, hidden, warm_start_steps, search_steps, steps, numbers_of("--rates", rates, float, "0.001,0.01")
+        )
         names = list(MODES) if chosen == "all" else names_of(chosen)
         with progress_bar() as progress:
             task = progress.add_task("starting", total=None)
             found = bench_modes(
                 data_dir,
                 names,
-                seeds_of(seeds),
+                numbers_of("--seeds", seeds, int, "0,1,2"),
                 output_dir,
                 setup,
                 times,
