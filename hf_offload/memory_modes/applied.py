@@ -172,7 +172,7 @@ def _take_the_place(made: torch.optim.Optimizer, given: torch.optim.Optimizer) -
     groups = given.param_groups
     seen = [{key: group[key] for key in (*_SHARED, "weight_decay")} for group in groups]
 
-    def follow(*_: Any) -> None:
+    def take_over(*_: Any) -> None:
         for group, before in zip(groups, seen, strict=True):
             if group["weight_decay"] != before["weight_decay"]:
                 raise OffloadError("A schedule of weight_decay does not reach the optimizer of a memory mode: drop it.")
@@ -194,7 +194,7 @@ def _take_the_place(made: torch.optim.Optimizer, given: torch.optim.Optimizer) -
             "Accelerator.prepare() has returned."
         )
 
-    made.register_step_pre_hook(follow)
+    made.register_step_pre_hook(take_over)
     made.register_step_post_hook(lambda *_: setattr(given, "_opt_called", True))  # which schedulers look at
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # likewise
     given.step = step  # type: ignore[assignment, method-assign]
