@@ -159,7 +159,8 @@ class OffloadSession:
         tier = open_tier(self._storage, config, on_host)
         if on_host:
             logger.info("CPU allocator: %s.", tune_running_allocator())
-        self._engine = Engine(model, self.plan, device, tier)
+        ring_bytes = None if config.ring_bytes is None else int(config.ring_bytes)
+        self._engine = Engine(model, self.plan, device, tier, ring_bytes)
         self._storage.free_with(self._engine.transfer.reap)
         self._phases = Phases(self._engine)
         self.stats = self._engine.stats

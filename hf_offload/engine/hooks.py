@@ -60,7 +60,7 @@ class Engine:
     :meth:`pack` and :meth:`unpack` are the pair that :class:`torch.autograd.graph.saved_tensors_hooks` takes.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, device: Device, tier: Tier):
+    def __init__(self, model: nn.Module, plan: Plan, device: Device, tier: Tier, ring_bytes: int | None = None):
         self.stats = OffloadStats(tier)
         self.closed = False
         self._device = device
@@ -68,7 +68,8 @@ class Engine:
         if device.is_host:
             mover: HostMover | StagedMover = HostMover(tier)
         else:
-            mover = StagedMover(device, tier, _RING_BYTES, self._on_failed_store)
+            ring = _RING_BYTES if ring_bytes is None else ring_bytes
+            mover = StagedMover(device, tier, ring, self._on_failed_store)
         self.transfer = Transfer(device, tier, mover, self.stats)
         self.prefetch = Prefetcher(self.transfer)
         self.observer: Observer | None = None

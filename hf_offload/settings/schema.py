@@ -113,6 +113,12 @@ class OffloadConfig:
         "blocks of the drive. Default: 8 MiB.",
         scope=DRIVES,
     )
+    ring_bytes: int | str | None = setting(
+        None,
+        size(at_least=1 << 20),
+        "On an accelerator, the pinned memory through which tensors pass on their way to drives and back. Default: 512 MiB.",
+        scope=DRIVES,
+    )
     verify: str = setting(
         "off",
         one_of(VERIFY),

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, OffloadConfigError, attach
+from hf_offload.engine.ring import PinnedRing
 from hf_offload.storage.disk_io import DataFile
 from tests.engine.test_session import TOKENS, tiny_gpt2
 from tests.helpers.package_threads import OurThreads
+from tests.helpers.simulated_device import SimulatedDevice
 
 
 def train_once(model: nn.Module) -> None:
@@ -35,7 +37,11 @@ def test_calls_to_drives_are_as_large_as_was_asked_for(tmp_path, monkeypatch, ch
     calls = {"write": set(), "read": set()}
     for kind, sizes in calls.items():
         usual = getattr(DataFile, kind)
-        spying = lambda file, data, offset, usual=usual, sizes=sizes: sizes.add(len(data)) or usual(file, data, offset)  # noqa: E731
+
+        def spying(file, data, *others, usual=usual, sizes=sizes):
+            sizes.add(len(data))
+            return usual(file, data, *others)
+
         monkeypatch.setattr(DataFile, kind, spying)
     model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
     config = OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, io_chunk_bytes=chunk_bytes)
@@ -45,6 +51,26 @@ def test_calls_to_drives_are_as_large_as_was_asked_for(tmp_path, monkeypatch, ch
     loss.backward()
     session.detach()
     assert max(calls["write"]) == max(calls["read"]) == chunk_bytes
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 20, 3 << 20])
+def test_the_ring_is_as_large_as_was_asked_for(tmp_path, monkeypatch, size_bytes):
+    usual, made = PinnedRing.__init__, []
+
+    def spying(ring, capacity_bytes, pinned):
+        made.append(capacity_bytes)
+        usual(ring, capacity_bytes, False)  # pinned memory needs a driver
+
+    monkeypatch.setattr(PinnedRing, "__init__", spying)
+    monkeypatch.setattr("hf_offload.session.open_device", lambda device: SimulatedDevice(0))
+    session = attach(tiny_gpt2(), OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, ring_bytes=size_bytes))
+    session.detach()
+    assert made == [size_bytes]
+
+
+def test_a_ring_has_a_megabyte_at_least():
+    with pytest.raises(OffloadConfigError, match="ring_bytes='4KiB' is too small: give 1048576 or more"):
+        OffloadConfig(tier="ssd", ring_bytes="4KiB")
 
 
 def test_a_chunk_is_a_page_at_least():

@@ -40,7 +40,7 @@ NEEDED = {
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_setting_goes_through_a_variable(field):
-    value = EXAMPLES.get(field, "4KiB" if READERS[field].unit == "bytes" else 2)
+    value = EXAMPLES.get(field, "4MiB" if READERS[field].unit == "bytes" else 2)
     found = settings_from(variables_for({field: value}))
     assert set(found) == {field}
     others = {"tier": "ssd"} | NEEDED.get(field, {})
