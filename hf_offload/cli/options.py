@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Changes of the recipe, such as training.max_steps=3."),
+    typer.Argument(metavar="KEY=VALUE", help="Changes of the recipe, such as training.max_steps=3."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 

@@ -72,7 +72,7 @@ plan = typer.Typer(
     help="Plan a run without its hardware and weights: what stays in memory, what is moved or recomputed, and what that "
     "costs. `hf-offload plan MODEL` is short for `hf-offload plan run MODEL`.",
     no_args_is_help=True,
-    subcommand_metavar="MODEL [OPTIONS] | COMMAND [ARGS]...",
+    subcommand_metavar="MODEL ... | COMMAND ...",
 )
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 recipes = typer.Typer(help="Recipes that come with the package, and your own.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe or a file.")]
-Names = Annotated[list[str], typer.Argument(metavar="RECIPE...", help="Shipped recipes or files.")]
+Names = Annotated[list[str], typer.Argument(metavar="RECIPE", help="Shipped recipes or files.")]
 
 
 @recipes.command("list")
@@ -47,7 +47,8 @@ def list_recipes(
                 f"There is no family {shown(family)}.{nearest(family, families)} Families: {listed(families, family)}."
             )
         table = Table(box=SIMPLE_HEAD)
-        for title in ("recipe", "model", "method", "GPU"):
+        table.add_column("recipe", no_wrap=True)
+        for title in ("model", "method", "GPU"):
             table.add_column(title, overflow="fold")
         table.add_column("peak", justify="right", no_wrap=True)
         for name in recipe_names():
@@ -99,7 +100,7 @@ def copy(
     name: Name,
     target: Annotated[
         Path | None,
-        typer.Argument(metavar="[TARGET]", help="File or folder. Default: the recipe's own name, in this folder."),
+        typer.Argument(metavar="TARGET", help="File or folder. Default: the recipe's own name, in this folder."),
     ] = None,
     merged: Annotated[
         bool, typer.Option("--merged", help="Write all layers into the copy, which then needs no other file.")
@@ -128,7 +129,7 @@ def copy(
 
 @recipes.command()
 def predict(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE]...", help="Shipped recipes or files.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="RECIPE", help="Shipped recipes or files.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All shipped recipes that name a machine.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the predictions into the recipes.")] = False,
 ) -> None:
@@ -209,7 +210,7 @@ def _with_merged_layers(source: Path) -> str:
 
 
 def _with_shipped_layers(source: Path) -> str:
-    """The recipe's text; layers that are found beside it are named so that they are found from elsewhere."""
+    """The recipe's text; layers in its folder are named by their whole paths."""
     text = read_text(source, "The recipe")
     content = parse_yaml(text, str(source))
     if not isinstance(content, dict) or content.get(BASE) is None:

@@ -1,4 +1,4 @@
-"""What a plan may be asked for beside a recipe, checked without torch, which takes seconds to import."""
+"""What a plan may be asked for in addition to a recipe, checked without torch, which takes seconds to import."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -23,7 +23,7 @@ _PLACEMENTS: Mapping[tuple[str, bool], Placement | None] = {
     ("ram", True): Placement.RECOMPUTE_RAM,
     ("ssd", True): Placement.RECOMPUTE_SSD,
 }
-"""Tier, and whether blocks are computed again -> the row of ``hf-offload plan``; None for the plan itself."""
+"""Tier, and whether blocks are recomputed -> the row of ``hf-offload plan``; None for the plan itself."""
 
 
 @dataclasses.dataclass(frozen=True)

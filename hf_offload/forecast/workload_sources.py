@@ -33,7 +33,7 @@ _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 def find_workload(
     source: str, overrides: Sequence[str] = (), *, settings: Mapping[str, Any] | None = None, **options: Any
 ) -> Workload:
-    """From a recipe, a folder with a ``config.json`` (with or without weights beside it) or a name of the hub.
+    """From a recipe, a folder with a ``config.json`` (with or without weights) or a name of the hub.
 
     ``options`` are fields of :class:`~hf_offload.forecast.options.WorkloadOptions`, ``settings`` those fields of
     :class:`~hf_offload.OffloadConfig` that a plan depends on; both replace what the recipe says. Without a recipe, batch 1
@@ -238,7 +238,7 @@ def _config(source: str) -> "PretrainedConfig":
 
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(source)
-    except Exception as error:  # whatever the library raises for what stands in the file
+    except Exception as error:  # whatever the library raises for such a file
         first = reason_of(error)
         raise OffloadConfigError(
             f"{shown(source)} is not a shipped recipe, a folder with a config.json or a model of the hub: {first} "

@@ -73,7 +73,7 @@ def check_variables(environ: Mapping[str, str] | None = None) -> None:
         for name in sorted(environ):
             with check:
                 if name.startswith(PREFIX) and name not in (*_OTHERS, *known, *old):
-                    raise OffloadConfigError(f"The variable {cropped(name)} is no setting.{nearest(name, known)}")
+                    raise OffloadConfigError(f"The variable {cropped(name)} is not a setting.{nearest(name, known)}")
         for name in SWITCHES:
             with check:
                 is_on(name, environ)

@@ -62,7 +62,7 @@ def _metrics(name: str, value: Any) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationRecipe:
-    """What is measured beside the loss.
+    """What is measured in addition to the loss.
 
     Args:
         metrics: Of :data:`METRICS`: ``perplexity`` and ``token_accuracy`` for language models, ``bleu`` and ``chrf`` of

@@ -77,7 +77,7 @@ class Layers:
         return (
             problem
             if file == self.files[-1]
-            else f"{problem} ({name} stands in the layer {shipped_name(file) or file}.)"
+            else f"{problem} ({name} is set in the layer {shipped_name(file) or file}.)"
         )
 
 
@@ -100,7 +100,7 @@ def bases_of(path: Path, content: Mapping[str, Any]) -> list[Path]:
     names = [] if named is None else [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise OffloadConfigError(
-            f"{path}: {BASE}={shown(named)} is no list of layers, such as [llama/_family, llama/_8b]."
+            f"{path}: {BASE}={shown(named)} is not a list of layers, such as [llama/_family, llama/_8b]."
         )
     found: list[Path] = []
     with collect_errors(f"layers of {path}") as check:
@@ -129,7 +129,7 @@ def _find_layer(name: str, user: Path) -> Path:
     beside = (path.stem for path in user.parent.glob("*.yaml") if path != user)
     known = [*beside, *layer_names(), *recipe_names()]
     raise OffloadConfigError(
-        f"{user}: there is no layer {shown(name)}: no such file beside it, and no shipped one of that name."
+        f"{user}: there is no layer {shown(name)}: no such file next to it, and no shipped one of that name."
         f"{nearest(name, known)} Shipped layers: {listed(layer_names(), name)}."
     )
 

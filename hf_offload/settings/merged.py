@@ -48,7 +48,7 @@ def method_of(tree: Mapping[str, Any]) -> str:
     if "sampling" in tree or offload.get("sampled_linear") is not None:
         extras.append("sampled")
     if offload.get("recompute_elementwise"):
-        extras.append("lean")
+        extras.append("elementwise")
     if any(offload.get(name, "off") not in ("off", False) for name in ("tiled_loss", "tiled_mlp")):
         extras.append("tiled")
     return ", ".join([" + ".join(words), *extras])

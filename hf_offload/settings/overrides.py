@@ -40,7 +40,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     *parents, last = key.strip().split(".")
     if not equals or not last or not all(parents):
         raise OffloadConfigError(
-            f"{shown(override)} is no override: write section.key=value, such as training.max_steps=3."
+            f"{shown(override)} is not an override: write section.key=value, such as training.max_steps=3."
         )
     if parents == ["offload"]:
         (last,) = with_current_names({last: text}, list(OffloadConfig.__dataclass_fields__), "offload")
@@ -88,6 +88,6 @@ def _as_text(keys: Sequence[str]) -> str:
     if section == ["training"]:
         reader = training_reader(key)
     elif tuple(section) in _CLASSES:
-        with contextlib.suppress(KeyError):  # whoever builds the class knows its keys
+        with contextlib.suppress(KeyError):  # the class itself refuses unknown keys
             reader = reader_of(_CLASSES[tuple(section)], key)
     return NEVER if reader is None else reader.as_text

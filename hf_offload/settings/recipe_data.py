@@ -66,7 +66,7 @@ def _validation(name: str, value: Any) -> Any:
         return value
     if isinstance(value, (int, float)):
         if isinstance(value, bool) or not 0 < value < 1:
-            raise OffloadConfigError(f"{name}={shown(value)} is no share of the rows: give one such as 0.05.")
+            raise OffloadConfigError(f"{name}={shown(value)} is not a share of the rows: give one such as 0.05.")
         return value
     return patterns()(name, value)
 
@@ -149,7 +149,7 @@ class DataRecipe:
                     )
             with check:
                 if self.max_bytes is not None and check.good("source") and self.source in (None, RANDOM_TOKENS):
-                    raise OffloadConfigError("data.max_bytes goes with data.source=python-stdlib only: drop it.")
+                    raise OffloadConfigError("data.max_bytes is for data.source=python-stdlib only: drop it.")
             with check:
                 if check.good("validation"):
                     self._check_validation()
@@ -157,12 +157,12 @@ class DataRecipe:
                 local = self.files is not None or isinstance(self.validation, tuple)
                 if self.data_dir is not None and check.good("validation") and not local:
                     raise OffloadConfigError(
-                        "data.data_dir goes with data.files, and this data is no local file: drop it."
+                        "data.data_dir is for data.files, and this data is not in local files: drop it."
                     )
             for field in ("tokenizer", "streaming", "validation", "source_prefix", "packing", *_COLUMN_FIELDS):
                 with check:
                     if check.good("source") and self.source == RANDOM_TOKENS and getattr(self, field):
-                        raise OffloadConfigError(f"data.{field}: {RANDOM_TOKENS} are no text and need none: drop it.")
+                        raise OffloadConfigError(f"data.{field}: {RANDOM_TOKENS} are not text and need none: drop it.")
 
     def _check_validation(self) -> None:
         value = self.validation

@@ -64,8 +64,7 @@ def find_recipe(name: str | Path) -> Path:
         )
     if is_layer(shipped_name(found) or found.name):
         raise OffloadConfigError(
-            f"{shown(str(name))} is a layer that recipes are made of, and no recipe: name it under base: in a recipe of "
-            "your own."
+            f"{shown(str(name))} is a layer, not a recipe: name it under base: in a recipe of your own."
         )
     return found
 

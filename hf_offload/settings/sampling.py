@@ -31,7 +31,7 @@ class SampledLinearConfig:
             seed is kept (Oktay et al., ICLR 2021, arXiv 2007.10412). ``"features"``: a draw of the columns. ``"exact"``: all.
         probabilities: What makes a row probable: ``"activation"``, its norm; ``"gradient-cache"``, that times how large the
             gradients of its sample were in the last epoch, two bytes for each sample and layer on the model's device.
-        targets: ``"auto"`` (linear layers of the repeated blocks whose input nobody else saves), ``"all"`` (every one with
+        targets: ``"auto"`` (linear layers of the repeated blocks whose input no other layer saves), ``"all"`` (every one with
             trainable weights), or the ends of module names, such as ``("mlp.up_proj", "q_proj")``.
         share_inputs: Layers that are given the same tensor (queries, keys and values) keep one part of it together.
     """

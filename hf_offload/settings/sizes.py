@@ -37,7 +37,7 @@ def parse_bytes(value: int | float | str, name: str = "size") -> int:
         size = float(match[1]) * _UNITS[match[2].lower()]
         if _UNITS[match[2].lower()] == 1 and math.isfinite(size) and not size.is_integer():
             raise OffloadConfigError(
-                f"{name}={shown(value)} is no whole number of bytes: is a unit missing, as in '20GiB'?"
+                f"{name}={shown(value)} is not a whole number of bytes: is a unit missing, as in '20GiB'?"
             )
     elif isinstance(value, float) and (math.isnan(value) or (math.isfinite(value) and not value.is_integer())):
         raise OffloadConfigError(

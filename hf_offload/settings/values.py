@@ -264,7 +264,7 @@ def names(what: str, *, alone: Iterable[str] = (), or_none: bool = False) -> Rea
         found = tuple(part.strip() for part in items(parts) if isinstance(part, str) and part.strip())
         if len(found) != len(items(parts)) or not (found or (or_none and isinstance(value, (list, tuple)))):
             said = f", and none of {', '.join(alone)}" if alone else ""
-            raise OffloadConfigError(f"{name}={shown(value)} is no list of {what}{said}.")
+            raise OffloadConfigError(f"{name}={shown(value)} is not a list of {what}{said}.")
         return tuple(_checked_text(name, part) for part in found)
 
     return Reader(read, SCALAR)

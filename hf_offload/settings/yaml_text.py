@@ -74,8 +74,8 @@ def set_entry(text: str, keys: Sequence[str], content: Any, where: str) -> str:
     indent = node.start_mark.column
     old = next(((name, value) for name, value in node.value if name.value == last), None)
     end = _end(node if old is None else old[1])
-    if text[end - 1] != "\n":  # else it ends with a block of text
-        end = text.find("\n", end) + 1 or len(text)
+    # A block of text ends behind the empty lines that follow it.
+    end = text.find("\n", len(text[:end].rstrip())) + 1 or len(text)
     start = end if old is None else old[0].start_mark.index - indent
     before = text[:start] if not start or text[start - 1] == "\n" else f"{text[:start]}\n"
     changed = before + textwrap.indent(dump_yaml({last: content}), " " * indent) + text[end:]

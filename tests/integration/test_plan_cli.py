@@ -218,7 +218,7 @@ def test_a_setting_is_an_option_by_its_declaration():
     stderr = " ".join(result.stderr.split())
     for part in (
         "6 errors in the options", "--tile-bytes='0' is too small", "--tiled-loss='om' is unknown", "Did you mean 'on'?",
-        "--tiled-mlp='' is no list", "--memory-budget='1 Gib b' is not a size", "--batch='none' is not a whole number",
+        "--tiled-mlp='' is not a list", "--memory-budget='1 Gib b' is not a size", "--batch='none' is not a whole number",
         "ram='much' is not a size",
     ):  # fmt: skip
         assert part in stderr

@@ -322,7 +322,7 @@ def test_a_piece_that_holds_everything_is_an_error():
         ({"tiled_loss": "yes"}, "tiled_loss"),
         ({"tiled_loss": "on", "tile_bytes": "0MiB"}, "tile_bytes=.* is too small"),
         ({"tile_bytes": "1MiB"}, "nothing is tiled"),
-        ({"tiled_mlp": ""}, "is no list of module names"),
+        ({"tiled_mlp": ""}, "is not a list of module names"),
         ({"tiled_mlp": 3}, "tiled_mlp=3"),
         ({"tiled_mlp": "auto"}, "waits for a memory budget"),
     ],

@@ -112,7 +112,7 @@ def test_a_switch_is_on_or_off_and_nothing_else(value):
 
 
 WRONG_VARIABLES = [
-    ("HF_OFFLOAD_TIRE", "ssd", "The variable HF_OFFLOAD_TIRE is no setting. Did you mean 'HF_OFFLOAD_TIER'?"),
+    ("HF_OFFLOAD_TIRE", "ssd", "The variable HF_OFFLOAD_TIRE is not a setting. Did you mean 'HF_OFFLOAD_TIER'?"),
     ("HF_OFFLOAD_AUTOLOAD", "ture", "HF_OFFLOAD_AUTOLOAD='ture' is neither on nor off"),
     ("HF_OFFLOAD_DISABLE", "please", "HF_OFFLOAD_DISABLE='please' is neither on nor off"),
     ("HF_OFFLOAD_ALLOCATOR", "foo", "HF_OFFLOAD_ALLOCATOR='foo' is unknown: choose one of auto, tcmalloc"),

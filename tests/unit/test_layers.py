@@ -131,8 +131,8 @@ def test_a_neighbour_may_have_the_name_of_the_shipped_recipe_it_is_based_on(tmp_
         ({"mine": "base: [_a]", "_a": "just words"}, "is no layer of a recipe"),
         ({"mine": "base: [_a]", "_a": ""}, "is no layer of a recipe"),
         ({"mine": "base: [_a]", "_a": "model: ["}, "_a.yaml, line 1"),
-        ({"mine": "base: {a: b}"}, "is no list of layers"),
-        ({"mine": "base: [1]"}, "is no list of layers"),
+        ({"mine": "base: {a: b}"}, "is not a list of layers"),
+        ({"mine": "base: [1]"}, "is not a list of layers"),
     ],
 )
 def test_what_is_no_layer(tmp_path, texts, part):
@@ -151,8 +151,8 @@ def test_mistakes_of_all_layers_come_at_once_and_say_where(mine):
     message = mistakes(path)
     method = mine.parent / "_method.yaml"
     for part in (
-        f"'teir'. Did you mean 'tier'? Known: {listed(OFFLOAD_FIELDS, 'teir')}. (teir stands in the layer {method}.)",
-        f"keep_last_count='many' is not a whole number of blocks. (keep_last_count stands in the layer {method}.)",
+        f"'teir'. Did you mean 'tier'? Known: {listed(OFFLOAD_FIELDS, 'teir')}. (teir is set in the layer {method}.)",
+        f"keep_last_count='many' is not a whole number of blocks. (keep_last_count is set in the layer {method}.)",
         f"{method}: unknown section 'dta'",
         "'max_step'. Did you mean 'max_steps'?\n",
         f"unknown key 'verfy'. Did you mean 'verify'? Known: {listed(OFFLOAD_FIELDS, 'verfy')}.\n",
@@ -162,7 +162,7 @@ def test_mistakes_of_all_layers_come_at_once_and_say_where(mine):
 
 def test_a_key_that_the_recipe_itself_has_set_is_not_blamed_on_a_layer(mine):
     path = write(mine.parent, mine=RECIPE + "offload: {tier: floppy}\n")
-    assert "stands in" not in mistakes(path)
+    assert "is set in" not in mistakes(path)
     assert "tier='floppy'" in mistakes(path)
 
 
@@ -170,7 +170,7 @@ def test_layers_are_no_recipes():
     assert not set(layer_names()) & set(recipe_names())
     assert {"llama/_8b", "_methods/lora"} <= set(layer_names())
     for name in ("llama/_8b", "_methods/lora"):
-        with pytest.raises(OffloadConfigError, match="is a layer that recipes are made of"):
+        with pytest.raises(OffloadConfigError, match="is a layer, not a recipe"):
             find_recipe(name)
 
 

@@ -168,7 +168,7 @@ def test_all_mistakes_come_at_once(tiny_recipe):
         "unknown key 'sequence_lenght'. Did you mean 'sequence_length'?",
         "exactly one of source, files and hub, not files and hub",
         "unknown section 'trainning'. Did you mean 'training'?",
-        "'no_equals_sign' is no override",
+        "'no_equals_sign' is not an override",
     ):
         assert part in message
 
@@ -183,10 +183,10 @@ def test_all_mistakes_come_at_once(tiny_recipe):
         (["model.architecture=null"], "not neither"),
         (["model.task=masked-lm"], "'gpt2' has no masked language model"),
         (["model={architecture: bert, task: seq2seq-lm}"], "'bert' has no sequence-to-sequence language model"),
-        (["data={source: random-tokens, tokenizer: gpt2}"], "data.tokenizer: random-tokens are no text"),
-        (["data={source: random-tokens, streaming: true}"], "data.streaming: random-tokens are no text"),
-        (["data={source: random-tokens, text_column: body}"], "data.text_column: random-tokens are no text"),
-        (["data={source: random-tokens, max_bytes: 1MB}"], "goes with data.source=python-stdlib only"),
+        (["data={source: random-tokens, tokenizer: gpt2}"], "data.tokenizer: random-tokens are not text"),
+        (["data={source: random-tokens, streaming: true}"], "data.streaming: random-tokens are not text"),
+        (["data={source: random-tokens, text_column: body}"], "data.text_column: random-tokens are not text"),
+        (["data={source: random-tokens, max_bytes: 1MB}"], "is for data.source=python-stdlib only"),
         (["data={source: random-tokens}", "training.max_steps=-1"], "random-tokens have no end"),
         (["model.dtype=float8"], "model.dtype='float8' is unknown"),
         (["model=7"], "section model is 7"),
@@ -194,7 +194,7 @@ def test_all_mistakes_come_at_once(tiny_recipe):
         (["data.tokenizer={train_bpe: 10}"], "too small: give 257 or more"),
         (["data.tokenizer={train_bpe: many}"], "'many' is not a whole number"),
         (["data.tokenizer={train_unigram: 300}"], "unknown key 'train_unigram'"),
-        (["data.max_bytes=1MB"], "goes with data.source=python-stdlib only"),
+        (["data.max_bytes=1MB"], "is for data.source=python-stdlib only"),
         (["data.files=null"], "not none"),
         (["data.files=null", "data.source=wikipedia"], "data.source='wikipedia' is unknown"),
         (["data.files=null", "data.hub={split: train}"], "data.hub has no name"),

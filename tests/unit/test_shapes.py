@@ -79,7 +79,7 @@ def test_without_a_name_the_shape_is_that_of_random_weights():
     [
         ("model.shape=7", "is not a mapping with of, architecture and config"),
         ("model.shape.of=null", "of"),
-        ("model.shape.of=[]", "is no list of names of the hub"),
+        ("model.shape.of=[]", "is not a list of names of the hub"),
         ("model.shape.architecture=gpt22", "Did you mean 'gpt2'?"),
         ("model.shape.config=7", "is not a mapping of configuration fields"),
         ("model.shape.config.n_layers=2", "gpt2 has no field 'n_layers'. Did you mean 'n_layer'?"),
