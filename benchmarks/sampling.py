@@ -23,7 +23,8 @@ from hf_offload.plan.hardware import Hardware, describe_hardware
 from hf_offload.plan.placement import uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
-from hf_offload.plan.simulate import Windows, simulate
+from hf_offload.plan.simulate import simulate
+from hf_offload.plan.timeline import Windows
 from hf_offload.reports.formats import json_text, markdown_table, write_texts
 from hf_offload.settings.elementwise import RecomputeElementwiseConfig
 from hf_offload.settings.load import choose

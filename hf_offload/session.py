@@ -179,7 +179,7 @@ class OffloadSession:
         """Let measured steps decide about the plan from now on."""
         assert self._engine is not None
         budget = self.config.memory_budget
-        self._engine.transfer.time_stalls()  # else transfers would be taken for compute, and plans be made of that
+        self._engine.transfer.mover.time_stalls()  # else transfers would be taken for compute, and plans be made of that
         self._recompute = recompute
         self._feedback = Feedback(
             model,

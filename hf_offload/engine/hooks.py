@@ -27,6 +27,7 @@ from hf_offload.engine.tape import Tape
 from hf_offload.engine.transfer import Transfer
 from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.interrupts import signals_deferred
+from hf_offload.plan import rules
 from hf_offload.plan.plan import Plan
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import whole_storage
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 # Views of a storage whose address is not a multiple of this could not be laid over a copy.
 _STORAGE_ALIGNMENT = 16
-# Pinned memory between an accelerator and the disk.
-_RING_BYTES = 512 << 20
 # Operations are noted in a graph (make_fx, torch.func.linearize), and the engine's would be, too.
 _TRACING = torch._C._TorchDispatchModeKey.PROXY
 
@@ -68,7 +67,7 @@ class Engine:
         if device.is_host:
             mover: HostMover | StagedMover = HostMover(tier)
         else:
-            ring = _RING_BYTES if ring_bytes is None else ring_bytes
+            ring = rules.RING_BYTES if ring_bytes is None else ring_bytes
             mover = StagedMover(device, tier, ring, self._on_failed_store)
         self.transfer = Transfer(device, tier, mover, self.stats)
         self.prefetch = Prefetcher(self.transfer)
@@ -98,11 +97,11 @@ class Engine:
     def resident_bytes(self) -> int:
         """Bytes of saved tensors that the engine holds in memory now."""
         self.transfer.reap()
-        return self.transfer.resident_bytes
+        return self.transfer.ledger.resident_bytes
 
     def waited_s(self) -> float:
         """Seconds that the training has waited for the engine since it began, on the host or in streams."""
-        return self.stats.waited_s + self.transfer.stalled_s()
+        return self.stats.waited_s + self.transfer.mover.stalled_s()
 
     @property
     def awaits_backward(self) -> bool:
@@ -205,8 +204,8 @@ class Engine:
         self.transfer.reap()
         self.prefetch.fill(record.tape)
         if is_first:  # what is not needed early goes now: nothing is stored any more that would push it out
-            self.transfer.let_go()
-        self.transfer.evict_beyond(self.prefetch.window(record.tape) + 2 * record.tape.largest)
+            self.transfer.mover.advance(0)
+        self.transfer.evict_beyond(rules.consumed_bytes(self.prefetch.window(record.tape), record.tape.largest))
         return tensor
 
     def operation_ended(self) -> None:
@@ -326,7 +325,7 @@ class Engine:
         """Close the running step's statistics."""
         with signals_deferred:
             self.transfer.reap()
-            self.stats.end_step(self.transfer.resident_bytes)
+            self.stats.end_step(self.transfer.ledger.resident_bytes)
 
     def enter_thread(self) -> None:
         """Called in a thread that is none of the user's, before anything else is: it has no device yet."""

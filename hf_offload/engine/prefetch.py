@@ -1,27 +1,23 @@
 """Reading ahead: which records backward will need next, and how many bytes of them to have in memory early."""
 
 import collections
-import itertools
 
 import torch
 
 from hf_offload.engine.record import Record, State
 from hf_offload.engine.tape import Tape
 from hf_offload.engine.transfer import Transfer
+from hf_offload.plan import rules
 
 
 class Prefetcher:
     """Decides what backward will need soon: what is loaded ahead of it, and what does not have to leave at all.
 
-    The window holds so many bytes of records loaded, or on their way, ahead of backward; one record at least, however
-    large. Unless it is given it is six records of usual size: with five or fewer, backward waits where attention needs two
-    large records at once; with more it waits no less, and every record costs its size in peak memory.
-
-    What the window holds when backward begins need not have left memory. Which records those are is known from the last
-    step, so they are not written at all.
+    How much that may be is the plan's window, and what is done within it is in :mod:`~hf_offload.plan.rules`. What the
+    window holds when backward begins need not have left memory: which records those are is known from the last step, so they
+    are not written at all.
     """
 
-    _USUAL_RECORDS = 6
     _LENGTHS = 16
 
     def __init__(self, transfer: Transfer):
@@ -70,14 +66,13 @@ class Prefetcher:
 
     def _first_in_window(self, tape: Tape, order: list[int]) -> frozenset[int]:
         moved = [ordinal for ordinal in order if ordinal not in tape.kept]
-        ends = itertools.accumulate(tape.sizes[ordinal] for ordinal in moved)
-        return frozenset(ordinal for ordinal, end in zip(moved, ends, strict=True) if end <= self.window(tape))
+        return frozenset(moved[: rules.staying((tape.sizes[ordinal] for ordinal in moved), self.window(tape))])
 
     def window(self, tape: Tape) -> int:
         """Bytes that may be in memory ahead of the backward of ``tape``."""
         if tape.narrowed_bytes is not None:
             return tape.narrowed_bytes
-        return tape.usual_records(self._USUAL_RECORDS) if self._fixed is None else self._fixed
+        return rules.window_bytes(tape.nbytes, len(tape.records)) if self._fixed is None else self._fixed
 
     def asked(self, record: Record) -> None:
         """Backward is about to use ``record``: note it, and read further ahead."""
@@ -95,38 +90,37 @@ class Prefetcher:
 
     def _fits(self, nbytes: int) -> bool:
         limit, transfer = self._limit, self._transfer
-        return limit is None or transfer.resident_bytes + nbytes <= limit
+        return limit is None or transfer.ledger.resident_bytes + nbytes <= limit
 
     def fill(self, tape: Tape) -> None:
         """Start loads, in order, as far as the window allows."""
-        transfer = self._transfer
-        window = self.window(tape)
+        transfer, window = self._transfer, self.window(tape)
         with transfer.lock:
             while tape.next < len(tape.order):
                 record = tape.records[tape.order[tape.next]]()
-                # What is kept never leaves, unless room has to be made for others.
-                if record is not None and not record.cleanup.ahead and not record.cleanup.kept:
-                    state = record.state
-                    if state is State.STORED:
-                        if record.memory() is None:
-                            if not self._has_room(record, tape, window) or not self._fits(record.nbytes):
-                                return
-                            try:
-                                transfer.start_load(record)
-                            except torch.OutOfMemoryError:
-                                # Reading ahead is a convenience. To try as much again would only flush the allocator's cache.
-                                tape.narrowed_bytes = window // 2
-                                return
-                    elif state is State.STORING or state is State.RESIDENT:
-                        if record.buffer is None:
-                            return  # between the device and the tier: next time
-                        if not self._has_room(record, tape, window):
-                            return
+                if record is not None:
+                    todo = rules.read_ahead(
+                        transfer.ledger, record.cleanup, _where(record), window, tape.narrowed_bytes is None
+                    )
+                    if todo is rules.Ahead.STOP or (todo is rules.Ahead.LOAD and not self._fits(record.nbytes)):
+                        return
+                    if todo is rules.Ahead.KEEP:
                         transfer.keep_for_backward(record)
+                    elif todo is rules.Ahead.LOAD:
+                        try:
+                            transfer.start_load(record)
+                        except torch.OutOfMemoryError:
+                            # Reading ahead is a convenience. To try as much again would only flush the allocator's cache.
+                            tape.narrowed_bytes = window // 2
+                            return
                 tape.next += 1
 
-    def _has_room(self, record: Record, tape: Tape, window: int) -> bool:
-        own = self._transfer.own_bytes
-        # What still leaves is in memory, too, until it has left; keeping it then adds nothing.
-        more = 0 if record.cleanup.leaving else record.nbytes
-        return own + more <= window or (own == 0 and tape.narrowed_bytes is None)
+
+def _where(record: Record) -> rules.Where:
+    if record.state is State.STORED:
+        if record.buffer is None:
+            return rules.Where.TIER if record.memory() is None else rules.Where.ELSEWHERE
+        return rules.Where.MEMORY if record.cleanup.leaving else rules.Where.ELSEWHERE
+    if record.state is State.STORING or record.state is State.RESIDENT:
+        return rules.Where.BETWEEN if record.buffer is None else rules.Where.MEMORY
+    return rules.Where.ELSEWHERE

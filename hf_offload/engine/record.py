@@ -81,7 +81,7 @@ class Cleanup(weakref.ref["Record"]):
         self.nbytes = record.nbytes
         self.slot: Slot | None = None
         self.future: Future[Any] | None = None
-        self.held = True  # the record has a buffer
+        self.held = False  # the record has a buffer
         self.ahead = False  # in memory early, for backward
         self.leaving = False  # in memory until it is written
         self.kept = False  # in memory because the plan says so, until there is no room for it
@@ -146,7 +146,6 @@ class Record:
     def hold(self, buffer: torch.Tensor) -> None:
         """Let ``buffer`` be the record's bytes in memory from now on."""
         self.buffer = buffer
-        self.cleanup.held = True
         self._point_at(buffer)
 
     def forget_memory(self) -> None:

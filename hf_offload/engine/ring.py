@@ -5,6 +5,7 @@ import threading
 import torch
 
 from hf_offload.errors import TierFullError
+from hf_offload.plan.rules import has_ring_room, ring_bytes_shared
 from hf_offload.storage.buffers import PAGE
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.tier import Slot, Tier
@@ -17,7 +18,6 @@ class PinnedRing:
     never starves the load that backward needs.
     """
 
-    _RESERVED = 0.25
     behind: Tier | None = None
     """The tier whose transfers make room: whoever waits for room stops waiting when it comes to a standstill."""
 
@@ -29,13 +29,8 @@ class PinnedRing:
         self._released = 0
         self._room = threading.Condition()
 
-    @classmethod
-    def shared(cls, capacity_bytes: int) -> int:
-        """The part of a ring that stores and prefetches may use, in bytes."""
-        return int(capacity_bytes * (1 - cls._RESERVED))
-
     def acquire(self, nbytes: int, urgent: bool = False) -> torch.Tensor:
-        limit = self._capacity if urgent else self.shared(self._capacity)
+        limit = self._capacity if urgent else ring_bytes_shared(self._capacity)
         with self._room:
             slot = self._take(nbytes, limit)
             view = self._memory.host_view(slot)
@@ -49,7 +44,7 @@ class PinnedRing:
         tried = -1  # how often room had been given back then
 
         def may_fit() -> bool:
-            return self._released != tried and (not self._used or self._used + nbytes <= limit_bytes)
+            return self._released != tried and has_ring_room(self._used, nbytes, limit_bytes)
 
         while True:
             (self.behind or self._memory).wait_for(lambda seconds: self._room.wait_for(may_fit, seconds))

@@ -32,7 +32,7 @@ from hf_offload.engine.chunks import ChunkedSlot, ChunkedTransfer, chunks_of
 from hf_offload.engine.device import Device, Event, Stream
 from hf_offload.engine.movers import Mover
 from hf_offload.engine.ring import PinnedRing
-from hf_offload.storage.buffers import PAGE
+from hf_offload.plan import rules
 from hf_offload.storage.tier import Slot, Tier
 from hf_offload.storage.workers import WorkerPool
 
@@ -68,7 +68,6 @@ class StagedMover(Mover):
     """
 
     drops_early = True
-    _CHUNK_BYTES = 32 << 20
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class StagedMover(Mover):
         self._device = device
         self.store_stream = device.new_stream()
         self.load_stream = device.new_stream()
-        self._chunk_bytes = max(PAGE, min(self._CHUNK_BYTES, PinnedRing.shared(ring_bytes)) // PAGE * PAGE)
+        self._chunk_bytes = rules.chunk_bytes(ring_bytes)
         self._ring = PinnedRing(ring_bytes, pinned)
         self._ring.behind = tier
         self._report = report
@@ -115,8 +114,8 @@ class StagedMover(Mover):
         self._tier.free(slot)
         chunked = ChunkedSlot(nbytes, [])
         try:
-            for begin in range(0, nbytes, self._chunk_bytes):
-                chunked.chunks.append(self._tier.reserve(min(self._chunk_bytes, nbytes - begin), place))
+            for size in rules.chunk_sizes(nbytes, self._chunk_bytes):
+                chunked.chunks.append(self._tier.reserve(size, place))
         except BaseException:
             for chunk in chunked.chunks:
                 self._tier.free(chunk)
@@ -225,7 +224,7 @@ class StagedMover(Mover):
                     return
                 copied, compute, buffer, drop = self._leaving[0]
                 if not self._device.has_happened(copied):
-                    if limit_bytes is None or self._leaving_bytes <= limit_bytes:
+                    if limit_bytes is None or not rules.holds_forward(self._leaving_bytes, limit_bytes):
                         return
                     # The stream on which the block was in use, so that whoever gets it next is behind the copy.
                     self._wait(compute, copied)

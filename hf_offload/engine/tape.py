@@ -48,10 +48,6 @@ class Tape:
         self._kept_bytes[unit] = before + nbytes
         return True
 
-    def usual_records(self, count: int) -> int:
-        """Bytes of ``count`` records of average size."""
-        return count * self.nbytes // max(1, len(self.records))
-
     @property
     def in_backward(self) -> bool:
         return bool(self.asked)

@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 
+from hf_offload.engine.consumed import ConsumedCopies
 from hf_offload.engine.device import Device
 from hf_offload.engine.movers import Mover
 from hf_offload.engine.record import Cleanup, Record, Settling, State
 from hf_offload.engine.stats import OffloadStats
+from hf_offload.engine.writes import WritesInFlight
 from hf_offload.errors import OffloadError, StandstillError, StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
+from hf_offload.plan.rules import Ledger, holds_forward
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.tier import Tier
 
@@ -37,18 +40,13 @@ class Transfer:
         self.lock = threading.RLock()
         self.finalized: queue.SimpleQueue[Cleanup] = queue.SimpleQueue()
         self.tier = tier
+        self.ledger = Ledger()
         self._cleanups: set[Cleanup] = set()  # of all records that are alive, or not cleaned up after yet
-        self.ahead_bytes = 0
-        self.leaving_bytes = 0
-        self.kept_bytes = 0
-        self.resident_bytes = 0
         self._device = device
-        self._mover = mover
+        self.mover = mover
         self._stats = stats
-        self._pending_bytes = 0
-        self._writes_in_flight: collections.deque[Settling] = collections.deque()  # oldest first
-        # Consumed copies that live on (retain_graph, several handles), oldest first.
-        self._consumed: collections.OrderedDict[int, weakref.ref[Record]] = collections.OrderedDict()
+        self._writes = WritesInFlight(self.lock)
+        self._consumed = ConsumedCopies()
         # What the plan keeps in memory, oldest first: what backward needs last.
         self._kept: collections.deque[weakref.ref[Record]] = collections.deque()
         self._warned = False
@@ -59,18 +57,13 @@ class Transfer:
         """How many records graphs still hold."""
         return len(self._cleanups)
 
-    @property
-    def own_bytes(self) -> int:
-        """Bytes in memory that only the engine wants there now: on their way out, or early for backward."""
-        return self.leaving_bytes + self.ahead_bytes
-
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def adopt(self, record: Record) -> None:
         """Count a new record, whose bytes are in memory."""
         with self.lock:
             self._cleanups.add(record.cleanup)
-            self._hold(record.nbytes)
+            self._hold(record)
 
     def store(self, record: Record, write_behind_bytes: int, place: str | None = None) -> None:
         """Begin to store a resident record, in the part of the tier named ``place``; if it is refused, it stays in memory.
@@ -83,28 +76,25 @@ class Transfer:
         reference = weakref.ref(record)
         slot = None
         try:
-            slot = self._mover.reserve(record.nbytes, place)
-            future = self._mover.store(buffer, slot, partial(self._drop_source, reference), record.unit)
+            slot = self.mover.reserve(record.nbytes, place)
+            future = self.mover.store(buffer, slot, partial(self._drop_source, reference), record.unit)
         except BaseException as error:  # Ctrl-C, too, which may come while a place in the queue is waited for
             if slot is not None:
-                self._mover.free(slot)
+                self.mover.free(slot)
             if isinstance(error, StandstillError) or not isinstance(error, (TierFullError, StorageError)):
                 raise
             self.refused(record.nbytes, record.unit, error)
             return
         del buffer
         # A copy into memory is where it belongs in stream order, and there is nothing to wait for but the source.
-        settled = None if self._mover.drops_early and future.done() else Settling()
+        settled = None if self.mover.drops_early and future.done() else Settling()
         with self.lock:
             cleanup = record.cleanup
             cleanup.slot, cleanup.future, record.settled = slot, future, settled
             record.state = State.STORED if settled is None else State.STORING
-            cleanup.leaving = True
-            self.leaving_bytes += record.nbytes
+            self.ledger.leave(cleanup)
             if settled is not None:
-                self._pending_bytes += record.nbytes
-                self._forget_settled()
-                self._writes_in_flight.append(settled)
+                self._writes.begin(settled, record.nbytes)
         self._stats.step.offloaded_bytes += record.nbytes
         if settled is not None:
             future.add_done_callback(partial(self._settle, settled, reference, record.nbytes))
@@ -114,38 +104,21 @@ class Transfer:
         """Hold forward back while too much is on its way out of the memory that is short: a slow tier must not raise the
         peak. From an accelerator it has left once it is copied, and then its mover's staging memory is the limit.
         """
-        self._mover.advance(limit_bytes)
-        if not self._device.is_host or self._pending_bytes <= limit_bytes:
+        self.mover.advance(limit_bytes)
+        if not self._device.is_host or not holds_forward(self._writes.nbytes, limit_bytes):
             return
         begin = time.perf_counter()
-        oldest = self._oldest_write()
-        while self._pending_bytes > limit_bytes and oldest is not None:
+        oldest = self._writes.oldest()
+        while holds_forward(self._writes.nbytes, limit_bytes) and oldest is not None:
             self._wait_for(oldest)  # a failed store has been dealt with by its callback; it is no error of this one
-            oldest = self._oldest_write()
+            oldest = self._writes.oldest()
         self._stats.step.store_stall_s += time.perf_counter() - begin
-
-    def time_stalls(self) -> None:
-        """Find out from now on how long streams wait for copies."""
-        self._mover.time_stalls()
-
-    def stalled_s(self) -> float:
-        """Seconds for which they did, as far as that is known yet; 0 before :meth:`time_stalls`."""
-        return self._mover.stalled_s()
 
     def settle(self) -> None:
         """Wait until whatever is on its way out has left memory. Raises StandstillError if it never will."""
-        self._mover.advance(0)
-        while (oldest := self._oldest_write()) is not None:
+        self.mover.advance(0)
+        while (oldest := self._writes.oldest()) is not None:
             self._wait_for(oldest)
-
-    def _oldest_write(self) -> Settling | None:
-        with self.lock:
-            self._forget_settled()
-            return self._writes_in_flight[0] if self._writes_in_flight else None
-
-    def _forget_settled(self) -> None:
-        while self._writes_in_flight and self._writes_in_flight[0].done():
-            self._writes_in_flight.popleft()
 
     def _wait_for(self, end: "Settling | Future[Any]") -> None:
         """Wait until ``end`` is done, whatever became of it. Raises StandstillError if that will not be."""
@@ -165,7 +138,7 @@ class Transfer:
 
     def _stored(self, reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]") -> None:
         with self.lock:
-            self._pending_bytes -= nbytes
+            self._writes.nbytes -= nbytes
             record = reference()
             if record is None or record.cleanup.future is not future:
                 return
@@ -178,7 +151,7 @@ class Transfer:
                 self.refused(record.nbytes, record.unit, error)
                 return
             record.state = State.STORED
-            if not self._mover.drops_early and not record.wanted:
+            if not self.mover.drops_early and not record.wanted:
                 self._release_buffer(record)
 
     def _drop_source(self, reference: "weakref.ref[Record]") -> None:
@@ -203,9 +176,9 @@ class Transfer:
     def _become_resident(self, record: Record) -> None:
         slot, record.slot, record.future = record.slot, None, None
         record.state = State.RESIDENT
-        self._count_not_leaving(record)
+        self.ledger.stop_leaving(record.cleanup)
         if slot is not None:
-            self._mover.free(slot)
+            self.mover.free(slot)
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 
@@ -214,8 +187,7 @@ class Transfer:
         with self.lock:
             while self._kept and self._kept[0]() is None:
                 self._kept.popleft()
-            record.cleanup.kept = True
-            self.kept_bytes += record.nbytes
+            self.ledger.keep(record.cleanup)
             self._kept.append(weakref.ref(record))
 
     def make_room(self, limit_bytes: int, write_behind_bytes: int) -> None:
@@ -224,17 +196,18 @@ class Transfer:
         Waits for what is on its way out, too. What then is left has no other place: the tier refused it, or backward needs it
         first. Raises :class:`~hf_offload.errors.StandstillError` if nothing that is on its way arrives any more.
         """
-        while self.resident_bytes > limit_bytes:
-            record = self._oldest_kept() if self.resident_bytes - self.leaving_bytes > limit_bytes else None
+        ledger = self.ledger
+        while ledger.resident_bytes > limit_bytes:
+            record = self._oldest_kept() if ledger.resident_bytes - ledger.leaving_bytes > limit_bytes else None
             if record is not None:
                 self.store(record, write_behind_bytes)
                 continue
-            oldest = self._oldest_write()
+            oldest = self._writes.oldest()
             if oldest is None:
                 return
             begin = time.perf_counter()
-            self._mover.advance(0)
-            if self.resident_bytes > limit_bytes:
+            self.mover.advance(0)
+            if ledger.resident_bytes > limit_bytes:
                 self._wait_for(oldest)
             self._stats.step.store_stall_s += time.perf_counter() - begin
             self.reap()
@@ -244,7 +217,7 @@ class Transfer:
             while self._kept:
                 record = self._kept.popleft()()
                 if record is not None and record.cleanup.kept:
-                    self._count_not_kept(record)
+                    self.ledger.keep(record.cleanup, False)
                     if record.state is State.RESIDENT and not record.wanted:
                         return record
         return None
@@ -257,26 +230,21 @@ class Transfer:
             if record.buffer is None or record.wanted:
                 return
             record.wanted = True
-            self._count_not_leaving(record)
-            self._count_ahead(record)
+            self.ledger.want(record.cleanup)
             self._stats.step.forwarded_bytes += record.nbytes
             if record.state is State.STORING and record.future is not None and record.future.cancel():
                 self._become_resident(record)
-
-    def let_go(self) -> None:
-        """Forward has ended: give back all memory whose bytes are on their way out."""
-        self._mover.advance(0)
 
     def start_load(self, record: Record, urgent: bool = False) -> None:
         """Begin to load a stored record. The caller holds the lock and has seen state STORED and no memory."""
         slot = record.slot
         assert slot is not None, "a stored record has a slot"
         target = self._device.allocate(record.nbytes, record.phase)
-        record.future = self._mover.load(slot, target, urgent)
+        record.future = self.mover.load(slot, target, urgent)
         record.hold(target)
         record.state = State.LOADING
-        self._hold(record.nbytes)
-        self._count_ahead(record)
+        self._hold(record)
+        self.ledger.want(record.cleanup)
         self._stats.step.loaded_bytes += record.nbytes
 
     def fetch(self, record: Record) -> tuple[torch.UntypedStorage, int]:
@@ -284,7 +252,7 @@ class Transfer:
 
         Waits for a load if it must. Raises :class:`~hf_offload.errors.OffloadError` if the bytes cannot be read back.
         """
-        self._mover.advance()
+        self.mover.advance()
         begin, tried = 0.0, False
         while True:
             with self.lock:
@@ -302,7 +270,7 @@ class Transfer:
             begin = begin or time.perf_counter()
             self._await(record, end, tried)
         if there is not None:
-            self._mover.arrive(there, memory[0])
+            self.mover.arrive(there, memory[0])
         if begin:
             self._stats.step.load_stall_s += time.perf_counter() - begin
         return memory
@@ -334,7 +302,7 @@ class Transfer:
                 if record.future is end and record.state is State.LOADING:
                     self._release_buffer(record)
                     record.forget_memory()
-                    self._count_not_ahead(record)
+                    self.ledger.asked(record.cleanup)
                     record.state = State.STORED
             # Its traceback would hold this frame, which holds the future, which holds the error.
             cause = error.with_traceback(None)
@@ -347,38 +315,21 @@ class Transfer:
             ) from cause
 
     def _consume(self, record: Record) -> None:
-        """``record`` has been handed to backward. Copies that stay alive beyond their window are evicted, oldest first."""
-        self._count_not_ahead(record)
-        if record.state not in (State.LOADED, State.STORED) or record.buffer is None:
-            return
-        known = self._consumed.get(id(record))
-        if known is None or known() is not record:  # an id is used again
-            self._consumed[id(record)] = weakref.ref(record)
+        """``record`` has been handed to backward."""
+        self.ledger.asked(record.cleanup)
+        if record.state in (State.LOADED, State.STORED) and record.buffer is not None:
+            self._consumed.add(record)
 
     def evict_beyond(self, limit_bytes: int) -> None:
-        """Drop the oldest consumed copies beyond ``limit_bytes``; the tier still has their bytes.
-
-        Under retain_graph and double backward every access unpacks again, so copies would pile up.
-        """
-        if self.resident_bytes - self.ahead_bytes - self.kept_bytes <= limit_bytes or not self._consumed:
+        """Drop the oldest consumed copies beyond ``limit_bytes``; the tier still has their bytes."""
+        ledger = self.ledger
+        if ledger.resident_bytes - ledger.ahead_bytes - ledger.kept_bytes <= limit_bytes or not self._consumed:
             return
         with self.lock:
-            held = []
-            for key, reference in list(self._consumed.items()):
-                record = reference()
-                if record is None or record.buffer is None or id(record) != key:
-                    del self._consumed[key]
-                elif record.state in (State.LOADED, State.STORED):
-                    held.append(record)
-            excess = sum(record.nbytes for record in held) - limit_bytes
-            for record in held:
-                if excess <= 0:
-                    break
-                excess -= record.nbytes
+            for record in self._consumed.beyond(limit_bytes):
                 record.state = State.STORED
                 record.wanted = False
                 self._release_buffer(record)
-                del self._consumed[id(record)]
 
     # -- accounts -----------------------------------------------------------------------------------------------------
 
@@ -390,53 +341,25 @@ class Transfer:
                     self._clean_up(self.finalized.get_nowait())
                 except queue.Empty:
                     break
-        self._mover.advance()
+        self.mover.advance()
 
     def _clean_up(self, cleanup: Cleanup) -> None:
         with self.lock:
             self._cleanups.discard(cleanup)
-            self.resident_bytes -= cleanup.nbytes * cleanup.held
-            self.ahead_bytes -= cleanup.nbytes * cleanup.ahead
-            self.leaving_bytes -= cleanup.nbytes * cleanup.leaving
-            self.kept_bytes -= cleanup.nbytes * cleanup.kept
-            consumed = self._consumed.get(cleanup.key)
-            if consumed is not None and consumed() is None:  # else the id is used again already
-                del self._consumed[cleanup.key]
+            self.ledger.end(cleanup)
+            self._consumed.forget(cleanup.key)
             if cleanup.slot is not None:
                 if cleanup.future is not None:
                     cleanup.future.cancel()
-                self._mover.free(cleanup.slot)
+                self.mover.free(cleanup.slot)
 
-    def _hold(self, nbytes: int) -> None:
-        self.resident_bytes += nbytes
-        self._stats.step.peak_resident_bytes = max(self._stats.step.peak_resident_bytes, self.resident_bytes)
+    def _hold(self, record: Record) -> None:
+        self.ledger.hold(record.cleanup)
+        self._stats.step.peak_resident_bytes = max(self._stats.step.peak_resident_bytes, self.ledger.resident_bytes)
 
     def _release_buffer(self, record: Record) -> None:
-        if record.buffer is not None:
-            record.buffer = None
-            record.cleanup.held = False
-            self.resident_bytes -= record.nbytes
-            self._count_not_leaving(record)
-
-    def _count_ahead(self, record: Record) -> None:
-        if not record.cleanup.ahead:
-            record.cleanup.ahead = True
-            self.ahead_bytes += record.nbytes
-
-    def _count_not_leaving(self, record: Record) -> None:
-        if record.cleanup.leaving:
-            record.cleanup.leaving = False
-            self.leaving_bytes -= record.nbytes
-
-    def _count_not_kept(self, record: Record) -> None:
-        if record.cleanup.kept:
-            record.cleanup.kept = False
-            self.kept_bytes -= record.nbytes
-
-    def _count_not_ahead(self, record: Record) -> None:
-        if record.cleanup.ahead:
-            record.cleanup.ahead = False
-            self.ahead_bytes -= record.nbytes
+        record.buffer = None
+        self.ledger.drop(record.cleanup)
 
     def close_when_unused(self) -> None:
         """Close mover and tier: now, or in a thread once the last graph that holds a record has gone."""
@@ -455,7 +378,7 @@ class Transfer:
 
     def _close(self) -> None:
         try:
-            self._mover.close()
+            self.mover.close()
         finally:
             self.tier.close()
 

@@ -15,7 +15,7 @@ from hf_offload.plan.placement import smallest, uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import alternatives, find_plan, largest, make_problem
 from hf_offload.plan.problem import Problem, Solution
-from hf_offload.plan.simulate import Timeline
+from hf_offload.plan.timeline import Timeline
 from hf_offload.settings.schema import smallest_bytes
 
 _MOST_ROWS = 1 << 14

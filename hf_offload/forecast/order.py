@@ -13,7 +13,8 @@ from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.simulate import Timeline, Windows, simulate
+from hf_offload.plan.simulate import simulate
+from hf_offload.plan.timeline import Timeline, Windows
 
 _ORDERS: Mapping[str, Mapping[str, Any]] = {
     "autograd's order": {},

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.plan.simulate import Channel
+from hf_offload.plan import rules
+from hf_offload.plan.timeline import Channel
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.sizes import format_bytes, parse_bytes
 
@@ -122,9 +123,16 @@ class Hardware:
     def channels(self) -> dict[str, Channel]:
         """The tiers as the simulation takes them."""
         channels = {}
+        link = self.store_bytes_per_s.get("ram") if self.device != "cpu" else None
         for tier, store in self.store_bytes_per_s.items():
             load, both = self.load_bytes_per_s[tier], self.both_bytes_per_s.get(tier)
-            channels[tier] = Channel(store.value, load.value, math.inf if both is None else both.value)
+            channels[tier] = Channel(
+                store.value,
+                load.value,
+                math.inf if both is None else both.value,
+                None if link is None else link.value,
+                0 if link is None or tier == "ram" else rules.RING_BYTES,
+            )
         return channels
 
     @property

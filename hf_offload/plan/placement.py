@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Choices, Placements, Problem, Solution
 from hf_offload.plan.program import by_program
-from hf_offload.plan.simulate import Windows
+from hf_offload.plan.timeline import Windows
 
 # Moments and saved tensors that the local search may play through: some tenths of a second.
 _POLISH_WORK = 45_000
@@ -52,7 +52,7 @@ def smallest(problem: Problem) -> Solution:
 
     def size(solution: Solution) -> tuple[bool, int, float]:
         timeline = solution.timeline
-        return not problem.has_room(solution), timeline.stalled_peak_bytes, timeline.step_s
+        return not problem.has_room(solution), timeline.must_fit_bytes, timeline.step_s
 
     best = min(
         (

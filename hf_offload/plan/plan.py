@@ -5,11 +5,8 @@ import enum
 from collections.abc import Mapping, Sequence
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.plan import rules
 from hf_offload.settings.schema import OffloadConfig
-
-# Bytes that may wait to be written before forward is held back. On a CPU they are what offloading has not freed yet, so
-# they are part of the peak; with less, forward waits whenever attention saves its largest tensors in a row.
-WRITE_BEHIND_BYTES = 160 << 20
 
 _SAFE_WRITE_BEHIND_BYTES = 32 << 20
 
@@ -103,7 +100,7 @@ def plan_from_settings(config: OffloadConfig, block_names: Sequence[str], on_hos
         placements=dict.fromkeys(kept, Placement.KEEP),
         min_offload_bytes=config.smallest_bytes(on_host),
         read_ahead_bytes=None if config.read_ahead_bytes is None else int(config.read_ahead_bytes),
-        write_behind_bytes=WRITE_BEHIND_BYTES,
+        write_behind_bytes=rules.WRITE_BEHIND_BYTES,
         reason=reason,
     )
 

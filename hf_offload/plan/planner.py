@@ -5,17 +5,23 @@ import sys
 from collections.abc import Callable
 
 from hf_offload.errors import OffloadPlanError
+from hf_offload.plan import rules
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.placement import smallest, solve, uniform
-from hf_offload.plan.plan import WRITE_BEHIND_BYTES, Keeping, Placement, Plan
+from hf_offload.plan.plan import Keeping, Placement, Plan
 from hf_offload.plan.problem import Problem, Solution, smallest_budget
-from hf_offload.plan.simulate import Windows
+from hf_offload.plan.timeline import Windows
 from hf_offload.settings.sizes import format_bytes
 
-# Windows to try, widest first: records of usual size that backward may have ahead, and that may be on their way out; the
-# first as wide as the engine's own.
-_WINDOWS: tuple[tuple[int, int | None], ...] = ((6, None), (6, 8), (3, 4), (1, 2), (1, 0))
+# Windows to try, widest first: records of average size that backward may have ahead, and that may be on their way out.
+_WINDOWS: tuple[tuple[int, int | None], ...] = (
+    (rules.WINDOW_RECORDS, None),
+    (rules.WINDOW_RECORDS, 8),
+    (3, 4),
+    (1, 2),
+    (1, 0),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +36,12 @@ class Alternative:
 
 def windows_for(footprint: Footprint) -> tuple[Windows, ...]:
     """Windows to try, widest first."""
-    usual = sum(one.nbytes for one in footprint.saved) // max(1, len(footprint.saved))
-    found = (
-        Windows(ahead * usual, WRITE_BEHIND_BYTES if behind is None else min(behind * usual, WRITE_BEHIND_BYTES))
-        for ahead, behind in _WINDOWS
-    )
-    return tuple(dict.fromkeys(found))
+    saved_bytes, most = sum(one.nbytes for one in footprint.saved), rules.WRITE_BEHIND_BYTES
+
+    def bytes_of(records: int | None) -> int:
+        return most if records is None else rules.window_bytes(saved_bytes, len(footprint.saved), records)
+
+    return tuple(dict.fromkeys(Windows(bytes_of(ahead), min(bytes_of(behind), most)) for ahead, behind in _WINDOWS))
 
 
 def make_problem(footprint: Footprint, hardware: Hardware, budget_bytes: int, *, may_recompute: bool = True) -> Problem:
@@ -58,7 +64,7 @@ def find_plan(problem: Problem) -> Solution:
     solution = solve(problem)
     if solution is None:
         least = smallest(problem)
-        raise OffloadPlanError(too_small(problem, least), smallest_budget(least.timeline.stalled_peak_bytes))
+        raise OffloadPlanError(too_small(problem, least), smallest_budget(least.timeline.must_fit_bytes))
     return solution
 
 
@@ -79,7 +85,7 @@ def plan_of(problem: Problem, solution: Solution, like: Plan, reason: str) -> Pl
 
 def _keeping(problem: Problem, solution: Solution) -> Keeping | None:
     footprint, timeline = problem.footprint, solution.timeline
-    needed = timeline.stalled_peak_bytes if footprint.skipped_blocks else timeline.peak_bytes
+    needed = timeline.must_fit_bytes if footprint.skipped_blocks else timeline.peak_bytes
     spare = max(0, problem.limit_bytes - needed)
     kept = {
         unit: 0 if one.recomputes else footprint.saved_bytes[unit]
@@ -114,7 +120,7 @@ def too_small(problem: Problem, least: Solution) -> str:
     advice += _about_room(problem, least)
     return (
         f"A memory budget of {format_bytes(problem.budget_bytes)} is too small: the least this run can do with is "
-        f"{smallest_budget(timeline.stalled_peak_bytes) >> 20} MiB (the peak is in {where}). What would lower it: "
+        f"{smallest_budget(timeline.must_fit_bytes) >> 20} MiB (the peak is in {where}). What would lower it: "
         f"{'; '.join(advice)}."
     )
 
@@ -123,12 +129,12 @@ def _about_room(problem: Problem, least: Solution) -> list[str]:
     """Tiers in which more room would do."""
     unlimited = dataclasses.replace(problem, room_bytes=dict.fromkeys(problem.channels, sys.maxsize))
     roomy = smallest(unlimited).timeline
-    if roomy.stalled_peak_bytes >= least.timeline.stalled_peak_bytes:
+    if roomy.must_fit_bytes >= least.timeline.must_fit_bytes:
         return []
     drive = "" if "ssd" in problem.channels else ", or a directory on a drive"
     return [
         f"more room in the {tier} tier, {format_bytes(nbytes)} instead of {format_bytes(problem.room_bytes.get(tier, 0))}"
-        f"{drive}, with which {smallest_budget(roomy.stalled_peak_bytes) >> 20} MiB would do"
+        f"{drive}, with which {smallest_budget(roomy.must_fit_bytes) >> 20} MiB would do"
         for tier, nbytes in roomy.tier_bytes.items()
         if nbytes > problem.room_bytes.get(tier, 0)
     ]
@@ -173,9 +179,9 @@ def largest(fits: Callable[[int], bool], start: int, limit: int) -> int:
 
 def frontier(problem: Problem, points: int) -> list[tuple[int, Solution]]:
     """Budgets from the smallest that does to the one that keeps everything, and the plan for each."""
-    least = smallest_budget(smallest(problem).timeline.stalled_peak_bytes)
+    least = smallest_budget(smallest(problem).timeline.must_fit_bytes)
     simple = [uniform(problem, placement) for placement in Placement]
-    peaks = {smallest_budget(one.timeline.stalled_peak_bytes) for one in simple if one is not None}
+    peaks = {smallest_budget(one.timeline.must_fit_bytes) for one in simple if one is not None}
     most = max(*peaks, least)
     evenly = {least + (most - least) * index // max(1, points - 1) for index in range(points)}
     found = []

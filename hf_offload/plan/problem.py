@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.simulate import Channel, Timeline, Windows, simulate
+from hf_offload.plan.simulate import simulate
+from hf_offload.plan.timeline import Channel, Timeline, Windows
 
 Placements = Mapping[str, Placement]
 
@@ -62,7 +63,7 @@ class Problem:
 
     def fits(self, solution: Solution) -> bool:
         """Whether memory, even where the tier stops writing for a while, and every tier stay within their limits."""
-        return solution.timeline.stalled_peak_bytes <= self.limit_bytes and self.has_room(solution)
+        return solution.timeline.must_fit_bytes <= self.limit_bytes and self.has_room(solution)
 
     def has_room(self, solution: Solution) -> bool:
         """Whether every tier stays within its limit."""

@@ -10,7 +10,7 @@ from scipy.sparse import csr_array
 
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Choices, Placements, Problem, Solution
-from hf_offload.plan.simulate import Windows
+from hf_offload.plan.timeline import Windows
 
 _TIME_LIMIT_S = 0.1
 _ROUNDS = 3
@@ -30,7 +30,7 @@ def by_program(problem: Problem, choices: Choices, windows: Windows) -> Iterator
             return
         solution = problem.play(placements, windows, "milp")
         yield solution
-        excess = solution.timeline.stalled_peak_bytes - problem.limit_bytes
+        excess = solution.timeline.must_fit_bytes - problem.limit_bytes
         if excess <= 0:
             return
         slack_bytes += excess

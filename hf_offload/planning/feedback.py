@@ -16,7 +16,8 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
 from hf_offload.plan.planner import windows_for
-from hf_offload.plan.simulate import Windows, simulate
+from hf_offload.plan.simulate import simulate
+from hf_offload.plan.timeline import Windows
 from hf_offload.planning.known import (
     Known,
     Prediction,

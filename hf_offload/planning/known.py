@@ -140,7 +140,7 @@ def known_as_measured(
             least,
         )
     all_alike = problem.play(dict.fromkeys(footprint.units, plan.default), problem.windows[0], "measured")
-    timeline = dataclasses.replace(all_alike.timeline, peak_bytes=peak_bytes, stalled_peak_bytes=peak_bytes)
+    timeline = dataclasses.replace(all_alike.timeline, peak_bytes=peak_bytes, must_fit_bytes=peak_bytes)
     known = _known(situation, footprint, problem, dataclasses.replace(all_alike, timeline=timeline), peak_bytes, 0, 0)
     known.plan = plan
     return known

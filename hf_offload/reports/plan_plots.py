@@ -82,7 +82,7 @@ def plot_timeline(forecast: "Forecast", path: Path) -> None:
             loc="left",
         )
         for row, channel in enumerate(reversed(_CHANNELS)):
-            bars = [(one.begin_s, one.end_s - one.begin_s) for one in timeline.stretches if one.channel == channel]
+            bars = [(one.begin_s, one.end_s - one.begin_s) for one in timeline.intervals if one.channel == channel]
             lower.broken_barh(bars, (row - 0.4, 0.8), color=_COLOURS[channel])
         lower.set_yticks(range(len(_CHANNELS)), list(reversed(_CHANNELS)))
         lower.set_xlabel("seconds")

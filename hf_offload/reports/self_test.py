@@ -234,7 +234,7 @@ def _check_training(config: OffloadConfig, device: torch.device, late_copies: bo
 
 def _stall(session: Any, device: torch.device) -> Callable[[], None]:
     """Give the engine's streams something long to do, so that copies come late."""
-    mover = session._engine.transfer._mover
+    mover = session._engine.transfer.mover
     square = torch.ones(_STALL, _STALL, device=device)
 
     def stall() -> None:

@@ -363,7 +363,7 @@ def test_copies_do_not_pile_up_under_retain_graph():
     one = 64 * 64 * 4
     for _ in range(2):
         torch.autograd.grad(y, x, retain_graph=True)
-        assert rig.transfer.resident_bytes <= 4 * one
+        assert rig.transfer.ledger.resident_bytes <= 4 * one
     torch.autograd.grad(y, x)
     del y
     rig.assert_nothing_left()
@@ -602,8 +602,8 @@ def test_a_failed_store_gives_its_room_back():
         y = (leaf(64, 64) * 2).sin().sum()
     rig.settle()
     assert not tier.live
-    assert rig.transfer.own_bytes == 0
-    assert rig.transfer.resident_bytes == 64 * 64 * 4
+    assert rig.transfer.ledger.own_bytes == 0
+    assert rig.transfer.ledger.resident_bytes == 64 * 64 * 4
     y.backward()
 
 
@@ -968,7 +968,7 @@ def test_the_window_is_six_usual_records_unless_it_is_given(read_ahead_bytes, re
     x = leaf(64, 64)
     ahead = []
     with rig:
-        y = sines(x, 20, lambda _: ahead.append(rig.transfer.own_bytes))
+        y = sines(x, 20, lambda _: ahead.append(rig.transfer.ledger.own_bytes))
     rig.settle()
     y.backward()
     assert max(ahead) == records * x.nbytes

@@ -7,7 +7,7 @@ from hf_offload.engine.record import State
 from hf_offload.plan.plan import Keeping, Placement, Plan
 from hf_offload.plan.planner import find_plan, plan_of
 from hf_offload.plan.problem import Problem
-from hf_offload.plan.simulate import Channel, Windows
+from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.controlled_tier import Rig
 from tests.helpers.handmade_footprints import MB, footprint_of
 
@@ -63,7 +63,7 @@ def test_what_one_unit_moves_is_not_pinned_by_another_that_keeps():
         result = (moved + h.cos()).sum()
     del h, moved
     rig.settle()
-    assert rig.transfer.resident_bytes == 0, "the cosine's unit holds what the sine's has moved"
+    assert rig.transfer.ledger.resident_bytes == 0, "the cosine's unit holds what the sine's has moved"
     assert rig.stats.deduplicated_bytes == ONE
     assert rig.stats.kept_bytes == 0
     result.backward()

@@ -59,7 +59,7 @@ def test_gradients_are_exact_in_every_order_of_copies(kind, seed):
     assert rig.stats.loaded_bytes > 0
     rig.transfer.reap()
     assert rig.transfer.live_records == 0
-    assert rig.transfer.resident_bytes == 0
+    assert rig.transfer.ledger.resident_bytes == 0
     rig.engine.close()
     assert not device.faults
 
@@ -70,7 +70,7 @@ def test_what_streams_wait_for_copies_is_no_compute(pace, timed, stalls):
     model, x = network(), torch.randn(16, 32)
     rig = Rig(RamTier(), model, device=SimulatedDevice(0, paces=(pace,)))
     if timed:
-        rig.transfer.time_stalls()
+        rig.transfer.mover.time_stalls()
     with rig:
         y = model(x).square().sum()
     y.backward()
@@ -164,7 +164,7 @@ def test_a_failed_write_without_memory_for_its_bytes_is_an_error_of_backward(mon
     assert "cannot allocate memory" in caplog.text
     with pytest.raises(OffloadError, match=r"could not be read back.*[Nn]othing is stored"):
         torch.autograd.grad(y, x)
-    assert rig.transfer._mover._ring._used == 0
+    assert rig.transfer.mover._ring._used == 0
     del y
     rig.engine.close()
 
@@ -186,7 +186,7 @@ def test_unpack_waits_for_the_end_of_a_store_and_does_not_ask_again_and_again(mo
     monkeypatch.setattr(rig.transfer, "_await", lambda *arguments: asked.append(arguments) or wait(*arguments))
     with rig:
         y = x.sin().cos().sum()
-    rig.transfer._mover.advance(0)
+    rig.transfer.mover.advance(0)
     while len(ended) < 2:
         time.sleep(0.001)
     backward = threading.Thread(target=lambda: found.append(torch.autograd.grad(y, x)[0]), daemon=True)
@@ -202,7 +202,7 @@ def test_unpack_waits_for_the_end_of_a_store_and_does_not_ask_again_and_again(mo
 
 
 def test_a_ring_smaller_than_a_tensor_still_works(monkeypatch):
-    monkeypatch.setattr("hf_offload.engine.hooks._RING_BYTES", 1000)
+    monkeypatch.setattr("hf_offload.plan.rules.RING_BYTES", 1000)
     rig = Rig(ControlledTier(), device=SimulatedDevice(1))
     x = torch.randn(64, 64, requires_grad=True)
     expected = torch.autograd.grad(x.sin().cos().exp().tanh().sigmoid().sum(), x)[0]
@@ -250,7 +250,7 @@ def test_a_write_that_fails_after_its_record_is_gone_leaves_nothing():
     assert not tier.live
     tier.write_gate.set()
     rig.settle()
-    assert not rig.transfer._mover._rescued
+    assert not rig.transfer.mover._rescued
     rig.engine.close()
 
 
@@ -274,7 +274,7 @@ def test_a_demand_load_has_room_that_prefetches_leave_alone():
 @pytest.fixture
 def narrow(monkeypatch):
     """An engine whose ring has room for one tensor of :func:`ones`, and for another only if it is urgent."""
-    monkeypatch.setattr("hf_offload.engine.hooks._RING_BYTES", 2 * ones(1).nbytes)
+    monkeypatch.setattr("hf_offload.plan.rules.RING_BYTES", 2 * ones(1).nbytes)
     return Rig(ControlledTier(), device=SimulatedDevice(0))
 
 
@@ -293,9 +293,9 @@ def unpacked_in_time(rig, handle):
 
 def test_a_demand_load_is_not_behind_a_prefetch_that_waits_for_room(narrow):
     early, late = [narrow.pack(ones(times)) for times in (1, 2)]
-    narrow.transfer._mover.advance(0)
+    narrow.transfer.mover.advance(0)
     narrow.settle()
-    ring = narrow.transfer._mover._ring
+    ring = narrow.transfer.mover._ring
     stored = ring.acquire(ones(1).nbytes)
     with narrow.transfer.lock:
         narrow.transfer.start_load(early.record)
@@ -309,7 +309,7 @@ def test_a_demand_load_is_not_behind_a_prefetch_that_waits_for_room(narrow):
 
 def test_a_load_that_waits_for_room_does_not_hold_up_the_store_that_makes_it(narrow):
     early = narrow.pack(ones(1))
-    mover = narrow.transfer._mover
+    mover = narrow.transfer.mover
     mover.advance(0)
     narrow.settle()
     go = threading.Event()

@@ -57,7 +57,12 @@ def assert_nothing_left(session):
     while True:
         transfer._wait_for_writes(0)
         transfer.reap()
-        left = (transfer.live_records, transfer.resident_bytes, transfer.own_bytes, transfer.tier.stats.used_bytes)
+        left = (
+            transfer.live_records,
+            transfer.ledger.resident_bytes,
+            transfer.ledger.own_bytes,
+            transfer.tier.stats.used_bytes,
+        )
         if left == (0, 0, 0, 0) or time.monotonic() > deadline:
             break
         time.sleep(0.01)
@@ -121,14 +126,14 @@ def test_whoever_waits_for_writes_waits_until_it_is_settled_what_becomes_of_thei
         failing = disk_io.write_once
         monkeypatch.setattr(disk_io, "write_once", lambda *arguments: begin.wait(60) and failing(*arguments))
         transfer = session._engine.transfer
-        real = transfer._mover.store
+        real = transfer.mover.store
 
         def store(*arguments):
             future = real(*arguments)
             future.add_done_callback(lambda _: go.wait(60))
             return future
 
-        monkeypatch.setattr(transfer._mover, "store", store)
+        monkeypatch.setattr(transfer.mover, "store", store)
         leaf = torch.linspace(0, 1, 4096, requires_grad=True)
         loss = (leaf * 2).sin().sum()
         begin.set()
@@ -183,7 +188,7 @@ def test_what_write_back_has_lost_reaches_no_gradient(tmp_path, monkeypatch, exp
 def test_ctrl_c_in_a_store_leaves_nothing(tmp_path, monkeypatch, expected):
     model = tiny_model("gpt2")
     with offload_activations(model, settings(tmp_path)) as session:
-        mover = session._engine.transfer._mover
+        mover = session._engine.transfer.mover
         real, stores = mover.store, iter(range(5))
 
         def store(*arguments):

@@ -177,7 +177,7 @@ def test_out_of_memory_leaves_a_usable_session_and_nothing_of_its_step(tmp_path,
         while left != (0, 0, 0) and time.monotonic() < deadline:  # room is given back when the last transfer has ended
             time.sleep(0.01)
             transfer.reap()
-            left = (transfer.live_records, transfer.resident_bytes, transfer.tier.stats.used_bytes)
+            left = (transfer.live_records, transfer.ledger.resident_bytes, transfer.tier.stats.used_bytes)
         assert left == (0, 0, 0)
         found = step()
         assert all(torch.equal(expected[name], found[name]) for name in expected)

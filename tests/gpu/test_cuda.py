@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, offload_activations
-from hf_offload.plan.plan import WRITE_BEHIND_BYTES
+from hf_offload.plan.rules import WRITE_BEHIND_BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +63,7 @@ def test_a_stalled_stream_costs_time_not_correctness(config, stream):
     expected = gradients(model, x)
     with offload_activations(model, config) as session:
         for _ in range(2):
-            stall(getattr(session._engine.transfer._mover, stream))
+            stall(getattr(session._engine.transfer.mover, stream))
             assert_equal(gradients(model, x), expected)
 
 
@@ -74,7 +74,7 @@ def test_memory_is_not_reused_under_a_copy(config):
     expected = gradients(model, x)
     with offload_activations(model, config) as session:
         model.zero_grad()
-        stall(session._engine.transfer._mover.store_stream)
+        stall(session._engine.transfer.mover.store_stream)
         y = model(x).square().sum()
         waste = [torch.full((1024, 2048), float("nan"), device="cuda") for _ in range(32)]
         y.backward()

@@ -117,7 +117,7 @@ class ControlledTier(Tier):
 
 def wait_for_stores(transfer: Transfer) -> None:
     """Wait until the writes that have begun have ended, whatever became of them."""
-    for write in list(transfer._writes_in_flight):
+    for write in list(transfer._writes._ends):
         assert write.wait(20)
 
 
@@ -189,7 +189,7 @@ class Rig:
         self.transfer.reap()
         assert self.transfer.live_records == 0, f"{self.transfer.live_records} records"
         assert not self.tier.live, f"{len(self.tier.live)} slots"
-        assert self.transfer.resident_bytes == 0, f"{self.transfer.resident_bytes} bytes"
-        assert self.transfer.own_bytes == 0, f"{self.transfer.own_bytes} bytes, of the engine's own"
+        assert self.transfer.ledger.resident_bytes == 0, f"{self.transfer.ledger.resident_bytes} bytes"
+        assert self.transfer.ledger.own_bytes == 0, f"{self.transfer.ledger.own_bytes} bytes, of the engine's own"
         assert not self.transfer._consumed, "copies that may be evicted"
-        assert self.transfer.kept_bytes == 0, f"{self.transfer.kept_bytes} bytes, kept by the plan"
+        assert self.transfer.ledger.kept_bytes == 0, f"{self.transfer.ledger.kept_bytes} bytes, kept by the plan"

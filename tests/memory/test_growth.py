@@ -50,8 +50,8 @@ def held(session) -> dict[str, int]:
     kinds = collections.Counter(type(found) for found in gc.get_objects())
     facts = {
         "live records": transfer.live_records,
-        "resident bytes": transfer.resident_bytes,
-        "bytes read ahead": transfer.ahead_bytes,
+        "resident bytes": transfer.ledger.resident_bytes,
+        "bytes read ahead": transfer.ledger.ahead_bytes,
         "bytes to be written": transfer._pending_bytes,
         "tier bytes in use": tier.stats.used_bytes,
         "tier bytes occupied": tier.occupied_bytes,

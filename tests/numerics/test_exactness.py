@@ -191,8 +191,8 @@ def assert_exact(case: Case, config: OffloadConfig, scoped: bool = False) -> Any
         assert total.loaded_bytes > total.offloaded_bytes // 4
     transfer.reap()
     assert transfer.live_records == 0
-    assert transfer.resident_bytes == 0
-    assert transfer.ahead_bytes == 0
+    assert transfer.ledger.resident_bytes == 0
+    assert transfer.ledger.ahead_bytes == 0
     stats = session.stats
     tier = transfer.tier
     session.detach()

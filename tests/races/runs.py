@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from hf_offload.engine import hooks
+from hf_offload.plan import rules
 from hf_offload.storage.ram import RamTier
 from tests.helpers.controlled_tier import ControlledTier, Rig
 from tests.helpers.seeded_scheduler import Workers
@@ -133,7 +133,7 @@ def run(seed: int, trace: list[str] | None = None) -> list[str]:
     reference = expected(case, seed)
     workers = Workers(rng)
     device = SimulatedDevice(seed, late_compute=True, streams=case.streams)
-    with workers.installed(), patch.object(hooks, "_RING_BYTES", case.ring_bytes):
+    with workers.installed(), patch.object(rules, "RING_BYTES", case.ring_bytes):
         if case.ram:
             tier = RamTier(budget_bytes=case.room_bytes, arena_bytes=32 << 10)
         else:
@@ -157,9 +157,14 @@ def run(seed: int, trace: list[str] | None = None) -> list[str]:
         oldest.backward()
         workers.finish()
         rig.transfer.reap()
-        if rig.transfer.live_records or rig.transfer.resident_bytes or rig.transfer.own_bytes or tier.stats.used_bytes:
+        if (
+            rig.transfer.live_records
+            or rig.transfer.ledger.resident_bytes
+            or rig.transfer.ledger.own_bytes
+            or tier.stats.used_bytes
+        ):
             problems.append("records or bytes are left")
-        elif any(getattr(rig.transfer._mover, name) for name in ("_rescued", "_in_use", "_last_copy")):
+        elif any(getattr(rig.transfer.mover, name) for name in ("_rescued", "_in_use", "_last_copy")):
             problems.append("the mover remembers slots that are free")
         else:
             rig.engine.close()

@@ -65,7 +65,7 @@ def test_a_copy_that_was_evicted_and_is_still_alive_is_waited_for_by_every_strea
         rig.transfer.lock = workers.lock()
         value = device.launch(lambda output: output.fill_(1.5), (8, 8))
         handle = rig.pack(value)
-        rig.transfer._mover.advance(0)
+        rig.transfer.mover.advance(0)
         del value
         loaded = rig.engine.unpack(handle)
         rig.transfer.evict_beyond(0)
@@ -90,7 +90,7 @@ def test_the_memory_of_a_slot_is_written_again_only_after_the_last_copy_out_of_i
         with device.on(second):
             value = device.launch(lambda output: output.fill_(1.5), (8, 8))
             handle = rig.pack(value)
-            rig.transfer._mover.advance(0)
+            rig.transfer.mover.advance(0)
             del value
             loaded = rig.engine.unpack(handle)
             copied = device.launch(lambda output, value: output.copy_(value), (8, 8), loaded)
@@ -100,6 +100,6 @@ def test_the_memory_of_a_slot_is_written_again_only_after_the_last_copy_out_of_i
         with device.on(first):
             other = rig.pack(device.launch(lambda output: output.fill_(2.5), (8, 8)))
         assert rig.tier.host_view(other.record.slot).data_ptr() == memory
-        device.synchronize(device.record(rig.transfer._mover.store_stream))
+        device.synchronize(device.record(rig.transfer.mover.store_stream))
         device.synchronize(device.record(second))
         assert torch.equal(copied, torch.full((8, 8), 1.5))

@@ -12,7 +12,7 @@ from hf_offload.plan.placement import greedy, smallest, solve, uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import find_plan
 from hf_offload.plan.problem import Problem, smallest_budget
-from hf_offload.plan.simulate import Channel, Windows
+from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.handmade_footprints import MB, footprint_of
 
 
@@ -30,7 +30,7 @@ def random_problem(seed):
     room = {"ssd": 10**12, "ram": draw.randint(10, 100) * MB}
     problem = Problem(footprint, channels, room, 0, windows)
     most = uniform(problem, Placement.KEEP).timeline.peak_bytes
-    least = smallest(problem).timeline.stalled_peak_bytes
+    least = smallest(problem).timeline.must_fit_bytes
     budget = smallest_budget(least + int((most - least) * draw.uniform(0.0, 1.0)))
     return Problem(footprint, channels, room, budget, windows)
 
@@ -91,7 +91,7 @@ def test_nothing_moves_when_everything_fits():
 
 def test_below_the_smallest_there_is_no_plan():
     problem = random_problem(3)
-    least = smallest_budget(smallest(problem).timeline.stalled_peak_bytes)
+    least = smallest_budget(smallest(problem).timeline.must_fit_bytes)
     below = least - (1 << 20)
     assert solve(Problem(problem.footprint, problem.channels, problem.room_bytes, least, problem.windows)) is not None
     assert solve(Problem(problem.footprint, problem.channels, problem.room_bytes, below, problem.windows)) is None
@@ -148,7 +148,7 @@ def test_more_memory_never_makes_a_simple_way_slower():
     problem = Problem(footprint, {"ssd": Channel(2e9, 2e9)}, {"ssd": 10**12}, 0, windows)
     # With the narrow window everything can leave; with the wide one only slower ways fit.
     narrow = uniform(Problem(footprint, problem.channels, problem.room_bytes, 0, windows[1:]), Placement.SSD)
-    budget = smallest_budget(narrow.timeline.stalled_peak_bytes)
+    budget = smallest_budget(narrow.timeline.must_fit_bytes)
     found = solve(Problem(footprint, problem.channels, problem.room_bytes, budget, windows))
     assert found.timeline.step_s <= narrow.timeline.step_s
 

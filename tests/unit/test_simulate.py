@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.simulate import Channel, Windows, simulate
+from hf_offload.plan.simulate import simulate
+from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.handmade_footprints import MB, footprint_of
 
 NARROW = Windows(0, 1 << 40)
@@ -44,7 +45,7 @@ def test_a_tier_that_stops_writing_holds_up_to_the_window_in_memory(write_behind
     timeline = play(footprint, Placement.SSD, Channel(1e12, 1e12), Windows(0, write_behind))
     # There the first tensor has left, and the second is leaving; with no window forward has waited until it was out.
     assert timeline.peak_bytes == peak * MB
-    assert timeline.stalled_peak_bytes == stalled * MB
+    assert timeline.must_fit_bytes == stalled * MB
 
 
 def test_what_measuring_takes_is_no_part_of_the_peak_but_has_to_fit():
@@ -53,15 +54,15 @@ def test_what_measuring_takes_is_no_part_of_the_peak_but_has_to_fit():
     footprint = dataclasses.replace(footprint, moments=(*moments, dataclasses.replace(last, measured_bytes=30 * MB)))
     timeline = play(footprint, Placement.KEEP)
     assert timeline.peak_bytes == (100 + 20 + 1) * MB
-    assert timeline.stalled_peak_bytes == (100 + 10 + 1 + 30) * MB  # one of two is released by then
+    assert timeline.must_fit_bytes == (100 + 10 + 1 + 30) * MB  # one of two is released by then
 
 
 def test_a_block_that_did_not_run_has_to_fit_beside_all_that_may_be_in_memory():
     footprint = footprint_of([10 * MB] * 3, [0.1] * 3, [40 * MB, 5 * MB, 5 * MB])
     skipped = dataclasses.replace(footprint, skipped_blocks=("layers.3",))
     without, timeline = play(footprint, Placement.KEEP), play(skipped, Placement.KEEP)
-    assert timeline.peak_bytes == without.peak_bytes == without.stalled_peak_bytes == (100 + 40 + 10) * MB
-    assert timeline.stalled_peak_bytes == (100 + 40 + 30) * MB
+    assert timeline.peak_bytes == without.peak_bytes == without.must_fit_bytes == (100 + 40 + 10) * MB
+    assert timeline.must_fit_bytes == (100 + 40 + 30) * MB
 
 
 def test_loads_that_cannot_be_hidden_are_waited_for():
@@ -83,12 +84,34 @@ def test_forward_waits_while_too_much_is_on_its_way_out():
 
 
 def test_a_load_beside_a_store_gets_its_share_of_the_drive():
+    footprint = footprint_of([10 * MB] * 4, [1.0] * 4, [5 * MB] * 4)
+    # Writing takes 2.4 s a tensor: the third is written from 5.8 to 8.2 s, and backward takes it from memory at 6 s. From
+    # then on the second is read for 8 s, and from when it is there the first, for 2 s later: 3 s each, alone.
+    store, load = 10 * MB / 2.4, 10 * MB / 3.0
+    assert play(footprint, Placement.SSD, Channel(store, load)).load_stall_s == pytest.approx(1 + 1)
+    assert play(footprint, Placement.SSD, Channel(store, load, store + load)).load_stall_s == pytest.approx(1 + 1)
+    assert play(footprint, Placement.SSD, Channel(store, load, (store + load) / 2)).load_stall_s == pytest.approx(4 + 1)
+
+
+def test_a_store_that_has_not_begun_is_not_made_for_what_backward_wants():
     footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
-    # Writing takes 1.5 s a tensor: the third is on its way out until 5.5 s. At 5 s the second is asked for: 1 s alone.
-    store, load = 10 * MB / 1.5, 10 * MB / 1.0
-    assert play(footprint, Placement.SSD, Channel(store, load)).load_stall_s == pytest.approx(1)
-    assert play(footprint, Placement.SSD, Channel(store, load, store + load)).load_stall_s == pytest.approx(1)
-    assert play(footprint, Placement.SSD, Channel(store, load, (store + load) / 2)).load_stall_s == pytest.approx(2)
+    # Writing takes 1.5 s a tensor: the third would be written from 4 to 5.5 s, and backward takes it at 3 s. The second is
+    # asked for at 5 s: 1 s, for the drive has nothing else to do.
+    assert play(footprint, Placement.SSD, Channel(10 * MB / 1.5, 10 * MB, 10 * MB)).load_stall_s == pytest.approx(1)
+
+
+def test_from_an_accelerator_bytes_leave_when_they_are_copied_and_forward_waits_for_the_ring():
+    footprint = footprint_of([10 * MB] * 6, [1.0] * 6, [5 * MB] * 6)
+    slow = Channel(2.5e6, 1e12)  # 4 s a tensor: the drive has the first at 5 s, and the fifth at 21 s
+    host = play(footprint, Placement.SSD, slow, Windows(0, 20 * MB))
+    staged = dataclasses.replace(slow, link_bytes_per_s=1e12, ring_bytes=1 << 30)
+    roomy = play(footprint, Placement.SSD, staged, Windows(0, 20 * MB))
+    assert roomy.store_stall_s == pytest.approx(0, abs=1e-3)
+    assert roomy.store_stall_s < host.store_stall_s
+    assert roomy.load_stall_s == pytest.approx(21 - 8, abs=1e-3)  # backward asks for the fifth, which is in the ring
+    # In three quarters of the ring, one tensor: the second is packed at 2 s, and copied when the first is written.
+    narrow = play(footprint, Placement.SSD, dataclasses.replace(staged, ring_bytes=20 * MB), Windows(0, 20 * MB))
+    assert narrow.store_stall_s == pytest.approx(5 * (4 - 1), abs=1e-3)
 
 
 def test_recomputing_costs_forward_again_and_the_blocks_memory():
@@ -121,6 +144,6 @@ def test_what_something_else_holds_costs_nothing_and_is_not_loaded():
 def test_details_cover_the_whole_step():
     footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
     timeline = play(footprint, Placement.SSD, Channel(2.5e6, 2.5e6), Windows(0, 10 * MB), details=True)
-    busy = sum(bar.end_s - bar.begin_s for bar in timeline.stretches if bar.channel in ("compute", "wait", "recompute"))
+    busy = sum(bar.end_s - bar.begin_s for bar in timeline.intervals if bar.channel in ("compute", "wait", "recompute"))
     assert busy == pytest.approx(timeline.step_s)
     assert max(memory for _, memory in timeline.memory) == timeline.peak_bytes

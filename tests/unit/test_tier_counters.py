@@ -22,7 +22,7 @@ def test_bytes_that_a_device_moves_behind_a_spill_tier_count(rig):
     x = torch.randn(64, 64, requires_grad=True)
     with rig:
         y = x.sin().cos().exp().sum()
-    rig.transfer._mover.advance(0)
+    rig.transfer.mover.advance(0)
     rig.transfer.settle()
     torch.autograd.grad(y, x)
     ram, other = rig.tier.first.stats, rig.tier.then.stats

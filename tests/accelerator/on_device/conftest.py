@@ -29,7 +29,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The backend's module. A test fails if something was done that must not be."""
     # The device counts how often it is asked, and does nothing while a thread sleeps.
     monkeypatch.setattr("hf_offload.engine.device._LONGEST_PAUSE_S", 20e-6)
-    monkeypatch.setattr("hf_offload.engine.hooks._RING_BYTES", 4 << 20)  # all of it is poisoned first
+    monkeypatch.setattr("hf_offload.plan.rules.RING_BYTES", 4 << 20)  # all of it is poisoned first
     _late.reseed(0)
     yield _late
     _late.fail_allocation(-1)

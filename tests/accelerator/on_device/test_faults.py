@@ -39,8 +39,8 @@ def expected(late):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Records of a few pages each go in chunks of one, through a ring that has room for some of them."""
-    monkeypatch.setattr("hf_offload.engine.staged.StagedMover._CHUNK_BYTES", 4096)
-    monkeypatch.setattr("hf_offload.engine.hooks._RING_BYTES", 32 << 10)
+    monkeypatch.setattr("hf_offload.plan.rules._CHUNK_BYTES", 4096)
+    monkeypatch.setattr("hf_offload.plan.rules.RING_BYTES", 32 << 10)
 
 
 def step(
@@ -104,9 +104,9 @@ class Run:
             transfer.reap()
             left = (
                 transfer.live_records,
-                transfer.resident_bytes + transfer.own_bytes,
+                transfer.ledger.resident_bytes + transfer.ledger.own_bytes,
                 transfer.tier.stats.used_bytes,
-                transfer._mover._ring._used,
+                transfer.mover._ring._used,
                 torch.accelerator.memory_allocated() - self._allocated,
                 self._tasks_waiting(),
             )
@@ -117,7 +117,7 @@ class Run:
     def _tasks_waiting(self) -> int:
         """Once all has been done that was asked for, nobody is there any more who asks for something."""
         torch.accelerator.synchronize()
-        mover = self.session._engine.transfer._mover
+        mover = self.session._engine.transfer.mover
         for pool in (mover._urgent_workers, mover._load_workers, mover._store_workers, mover._arrival_workers):
             done = threading.Event()
             pool.submit(done.set)

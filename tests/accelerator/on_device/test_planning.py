@@ -84,7 +84,7 @@ def test_streams_that_wait_for_copies_say_how_long(late):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).to("late:0")
     session = attach(model, OffloadConfig(tier="ram", min_bytes=0))
     engine = session._engine
-    engine.transfer.time_stalls()
+    engine.transfer.mover.time_stalls()
     for seed in range(4):
         late.reseed(seed)
         model(torch.ones(64, 64, device="late:0")).sum().backward()

@@ -111,7 +111,7 @@ def _peak(late: Any, tier: str | None, pace: float) -> int:
 @pytest.mark.parametrize("pace", [0.0, 1.0])
 @pytest.mark.parametrize("tier", ["ram", "ssd"])
 def test_the_peak_falls_however_late_copies_are(late, tier, pace, monkeypatch):
-    monkeypatch.setattr("hf_offload.plan.plan.WRITE_BEHIND_BYTES", 1 << 20)  # the model is small, too
+    monkeypatch.setattr("hf_offload.plan.rules.WRITE_BEHIND_BYTES", 1 << 20)  # the model is small, too
     assert _peak(late, tier, pace) < 0.4 * _peak(late, None, pace)
 
 

@@ -32,8 +32,8 @@ def test_ways_to_train(late, case, tier):
 @pytest.mark.parametrize("tier", ["ssd", "spill"])
 def test_what_goes_in_chunks(late, tier, monkeypatch):
     """Records of a few pages each, in chunks of one, through a ring that has room for some of them."""
-    monkeypatch.setattr("hf_offload.engine.staged.StagedMover._CHUNK_BYTES", 4096)
-    monkeypatch.setattr("hf_offload.engine.hooks._RING_BYTES", 32 << 10)
+    monkeypatch.setattr("hf_offload.plan.rules._CHUNK_BYTES", 4096)
+    monkeypatch.setattr("hf_offload.plan.rules.RING_BYTES", 32 << 10)
     assert_exact(late, Case(), range(4), **TIERS[tier])
 
 

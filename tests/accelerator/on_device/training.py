@@ -102,7 +102,7 @@ def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor
 def let_go_of_what_was_loaded(session: OffloadSession) -> None:
     """A thread holds what was loaded until its copy has ended: it comes to this after all of those."""
     done = threading.Event()
-    session._engine.transfer._mover._arrival_workers.submit(done.set)
+    session._engine.transfer.mover._arrival_workers.submit(done.set)
     assert done.wait(20)
 
 

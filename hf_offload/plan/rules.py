@@ -1,0 +1,182 @@
+"""How saved bytes move: the rules that the engine follows and the simulation plays, each of them written once.
+
+Nothing here knows tensors, threads or time: an entry is a record of the engine or an item of the simulation.
+"""
+
+import enum
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+WINDOW_RECORDS = 6
+"""Records of average size that backward may have in memory early, unless a plan says how many bytes. With five or fewer,
+backward waits where attention needs two large records at once; with more it waits no less, and every record costs memory."""
+
+WRITE_BEHIND_BYTES = 160 << 20
+"""Bytes that may wait to be written before forward is held back. On a CPU they are what offloading has not freed yet, so they
+are part of the peak; with less, forward waits whenever attention saves its largest tensors in a row."""
+
+RING_BYTES = 512 << 20
+"""Pinned memory between an accelerator and a drive."""
+
+# What loads that backward waits for may use of the ring, and stores and prefetches may not.
+_URGENT_SHARE = 0.25
+_CHUNK_BYTES = 32 << 20
+_ALIGNMENT = 4096
+
+
+class Entry(Protocol):
+    """Saved bytes, and why they are in memory.
+
+    Attributes:
+        nbytes: How many.
+        held: They are in memory, whoever else has them there.
+        leaving: Only until the tier has them, or, on an accelerator, until they are copied.
+        ahead: Because backward asks for them soon.
+        kept: Because the plan keeps them.
+    """
+
+    nbytes: int
+    held: bool
+    leaving: bool
+    ahead: bool
+    kept: bool
+
+
+class Ledger:
+    """Counts the bytes of all entries that are held, leaving, ahead and kept. Every transition may be repeated."""
+
+    __slots__ = ("ahead_bytes", "kept_bytes", "leaving_bytes", "resident_bytes")
+
+    def __init__(self) -> None:
+        self.resident_bytes = self.leaving_bytes = self.ahead_bytes = self.kept_bytes = 0
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that are in memory for the window alone: on their way out, or early for backward."""
+        return self.leaving_bytes + self.ahead_bytes
+
+    def hold(self, entry: Entry) -> None:
+        """The bytes are in memory."""
+        if not entry.held:
+            entry.held = True
+            self.resident_bytes += entry.nbytes
+
+    def drop(self, entry: Entry) -> None:
+        """The bytes have left memory."""
+        if entry.held:
+            entry.held = False
+            self.resident_bytes -= entry.nbytes
+        self.stop_leaving(entry)
+
+    def leave(self, entry: Entry) -> None:
+        """A store has begun."""
+        if not entry.leaving:
+            entry.leaving = True
+            self.leaving_bytes += entry.nbytes
+
+    def stop_leaving(self, entry: Entry) -> None:
+        """The store has ended, or does not take the bytes away any more."""
+        if entry.leaving:
+            entry.leaving = False
+            self.leaving_bytes -= entry.nbytes
+
+    def want(self, entry: Entry) -> None:
+        """Backward asks for the bytes soon: they come back, or stay."""
+        self.stop_leaving(entry)
+        if not entry.ahead:
+            entry.ahead = True
+            self.ahead_bytes += entry.nbytes
+
+    def asked(self, entry: Entry) -> None:
+        """Backward has asked for the bytes: what it uses is not the window's."""
+        if entry.ahead:
+            entry.ahead = False
+            self.ahead_bytes -= entry.nbytes
+
+    def keep(self, entry: Entry, kept: bool = True) -> None:
+        """The plan keeps the bytes, or no longer."""
+        if entry.kept is not kept:
+            entry.kept = kept
+            self.kept_bytes += entry.nbytes if kept else -entry.nbytes
+
+    def end(self, entry: Entry) -> None:
+        """Autograd holds the bytes no more."""
+        self.drop(entry)
+        self.asked(entry)
+        self.keep(entry, False)
+
+
+def window_bytes(saved_bytes: int, records: int, count: int = WINDOW_RECORDS) -> int:
+    """Bytes of ``count`` records of average size."""
+    return count * saved_bytes // max(1, records)
+
+
+def staying(sizes: Iterable[int], window: int) -> int:
+    """How many records never leave, of those with these sizes in the order in which backward asks: the first that fit into
+    its window together.
+    """
+    return sum(1 for _ in itertools.takewhile(lambda end: end <= window, itertools.accumulate(sizes)))
+
+
+def holds_forward(waiting_bytes: int, write_behind_bytes: int) -> bool:
+    """Whether forward has to wait, for the oldest store first, while so many bytes have not left."""
+    return waiting_bytes > write_behind_bytes
+
+
+def consumed_bytes(window: int, largest: int) -> int:
+    """How much may be in memory of what backward has used and the graph still holds: more is dropped, oldest first, where the
+    tier has it, too.
+    """
+    return window + 2 * largest
+
+
+class Where(enum.Enum):
+    """Where the bytes are that backward asks for next."""
+
+    TIER = enum.auto()
+    MEMORY = enum.auto()  # held by the engine: they have not left yet
+    ELSEWHERE = enum.auto()  # in memory for somebody else, or in use already
+    BETWEEN = enum.auto()  # no longer in memory, and not in the tier yet
+
+
+class Ahead(enum.Enum):
+    """What reading ahead does with a record."""
+
+    PASS = enum.auto()
+    LOAD = enum.auto()
+    KEEP = enum.auto()  # a store does not take it away any more
+    STOP = enum.auto()  # the window is full
+
+
+def read_ahead(ledger: Ledger, entry: Entry, where: Where, window: int, at_least_one: bool = True) -> Ahead:
+    """What to do with the record that backward asks for next of those that are not ahead yet."""
+    if entry.ahead or entry.kept or where is Where.ELSEWHERE:
+        return Ahead.PASS
+    if where is Where.BETWEEN:
+        return Ahead.STOP
+    own = ledger.leaving_bytes + ledger.ahead_bytes
+    # What still leaves is in memory until it has left: keeping it adds nothing.
+    if own + (0 if entry.leaving else entry.nbytes) > window and not (own == 0 and at_least_one):
+        return Ahead.STOP
+    return Ahead.LOAD if where is Where.TIER else Ahead.KEEP
+
+
+def ring_bytes_shared(capacity_bytes: int) -> int:
+    """The part of a ring that stores and prefetches may use."""
+    return int(capacity_bytes * (1 - _URGENT_SHARE))
+
+
+def has_ring_room(used_bytes: int, nbytes: int, limit_bytes: int) -> bool:
+    """Whether a ring with so much in use takes ``nbytes`` more: one buffer at a time, however large."""
+    return not used_bytes or used_bytes + nbytes <= limit_bytes
+
+
+def chunk_bytes(ring_bytes: int) -> int:
+    """The size in which large records pass a ring."""
+    return max(_ALIGNMENT, min(_CHUNK_BYTES, ring_bytes_shared(ring_bytes)) // _ALIGNMENT * _ALIGNMENT)
+
+
+def chunk_sizes(nbytes: int, chunk: int) -> Iterator[int]:
+    """The pieces of a record, whose last may be smaller."""
+    return (min(chunk, nbytes - begin) for begin in range(0, nbytes, chunk))

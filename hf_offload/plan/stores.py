@@ -1,0 +1,115 @@
+"""Stores on their way, as the simulation plays them: when each leaves memory, and when the tier has it."""
+
+import collections
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, Protocol, TypeVar
+
+from hf_offload.plan import rules
+from hf_offload.plan.timeline import Channel
+
+
+class Leaving(rules.Entry, Protocol):
+    """An entry with the times of its store: the tier begins, memory has lost it, the tier has it."""
+
+    begins_s: float
+    leaves_s: float
+    stored_s: float
+
+
+T = TypeVar("T", bound=Leaving)
+
+
+class Stores(Generic[T]):
+    """Queues of all tiers. Entries leave memory in the order in which they were stored."""
+
+    def __init__(self, channels: Mapping[str, Channel]):
+        self._channels = channels
+        self._free_s = dict.fromkeys(channels, 0.0)
+        self._link_free_s = 0.0
+        self._queues: dict[str, collections.deque[T]] = {tier: collections.deque() for tier in channels}
+        self._leaving: collections.deque[T] = collections.deque()
+        self._ring: collections.deque[tuple[float, int]] = collections.deque()  # when each chunk goes, and its size
+        self._ring_used = 0
+
+    @property
+    def oldest_leaves_s(self) -> float | None:
+        """When the oldest entry leaves memory that still is there."""
+        return self._leaving[0].leaves_s if self._leaving else None
+
+    @property
+    def copied_s(self) -> float:
+        """When all copies to pinned memory have ended."""
+        return self._link_free_s
+
+    def free_s(self, tier: str) -> float:
+        """Until when the tier writes."""
+        return self._free_s[tier]
+
+    def left_by(self, now_s: float) -> "Iterator[T]":
+        """Take out what has left."""
+        while self._leaving and self._leaving[0].leaves_s <= now_s:
+            yield self._leaving.popleft()
+
+    def begin(self, entry: T, tier: str, now_s: float, share: Callable[[float], float]) -> Iterator[float]:
+        """Store ``entry``. Yields until when forward has to wait for room in the ring, as often as it has to.
+
+        ``share`` says what part of the bandwidth is left for a store that begins then.
+        """
+        channel = self._channels[tier]
+        if channel.ring_bytes:
+            yield from self._through_the_ring(entry, tier, now_s, share)
+        else:
+            free_s = self._free_s[tier] if channel.link_bytes_per_s is None else self._link_free_s
+            entry.begins_s = max(now_s, free_s)
+            entry.leaves_s = entry.begins_s + entry.nbytes / (channel.store_bytes_per_s * share(entry.begins_s))
+            entry.stored_s = self._free_s[tier] = entry.leaves_s
+            if channel.link_bytes_per_s is None:
+                self._queues[tier].append(entry)
+            else:
+                self._link_free_s = entry.leaves_s
+                entry.stored_s = now_s  # in stream order it is there: a load waits for the copy by itself
+        self._leaving.append(entry)
+
+    def _through_the_ring(self, entry: T, tier: str, now_s: float, share: Callable[[float], float]) -> Iterator[float]:
+        channel = self._channels[tier]
+        assert channel.link_bytes_per_s is not None, "a ring has a link before it"
+        limit = rules.ring_bytes_shared(channel.ring_bytes)
+        entry.begins_s = -1.0
+        for chunk in rules.chunk_sizes(entry.nbytes, rules.chunk_bytes(channel.ring_bytes)):
+            self._free_ring(now_s)
+            while not rules.has_ring_room(self._ring_used, chunk, limit):
+                now_s = max(now_s, self._ring[0][0])
+                yield now_s
+                self._free_ring(now_s)
+            self._link_free_s = max(now_s, self._link_free_s) + chunk / channel.link_bytes_per_s
+            begin_s = max(self._link_free_s, self._free_s[tier])
+            end_s = begin_s + chunk / (channel.store_bytes_per_s * share(begin_s))
+            if entry.begins_s < 0:
+                entry.begins_s = begin_s
+            self._free_s[tier] = end_s
+            self._ring.append((end_s, chunk))
+            self._ring_used += chunk
+        entry.leaves_s, entry.stored_s = self._link_free_s, self._free_s[tier]
+        self._queues[tier].append(entry)
+
+    def _free_ring(self, now_s: float) -> None:
+        while self._ring and self._ring[0][0] <= now_s:
+            self._ring_used -= self._ring.popleft()[1]
+
+    def cancel(self, entry: T, now_s: float) -> None:
+        """Backward wants ``entry``: a store that has not begun is not made, and those behind it are sooner."""
+        for tier, queue in self._queues.items():
+            while queue and queue[0].begins_s <= now_s:
+                queue.popleft()
+            if entry in queue:
+                place = queue.index(entry)
+                seconds = entry.stored_s - entry.begins_s
+                for later in list(queue)[place + 1 :]:
+                    later.begins_s -= seconds
+                    later.stored_s -= seconds
+                    if self._channels[tier].link_bytes_per_s is None:
+                        later.leaves_s -= seconds
+                self._free_s[tier] -= seconds
+                queue.remove(entry)
+                if self._channels[tier].link_bytes_per_s is None:
+                    self._leaving.remove(entry)
