@@ -8,6 +8,7 @@ from benchmarks.limits import limits
 from benchmarks.loss import loss
 from benchmarks.modes.command import modes
 from benchmarks.sampling import sampling
+from benchmarks.solvers import solvers
 
 app = typer.Typer(
     name="benchmarks",
@@ -16,7 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (accuracy, budgets, limits, loss, modes, sampling):
+for command in (accuracy, budgets, limits, loss, modes, sampling, solvers):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Choosing a placement for every unit: the fastest step whose memory stays within the budget.
 
-Candidates come from a mixed-integer linear program and from a greedy search; both see a simplified step. The simulation
-decides between them, and a local search improves the winner. The work is counted, not timed: the same plan on every machine.
+Candidates are all units placed alike, and as few units as the budget allows: from the first on, the largest or the smallest.
+The simulation judges them, and a local search improves the best. The work is counted, not timed: the same plan on every
+machine. What each is worth: docs/measured.md.
 """
 
 import bisect
@@ -11,14 +12,13 @@ from collections.abc import Iterator, Sequence
 
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Choices, Placements, Problem, Solution
-from hf_offload.plan.program import by_program
 from hf_offload.plan.timeline import Windows
 
 # Moments and saved tensors that the local search may play through: some tenths of a second.
-_POLISH_WORK = 45_000
+_SEARCH_WORK = 90_000
 # Copies of good solutions in which up to so many placements are drawn at random before they are improved again.
-_KICKS = 200
-_KICKED = 6
+_PERTURBATIONS = 200
+_PERTURBED = 6
 # A first part of the model is found to a 32nd of it, and the best so many of them are combined with others.
 _PREFIX_PARTS = 32
 _PAIRED = 2
@@ -26,21 +26,18 @@ _PAIRED = 2
 
 def solve(problem: Problem) -> Solution | None:
     """The fastest solution within the budget, or None if there is none. Ties go to what moves fewer bytes."""
-    choices = Choices(problem)
-    keep = problem.play(choices.uniform(Placement.KEEP), problem.windows[0], "keep")
+    keep = problem.play(Choices(problem).uniform(Placement.KEEP), problem.windows[0], "keep")
     if problem.fits(keep):
         return keep
-    simple = _simple(problem, choices)
-    # Wider windows wait less, so mixtures are looked for in the widest that has any; a simple way may need a narrower one.
-    for windows in problem.windows:
-        ways = itertools.chain(_greedy(problem, choices, windows), by_program(problem, choices, windows))
-        found = [one for one in ways if problem.fits(one)]
-        if found:
-            return _Polish(problem, choices).improve([*found, *simple])
-    if simple:
-        return _Polish(problem, choices).improve(simple)
-    least = smallest(problem)
-    return least if problem.fits(least) else None
+    found = local_search(problem, find_greedy(problem), find_uniform(problem))
+    if found is None:
+        found = smallest(problem)
+    return found if problem.fits(found) else None
+
+
+def local_search(problem: Problem, *families: Sequence[Solution]) -> Solution | None:
+    """The best that is found by changing solutions that fit, beginning with the best of every family; None without any."""
+    return _LocalSearch(problem).improve(*families) if any(families) else None
 
 
 def smallest(problem: Problem) -> Solution:
@@ -62,7 +59,7 @@ def smallest(problem: Problem) -> Solution:
         ),
         key=size,
     )
-    work = _POLISH_WORK // (len(problem.footprint.moments) + len(problem.footprint.saved) + 1)
+    work = _SEARCH_WORK // (len(problem.footprint.moments) + len(problem.footprint.saved) + 1)
     improved = True
     while improved and work > 0:
         improved = False
@@ -82,9 +79,9 @@ def _as_many_as_fit(problem: Problem, choices: Choices, placement: Placement, wi
     """Every unit placed alike, or only a first part of them: as many as the tier has room for."""
 
     def prefix(parts: int) -> Solution:
-        return problem.play(choices.place(dict.fromkeys(choices.parts[:parts], placement)), windows, placement.value)
+        return problem.play(choices.place(dict.fromkeys(choices.units[:parts], placement)), windows, placement.value)
 
-    count = len(choices.parts)
+    count = len(choices.units)
     if problem.has_room(every := prefix(count)):
         return every
     too_many = bisect.bisect_left(range(count), True, lo=1, key=lambda parts: not problem.has_room(prefix(parts)))
@@ -99,48 +96,66 @@ def uniform(problem: Problem, placement: Placement) -> Solution | None:
     return problem.play(choices.uniform(placement), problem.windows[0], placement.value)
 
 
+def find_greedy(problem: Problem) -> list[Solution]:
+    """What :func:`greedy` finds in the widest windows in which anything fits: wider windows wait less."""
+    for windows in problem.windows:
+        found = [one for one in greedy(problem, windows) if problem.fits(one)]
+        if found:
+            return found
+    return []
+
+
 def greedy(problem: Problem, windows: Windows) -> Iterator[Solution]:
-    """Solutions in which a first part of the model, as short as the budget allows, is placed in one way.
+    """Solutions in which as few units are placed in one way as the budget allows, and the rest is kept.
 
-    What backward needs last has the most time to go and come back, so it is what leaves first (SSDTrain's prefix rule). For
-    every placement the length is found by bisection; half of the part of the best of them is tried with a second placement.
+    Which come first: those whose bytes backward needs last, which have the most time to go and come back (SSDTrain's prefix
+    rule), the largest, or the smallest. How many is found by bisection; half of the best prefixes is tried with a second
+    placement.
     """
-    return _greedy(problem, Choices(problem), windows)
-
-
-def _greedy(problem: Problem, choices: Choices, windows: Windows) -> Iterator[Solution]:
-    names = choices.parts
-    grain = max(1, len(names) // _PREFIX_PARTS)
+    choices = Choices(problem)
+    units = choices.units
+    nbytes = problem.footprint.saved_bytes
+    largest = sorted(units, key=lambda unit: -nbytes[unit])
+    smallest_first = sorted(units, key=lambda unit: nbytes[unit])
     found: list[tuple[Solution, Placement, int]] = []
-    for first in choices.options[1:]:
-
-        def prefix(parts: int, first: Placement = first) -> Solution:
-            chosen = choices.place(dict.fromkeys(names[: parts * grain], first))
-            return problem.play(chosen, windows, "greedy")
-
-        low, high = 0, -(-len(names) // grain)
-        best = prefix(high)
-        if not problem.fits(best):
+    for placement in choices.options[1:]:
+        every = problem.play(choices.place(dict.fromkeys(units, placement)), windows, "greedy")
+        if not problem.fits(every):
             continue
-        while high - low > 1:
-            middle = (low + high) // 2
-            tried = prefix(middle)
-            if problem.fits(tried):
-                high, best = middle, tried
-            else:
-                low = middle
+        best, count = _fewest(problem, choices, windows, units, placement, every)
         yield best
-        found.append((best, first, high * grain))
-    found.sort(key=lambda one: one[0].merit)
-    for _, first, length in found[:_PAIRED]:
+        found.append((best, placement, count))
+        if not placement.recomputes:
+            for order in (largest, smallest_first):
+                yield _fewest(problem, choices, windows, order, placement, every)[0]
+    found.sort(key=lambda one: one[0].objective)
+    for _, first, count in found[:_PAIRED]:
         for second in choices.options[1:]:
             if second is not first:
-                halves = dict.fromkeys(names[: length // 2], second) | dict.fromkeys(names[length // 2 : length], first)
+                halves = dict.fromkeys(units[: count // 2], second) | dict.fromkeys(units[count // 2 : count], first)
                 yield problem.play(choices.place(halves), windows, "greedy")
 
 
-def _simple(problem: Problem, choices: Choices) -> list[Solution]:
+def _fewest(
+    problem: Problem, choices: Choices, windows: Windows, order: Sequence[str], placement: Placement, every: Solution
+) -> tuple[Solution, int]:
+    """The shortest first part of ``order`` that is enough to be placed so, where ``every`` unit is, and its length."""
+    grain = max(1, len(order) // _PREFIX_PARTS)
+    low, high, best = 0, -(-len(order) // grain), every
+    while high - low > 1:
+        middle = (low + high) // 2
+        chosen = choices.place(dict.fromkeys(order[: middle * grain], placement))
+        tried = problem.play(chosen, windows, "greedy")
+        if problem.fits(tried):
+            high, best = middle, tried
+        else:
+            low = middle
+    return best, high * grain
+
+
+def find_uniform(problem: Problem) -> list[Solution]:
     """Every unit placed alike, each way with the widest windows that fit."""
+    choices = Choices(problem)
     found = []
     for placement in choices.options[1:]:
         for windows in _windows_for(problem, placement):
@@ -156,46 +171,49 @@ def _windows_for(problem: Problem, placement: Placement) -> Sequence[Windows]:
     return problem.windows if placement.tier is not None else problem.windows[:1]
 
 
-class _Polish:
+class _LocalSearch:
     """A local search, from solutions that fit."""
 
-    def __init__(self, problem: Problem, choices: Choices):
+    def __init__(self, problem: Problem):
         self._problem = problem
-        self._choices = choices
+        self._choices = choices = Choices(problem)
         self._moves = choices.moves()
-        self._work_left = _POLISH_WORK
+        self._work_left = _SEARCH_WORK
         self._tried: dict[tuple[tuple[Placement, ...], Windows], Solution | None] = {}
 
-    def improve(self, found: Sequence[Solution]) -> Solution:
-        """Improve the best of what was found, then the next ones, then changed copies of the best, while work is left."""
-        different = {_key(one.placements, one.windows): one for one in sorted(found, key=_merit, reverse=True)}
-        starts = sorted(different.values(), key=_merit)
-        best = min((self._climb(one) for one in starts), key=_merit)
+    def improve(self, *families: Sequence[Solution]) -> Solution:
+        """Improve the best of every family, with an equal share of the work; then the others, and changed copies."""
+        firsts = [min(family, key=_objective) for family in families if family]
+        share = self._work_left // len(firsts)
+        climbed = [self._climb(one, self._work_left - share) for one in firsts]
+        different = {_key(one.placements, one.windows): one for family in families for one in family}
+        starts = sorted(different.values(), key=_objective)
+        best = min((*climbed, *(self._climb(one) for one in starts if one not in firsts)), key=_objective)
         draw = random.Random(0)
-        for kick in range(_KICKS):
+        for turn in range(_PERTURBATIONS):
             if self._work_left <= 0:
                 break
             # From the best, and in turns from one of the others: the best may lie behind worse ones.
-            placements = (starts[kick % len(starts)] if kick % 2 else best).placements
-            for unit, placement in draw.sample(self._moves, min(draw.randint(2, _KICKED), len(self._moves))):
+            placements = (starts[turn % len(starts)] if turn % 2 else best).placements
+            for unit, placement in draw.sample(self._moves, min(draw.randint(2, _PERTURBED), len(self._moves))):
                 placements = self._choices.changed(placements, unit, placement)
             other = self._try(placements, best)
             if other is not None:
-                best = min(best, self._climb(other), key=_merit)
+                best = min(best, self._climb(other), key=_objective)
         return best
 
-    def _climb(self, solution: Solution) -> Solution:
-        """Change one placement, or two at once, as long as that makes the step faster."""
+    def _climb(self, solution: Solution, leave: int = 0) -> Solution:
+        """Change one placement, or two at once, as long as that makes the step faster. Leaves so much of the work."""
         improved = True
         while improved:
             improved = False
             for changed in itertools.chain(self._one_change(solution), self._two_changes(solution)):
-                if self._work_left <= 0:
+                if self._work_left <= leave:
                     return solution
                 if self._least_s(changed) > solution.timeline.step_s:
                     continue
                 other = self._try(changed, solution)
-                if other is not None and other.merit < solution.merit:
+                if other is not None and other.objective < solution.objective:
                     solution, improved = other, True
                     break
         return solution
@@ -231,8 +249,8 @@ class _Polish:
                 yield self._choices.changed(once, other, second)
 
 
-def _merit(solution: Solution) -> tuple[float, int]:
-    return solution.merit
+def _objective(solution: Solution) -> tuple[float, int]:
+    return solution.objective
 
 
 def _key(placements: Placements, windows: Windows) -> tuple[tuple[Placement, ...], Windows]:

@@ -27,7 +27,7 @@ class Solution:
     method: str
 
     @property
-    def merit(self) -> tuple[float, int]:
+    def objective(self) -> tuple[float, int]:
         """Less is better: time, and among steps that differ by less than a ten-thousandth, the drive is spared."""
         return (round(self.timeline.step_s, 4), self.timeline.moved_bytes)
 
@@ -82,14 +82,14 @@ class Choices:
         tiers: Placements that move what a unit saves.
         recomputes: Placements that compute a block again.
         options: All placements, ``keep`` first.
-        parts: Units that save something, in the order of forward.
+        units: Units that save something, in the order of forward.
         blocks: What can be recomputed.
-        members: Block -> the parts that lie in it.
+        members: Block -> the units that lie in it.
     """
 
     def __init__(self, problem: Problem):
         footprint = problem.footprint
-        self._units = footprint.units
+        self._blocks_of = footprint.units
         self.tiers = [one for one in (Placement.RAM, Placement.SSD) if one.value in problem.channels]
         # A set would go through them in another order in every process, and find another plan.
         self.blocks = list(dict.fromkeys(span.name for span in footprint.recomputable))
@@ -100,22 +100,22 @@ class Choices:
         first: dict[str, int] = {}
         for one in footprint.saved:
             first.setdefault(one.unit, one.packed)
-        self.parts = sorted(first, key=first.__getitem__)
+        self.units = sorted(first, key=first.__getitem__)
         self.members: dict[str, list[str]] = {block: [] for block in self.blocks}
-        for unit in self.parts:
-            block = self._units[unit]
+        for unit in self.units:
+            block = self._blocks_of[unit]
             if block in self.members:
                 self.members[block].append(unit)
 
     def uniform(self, placement: Placement) -> Placements:
         """Every unit placed alike."""
-        return self.place(dict.fromkeys(self.parts, placement))
+        return self.place(dict.fromkeys(self.units, placement))
 
     def place(self, wanted: Placements) -> Placements:
         """A placement for every unit: a block is recomputed as a whole, and nothing outside of blocks is."""
-        chosen = dict.fromkeys(self._units, Placement.KEEP)
+        chosen = dict.fromkeys(self._blocks_of, Placement.KEEP)
         for unit, placement in wanted.items():
-            block = self._units[unit]
+            block = self._blocks_of[unit]
             if not placement.recomputes:
                 chosen[unit] = placement
             elif block in self.members:
@@ -129,12 +129,12 @@ class Choices:
 
     def moves(self) -> list[tuple[str, Placement]]:
         """Every single choice there is."""
-        found = [(unit, placement) for unit in self.parts for placement in (Placement.KEEP, *self.tiers)]
+        found = [(unit, placement) for unit in self.units for placement in (Placement.KEEP, *self.tiers)]
         return found + [(block, placement) for block in self.blocks for placement in self.recomputes]
 
     def changed(self, placements: Placements, unit: str, placement: Placement) -> Placements:
         """``placements`` with one unit, or one block as a whole, placed otherwise."""
-        block = self._units[unit]
+        block = self._blocks_of[unit]
         wanted = dict(placements)
         if not placement.recomputes and block is not None and placements[block].recomputes:
             # One part of a recomputed block cannot be moved alone: the block is taken apart.

@@ -13,6 +13,7 @@ from hf_offload.plan.plan import Keeping, Placement, Plan
 from hf_offload.plan.simulate import simulate
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.activation_heavy_models import batch, build
+from tests.helpers.handmade_footprints import footprint_of
 from tests.helpers.virtual_time import stage
 
 KB = 1 << 10
@@ -168,3 +169,13 @@ def test_a_model_holds_the_same_bytes_in_both(name, on_host):
     }
     for windows, place in itertools.product((Windows(6 * average, 8 * average), Windows(average, average)), channels):
         check(footprint, dict.fromkeys(footprint.units, Placement(place)), channels, windows)
+
+
+def test_what_has_not_left_an_accelerator_when_backward_comes_near_stays():
+    # The first is copied from 1.1 to 3.1 s, the second until 5.1 s; backward begins at 3.3 s, with the third.
+    footprint = footprint_of([10 * KB, 10 * KB, 20 * KB], [1.1] * 3, [0] * 3)
+    slow = Channel(5 * KB, 50 * KB, link_bytes_per_s=5 * KB)
+    placements = dict.fromkeys(footprint.units, Placement.RAM)
+    held = check(footprint, placements, {"ram": slow}, Windows(25 * KB, 1 << 40))
+    second = [1 in now for now in held]
+    assert second == [False, False, True, True, True, False]

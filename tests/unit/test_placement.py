@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.placement import greedy, smallest, solve, uniform
+from hf_offload.plan.placement import find_greedy, find_uniform, greedy, local_search, smallest, solve, uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import find_plan
 from hf_offload.plan.problem import Problem, smallest_budget
@@ -176,3 +176,34 @@ def test_eighty_layers_are_placed_within_their_budget():
     assert problem.fits(found)
     simple = [uniform(problem, placement) for placement in Placement]
     assert found.timeline.step_s <= min(one.timeline.step_s for one in simple if problem.fits(one))
+
+
+def test_greedy_also_moves_the_largest_or_the_smallest_alone():
+    sizes = [10 * MB, 50 * MB, 20 * MB] * 3
+    footprint = footprint_of(sizes, [0.05] * 9, [1 * MB] * 9)
+    problem = Problem(
+        footprint, {"ssd": Channel(1e9, 1e9)}, {"ssd": 10**12}, 0, (Windows(1 * MB, 1 * MB),), may_recompute=False
+    )
+    budget = smallest_budget(uniform(problem, Placement.KEEP).timeline.must_fit_bytes - 40 * MB)
+    problem = dataclasses.replace(problem, budget_bytes=budget)
+    moved = [
+        tuple(footprint.saved_bytes[unit] // MB for unit, one in solution.placements.items() if one is Placement.SSD)
+        for solution in greedy(problem, problem.windows[0])
+    ]
+    # As few as the budget allows: first ones, large ones, small ones (which backward needs soon after the last of them left).
+    assert len(set(moved)) >= 3
+    assert any(set(sizes) == {50} for sizes in moved)
+    assert any(50 not in sizes and len(sizes) >= 3 for sizes in moved)
+
+
+def test_every_family_gets_its_share_of_the_local_search():
+    """The search from a good mixture must not use up what the search from a uniform placement would need."""
+    problem = random_problem(3)
+    mixed, alike = find_greedy(problem), find_uniform(problem)
+    assert mixed
+    assert alike
+    together = local_search(problem, mixed, alike)
+    assert (
+        together.objective
+        <= min(local_search(problem, mixed), local_search(problem, alike), key=lambda one: one.objective).objective
+    )
