@@ -188,7 +188,7 @@ class OffloadSession:
             safest=self.plan,
             apply=self._follow,
             engine=self._engine,
-            need_less=self._transforms.tiling.on_infeasible,
+            on_infeasible=self._transforms.tiling.on_infeasible,
             ranks=self.ranks,
         )
 

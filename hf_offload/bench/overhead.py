@@ -145,18 +145,18 @@ def _quiet_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _plan(min_offload_bytes: int = 0) -> Plan:
+def _plan(min_bytes: int = 0) -> Plan:
     return Plan(
         default=Placement.SSD,
-        min_offload_bytes=min_offload_bytes,
+        min_bytes=min_bytes,
         read_ahead_bytes=None,
         write_behind_bytes=1 << 40,
         reason="measuring",
     )
 
 
-def _engine(model: nn.Module | None = None, min_offload_bytes: int = 0) -> Engine:
-    return Engine(model or nn.Identity(), _plan(min_offload_bytes), CpuDevice(), InstantTier())
+def _engine(model: nn.Module | None = None, min_bytes: int = 0) -> Engine:
+    return Engine(model or nn.Identity(), _plan(min_bytes), CpuDevice(), InstantTier())
 
 
 def _activations(count: int, device: torch.device | None = None) -> list[torch.Tensor]:
@@ -186,7 +186,7 @@ def _pack_and_unpack(engine: Engine, tensors: list[torch.Tensor], others: list[t
 
 
 def _kept(count: int) -> _Sample:
-    return _pack_and_unpack(_engine(min_offload_bytes=1 << 40), _activations(count))
+    return _pack_and_unpack(_engine(min_bytes=1 << 40), _activations(count))
 
 
 def _parameter(count: int) -> _Sample:

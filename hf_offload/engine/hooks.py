@@ -85,7 +85,7 @@ class Engine:
     def follow(self, plan: Plan) -> None:
         """Do as ``plan`` says from now on; what has been packed goes on as it began."""
         # Tensors without bytes have no memory of their own to tell them by.
-        self._min_bytes = max(1, plan.min_offload_bytes)
+        self._min_bytes = max(1, plan.min_bytes)
         self._tier_of = {unit: placement.tier for unit, placement in plan.placements.items()}
         self._default_tier = plan.default.tier
         self._keeping = plan.keeping

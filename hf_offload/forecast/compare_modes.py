@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
-from hf_offload.forecast.counting import OptimizerNeeds, fake_mode
+from hf_offload.forecast.counting import OptimizerNeeds
+from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_workload, optimizer_needs
 from hf_offload.plan.footprint import Footprint

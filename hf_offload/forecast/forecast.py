@@ -161,6 +161,6 @@ def _of_another_length(workload: Workload, hardware: Hardware, limit: int | None
     if sequence == 0:
         return None
     # The same tensors are to be moved at both lengths, so what counts as small grows along.
-    small = smallest_bytes(workload.min_offload_bytes, hardware.device == "cpu") * sequence // workload.sequence
-    other = dataclasses.replace(workload.resized(workload.batch, sequence), min_offload_bytes=small)
+    small = smallest_bytes(workload.min_bytes, hardware.device == "cpu") * sequence // workload.sequence
+    other = dataclasses.replace(workload.resized(workload.batch, sequence), min_bytes=small)
     return sequence, count_workload(other, hardware)

@@ -79,10 +79,8 @@ def pull_levers(
 def _family(workload: Workload, hardware: Hardware) -> Family:
     def counted(length: int) -> Footprint:
         # The same tensors are to be moved at both lengths, so what counts as small grows along.
-        small = smallest_bytes(workload.min_offload_bytes, hardware.device == "cpu") * length // _LENGTHS[0]
-        return count_workload(
-            dataclasses.replace(workload.resized(workload.batch, length), min_offload_bytes=small), hardware
-        )
+        small = smallest_bytes(workload.min_bytes, hardware.device == "cpu") * length // _LENGTHS[0]
+        return count_workload(dataclasses.replace(workload.resized(workload.batch, length), min_bytes=small), hardware)
 
     one, two = map(counted, _LENGTHS)
     family = Family(workload.batch, _LENGTHS[0], one, (_LENGTHS[1], two))

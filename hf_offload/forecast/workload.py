@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
-from hf_offload.forecast.counting import OptimizerNeeds, count_footprint, fake_mode
+from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
+from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.workload_inputs import describe_batch, length_unit, longest_row, make_batch
 from hf_offload.memory_modes.protocol import MemoryMode
 from hf_offload.plan.footprint import Footprint
@@ -52,7 +53,7 @@ class Workload:
         autocast: Dtype of mixed precision, or None.
         attention: Attention implementation, or None for the model's own choice.
         optimizer: A name of the Trainer's ``optim``.
-        min_offload_bytes: Smaller tensors stay in memory; None where the device decides.
+        min_bytes: Smaller tensors stay in memory; None where the device decides.
         weights: Parameters by dtype as found in a checkpoint, if one was read.
         memory_mode: ``none`` trains every weight with ``optimizer``; the others have an optimizer of their own.
         memory_mode_kwargs: Settings of the mode.
@@ -75,7 +76,7 @@ class Workload:
     autocast: torch.dtype | None = None
     attention: str | None = None
     optimizer: str = DEFAULT_OPTIMIZER
-    min_offload_bytes: int | None = None
+    min_bytes: int | None = None
     weights: Mapping[str, int] | None = None
     memory_mode: str = NONE
     memory_mode_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -98,7 +99,7 @@ class Workload:
         return self.optimizer.endswith("fused")
 
     def build(self) -> nn.Module:
-        """The model in training mode. Called inside :func:`~hf_offload.forecast.counting.fake_mode`."""
+        """The model in training mode. Called inside :func:`~hf_offload.forecast.fake.fake_mode`."""
         options: dict[str, Any] = {"dtype": self.dtype}
         if self.attention is not None:
             options["attn_implementation"] = self.attention
@@ -246,7 +247,7 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
         batch,
         cost=hardware.seconds,
         optimizer=needs,
-        min_offload_bytes=smallest_bytes(workload.min_offload_bytes, hardware.device == "cpu"),
+        min_bytes=smallest_bytes(workload.min_bytes, hardware.device == "cpu"),
         as_on_cuda=hardware.device != "cpu",
         autocast=workload.autocast,
         update_in_backward=workload.update_in_backward or (mode is not None and mode.updates_in_backward()),

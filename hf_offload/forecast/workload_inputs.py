@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.forecast.counting import with_values
+from hf_offload.forecast.fake import with_values
 
 DEFAULT_TOKENS = 2048
 DEFAULT_SAMPLES = 160_000
@@ -65,7 +65,7 @@ def describe_batch(model_class: Any, config: Any, batch: int, sequence: int, ima
 def make_batch(
     model: Any, batch: int, sequence: int, target_sequence: int | None = None, image_size: int | None = None
 ) -> dict[str, Any]:
-    """A batch of zeros for ``model``. Called inside :func:`~hf_offload.forecast.counting.fake_mode`.
+    """A batch of zeros for ``model``. Called inside :func:`~hf_offload.forecast.fake.fake_mode`.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a class whose inputs or labels are not known.
     """

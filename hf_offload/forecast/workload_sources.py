@@ -85,7 +85,7 @@ def find_workload(
 def _of_settings(offload: OffloadConfig) -> dict[str, Any]:
     """What a workload takes from :data:`~hf_offload.forecast.options.PLANNED` settings."""
     return {
-        "min_offload_bytes": offload.min_bytes,
+        "min_bytes": offload.min_bytes,
         "sampled": offload.sampling,
         "lean": offload.lean,
         "tiled_loss": offload.tiled_loss,

@@ -55,7 +55,7 @@ class Plan:
     Attributes:
         default: The placement of what ``placements`` does not name.
         placements: Name of a unit -> what happens to what it saves.
-        min_offload_bytes: Smaller tensors stay in memory.
+        min_bytes: Smaller tensors stay in memory.
         read_ahead_bytes: Window of the prefetcher; None: six records of usual size.
         write_behind_bytes: Most bytes that wait to be written from memory that is short.
         keeping: How much may be kept and be in memory; None: no limit, and what is kept is not tracked.
@@ -64,7 +64,7 @@ class Plan:
 
     default: Placement
     placements: Mapping[str, Placement] = dataclasses.field(default_factory=dict)
-    min_offload_bytes: int
+    min_bytes: int
     read_ahead_bytes: int | None
     write_behind_bytes: int
     keeping: Keeping | None = None
@@ -98,7 +98,7 @@ def plan_from_settings(config: OffloadConfig, block_names: Sequence[str], on_hos
     return Plan(
         default=Placement.KEEP if config.tier == "none" else Placement(config.tier),
         placements=dict.fromkeys(kept, Placement.KEEP),
-        min_offload_bytes=config.smallest_bytes(on_host),
+        min_bytes=config.smallest_bytes(on_host),
         read_ahead_bytes=None if config.read_ahead_bytes is None else int(config.read_ahead_bytes),
         write_behind_bytes=rules.WRITE_BEHIND_BYTES,
         reason=reason,
@@ -109,7 +109,7 @@ def safest_plan(config: OffloadConfig, on_host: bool) -> Plan:
     """Everything leaves, and little is on its way: what a run begins with, before its first step is measured."""
     return Plan(
         default=Placement.SSD if on_host else Placement.RAM,
-        min_offload_bytes=config.smallest_bytes(on_host),
+        min_bytes=config.smallest_bytes(on_host),
         read_ahead_bytes=None,
         write_behind_bytes=_SAFE_WRITE_BEHIND_BYTES,
         reason="everything moves until the first step has been measured",

@@ -2,31 +2,33 @@
 
 import dataclasses
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from hf_offload.errors import OffloadConfigError, OffloadPlanError
+from hf_offload.errors import OffloadPlanError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
 from hf_offload.plan.planner import windows_for
-from hf_offload.plan.simulate import simulate
-from hf_offload.plan.timeline import Windows
+from hf_offload.planning.correcting import corrected_plan, say
 from hf_offload.planning.known import (
     Known,
     Prediction,
+    find_known,
     known_as_measured,
     known_by_simulating,
     known_if_kept,
     known_with_more_state,
+    moving_all,
+    windows_to_measure,
 )
 from hf_offload.planning.measuring import StepMeter
+from hf_offload.planning.observed import ObservedEngine, OneForward, with_measured_bandwidth
 from hf_offload.planning.optimizer_state import OptimizerState
 from hf_offload.planning.ranks import Ranks
 from hf_offload.planning.situation import Situation, situation_of, tensors_in
@@ -41,39 +43,9 @@ _SLOW_STEPS = 3
 _SETTLED_STEPS = 1
 # A smaller batch than one that was measured is measured itself when it has come so often in a row.
 _LASTING = 3
-_MOST_CORRECTIONS = 3
 # A gradient penalty comes every sixteenth step or more often, where it comes again at all.
 _MOST_WITHOUT_GRAPH = 32
 _MOST_PLAYED = 1024
-# What is no faster than this is not worth another plan, and another look at it.
-_GAIN = 1.05
-
-
-class ObservedEngine(Protocol):
-    """What feedback needs of the engine."""
-
-    observer: Any
-
-    def resident_bytes(self) -> int:
-        """Bytes of saved tensors that it holds in memory now."""
-        ...
-
-    def waited_s(self) -> float:
-        """Seconds it has kept the training waiting since the session began."""
-        ...
-
-    def bandwidth(self) -> Mapping[str, tuple[float, float]]:
-        """Bytes a second that each tier stored and loaded so far; zero where unknown."""
-        ...
-
-    def made_graph(self) -> bool:
-        """Whether a backward has made a graph of itself since this was asked last."""
-        ...
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether another forward now joins those whose backward has not begun."""
-        ...
 
 
 @dataclasses.dataclass
@@ -96,7 +68,7 @@ class Feedback:
     measured. A smaller batch runs under the plan of a larger one, which it fits into, until it has come several times in a
     row and earns its own. The second step under each plan is measured, too: a peak over the budget is planned again with as
     much less, and a plan whose steps take longer than predicted is made from a new measurement. Where no plan fits,
-    ``need_less`` is asked to change the model so that it needs less; if it has, the next step is measured as the first was.
+    ``on_infeasible`` is called to change the model so that it needs less; if it has, the next step is measured, too.
 
     Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan:
     each of them runs as many forwards as the others.
@@ -111,7 +83,7 @@ class Feedback:
         safest: Plan,
         apply: Callable[[Plan], None],
         engine: ObservedEngine,
-        need_less: Callable[[], bool] = lambda: False,
+        on_infeasible: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
     ):
         self._model = weakref.ref(model)
@@ -121,7 +93,7 @@ class Feedback:
         self._safest = safest
         self._apply = apply
         self._engine = engine
-        self._need_less = need_less
+        self._on_infeasible = on_infeasible
         self._state = OptimizerState(next((one.device for one in model.parameters()), torch.device("cpu")))
         self._meter: StepMeter | None = None
         self._known: dict[Situation, Known] = {}
@@ -129,7 +101,7 @@ class Feedback:
         self._narrow: dict[Situation, Plan] = {}  # under which they are to be measured
         # In which backward makes a graph of itself, though not in every step, and how many to wait for one that does.
         self._with_graphs: dict[Situation, int] = {}
-        self._thread: threading.Thread | None = None  # in which a forward runs
+        self._forward = OneForward()
         self._played: list[_Played] = []  # of the running step
         self._in_force: Known | None = None
         self._main: Known | None = None  # of the last step, where its peak was predicted
@@ -151,13 +123,7 @@ class Feedback:
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` while one runs in another thread.
         """
-        this = threading.current_thread()
-        if self._thread is not None and self._thread is not this and self._thread.is_alive():
-            raise OffloadConfigError(
-                f"tier='auto' measures one forward at a time, and {this.name} has begun one while another runs in "
-                f"{self._thread.name}: set tier='ram' or tier='ssd' where several threads train a model at once."
-            )
-        self._thread = this
+        self._forward.begin()
         if self._meter is not None and self._meter.is_over:
             self.end_step()  # nobody said that the last step had ended
         if self._began_s is None:
@@ -190,8 +156,7 @@ class Feedback:
 
     def end_forward(self) -> None:
         """A forward has ended in this thread."""
-        if self._thread is threading.current_thread():
-            self._thread = None
+        self._forward.end()
 
     def end_step(self) -> None:
         """A training step has ended.
@@ -255,23 +220,23 @@ class Feedback:
             self._expect_graph()
         self._repeated = self._repeated + 1 if situation == self._last else 1
         self._last = situation
-        known = self._find_known(situation)
+        known = find_known(self._known, situation)
         if known is not None:
             known = self._with_all_state(known, max(state_bytes))
         lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
         if known is None or lasting or any(situation.begins(wanted) for wanted in self._wanted):
-            windows = None if known is None else self._windows_to_measure(known)
+            windows = None if known is None else windows_to_measure(known, self._safest)
             if known is None and self._known:
                 # How much it needs is not known; what is nearest to it says how much there may be on its way.
                 nearest = max(self._known.values(), key=lambda one: one.situation.elements)
-                windows = self._windows_to_measure(nearest) or nearest.problem.windows[-1]
+                windows = windows_to_measure(nearest, self._safest) or nearest.problem.windows[-1]
             if known is None or windows is not None:
                 self._in_force = None
-                wide = self._safest if windows is None else self._moving_all(windows)
+                wide = self._safest if windows is None else moving_all(self._safest, windows)
                 plan = self._narrow.get(situation, wide)
                 self._apply(plan)
                 return _Played(situation, None, is_measured=True, plan=plan)
-        self._follow(known)
+        self._apply_plan(known)
         looked_at = known.is_for(situation) and known.steps == _SETTLED_STEPS
         return _Played(situation, known, is_measured=looked_at)
 
@@ -280,24 +245,14 @@ class Feedback:
         played.situation = situation
         if played.known is None:
             return
-        known = self._find_known(situation)
+        known = find_known(self._known, situation)
         if known is None:
             # Too late to measure all of it: what can be moved is moved from here on.
             self._wanted.add(situation)
             played.is_measured = False
         if known is not played.known:
             played.known = known
-            self._follow(known)
-
-    def _find_known(self, situation: Situation) -> Known | None:
-        """A plan that ``situation`` can run under: that of the same micro-batch, or of a larger one."""
-        larger = [other for other in self._known if situation.fits_into(other)]
-        if not larger:
-            return None
-        same = [other for other in larger if situation.begins(other)]
-        # How many forwards follow is not known: the plan for most of them suits fewer.
-        chosen = max(same, key=_longest) if same else min(larger, key=lambda other: other.elements)
-        return self._known[chosen]
+            self._apply_plan(known)
 
     def _expect_graph(self) -> None:
         """Backward has made a graph of itself: where the plan is for steps that do not, another is for those that do."""
@@ -308,7 +263,7 @@ class Feedback:
         for situation in (known.situation, last):
             self._known.pop(situation, None)
             self._with_graphs[situation] = _MOST_WITHOUT_GRAPH
-            self._narrow[situation] = self._moving_all(known.problem.windows[-1])
+            self._narrow[situation] = moving_all(self._safest, known.problem.windows[-1])
 
     def _with_all_state(self, known: Known, state_bytes: int) -> Known | None:
         """``known``, planned again where optimizers hold more by now than it was made for; None if that does not fit."""
@@ -317,29 +272,16 @@ class Feedback:
             return known
         del self._known[known.situation]
         try:
-            other = known_with_more_state(known, more, self._with_measured_bandwidth(), self._budget, ranks=self._ranks)
+            other = known_with_more_state(
+                known, more, with_measured_bandwidth(self._hardware, self._engine), self._budget, ranks=self._ranks
+            )
         except OffloadPlanError:
             return None  # it is measured, and refused if need be
         self._log(logging.INFO, "Optimizer state has grown by %s: planning again.", format_bytes(more))
         self._adopt(other)
         return other
 
-    def _windows_to_measure(self, known: Known) -> Windows | None:
-        """The widest with which everything can be moved within the budget, if there are any: measuring must not break it."""
-        if known.plan is not None:
-            return None  # it is measured as it is
-        moved = dict.fromkeys(known.footprint.units, self._safest.default)
-        for windows in known.problem.windows:
-            if known.problem.fits(known.problem.play(moved, windows, "measured")):
-                return windows
-        return None
-
-    def _moving_all(self, windows: Windows) -> Plan:
-        return dataclasses.replace(
-            self._safest, read_ahead_bytes=windows.read_ahead_bytes, write_behind_bytes=windows.write_behind_bytes
-        )
-
-    def _follow(self, known: Known | None) -> None:
+    def _apply_plan(self, known: Known | None) -> None:
         if known is not self._in_force:
             self._in_force = known
             self._apply(self._safest if known is None else known.plan_like(self._safest))
@@ -372,7 +314,7 @@ class Feedback:
                 if refusal is None or (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
                     refusal = error
         if refusal is not None:
-            if not self._need_less():
+            if not self._on_infeasible():
                 raise refusal
             self._log(logging.INFO, "Measuring again, with modules cut by tokens. %s", refusal)
             return
@@ -384,7 +326,7 @@ class Feedback:
             self._adopt(known)
         for one in self._played:
             if one.known is None:
-                one.known = self._find_known(one.situation)
+                one.known = find_known(self._known, one.situation)
         self._main = max(plans.values(), key=lambda one: one.prediction.peak_bytes)
         self._main.prediction.step_s = sum(one.known.micro_batch_s for one in self._played if one.known is not None)
         self._main.prediction.step_s += self._main.footprint.optimizer_step_s
@@ -393,7 +335,7 @@ class Feedback:
     def _find_measured(self, situation: Situation, meter: StepMeter, metered: int) -> Known | None:
         """The plan for a micro-batch that was measured; None if it has to be measured again, as ``self._narrow`` says."""
         footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
-        hardware = self._with_measured_bandwidth()
+        hardware = with_measured_bandwidth(self._hardware, self._engine)
         if not any(self._ranks.gather(meter.walks_again(metered))):
             if self._with_graphs.get(situation, 0) > 0:
                 self._with_graphs[situation] -= 1
@@ -406,7 +348,7 @@ class Feedback:
             return known
         if situation not in self._narrow:
             # What it needs then does not depend on how fast the tier is at the moment.
-            self._narrow[situation] = self._moving_all(windows_for(footprint)[-1])
+            self._narrow[situation] = moving_all(self._safest, windows_for(footprint)[-1])
             return None
         return known_as_measured(situation, footprint, hardware, self._budget, plan, peak)
 
@@ -423,47 +365,15 @@ class Feedback:
     def _check_peak(self, known: Known, peak: int) -> None:
         """Was it within the budget, and was compute as fast as in the first step?"""
         known.prediction.measured_peak_bytes = peak
-        excess = peak - self._budget
         if known.plan is not None:
-            if excess > 0:
+            if peak > self._budget:
                 self._log(logging.WARNING, "A step needed %s, with all that can be moved moved.", format_bytes(peak))
             return
-        # The first step was a cold one: caches, the allocator's heap and page tables have been filled since.
-        # And what is looked at is slowed down by looking, so the pace is that of the step before.
-        footprint = known.footprint.at_pace(known.pace)
-        known.pace = 1.0
-        needed = format_bytes(peak)
-        may_correct = known.corrections < _MOST_CORRECTIONS
-        if excess > 0 and not may_correct:
-            self._log(
-                logging.WARNING, "A step still needs %s after %d corrections of its plan.", needed, known.corrections
-            )
-        elif excess > 0:
-            self._log(logging.INFO, "The step needed %s, more than the budget: planning again.", needed)
-        less = known.correction_bytes + (excess if excess > 0 and may_correct else 0)
-        try:
-            other = known_by_simulating(
-                known.situation,
-                footprint,
-                self._with_measured_bandwidth(),
-                self._budget,
-                less=less,
-                corrections=known.corrections + 1,
-                ranks=self._ranks,
-            )
-        except OffloadPlanError as error:
-            self._log(logging.WARNING, "The step needed %s, and no other plan needs less. %s", needed, error)
-            known.corrections = _MOST_CORRECTIONS
-            return
-        timeline = simulate(footprint, known.solution.placements, other.problem.channels, known.solution.windows)
-        gain = timeline.step_s / other.solution.timeline.step_s
-        if may_correct and (excess > 0 or gain > _GAIN):
-            self._adopt(other)
-        else:
-            before = known.solution.timeline.step_s
-            known.footprint = footprint
-            known.solution = dataclasses.replace(known.solution, timeline=timeline)
-            known.prediction.step_s += timeline.step_s - before
+        corrected = corrected_plan(
+            known, peak, self._budget, with_measured_bandwidth(self._hardware, self._engine), self._ranks
+        )
+        if corrected is not None:
+            self._adopt(corrected)
 
     def _check_time(self, main: Known, seconds: float) -> None:
         predicted = main.prediction.step_s
@@ -483,22 +393,8 @@ class Feedback:
         kind = "Corrected plan" if known.corrections else "Plan"
         self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self._budget), known.reason)
         self._main = known
-        self._follow(known)
+        self._apply_plan(known)
 
     def _log(self, level: int, message: str, *values: object) -> None:
         """What all processes have decided, said by one of them."""
-        if self._ranks.is_first:
-            logger.log(level, message, *values)
-
-    def _with_measured_bandwidth(self) -> Hardware:
-        hardware = self._hardware
-        store, load = dict(hardware.store_bytes_per_s), dict(hardware.load_bytes_per_s)
-        for tier, reached in self._engine.bandwidth().items():
-            for rates, rate in zip((store, load), reached, strict=True):
-                if rate > 0 and tier in rates:
-                    rates[tier] = dataclasses.replace(rates[tier], value=rate, source="measured")
-        return dataclasses.replace(hardware, store_bytes_per_s=store, load_bytes_per_s=load)
-
-
-def _longest(situation: Situation) -> tuple[int, int]:
-    return len(situation.forwards), situation.gradient_bytes
+        say(self._ranks, level, message, *values)

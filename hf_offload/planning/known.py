@@ -1,6 +1,7 @@
 """The plan for a situation, and what it was predicted to do: from a measured micro-batch, a machine and a budget."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.footprint import Footprint
@@ -8,6 +9,7 @@ from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import find_plan, make_problem, plan_of
 from hf_offload.plan.problem import Problem, Solution, smallest_budget
+from hf_offload.plan.timeline import Windows
 from hf_offload.planning.ranks import Ranks
 from hf_offload.planning.situation import Situation
 from hf_offload.settings.sizes import format_bytes
@@ -183,3 +185,33 @@ def _known(
     )
     known.prediction.step_s = known.micro_batch_s + footprint.optimizer_step_s
     return known
+
+
+def find_known(plans: Mapping[Situation, Known], situation: Situation) -> Known | None:
+    """A plan that ``situation`` can run under: that of the same micro-batch, or of a larger one."""
+    larger = [other for other in plans if situation.fits_into(other)]
+    if not larger:
+        return None
+    same = [other for other in larger if situation.begins(other)]
+    # How many forwards follow is not known: the plan for most of them suits fewer.
+    if same:
+        return plans[max(same, key=lambda one: (len(one.forwards), one.gradient_bytes))]
+    return plans[min(larger, key=lambda other: other.elements)]
+
+
+def windows_to_measure(known: Known, safest: Plan) -> Windows | None:
+    """The widest with which everything can be moved within the budget, if there are any: measuring must not break it."""
+    if known.plan is not None:
+        return None  # it is measured as it is
+    moved = dict.fromkeys(known.footprint.units, safest.default)
+    for windows in known.problem.windows:
+        if known.problem.fits(known.problem.play(moved, windows, "measured")):
+            return windows
+    return None
+
+
+def moving_all(safest: Plan, windows: Windows) -> Plan:
+    """``safest`` with other windows."""
+    return dataclasses.replace(
+        safest, read_ahead_bytes=windows.read_ahead_bytes, write_behind_bytes=windows.write_behind_bytes
+    )

@@ -118,7 +118,7 @@ def plan_for(sizes: list[int], budget: int) -> Plan:
     problem = Problem(footprint, {"ssd": Channel(1e9, 1e9)}, {"ssd": PLENTY}, budget, windows, may_recompute=False)
     like = Plan(
         default=Placement.SSD,
-        min_offload_bytes=0,
+        min_bytes=0,
         read_ahead_bytes=None,
         write_behind_bytes=0,
         reason="everything moves",

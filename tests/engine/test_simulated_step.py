@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from hf_offload.forecast.counting import OptimizerNeeds, count_footprint, fake_mode
+from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
+from hf_offload.forecast.fake import fake_mode
 from hf_offload.plan import rules
 from hf_offload.plan.footprint import Footprint, Moment, Saved
 from hf_offload.plan.plan import Keeping, Placement, Plan
@@ -85,7 +86,7 @@ def counted_footprint(name):
         inputs,
         cost=lambda flops, moved, dtype: flops / 1e10 + moved / 1e9,
         optimizer=OptimizerNeeds(0, 0, 0.0),
-        min_offload_bytes=4096,
+        min_bytes=4096,
         as_on_cuda=False,
     )
 
@@ -97,7 +98,7 @@ def both(footprint, placements, channels, windows):
     plan = Plan(
         default=Placement.KEEP,
         placements=placements,
-        min_offload_bytes=1,
+        min_bytes=1,
         read_ahead_bytes=windows.read_ahead_bytes,
         write_behind_bytes=windows.write_behind_bytes,
         keeping=Keeping(kept, 0, 1 << 40),

@@ -145,7 +145,7 @@ class Rig:
         plan = Plan(
             default=Placement.SSD,
             placements=dict.fromkeys(keep_units, Placement.KEEP),
-            min_offload_bytes=min_bytes,
+            min_bytes=min_bytes,
             read_ahead_bytes=read_ahead_bytes,
             write_behind_bytes=write_behind_bytes,
             keeping=keeping,

@@ -99,7 +99,7 @@ def test_other_tasks_are_found_in_the_configuration(name, tmp_path):
     assert found["task"] == {"bert": "masked-lm", "t5": "seq2seq-lm"}[name]
 
 
-def test_adapters_need_less():
+def test_adapters_on_infeasible():
     full, _ = run_json("gpt2-small", *SMALL, *CARD, "--sequence", "128")
     lora, result = run_json(
         "gpt2-small", *SMALL, *CARD, "--sequence", "128", "--memory-mode", "lora", "--memory-mode-kwargs", '{"rank": 4}'

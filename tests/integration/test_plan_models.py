@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.cli.main import app
-from hf_offload.forecast.counting import OptimizerNeeds, count_footprint, fake_mode
+from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
+from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.placement import uniform
@@ -109,12 +110,12 @@ def length(name):
     return 4000 if name.startswith("Wav2Vec2") else None
 
 
-def counted(workload, min_offload_bytes=1024):
+def counted(workload, min_bytes=1024):
     with fake_mode():
         model = workload.build()
         batch = workload.inputs(model)
     footprint = count_footprint(
-        model, batch, cost=lambda *_: 0.0, optimizer=OptimizerNeeds(0, 0, 0.0), min_offload_bytes=min_offload_bytes,
+        model, batch, cost=lambda *_: 0.0, optimizer=OptimizerNeeds(0, 0, 0.0), min_bytes=min_bytes,
         as_on_cuda=False, autocast=workload.autocast,
     )  # fmt: skip
     return footprint, batch

@@ -67,7 +67,7 @@ def workload_of(architecture, dtype=torch.float32):
     config.use_cache = False
     return Workload(
         name="tiny", config=config, task="causal-lm", batch=2, sequence=24, dtype=dtype, attention="sdpa",
-        min_offload_bytes=1,
+        min_bytes=1,
     )  # fmt: skip
 
 

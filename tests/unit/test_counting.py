@@ -7,7 +7,8 @@ import transformers
 
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
-from hf_offload.forecast.counting import OptimizerNeeds, count_footprint, fake_mode
+from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
+from hf_offload.forecast.fake import fake_mode
 from hf_offload.structure.units import find_units
 from hf_offload.transforms.rematerialization.apply import Rematerialization
 from hf_offload.transforms.sampling.apply import Sampling
@@ -18,7 +19,7 @@ from tests.helpers.tables import rows
 NOTHING = OptimizerNeeds(0, 0, 0.0)
 
 
-def count(name, dropout, min_offload_bytes=4096):
+def count(name, dropout, min_bytes=4096):
     with fake_mode():
         model, inputs = build(name, dropout), batch()
     return count_footprint(
@@ -26,7 +27,7 @@ def count(name, dropout, min_offload_bytes=4096):
         inputs,
         cost=lambda flops, moved, dtype: flops / 1e11 + moved / 1e10,
         optimizer=NOTHING,
-        min_offload_bytes=min_offload_bytes,
+        min_bytes=min_bytes,
         as_on_cuda=False,
     )
 
@@ -90,9 +91,7 @@ def test_sampled_and_lean_models_are_counted_as_they_run(name, settings, tmp_pat
         model, inputs = build(name, 0.1), batch()
         Sampling(model, config.sampling).apply()
         Rematerialization(model, config.lean).apply()
-    footprint = count_footprint(
-        model, inputs, cost=lambda *_: 0.0, optimizer=NOTHING, min_offload_bytes=4096, as_on_cuda=False
-    )
+    footprint = count_footprint(model, inputs, cost=lambda *_: 0.0, optimizer=NOTHING, min_bytes=4096, as_on_cuda=False)
     model = build(name, 0.1)
     with offload_activations(model, config) as session:
         model(**batch()).loss.backward()
@@ -134,7 +133,7 @@ def test_units_share_out_what_is_saved():
 
 
 def test_small_tensors_are_not_counted_as_movable():
-    large = count("gpt2", 0.0, min_offload_bytes=100_000)
+    large = count("gpt2", 0.0, min_bytes=100_000)
     assert all(one.nbytes >= 100_000 for one in large.saved)
     assert max(kept_curve(large)) == max(kept_curve(count("gpt2", 0.0)))
 
@@ -142,7 +141,7 @@ def test_small_tensors_are_not_counted_as_movable():
 def test_cuda_kernels_draw_attentions_dropout_again():
     with fake_mode():
         model, inputs = build("gpt2", 0.1), batch()
-    options = {"cost": lambda *_: 0.0, "optimizer": NOTHING, "min_offload_bytes": 4096}
+    options = {"cost": lambda *_: 0.0, "optimizer": NOTHING, "min_bytes": 4096}
     on_cpu = count_footprint(model, inputs, as_on_cuda=False, **options)
     on_cuda = count_footprint(model, inputs, as_on_cuda=True, **options)
     matrix = ROWS * 4 * TOKENS * TOKENS * 4
@@ -153,7 +152,7 @@ def test_cuda_kernels_draw_attentions_dropout_again():
 def test_cuda_kernels_keep_a_byte_for_what_dropout_does_to_a_number():
     with fake_mode():
         model, inputs = build("gpt2", 0.1), batch()
-    options = {"cost": lambda *_: 0.0, "optimizer": NOTHING, "min_offload_bytes": 4096}
+    options = {"cost": lambda *_: 0.0, "optimizer": NOTHING, "min_bytes": 4096}
     sizes = [
         [one.nbytes for one in count_footprint(model, inputs, as_on_cuda=cuda, **options).saved]
         for cuda in (False, True)
@@ -172,10 +171,10 @@ def test_a_forward_that_reads_values_is_refused_with_a_way_out():
         model = transformers.MixtralForCausalLM(config).train()
         inputs = batch()
     with pytest.raises(OffloadPlanError, match=r"MixtralForCausalLM cannot be counted.*offload='auto'"):
-        count_footprint(model, inputs, cost=lambda *_: 0.0, optimizer=NOTHING, min_offload_bytes=0, as_on_cuda=False)
+        count_footprint(model, inputs, cost=lambda *_: 0.0, optimizer=NOTHING, min_bytes=0, as_on_cuda=False)
 
 
 def test_a_real_model_is_not_counted():
     model = build("gpt2", 0.0)
     with pytest.raises(OffloadPlanError, match="fake_mode"):
-        count_footprint(model, batch(), cost=lambda *_: 0.0, optimizer=NOTHING, min_offload_bytes=0, as_on_cuda=False)
+        count_footprint(model, batch(), cost=lambda *_: 0.0, optimizer=NOTHING, min_bytes=0, as_on_cuda=False)

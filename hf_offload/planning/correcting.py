@@ -1,0 +1,65 @@
+"""What becomes of a plan once a step under it has been measured."""
+
+import dataclasses
+import logging
+
+from hf_offload.errors import OffloadPlanError
+from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.simulate import simulate
+from hf_offload.planning.known import Known, known_by_simulating
+from hf_offload.planning.ranks import Ranks
+from hf_offload.settings.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_MOST_CORRECTIONS = 3
+# What is no faster than this is not worth another plan, and another look at it.
+_GAIN = 1.05
+
+
+def say(ranks: Ranks, level: int, message: str, *values: object) -> None:
+    """What all processes have decided, said by one of them."""
+    if ranks.is_first:
+        logger.log(level, message, *values)
+
+
+def corrected_plan(known: Known, peak_bytes: int, budget_bytes: int, hardware: Hardware, ranks: Ranks) -> Known | None:
+    """Another plan for the same micro-batch, if its step broke the budget, or if another is faster by what was measured.
+
+    Where ``known`` stays, its prediction is corrected.
+    """
+    # The first step was a cold one: caches, the allocator's heap and page tables have been filled since.
+    # And what is looked at is slowed down by looking, so the pace is that of the step before.
+    footprint = known.footprint.at_pace(known.pace)
+    known.pace = 1.0
+    excess, needed = peak_bytes - budget_bytes, format_bytes(peak_bytes)
+    may_correct = known.corrections < _MOST_CORRECTIONS
+    if excess > 0 and not may_correct:
+        say(
+            ranks, logging.WARNING, "A step still needs %s after %d corrections of its plan.", needed, known.corrections
+        )
+    elif excess > 0:
+        say(ranks, logging.INFO, "The step needed %s, more than the budget: planning again.", needed)
+    less = known.correction_bytes + (excess if excess > 0 and may_correct else 0)
+    try:
+        other = known_by_simulating(
+            known.situation,
+            footprint,
+            hardware,
+            budget_bytes,
+            less=less,
+            corrections=known.corrections + 1,
+            ranks=ranks,
+        )
+    except OffloadPlanError as error:
+        say(ranks, logging.WARNING, "The step needed %s, and no other plan needs less. %s", needed, error)
+        known.corrections = _MOST_CORRECTIONS
+        return None
+    timeline = simulate(footprint, known.solution.placements, other.problem.channels, known.solution.windows)
+    if may_correct and (excess > 0 or timeline.step_s > _GAIN * other.solution.timeline.step_s):
+        return other
+    before = known.solution.timeline.step_s
+    known.footprint = footprint
+    known.solution = dataclasses.replace(known.solution, timeline=timeline)
+    known.prediction.step_s += timeline.step_s - before
+    return None

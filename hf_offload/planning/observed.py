@@ -1,0 +1,71 @@
+"""What planning sees of the engine while it trains."""
+
+import dataclasses
+import threading
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.plan.hardware import Hardware
+
+
+class ObservedEngine(Protocol):
+    """What feedback needs of the engine."""
+
+    observer: Any
+
+    def resident_bytes(self) -> int:
+        """Bytes of saved tensors that it holds in memory now."""
+        ...
+
+    def waited_s(self) -> float:
+        """Seconds it has kept the training waiting since the session began."""
+        ...
+
+    def bandwidth(self) -> Mapping[str, tuple[float, float]]:
+        """Bytes a second that each tier stored and loaded so far; zero where unknown."""
+        ...
+
+    def made_graph(self) -> bool:
+        """Whether a backward has made a graph of itself since this was asked last."""
+        ...
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether another forward now joins those whose backward has not begun."""
+        ...
+
+
+def with_measured_bandwidth(hardware: Hardware, engine: ObservedEngine) -> Hardware:
+    """``hardware`` with the rates that its tiers have reached in this training."""
+    store, load = dict(hardware.store_bytes_per_s), dict(hardware.load_bytes_per_s)
+    for tier, reached in engine.bandwidth().items():
+        for rates, rate in zip((store, load), reached, strict=True):
+            if rate > 0 and tier in rates:
+                rates[tier] = dataclasses.replace(rates[tier], value=rate, source="measured")
+    return dataclasses.replace(hardware, store_bytes_per_s=store, load_bytes_per_s=load)
+
+
+class OneForward:
+    """Refuses a forward while another one runs."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """A forward begins in this thread.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` while one runs in another thread.
+        """
+        this = threading.current_thread()
+        if self._thread is not None and self._thread is not this and self._thread.is_alive():
+            raise OffloadConfigError(
+                f"tier='auto' measures one forward at a time, and {this.name} has begun one while another runs in "
+                f"{self._thread.name}: set tier='ram' or tier='ssd' where several threads train a model at once."
+            )
+        self._thread = this
+
+    def end(self) -> None:
+        """A forward has ended in this thread."""
+        if self._thread is threading.current_thread():
+            self._thread = None
