@@ -80,6 +80,7 @@ class Hardware:
         room_bytes: What each tier has room for.
         both_bytes_per_s: Per tier, storing and loading at once: the sum of the two. Where it is missing, neither
             direction slows the other.
+        ring_bytes: The pinned memory between an accelerator and its drives.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Hardware:
     load_bytes_per_s: Mapping[str, Figure]
     room_bytes: Mapping[str, Figure]
     both_bytes_per_s: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
+    ring_bytes: int = rules.RING_BYTES
 
     def seconds(self, flops: int, moved_bytes: int, dtype: "torch.dtype") -> float:
         """How long an operation takes that is bound by arithmetic or by memory, whichever is longer."""
@@ -131,7 +133,7 @@ class Hardware:
                 load.value,
                 math.inf if both is None else both.value,
                 None if link is None else link.value,
-                0 if link is None or tier == "ram" else rules.RING_BYTES,
+                0 if link is None or tier == "ram" else self.ring_bytes,
             )
         return channels
 

@@ -161,4 +161,5 @@ def hardware_of_all(config: OffloadConfig, ranks: Ranks, device: torch.device) -
     for tier, budget in (("ram", config.ram_budget), ("ssd", config.disk_budget)):
         if budget is not None and tier in room:
             room[tier] = Figure(int(budget), "given")
-    return dataclasses.replace(hardware, room_bytes=room)
+    ring_bytes = hardware.ring_bytes if config.ring_bytes is None else int(config.ring_bytes)
+    return dataclasses.replace(hardware, room_bytes=room, ring_bytes=ring_bytes)

@@ -1,15 +1,19 @@
 """The machine as a plan sees it."""
 
+import dataclasses
 import mmap
 
 import pytest
 import torch
 
+from hf_offload import OffloadConfig
 from hf_offload.errors import OffloadConfigError
+from hf_offload.plan import rules
 from hf_offload.plan.hardware import CARDS, describe_hardware
 from hf_offload.planning import hardware
 from hf_offload.planning.hardware import measure_hardware
 from hf_offload.planning.machine import probe_machine
+from hf_offload.planning.ranks import Ranks, hardware_of_all
 
 
 def test_a_card_brings_its_figures():
@@ -161,3 +165,19 @@ def test_a_drive_is_measured_as_the_run_will_use_it(quick, monkeypatch):
         measure_hardware([quick], disk_options=options)
     measured = [about["disk_options"] for about in used if "disk_options" in about]
     assert measured == [{"checksum": True}, {"checksum": False}], "once for each way, and then kept"
+
+
+def test_only_from_an_accelerator_do_bytes_pass_a_link_and_only_to_a_drive_a_ring():
+    card = describe_hardware("rtx4090", ssd="5GB/s")
+    ram, ssd = card.channels["ram"], card.channels["ssd"]
+    assert ram.link_bytes_per_s == ssd.link_bytes_per_s == ram.store_bytes_per_s
+    assert (ram.ring_bytes, ssd.ring_bytes) == (0, rules.RING_BYTES)
+    assert dataclasses.replace(card, ring_bytes=1 << 20).channels["ssd"].ring_bytes == 1 << 20
+    host = dataclasses.replace(card, device="cpu").channels["ssd"]
+    assert (host.link_bytes_per_s, host.ring_bytes) == (None, 0)
+
+
+def test_a_plan_counts_with_the_ring_that_was_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr("hf_offload.planning.ranks.measure_hardware", lambda *_, **__: describe_hardware("rtx4090"))
+    config = OffloadConfig(tier="auto", directory=tmp_path, ring_bytes="2MiB")
+    assert hardware_of_all(config, Ranks(), torch.device("cpu")).channels["ssd"].ring_bytes == 2 << 20
