@@ -29,7 +29,7 @@ from hf_offload.planning.ranks import Ranks, agreed, hardware_of_all
 from hf_offload.settings.environment import unless_disabled
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.storage.opening import begin_run, open_tier
+from hf_offload.storage.opening import open_tier
 from hf_offload.storage.service import storage_of
 from hf_offload.storage.wear import Written
 from hf_offload.structure.units import find_blocks, find_units
@@ -148,7 +148,7 @@ class OffloadSession:
         on_host = device_of(model).type == "cpu"
         automatic = config.tier == "auto"
         self.plan = safest_plan(config, on_host) if automatic else plan_from_settings(config, list(blocks), on_host)
-        begin_run(self._storage, config, on_host, self.ranks.local_count)
+        self._storage.begin_run(config, on_host, self.ranks.local_count)
         if not self.plan.moves or not trains_anything(model):
             return
         device = open_device(device_of(model))

@@ -113,17 +113,17 @@ class DiskRoom:
     def leave(self, number: int) -> None:
         """Return all that a tier has taken. Closes the files if it was the last one."""
         with self._lock:
-            self._forget(number)
-            while self.abandoned:
-                self._forget(self.abandoned.popleft())
+            self.abandoned.append(number)
+            self._forget_abandoned()
             last = not self._taken
             self._closed |= last
         if last:
             self._close()  # which may take a while, and give() must not wait for that
 
-    def _forget(self, number: int) -> None:
-        for piece in self._taken.pop(number, ()):
-            self._extents[piece.file].give(piece.offset, piece.nbytes)
+    def _forget_abandoned(self) -> None:
+        while self.abandoned:
+            for piece in self._taken.pop(self.abandoned.popleft(), ()):
+                self._extents[piece.file].give(piece.offset, piece.nbytes)
 
     @property
     def occupied_bytes(self) -> int:
@@ -153,8 +153,7 @@ class DiskRoom:
             return []
         with self._placing:
             with self._lock:
-                while self.abandoned:
-                    self._forget(self.abandoned.popleft())
+                self._forget_abandoned()
             pieces = self._find(room, call_with_watchdog)
             with self._lock:
                 self._taken.get(number, set()).update(pieces)  # a tier may be closed meanwhile

@@ -10,28 +10,12 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.file_systems import free_disk_bytes
-from hf_offload.storage.host_memory import default_ram_budget
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.service import RunStorage
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
 
 logger = logging.getLogger(__name__)
-
-
-def begin_run(storage: RunStorage, config: OffloadConfig, on_host: bool, processes: int) -> None:
-    """Give the ``storage`` of a run the limits that the settings ask for. ``on_host``, the model is in RAM itself;
-    ``processes`` train on this machine, and ``config`` has this one's part of each limit.
-    """
-    ram_budget = _bytes(config.ram_budget)
-    if ram_budget is None and not on_host and config.tier in ("ram", "auto"):
-        ram_budget = default_ram_budget(processes)
-    storage.begin_run(
-        ram_budget_bytes=ram_budget,
-        disk_budget_bytes=_bytes(config.disk_budget),
-        max_disk_write_bytes=_bytes(config.max_disk_write_bytes),
-        stops=config.on_disk_write_limit == "stop",
-    )
 
 
 def open_tier(storage: RunStorage, config: OffloadConfig, on_host: bool) -> Tier:
@@ -60,10 +44,6 @@ def open_tier(storage: RunStorage, config: OffloadConfig, on_host: bool) -> Tier
     if not config.directories:
         logger.warning("No directory was named for activations: they go to %s.", directories[0])
     return SpillTier(open_ram(), disk) if storage.ram.limit_bytes else disk
-
-
-def _bytes(value: int | str | None) -> int | None:
-    return None if value is None else int(value)
 
 
 def disk_options(config: OffloadConfig) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from typing import Any
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError, TierFullError
+from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.budgets import Budget
 from hf_offload.storage.disk_room import DiskRoom
+from hf_offload.storage.host_memory import default_ram_budget
 from hf_offload.storage.tier import Tier, TierStats
 from hf_offload.storage.wear import Wear
 
@@ -57,19 +59,18 @@ class RunStorage:
         self._rooms: weakref.WeakValueDictionary[Any, DiskRoom] = weakref.WeakValueDictionary()
         self._opening = threading.Lock()
 
-    def begin_run(
-        self,
-        *,
-        ram_budget_bytes: int | None,
-        disk_budget_bytes: int | None,
-        max_disk_write_bytes: int | None,
-        stops: bool,
-    ) -> None:
-        """Set the limits of a run that begins now. What is occupied already counts, what was written before does not."""
-        self.ram.limit_bytes = ram_budget_bytes
-        self.disk.limit_bytes = disk_budget_bytes
-        self.disk_writes.restart(max_disk_write_bytes)
-        self.stops = stops
+    def begin_run(self, config: OffloadConfig, on_host: bool, processes: int) -> None:
+        """Set the limits of a run that begins now. What is occupied already counts, what was written before does not.
+
+        ``on_host``, the model is in RAM itself; ``processes`` train on this machine, and ``config`` has this one's part of
+        each limit.
+        """
+        self.ram.limit_bytes = _bytes(config.ram_budget)
+        if config.ram_budget is None and not on_host and config.tier in ("ram", "auto"):
+            self.ram.limit_bytes = default_ram_budget(processes)
+        self.disk.limit_bytes = _bytes(config.disk_budget)
+        self.disk_writes.restart(_bytes(config.max_disk_write_bytes))
+        self.stops = config.on_disk_write_limit == "stop"
         self.wear.begin_run()
 
     @property
@@ -140,6 +141,10 @@ class RunStorage:
         except BaseException:
             returned()
             raise
+
+
+def _bytes(value: int | str | None) -> int | None:
+    return None if value is None else int(value)
 
 
 class HeldRam:
