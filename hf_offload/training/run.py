@@ -189,17 +189,22 @@ def _build_trainer(
             options["preprocess_logits_for_metrics"] = None if seq2seq else choose_likeliest
     mode = recipe.offload.mode()
     if mode is not None:
-        options |= {"model": mode.prepare(model), "optimizer_cls_and_kwargs": optimizer_of(mode, arguments)}
+        model = mode.prepare(model)
         own.append(MemoryModeCallback(mode))
     make = RecordingSeq2SeqTrainer if seq2seq else RecordingTrainer
-    return make(
+    trainer = make(
         recording=recording,
         with_perplexity=FROM_LOSS in recipe.evaluation.metrics_for(recipe.model.task),
+        model=model,
         args=arguments,
         processing_class=tokenizer,
         callbacks=[*own, *callbacks],
-        **{"model": model, **options},
+        **options,
     )
+    if mode is not None:
+        # Not by the constructor: Seq2SeqTrainer's does not take it.
+        trainer.optimizer_cls_and_kwargs = optimizer_of(mode, arguments)
+    return trainer
 
 
 def _evaluate(trainer: "Trainer") -> dict[str, float]:
