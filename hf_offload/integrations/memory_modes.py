@@ -48,7 +48,8 @@ def watch_trainers() -> None:
 
 def optimizer_of(mode: MemoryMode, args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
     """What the Trainer takes as ``optimizer_cls_and_kwargs`` to train with the optimizer of ``mode``."""
-    return functools.partial(_Factory, mode, args), {}
+    make = functools.partial(_make_optimizer, mode, args)
+    return (lambda: make), {}
 
 
 def check_arguments(mode: MemoryMode, name: str, args: TrainingArguments) -> None:
@@ -108,24 +109,16 @@ class MemoryModeCallback(TrainerCallback):
             self._end = None
 
 
-class _Factory:
-    """What the Trainer calls to get an optimizer."""
-
-    def __init__(self, mode: MemoryMode, args: TrainingArguments):
-        self._mode = mode
-        self._args = args
-
-    def __call__(self, model: nn.Module) -> Any:
-        args = self._args
-        kernel = {"fused": True} if self._mode.takes_fused and _optim(args) == "adamw_torch_fused" else {}
-        return self._mode.optimizer(
-            model,
-            lr=args.learning_rate,
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon,
-            weight_decay=args.weight_decay,
-            **kernel,
-        )
+def _make_optimizer(mode: MemoryMode, args: TrainingArguments, model: nn.Module) -> Any:
+    kernel = {"fused": True} if mode.takes_fused and _optim(args) == "adamw_torch_fused" else {}
+    return mode.optimizer(
+        model,
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        **kernel,
+    )
 
 
 class _Prepared:

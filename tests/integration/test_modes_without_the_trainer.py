@@ -118,14 +118,14 @@ def test_a_scripts_own_loop_has_the_bits_of_the_mode(name, surface, tmp_path):
         assert all(map(torch.equal, weights, expected[1]))
 
 
-def test_a_trainer_that_knows_nothing_of_it_has_the_bits_of_the_flag(tmp_path, monkeypatch):
-    def run(kind, **more):
+def test_a_trainer_that_knows_nothing_of_it_has_the_bits_of_the_flag_and_resumes(tmp_path, monkeypatch):
+    def run(kind, resume=None, **more):
         torch.manual_seed(0)
         args = kind(
-            str(tmp_path), max_steps=STEPS, use_cpu=True, report_to="none", save_strategy="no", weight_decay=0.1, **more
+            str(tmp_path), max_steps=STEPS, use_cpu=True, report_to="none", save_steps=2, weight_decay=0.1, **more
         )
         trainer = Trainer(tiny_model("llama"), args, train_dataset=ExampleDataset("llama", 8))
-        trainer.train()
+        trainer.train(resume)
         return trained(trainer.model)
 
     expected = run(OffloadTrainingArguments, memory_mode="galore", memory_mode_kwargs=SETTINGS["galore"])
@@ -134,7 +134,8 @@ def test_a_trainer_that_knows_nothing_of_it_has_the_bits_of_the_flag(tmp_path, m
     monkeypatch.setenv("HF_OFFLOAD_TIER", "none")
     switch = switch_on(OffloadPlugin())
     try:
-        assert all(map(torch.equal, run(TrainingArguments), expected))
+        for resume in (None, str(tmp_path / "checkpoint-2")):
+            assert all(map(torch.equal, run(TrainingArguments, resume), expected))
     finally:
         switch.off()
 
