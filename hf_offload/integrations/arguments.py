@@ -113,13 +113,7 @@ class OffloadArguments(_Declared):
 class OffloadTrainingArguments(OffloadArguments, TrainingArguments):
     """:class:`~transformers.TrainingArguments` with offloading: ``OffloadTrainingArguments(..., offload="ssd")``."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
 
 @dataclasses.dataclass
 class OffloadSeq2SeqTrainingArguments(OffloadArguments, Seq2SeqTrainingArguments):
     """:class:`~transformers.Seq2SeqTrainingArguments` with offloading."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()

@@ -55,11 +55,6 @@ class _Check:
             return True
         return False
 
-    @property
-    def found_any(self) -> bool:
-        """Whether an error was collected so far."""
-        return bool(self._errors)
-
 
 def joined(what: str, problems: Iterable[str]) -> OffloadConfigError:
     """One error for all ``problems`` in ``what``."""
