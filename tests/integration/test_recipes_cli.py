@@ -90,10 +90,10 @@ def test_a_recipe_says_how_it_is_launched_planned_and_what_is_predicted(name):
 def test_the_line_for_several_cards_asks_for_nothing_that_is_refused_there(name):
     launch = read_meta(name).launch
     assert load_recipe(name, launch.overrides) != load_recipe(name) or not launch.overrides
-    memory = load_recipe(name, launch.overrides).memory
-    assert not memory.get("update_in_backward")
+    offload = load_recipe(name, launch.overrides).offload
+    assert not (offload.memory_mode_kwargs or {}).get("update_in_backward")
     if launch.config_file == "fsdp2":  # optimizers of memory modes do not know shards
-        assert not memory
+        assert offload.memory_mode == "none"
 
 
 def test_other_recipes_are_for_no_card():
@@ -192,7 +192,7 @@ def test_what_show_prints_is_the_same_recipe_as_a_file(name, tmp_path):
     path = tmp_path / "saved.yaml"
     path.write_text(result.stdout)
     saved, shipped = load_recipe(path), load_recipe(name, ["training.max_steps=7"])
-    for part in ("model", "data", "training", "offload", "memory", "evaluation"):
+    for part in ("model", "data", "training", "offload", "evaluation"):
         assert getattr(saved, part) == getattr(shipped, part)
     # any reader of YAML takes it for the same
     assert yaml.safe_load(result.stdout)["training"] == dict(shipped.training)
@@ -252,7 +252,7 @@ def test_a_copy_is_the_same_recipe_under_another_name(name, options, tmp_path, m
     assert result.exit_code == 0, result.stderr
     assert "hf-offload train mine/own.yaml" in result.stdout
     copy, shipped = load_recipe("mine/own.yaml"), load_recipe(name)
-    for part in ("model", "data", "training", "offload", "memory"):
+    for part in ("model", "data", "training", "offload"):
         assert getattr(copy, part) == getattr(shipped, part)
     text = (tmp_path / "mine/own.yaml").read_text()
     assert text.startswith("# hf-offload train mine/own.yaml\n")
