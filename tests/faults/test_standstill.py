@@ -102,7 +102,7 @@ def test_a_hung_write_is_an_error_of_forward(tmp_path, monkeypatch, model):
         hang = Hang(monkeypatch, "write_once")
         with pytest.raises(StandstillError, match=r"not finished a single call.*another drive"):
             model(BATCH)
-        assert session._engine.transfer._pending_bytes <= 3 * BATCH.nbytes, "memory was filled behind a hung drive"
+        assert session._engine.transfer._writes.nbytes <= 3 * BATCH.nbytes, "memory was filled behind a hung drive"
         hang.end()
         found = gradients_of(model)
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))

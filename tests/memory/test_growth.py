@@ -44,7 +44,7 @@ def held(session) -> dict[str, int]:
     with tier._quiet:
         assert tier._quiet.wait_for(lambda: not tier._live, timeout=20)
     wait_for_stores(transfer)
-    assert transfer._oldest_write() is None  # it lets go of what is over
+    assert transfer._writes.oldest() is None  # it lets go of what is over
     transfer.reap()
     gc.collect()
     kinds = collections.Counter(type(found) for found in gc.get_objects())
@@ -52,7 +52,7 @@ def held(session) -> dict[str, int]:
         "live records": transfer.live_records,
         "resident bytes": transfer.ledger.resident_bytes,
         "bytes read ahead": transfer.ledger.ahead_bytes,
-        "bytes to be written": transfer._pending_bytes,
+        "bytes to be written": transfer._writes.nbytes,
         "tier bytes in use": tier.stats.used_bytes,
         "tier bytes occupied": tier.occupied_bytes,
         "file bytes": sum(os.fstat(file._buffered_fd).st_size for file in tier.files),
@@ -62,7 +62,7 @@ def held(session) -> dict[str, int]:
         "learned orders": len(engine.prefetch._learned),
         "records of the tape": len(engine.prefetch.tape.records),
         "consumed copies": len(transfer._consumed),
-        "writes in flight": len(transfer._writes_in_flight),
+        "writes in flight": len(transfer._writes._ends),
         "tensors": sum(count for kind, count in kinds.items() if issubclass(kind, torch.Tensor)),
     }
     counter = _allocator_counter()

@@ -40,7 +40,7 @@ NAMES = {
     r"^_?(Estate|graveyard|bury|bequeath)": "finalizer queue, cleanup",
     r"gone_backward": "after_backward",
     r"patiently": "call_with_watchdog",
-    r"on_infeasible": "on_infeasible",
+    r"need_less": "on_infeasible",
     r"^_?follow$": "apply_plan",
     r"^_?(Moment|Stretch|Figure|merit|kicks?)(_|$)": "segment, interval, measurement, objective, perturbation",
     r"at_disk_write_limit|disk_rated": "on_disk_write_limit, drive_endurance_bytes",
