@@ -11,10 +11,10 @@ from hf_offload.cli.console import clear_errors, output, progress_bar
 from hf_offload.forecast.workload import count_workload
 from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.hardware import describe_hardware
-from hf_offload.plan.placement import find_greedy, find_uniform, local_search, smallest, solve, uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.problem import Problem, Solution, smallest_budget
+from hf_offload.plan.search import find_greedy, find_uniform, local_search, smallest, solve, uniform
 from hf_offload.reports.formats import markdown_table
 
 RECIPES = (

@@ -218,7 +218,7 @@ class OffloadSession:
         assert self._recompute is not None
         with signals_deferred:
             self.plan = plan
-            self._engine.follow(plan)
+            self._engine.apply_plan(plan)
             self._recompute.apply(name for name, placement in plan.placements.items() if placement.recomputes)
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool = False) -> None:

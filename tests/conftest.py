@@ -31,7 +31,7 @@ import pytest
 import torch
 import transformers  # noqa: F401  its log handler keeps the stderr of its import, which must outlive a single test
 
-from hf_offload.plan.hardware import Figure, Hardware
+from hf_offload.plan.hardware import Hardware, Measurement
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -91,10 +91,10 @@ def machine_with_drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
     """Takes the machine for one whose drive moves so many bytes a second, however busy it is, and spares its measurement."""
 
     def take(bytes_per_s: float) -> None:
-        given = {name: Figure(1e11, "given") for name in ("float32", "bfloat16", "float16")}
-        rate = {"ssd": Figure(bytes_per_s, "given")}
-        memory, copies = Figure(4e9, "given"), Figure(1e10, "given")
-        hardware = Hardware("a test", "cpu", memory, given, copies, rate, rate, {"ssd": Figure(1e10, "given")})
+        given = {name: Measurement(1e11, "given") for name in ("float32", "bfloat16", "float16")}
+        rate = {"ssd": Measurement(bytes_per_s, "given")}
+        memory, copies = Measurement(4e9, "given"), Measurement(1e10, "given")
+        hardware = Hardware("a test", "cpu", memory, given, copies, rate, rate, {"ssd": Measurement(1e10, "given")})
         monkeypatch.setattr(
             "hf_offload.planning.ranks.measure_hardware", lambda directories, device, **options: hardware
         )

@@ -193,7 +193,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
 def open_device(device: torch.device) -> Device:
     """The :class:`Device` for a torch device.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for one whose copies cannot run beside its computations.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for one whose copies cannot overlap with its computations.
     """
     if device.type == "cpu":
         return CpuDevice()

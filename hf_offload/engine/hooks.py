@@ -80,9 +80,9 @@ class Engine:
         self._thread = _Thread()
         self._forward = 0
         self._reported_room = False
-        self.follow(plan)
+        self.apply_plan(plan)
 
-    def follow(self, plan: Plan) -> None:
+    def apply_plan(self, plan: Plan) -> None:
         """Do as ``plan`` says from now on; what has been packed goes on as it began."""
         # Tensors without bytes have no memory of their own to tell them by.
         self._min_bytes = max(1, plan.min_bytes)
@@ -90,7 +90,7 @@ class Engine:
         self._default_tier = plan.default.tier
         self._keeping = plan.keeping
         self._write_behind_bytes = plan.write_behind_bytes
-        self.prefetch.follow(plan.read_ahead_bytes, plan.keeping.resident_bytes if plan.keeping else None)
+        self.prefetch.apply_plan(plan.read_ahead_bytes, plan.keeping.resident_bytes if plan.keeping else None)
 
     # -- what an observer asks ----------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class Prefetcher:
         self._learned: collections.OrderedDict[int, list[int]] = collections.OrderedDict()
         self._staying: frozenset[int] = frozenset()  # ordinals, if the next tape is like the last
 
-    def follow(self, window_bytes: int | None, limit_bytes: int | None = None) -> None:
+    def apply_plan(self, window_bytes: int | None, limit_bytes: int | None = None) -> None:
         """A new plan: its window, or None, and the most bytes of saved tensors that may be in memory, or None.
 
         Which records stay has to be learned anew, for others are saved now.
@@ -79,7 +79,7 @@ class Prefetcher:
         tape: Tape = record.tape
         with self._transfer.lock:
             if not tape.in_backward:
-                tape.follow(self._learned.get(len(tape.records)) or range(len(tape.records) - 1, -1, -1))
+                tape.expect(self._learned.get(len(tape.records)) or range(len(tape.records) - 1, -1, -1))
             tape.ask(record.ordinal)
             if record.ordinal >= len(tape.place):
                 return  # packed after this tape's backward had begun

@@ -26,7 +26,7 @@ from hf_offload.surgery import InertInCopies
 
 
 class Recompute:
-    """Which blocks are computed again in backward.
+    """Which blocks are recomputed in backward.
 
     A :class:`~transformers.modeling_layers.GradientCheckpointingLayer` asks two attributes of its own in every forward; hooks
     set them for the calls that are checkpointed, and only while those run. Saved-tensor hooks that are entered around the

@@ -56,7 +56,7 @@ class Settling:
         return self._is_done
 
     def end(self) -> None:
-        """Wake whoever waits. Called once."""
+        """Wake all waiting threads. Called once."""
         self._is_done = True
         self._until_done.release()
 

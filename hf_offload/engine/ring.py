@@ -19,7 +19,7 @@ class PinnedRing:
     """
 
     behind: Tier | None = None
-    """The tier whose transfers make room: whoever waits for room stops waiting when it comes to a standstill."""
+    """The tier whose transfers make room: a thread that waits for room stops waiting when it comes to a standstill."""
 
     def __init__(self, capacity_bytes: int, pinned: bool = True):
         self._capacity = -(-capacity_bytes // PAGE) * PAGE

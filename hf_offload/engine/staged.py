@@ -11,8 +11,8 @@ Note: stream order
     order, too: a host that is far ahead of its device would otherwise have all targets of a backward in memory at once.
 
 Note: several compute streams
-    Reading ahead loads on the stream of whoever reads ahead, and another one may use what was loaded: it waits for the load,
-    too, and the allocator is told. The memory of a slot that is copied to and from directly is ordered slot by slot, for
+    Reading ahead loads on the stream of the thread that does so, and another one may use the result: it waits for the load,
+    too, and the allocator learns of it. The memory of a slot that is copied to and from directly is ordered slot by slot, for
     no compute stream need be behind another: a load waits for the copy into the slot, and once a slot is free the next
     copy into its memory waits for the last one out of it.
 """
@@ -171,7 +171,7 @@ class StagedMover(Mover):
         return copied, store.done
 
     def _copy_to_tier(self, source: torch.Tensor, slot: Slot, view: torch.Tensor) -> Event:
-        """In stream order the bytes are in ``view``, the tier's own memory, at once: nobody on the host waits for them."""
+        """In stream order the bytes are in ``view``, the tier's own memory, at once: no thread of the host waits for them."""
         copied = self._copy_out(source, view)
         self._last_copy[slot] = copied, view
         self._tier.copied(slot, "write")

@@ -21,7 +21,7 @@ class StepStats:
     aliased_bytes: int = 0
     """Stored, but something else kept the original alive until backward: taken from there. No memory was saved."""
     kept_bytes: int = 0
-    """Small, kept by the plan, or saved inside backward. Weights are not counted, nor is what is no plain tensor."""
+    """Small, kept by the plan, or saved inside backward. Weights are not counted, nor are tensor subclasses."""
     refused_bytes: int = 0
     """Kept because the tier was full or failed."""
     loaded_bytes: int = 0

@@ -62,7 +62,7 @@ class Tape:
         """As backward asked, then what it never asked for, from the end."""
         return self.asked + [index for index in range(len(self.records) - 1, -1, -1) if index not in self._seen]
 
-    def follow(self, order: Sequence[int]) -> None:
+    def expect(self, order: Sequence[int]) -> None:
         """Backward begins: expect it to go in ``order``."""
         self.order = order
         self.place = [0] * len(order)

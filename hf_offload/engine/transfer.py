@@ -2,7 +2,7 @@
 
 Note: threads and the lock
     Training threads pack and unpack, device threads unpack (several at once), I/O threads finish transfers. One re-entrant
-    lock guards every record's state and the byte counts; nobody waits for a transfer while holding it. Finalizers take no
+    lock guards every record's state and the byte counts; no thread waits for a transfer while holding it. Finalizers take no
     lock: they put a :class:`~hf_offload.engine.record.Cleanup` on the queue ``finalized``, and ``reap`` carries it out.
 """
 
@@ -161,7 +161,7 @@ class Transfer:
                 self._release_buffer(record)
 
     def refused(self, nbytes: int, unit: str, error: BaseException) -> None:
-        """The tier would not take a tensor: it stays in memory, and the user is told once."""
+        """The tier would not take a tensor: it stays in memory, and one warning says so."""
         self._stats.step.refused_bytes += nbytes
         if not self._warned:
             self._warned = True
@@ -334,7 +334,7 @@ class Transfer:
     # -- accounts -----------------------------------------------------------------------------------------------------
 
     def reap(self) -> None:
-        """Carry out what finalizers left to do: free slots, cancel stores nobody needs, correct the counts."""
+        """Carry out what finalizers left to do: free slots, cancel stores that are not needed, correct the counts."""
         while not self._outlived and not self.finalized.empty():
             with signals_deferred:
                 try:

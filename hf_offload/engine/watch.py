@@ -4,7 +4,7 @@ Note: who holds the model
     Nothing of a session does: it would never go. Its hooks hold the session, not the other way round; whatever has to find
     the model or a part of it again keeps a weak reference. So a model goes when its user drops it, with hooks and all, and
     threads, files and pinned memory are given back. Graphs that are still alive keep what their backward needs
-    (:meth:`~hf_offload.engine.transfer.Transfer.close_when_unused`), and the session its counters, for whoever holds it.
+    (:meth:`~hf_offload.engine.transfer.Transfer.close_when_unused`), and the session its counters, for its user.
 """
 
 import _thread

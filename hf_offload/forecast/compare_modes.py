@@ -13,9 +13,9 @@ from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_workload, optimizer_needs
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
-from hf_offload.plan.placement import uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import largest, make_problem
+from hf_offload.plan.search import uniform
 from hf_offload.settings.memory_modes import NONE, mode_names
 
 _MOST_ROWS = 1 << 14

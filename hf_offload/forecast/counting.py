@@ -101,7 +101,7 @@ def count_footprint(
     if update_in_backward:
         gradients = max((nbytes_of(tensor) for tensor in model.parameters() if tensor.requires_grad), default=0)
     return Footprint(
-        moments=tuple(counter.moments),
+        segments=tuple(counter.segments),
         saved=tuple(counter.saved()),
         blocks=tuple(counter.block_spans()),
         units=counter.units,
@@ -203,7 +203,7 @@ class _Counter(StepRecorder):
     def died(self, key: int) -> None:
         drafts = [draft for reference in self._drafts.pop(key, ()) if (draft := reference()) is not None]
         if drafts:
-            now = self.end_moment()
+            now = self.end_segment()
             for draft in drafts:
                 draft.times.gone = now
 
@@ -212,7 +212,7 @@ class _Counter(StepRecorder):
         """Count what happens inside."""
         with self._fake, self.watching():
             yield
-        self.end_moment()
+        self.end_segment()
 
     # -- autograd's hooks ---------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class _Counter(StepRecorder):
         draft = self._find(id(storage), tensor._version, begin, end)
         if draft is None:
             span = record_span(begin, end, storage.nbytes())
-            times = _Times(self.unit, span[1] - span[0], self.end_moment())
+            times = _Times(self.unit, span[1] - span[0], self.end_segment())
             self._times.append(times)
             draft = _Draft(self.unit, span, tensor._version, times)
             self._drafts.setdefault(id(storage), []).append(weakref.ref(draft))
@@ -237,7 +237,7 @@ class _Counter(StepRecorder):
         if isinstance(handle, _Kept):
             self.unit = handle.unit
             return handle.tensor
-        now = self.end_moment()
+        now = self.end_segment()
         self.unit = handle.draft.unit
         if handle.draft.times.needed is None:
             handle.draft.times.needed = now
@@ -251,7 +251,7 @@ class _Counter(StepRecorder):
         return tensor
 
     def _release(self, times: _Times) -> None:
-        times.released = self.end_moment()
+        times.released = self.end_segment()
 
     def _may_move(self, tensor: torch.Tensor) -> bool:
         return (
@@ -274,7 +274,7 @@ class _Counter(StepRecorder):
 
     def saved(self) -> Iterator[Saved]:
         """All that was saved and used again."""
-        end = len(self.moments)
+        end = len(self.segments)
         for times in self._times:
             released = end if times.released is None else times.released
             needed = released if times.needed is None else times.needed

@@ -11,10 +11,10 @@ from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.plan.explain import UnitLine, unit_lines
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
-from hf_offload.plan.placement import smallest, uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import alternatives, find_plan, largest, make_problem
 from hf_offload.plan.problem import Problem, Solution
+from hf_offload.plan.search import smallest, uniform
 from hf_offload.plan.timeline import Timeline
 from hf_offload.settings.schema import smallest_bytes
 

@@ -7,9 +7,9 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.workload import count_workload
 from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
-from hf_offload.plan.placement import solve, uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import find_plan, make_problem
+from hf_offload.plan.search import solve, uniform
 from hf_offload.settings.recipe_meta import Predicted
 from hf_offload.settings.recipes import Recipe, load_recipe
 from hf_offload.settings.sizes import format_seconds
@@ -27,7 +27,7 @@ _PLACEMENTS: Mapping[tuple[str, bool], Placement | None] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction:
+class RecipePrediction:
     """Of one micro-batch with the optimizer's step.
 
     Attributes:
@@ -75,7 +75,7 @@ class Prediction:
         )
 
 
-def predict_recipe(name: str) -> Prediction:
+def predict_recipe(name: str) -> RecipePrediction:
     """The prediction for a recipe, by name or file, on the machine it is meant for.
 
     Raises :class:`~hf_offload.errors.OffloadError` if it names none, or if it does not fit there.
@@ -101,7 +101,7 @@ def predict_recipe(name: str) -> Prediction:
             f"{name} does not fit {hardware.name}: its predicted peak is {_gib(chosen.timeline.peak_bytes)}, and "
             f"{_gib(budget)} may be used. Change the recipe, or its meta.machine."
         )
-    return Prediction(
+    return RecipePrediction(
         machine=_words(hardware),
         micro_batches=int(recipe.training.get("gradient_accumulation_steps") or 1),
         budget_bytes=budget,

@@ -17,10 +17,10 @@ class Family:
         self._batch = batch
         self._sequence = sequence
         self._counted = counted
-        # Another number of moments: the model takes another path at that length.
+        # Another number of segments: the model takes another path at that length.
         alike = (
             other is not None
-            and len(other[1].moments) == len(counted.moments)
+            and len(other[1].segments) == len(counted.segments)
             and len(other[1].saved) == len(counted.saved)
         )
         self._other = other if alike else None
@@ -45,18 +45,18 @@ class Family:
                 values.append(rows * ((one - square) * tokens + square * tokens**2))
             return values
 
-        live = of(lambda footprint: [moment.live_bytes - moment.gradient_bytes for moment in footprint.moments])
-        measured = of(lambda footprint: [moment.measured_bytes for moment in footprint.moments])
-        seconds = of(lambda footprint: [moment.seconds for moment in footprint.moments])
+        live = of(lambda footprint: [segment.live_bytes - segment.gradient_bytes for segment in footprint.segments])
+        measured = of(lambda footprint: [segment.measured_bytes for segment in footprint.segments])
+        seconds = of(lambda footprint: [segment.seconds for segment in footprint.segments])
         saved = of(lambda footprint: [one.nbytes for one in footprint.saved])
         boundaries = of(lambda footprint: [span.boundary_bytes for span in footprint.blocks])
         return dataclasses.replace(
             counted,
-            moments=tuple(
+            segments=tuple(
                 dataclasses.replace(
-                    moment, live_bytes=round(nbytes) + moment.gradient_bytes, measured_bytes=round(more), seconds=time
+                    segment, live_bytes=round(nbytes) + segment.gradient_bytes, measured_bytes=round(more), seconds=time
                 )
-                for moment, nbytes, more, time in zip(counted.moments, live, measured, seconds, strict=True)
+                for segment, nbytes, more, time in zip(counted.segments, live, measured, seconds, strict=True)
             ),
             saved=tuple(
                 dataclasses.replace(one, nbytes=round(nbytes)) for one, nbytes in zip(counted.saved, saved, strict=True)

@@ -21,7 +21,7 @@ class UnitLine:
         kind: The class of the module.
         count: How many units.
         saved_bytes: What autograd saves of one.
-        working_bytes: Most bytes alive beside saved tensors while it computes.
+        working_bytes: Most bytes alive in addition to saved tensors while it computes.
         forward_s, backward_s: Its compute.
         placement: What happens to what it saves.
         reason: Why.
@@ -121,4 +121,4 @@ def _reason(problem: Problem, solution: Solution, unit: str) -> str:
 def _time_between(footprint: Footprint, unit: str) -> float:
     mine = [one for one in footprint.saved if one.unit == unit]
     begin, end = min(one.packed for one in mine), min(one.needed for one in mine)
-    return sum(moment.seconds for moment in footprint.moments[begin:end])
+    return sum(segment.seconds for segment in footprint.segments[begin:end])

@@ -1,4 +1,4 @@
-"""What one training step does to memory: stretches of compute, and tensors saved in one and needed in another."""
+"""What one training step does to memory: segments of compute, and tensors saved in one and needed in another."""
 
 import collections
 import dataclasses
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Moment:
-    """A stretch of a step in which no saved tensor comes, is asked for, or goes.
+class Segment:
+    """A part of a step in which no saved tensor comes, is asked for, or goes.
 
     Attributes:
         unit: The unit that computes.
@@ -31,15 +31,15 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Saved:
-    """Bytes that autograd saves once, however many tensors look at them. Times are indices of moments.
+    """Bytes that autograd saves once, however many tensors look at them. Times are indices of segments.
 
     Attributes:
         unit: The unit in whose forward it was saved.
         nbytes: Its size.
-        packed: The first moment after it was saved.
-        gone: The first moment in which nothing but autograd holds it. From here on keeping it costs memory.
-        needed: The first moment of backward that uses it.
-        released: The first moment in which autograd holds it no more.
+        packed: The first segment after it was saved.
+        gone: The first segment in which nothing but autograd holds it. From here on keeping it costs memory.
+        needed: The first segment of backward that uses it.
+        released: The first segment in which autograd holds it no more.
     """
 
     unit: str
@@ -54,8 +54,8 @@ class Saved:
 class BlockSpan:
     """A repeated block: where it lies in the step and what recomputing it would need.
 
-    ``boundary_bytes`` is the size of what it takes as input; ``forward`` the half-open range of its moments in forward;
-    ``backward`` the moment in which its backward begins; ``not_twice`` why its forward cannot run a second time, empty where
+    ``boundary_bytes`` is the size of what it takes as input; ``forward`` the half-open range of its segments in forward;
+    ``backward`` the segment in which its backward begins; ``not_twice`` why its forward cannot run a second time, empty where
     it can.
     """
 
@@ -71,7 +71,7 @@ class Footprint:
     """One step of one model on one batch.
 
     Attributes:
-        moments: The step from beginning to end, without the optimizer's step.
+        segments: The step from beginning to end, without the optimizer's step.
         saved: What could be moved, in the order in which it was saved.
         blocks: The repeated blocks in order.
         units: Unit -> the block it lies in, or None.
@@ -79,7 +79,7 @@ class Footprint:
         parameters: How many weights the model has.
         base_bytes: Weights, buffers and optimizer state, there all the time.
         gradient_bytes: Gradients at the end of backward (a part of ``live_bytes`` there).
-        optimizer_step_bytes: What the optimizer's step needs beside them.
+        optimizer_step_bytes: What the optimizer's step needs in addition to them.
         optimizer_step_s: How long it takes.
         source: ``"counted"`` (on tensors without data) or ``"measured"``.
         largest_operation_bytes: What the operation with the largest operands and results has in memory, weights left out: no
@@ -90,7 +90,7 @@ class Footprint:
         skipped_blocks: Blocks that did not run, and may run in another step (layer drop).
     """
 
-    moments: tuple[Moment, ...]
+    segments: tuple[Segment, ...]
     saved: tuple[Saved, ...]
     blocks: tuple[BlockSpan, ...]
     units: Mapping[str, str | None]
@@ -109,7 +109,7 @@ class Footprint:
 
     @functools.cached_property
     def recomputable(self) -> tuple[BlockSpan, ...]:
-        """The blocks that can be computed again in backward."""
+        """The blocks that can be recomputed in backward."""
         never = {span.name for span in self.blocks if span.not_twice}
         return tuple(span for span in self.blocks if span.name not in never)
 
@@ -133,17 +133,17 @@ class Footprint:
         costs = {}
         for span in self.blocks:
             begin, end = span.forward
-            moments = self.moments[begin:end]
+            segments = self.segments[begin:end]
             own, most = 0, 0
-            for index, moment in enumerate(moments, begin):
+            for index, segment in enumerate(segments, begin):
                 own += held[span.name][index]
-                most = max(most, moment.live_bytes - moments[0].live_bytes + own)
-            costs[span.name] = (sum(moment.seconds for moment in moments), most)
+                most = max(most, segment.live_bytes - segments[0].live_bytes + own)
+            costs[span.name] = (sum(segment.seconds for segment in segments), most)
         return costs
 
     @functools.cached_property
     def released_last(self) -> dict[str, int]:
-        """Block -> the first moment in which nothing that was saved in it is held any more."""
+        """Block -> the first segment in which nothing that was saved in it is held any more."""
         last: dict[str, int] = {}
         for one in self.saved:
             block = self.units[one.unit]
@@ -163,21 +163,21 @@ class Footprint:
 
     @functools.cached_property
     def working_bytes(self) -> dict[str, int]:
-        """Most bytes alive beside saved tensors while the unit computes."""
+        """Most bytes alive in addition to saved tensors while the unit computes."""
         most = dict.fromkeys(self.units, 0)
-        for moment in self.moments:
-            most[moment.unit] = max(most[moment.unit], moment.live_bytes)
+        for segment in self.segments:
+            most[segment.unit] = max(most[segment.unit], segment.live_bytes)
         return most
 
     @functools.cached_property
     def step_s(self) -> float:
         """Compute alone: nothing recomputed, nothing waited for."""
-        return sum(moment.seconds for moment in self.moments) + self.optimizer_step_s
+        return sum(segment.seconds for segment in self.segments) + self.optimizer_step_s
 
     def at_pace(self, pace: float) -> "Footprint":
         """The same step where everything takes ``pace`` times as long."""
-        moments = tuple(dataclasses.replace(moment, seconds=moment.seconds * pace) for moment in self.moments)
-        return dataclasses.replace(self, moments=moments, optimizer_step_s=self.optimizer_step_s * pace)
+        segments = tuple(dataclasses.replace(segment, seconds=segment.seconds * pace) for segment in self.segments)
+        return dataclasses.replace(self, segments=segments, optimizer_step_s=self.optimizer_step_s * pace)
 
     @property
     def optimizer_peak_bytes(self) -> int:
@@ -186,7 +186,7 @@ class Footprint:
 
     def _seconds(self, backward: bool) -> dict[str, float]:
         total = dict.fromkeys(self.units, 0.0)
-        for moment in self.moments:
-            if moment.backward == backward:
-                total[moment.unit] += moment.seconds
+        for segment in self.segments:
+            if segment.backward == backward:
+                total[segment.unit] += segment.seconds
         return total

@@ -31,7 +31,7 @@ _DEFAULT_PCIE = 20e9
 
 
 @dataclasses.dataclass(frozen=True)
-class Figure:
+class Measurement:
     """A number and its source: ``"measured"``, ``"given"``, ``"data sheet"`` or ``"default"``."""
 
     value: float
@@ -85,13 +85,13 @@ class Hardware:
 
     name: str
     device: str
-    memory_bytes: Figure
-    flops_per_s: Mapping[str, Figure]
-    memory_bytes_per_s: Figure
-    store_bytes_per_s: Mapping[str, Figure]
-    load_bytes_per_s: Mapping[str, Figure]
-    room_bytes: Mapping[str, Figure]
-    both_bytes_per_s: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
+    memory_bytes: Measurement
+    flops_per_s: Mapping[str, Measurement]
+    memory_bytes_per_s: Measurement
+    store_bytes_per_s: Mapping[str, Measurement]
+    load_bytes_per_s: Mapping[str, Measurement]
+    room_bytes: Mapping[str, Measurement]
+    both_bytes_per_s: Mapping[str, Measurement] = dataclasses.field(default_factory=dict)
     ring_bytes: int = rules.RING_BYTES
 
     def seconds(self, flops: int, moved_bytes: int, dtype: "torch.dtype") -> float:
@@ -103,7 +103,7 @@ class Hardware:
     def shared_by(self, processes: int) -> "Hardware":
         """What is left for one of several processes on the machine: its part of drives, RAM, and of a CPU's memory."""
 
-        def part(figures: Mapping[str, Figure], names: Sequence[str]) -> dict[str, Figure]:
+        def part(figures: Mapping[str, Measurement], names: Sequence[str]) -> dict[str, Measurement]:
             return {
                 name: dataclasses.replace(figure, value=figure.value / processes) if name in names else figure
                 for name, figure in figures.items()
@@ -182,32 +182,34 @@ def describe_hardware(
                 )
     assert memory is not None
     if tflops is not None:
-        half, single = Figure(tflops * 1e12, "given"), Figure(tflops * 0.5e12, "given")
+        half, single = Measurement(tflops * 1e12, "given"), Measurement(tflops * 0.5e12, "given")
     else:
         assert card is not None
-        half = Figure(card.half_flops_per_s * _MATMUL_SHARE, "data sheet")
-        single = Figure(card.single_flops_per_s * _MATMUL_SHARE, "data sheet")
+        half = Measurement(card.half_flops_per_s * _MATMUL_SHARE, "data sheet")
+        single = Measurement(card.single_flops_per_s * _MATMUL_SHARE, "data sheet")
     if rates["memory_bandwidth"] is not None:
-        bandwidth = Figure(rates["memory_bandwidth"][0], "given")
+        bandwidth = Measurement(rates["memory_bandwidth"][0], "given")
     elif card is not None:
-        bandwidth = Figure(card.memory_bytes_per_s * _MEMORY_SHARE, "data sheet")
+        bandwidth = Measurement(card.memory_bytes_per_s * _MEMORY_SHARE, "data sheet")
     else:
         # Cards of one generation have about this many FLOPs per byte.
-        bandwidth = Figure(half.value / 100, "default")
+        bandwidth = Measurement(half.value / 100, "default")
     link = rates["pcie"]
     if link is not None:
-        pcie_figures = Figure(link[0], "given"), Figure(link[1], "given")
+        pcie_figures = Measurement(link[0], "given"), Measurement(link[1], "given")
     elif card is not None:
-        pcie_figures = (Figure(card.link_bytes_per_s * _MEMORY_SHARE, "data sheet"),) * 2
+        pcie_figures = (Measurement(card.link_bytes_per_s * _MEMORY_SHARE, "data sheet"),) * 2
     else:
-        pcie_figures = (Figure(_DEFAULT_PCIE, "default"),) * 2
+        pcie_figures = (Measurement(_DEFAULT_PCIE, "default"),) * 2
     drive = rates["ssd"]
-    ssd_figures = (Figure(_DEFAULT_SSD, "default"),) * 2 if drive is None else tuple(Figure(r, "given") for r in drive)
+    ssd_figures = (
+        (Measurement(_DEFAULT_SSD, "default"),) * 2 if drive is None else tuple(Measurement(r, "given") for r in drive)
+    )
     # Bytes on their way to the drive go over the link first.
     ssd_figures = tuple(min(a, b, key=lambda f: f.value) for a, b in zip(ssd_figures, pcie_figures, strict=True))
     room = {
-        "ram": Figure(64e9, "default") if sizes["ram"] is None else Figure(sizes["ram"], "given"),
-        "ssd": Figure(1e12, "default") if sizes["disk"] is None else Figure(sizes["disk"], "given"),
+        "ram": Measurement(64e9, "default") if sizes["ram"] is None else Measurement(sizes["ram"], "given"),
+        "ssd": Measurement(1e12, "default") if sizes["disk"] is None else Measurement(sizes["disk"], "given"),
     }
     return Hardware(
         name=gpu if card is not None else f"a card with {format_bytes(memory.value)}",
@@ -220,21 +222,21 @@ def describe_hardware(
         room_bytes=room,
         both_bytes_per_s={
             # A link carries both ways at once; a drive that is busy both ways moves about as much as one way.
-            "ram": Figure(pcie_figures[0].value + pcie_figures[1].value, "default"),
-            "ssd": Figure(max(ssd_figures[0].value, ssd_figures[1].value), "default"),
+            "ram": Measurement(pcie_figures[0].value + pcie_figures[1].value, "default"),
+            "ssd": Measurement(max(ssd_figures[0].value, ssd_figures[1].value), "default"),
         },
     )
 
 
-def _card(gpu: str) -> tuple[Card | None, Figure]:
+def _card(gpu: str) -> tuple[Card | None, Measurement]:
     key = gpu.strip().lower().replace(" ", "")
     if key in CARDS:
-        return CARDS[key], Figure(CARDS[key].memory_bytes, "data sheet")
+        return CARDS[key], Measurement(CARDS[key].memory_bytes, "data sheet")
     if re.match(r"[0-9.]", key):
         size = parse_bytes(gpu, "gpu")
         if not 1 << 30 <= size <= 1 << 40:
-            raise OffloadConfigError(f"gpu={gpu!r} is no card's memory: give something like 24GB.")
-        return None, Figure(size, "given")
+            raise OffloadConfigError(f"gpu={gpu!r} is not the memory of a GPU: give something like 24GB.")
+        return None, Measurement(size, "given")
     choose("gpu", key, CARDS)
     raise AssertionError
 
@@ -247,6 +249,6 @@ def _bandwidths(name: str, text: str) -> tuple[float, float]:
     for part in parts:
         size = parse_bytes(re.sub(r"\s*/\s*s$", "", part), name)
         if not 1 << 20 <= size <= 1 << 45:
-            raise OffloadConfigError(f"{name}={part!r} is no bandwidth of a machine: give something like 5GB/s.")
+            raise OffloadConfigError(f"{name}={part!r} is not a bandwidth of a machine: give something like 5GB/s.")
         rates.append(float(size))
     return rates[0], rates[-1]

@@ -23,7 +23,7 @@ class Placement(enum.StrEnum):
 
     @property
     def recomputes(self) -> bool:
-        """Whether the whole block is computed again in backward."""
+        """Whether the whole block is recomputed in backward."""
         return self.value.startswith("recompute")
 
     @property
@@ -37,7 +37,7 @@ class Keeping:
     """What keeps a step within its budget that saves more than the one that the plan was made of.
 
     Attributes:
-        unit_bytes: How much each unit was planned to keep.
+        unit_bytes: How much of each unit's bytes the plan keeps.
         spare_bytes: How much all units together may keep beyond that; what is more is moved after all.
         resident_bytes: Most bytes of saved tensors that may be in memory at once, kept or on their way. Forward waits, and
             what was kept leaves, rather than pass it.
@@ -56,7 +56,7 @@ class Plan:
         default: The placement of what ``placements`` does not name.
         placements: Name of a unit -> what happens to what it saves.
         min_bytes: Smaller tensors stay in memory.
-        read_ahead_bytes: Window of the prefetcher; None: six records of usual size.
+        read_ahead_bytes: Window of the prefetcher; None: six records of average size.
         write_behind_bytes: Most bytes that wait to be written from memory that is short.
         keeping: How much may be kept and be in memory; None: no limit, and what is kept is not tracked.
         reason: Why, in words a user can read.

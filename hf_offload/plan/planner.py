@@ -8,9 +8,9 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.plan import rules
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.placement import smallest, solve, uniform
 from hf_offload.plan.plan import Keeping, Placement, Plan
 from hf_offload.plan.problem import Problem, Solution, smallest_budget
+from hf_offload.plan.search import smallest, solve, uniform
 from hf_offload.plan.timeline import Windows
 from hf_offload.settings.sizes import format_bytes
 
@@ -45,7 +45,7 @@ def windows_for(footprint: Footprint) -> tuple[Windows, ...]:
 
 
 def make_problem(footprint: Footprint, hardware: Hardware, budget_bytes: int, *, may_recompute: bool = True) -> Problem:
-    """What :func:`~hf_offload.plan.placement.solve` takes."""
+    """What :func:`~hf_offload.plan.search.solve` takes."""
     return Problem(
         footprint=footprint,
         channels=hardware.channels,

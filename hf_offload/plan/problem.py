@@ -42,7 +42,7 @@ class Problem:
         room_bytes: Most bytes that may lie in each of those tiers.
         budget_bytes: Most memory at any time, weights and optimizer state included. A small share of it is left free.
         windows: How far to read ahead and write behind, best first.
-        may_recompute: Whether blocks may be computed again in backward.
+        may_recompute: Whether blocks may be recomputed in backward.
     """
 
     footprint: Footprint

@@ -30,7 +30,7 @@ class Entry(Protocol):
 
     Attributes:
         nbytes: How many.
-        held: They are in memory, whoever else has them there.
+        held: They are in memory, whatever else holds them there.
         leaving: Only until the tier has them, or, on an accelerator, until they are copied.
         ahead: Because backward asks for them soon.
         kept: Because the plan keeps them.

@@ -67,7 +67,7 @@ class _Item:
         return self.needed < self.released
 
 
-def _by_moment(items: Iterable[_Item], when: Callable[[_Item], int]) -> dict[int, list[_Item]]:
+def _by_segment(items: Iterable[_Item], when: Callable[[_Item], int]) -> dict[int, list[_Item]]:
     found: dict[int, list[_Item]] = {}
     for item in items:
         found.setdefault(when(item), []).append(item)
@@ -128,7 +128,7 @@ class _Player:
         # What backward never asks for comes last, from the end.
         order = sorted(
             (item for item in items if item.tier is not None),
-            key=lambda item: (item.needed, 0) if item.is_asked_for else (len(footprint.moments), -item.number),
+            key=lambda item: (item.needed, 0) if item.is_asked_for else (len(footprint.segments), -item.number),
         )
         # What backward asks for first does not leave: the engine knows it from the step before.
         staying = rules.staying((item.nbytes for item in order), windows.read_ahead_bytes)
@@ -140,17 +140,17 @@ class _Player:
     def play(self) -> Timeline:
         footprint = self._footprint
         alone = [item for item in self._items if item.released > item.gone]
-        packed = _by_moment(self._items, lambda item: item.packed)
-        gone = _by_moment(alone, lambda item: item.gone)
-        needed = _by_moment((item for item in self._items if item.is_asked_for), lambda item: item.needed)
-        released = _by_moment(self._items, lambda item: item.released)
+        packed = _by_segment(self._items, lambda item: item.packed)
+        gone = _by_segment(alone, lambda item: item.gone)
+        needed = _by_segment((item for item in self._items if item.is_asked_for), lambda item: item.needed)
+        released = _by_segment(self._items, lambda item: item.released)
         base_bytes, behind_bytes = footprint.base_bytes, self._windows.write_behind_bytes
         details = self._details
-        for index, moment in enumerate(footprint.moments):
+        for index, segment in enumerate(footprint.segments):
             for item in released.get(index, ()):
                 self._release(item)
             if index in self._recompute_at:
-                self._recompute_block(self._recompute_at[index], moment.live_bytes)
+                self._recompute_block(self._recompute_at[index], segment.live_bytes)
             for item in packed.get(index, ()):
                 self._pack(item)
             for item in gone.get(index, ()):
@@ -162,22 +162,22 @@ class _Player:
             for item in needed.get(index, ()):
                 self._need(item, index)
             self._settle()
-            memory = base_bytes + moment.live_bytes + self._resident
-            # Most moments are no peak, even with all that may wait to be written on top.
-            more = behind_bytes + moment.measured_bytes
+            memory = base_bytes + segment.live_bytes + self._resident
+            # Most segments are no peak, even with all that may wait to be written on top.
+            more = behind_bytes + segment.measured_bytes
             if details or memory > self._peak or memory + more > self._must_fit:
-                self._note(moment.unit, moment.live_bytes, moment.measured_bytes)
+                self._note(segment.unit, segment.live_bytes, segment.measured_bytes)
             if details:
                 self._seen.append(frozenset(item.number for item in self._items if item.held and item.number >= 0))
-                self._advance("compute", moment.unit, moment.seconds)
+                self._advance("compute", segment.unit, segment.seconds)
             else:
-                self._now += moment.seconds
+                self._now += segment.seconds
         self._note("the optimizer", footprint.gradient_bytes + footprint.optimizer_step_bytes)
         self._advance("compute", "the optimizer", footprint.optimizer_step_s)
         if footprint.skipped_blocks:
             # Such a block needs what others do, beside all that may be in memory then.
-            in_blocks = (moment for moment in footprint.moments if footprint.units[moment.unit] is not None)
-            live = max((moment.live_bytes + moment.measured_bytes for moment in in_blocks), default=0)
+            in_blocks = (segment for segment in footprint.segments if footprint.units[segment.unit] is not None)
+            live = max((segment.live_bytes + segment.measured_bytes for segment in in_blocks), default=0)
             self._must_fit = max(self._must_fit, base_bytes + live + self._most_held)
         return Timeline(
             step_s=self._now,

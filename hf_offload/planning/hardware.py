@@ -16,7 +16,7 @@ import torch
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.folders import user_folder
-from hf_offload.plan.hardware import DTYPES, Figure, Hardware
+from hf_offload.plan.hardware import DTYPES, Hardware, Measurement
 from hf_offload.planning.machine import NO_OPTIONS, default_device, probe_machine
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.host_memory import RAM_SHARE
@@ -66,18 +66,18 @@ def measure_hardware(
             json.dumps(disk_options, sort_keys=True),
         ]
         rates |= _kept(about, _DRIVE_RATES, lambda: _measure_drives(directories, disk_options), fresh)
-    measured = {name: Figure(value, "measured") for name, value in rates.items()}
+    measured = {name: Measurement(value, "measured") for name, value in rates.items()}
     store, load, both, room = {}, {}, {}, {}
     if device.type != "cpu":
         store["ram"], load["ram"], both["ram"] = (measured[f"ram {way}"] for way in ("store", "load", "both"))
-        room["ram"] = Figure((machine.ram_available_bytes or 0) * RAM_SHARE, "measured")
+        room["ram"] = Measurement((machine.ram_available_bytes or 0) * RAM_SHARE, "measured")
     if machine.drives:
         store["ssd"], load["ssd"], both["ssd"] = (measured[f"ssd {way}"] for way in ("store", "load", "both"))
-        room["ssd"] = Figure(sum({drive.free_bytes for drive in machine.drives}), "measured")
+        room["ssd"] = Measurement(sum({drive.free_bytes for drive in machine.drives}), "measured")
     return Hardware(
         name=machine.device.name,
         device=device.type,
-        memory_bytes=Figure(machine.device.usable_bytes, "measured"),
+        memory_bytes=Measurement(machine.device.usable_bytes, "measured"),
         flops_per_s={dtype: measured[f"matmul {dtype}"] for dtype in DTYPES},
         memory_bytes_per_s=measured["memory"],
         store_bytes_per_s=store,

@@ -42,7 +42,7 @@ class Known:
         plan: The plan, where it is the one that was measured, and not one that was found by simulating.
         correction_bytes: How much less than the budget it was made for.
         steps: How many ran under it.
-        pace: Time of compute beside what was measured at first.
+        pace: Time of compute as a ratio to what was measured at first.
     """
 
     situation: Situation
@@ -114,7 +114,7 @@ def known_by_simulating(
 def known_if_kept(
     situation: Situation, footprint: Footprint, hardware: Hardware, budget_bytes: int, plan: Plan, peak_bytes: int
 ) -> Known | None:
-    """The plan that keeps everything, if that fits for certain: if all that is saved fits beside the peak of ``plan``."""
+    """The plan that keeps everything, if that fits for certain: if all that is saved fits on top of the peak of ``plan``."""
     kept = peak_bytes + sum(footprint.saved_bytes.values())
     if kept > make_problem(footprint, hardware, budget_bytes).limit_bytes:
         return None
@@ -149,7 +149,7 @@ def known_as_measured(
 
 
 def known_with_more_state(known: Known, nbytes: int, hardware: Hardware, budget_bytes: int, *, ranks: Ranks) -> Known:
-    """The plan for the same micro-batch, beside ``nbytes`` more of optimizer state.
+    """The plan for the same micro-batch, with ``nbytes`` more of optimizer state.
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
     """

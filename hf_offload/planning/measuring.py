@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
-from hf_offload.plan.footprint import BlockSpan, Footprint, Moment, Saved
+from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.planning.optimizer_state import missing_state, state_of
 from hf_offload.planning.recorder import StepRecorder, nbytes_of
 
@@ -47,7 +47,7 @@ class _Times:
 class _MicroBatch:
     """What was found of one micro-batch."""
 
-    moments: tuple[Moment, ...]
+    segments: tuple[Segment, ...]
     saved: tuple[Saved, ...]
     blocks: tuple[BlockSpan, ...]
     peak_live_bytes: int
@@ -83,7 +83,7 @@ class StepMeter(StepRecorder):
         self._clock = self._now()
         self._optimizer_hooks: list[RemovableHandle] = []
         self._optimizing = False
-        self._before_optimizing = (0, 0, 0)  # live bytes, those of the running moment, the peak
+        self._before_optimizing = (0, 0, 0)  # live bytes, those of the running segment, the peak
         self._optimizer_s = 0.0
         self._optimizer_bytes = 0
         self._missing_state_bytes: dict[int, int] = {}  # by optimizer's id
@@ -118,7 +118,7 @@ class StepMeter(StepRecorder):
             handle.remove()
         if not gone:
             if not self._optimizing:
-                self.end_moment()
+                self.end_segment()
             self._close_micro_batch()
             self._state_bytes = self._find_state_bytes()
 
@@ -145,11 +145,11 @@ class StepMeter(StepRecorder):
             if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device == self._device:
                 self.see(tensor.untyped_storage())
         if is_next:
-            self.end_moment()
+            self.end_segment()
             if self._begun:
                 self._close_micro_batch()
             self._begun = True
-            self.moments.clear()
+            self.segments.clear()
             self._times.clear()
             self._records.clear()
             self._held.clear()
@@ -169,16 +169,16 @@ class StepMeter(StepRecorder):
         )
         has_backward = self.backward or bool(self._reached)
         self._reached.clear()
-        moments = tuple(
-            dataclasses.replace(moment, live_bytes=moment.live_bytes + missing) if moment.backward else moment
-            for moment in self._moments()
+        segments = tuple(
+            dataclasses.replace(segment, live_bytes=segment.live_bytes + missing) if segment.backward else segment
+            for segment in self._segments()
         )
         saved, blocks = tuple(self._saved()), tuple(self.block_spans())
         again = sum(times.nbytes for times in self._times.values() if times.is_asked_again)
         walks_again = again > _AGAIN * sum(times.nbytes for times in self._times.values())
         skipped = tuple(sorted(self._blocks - self._left.keys()))
         self._micro_batches.append(
-            _MicroBatch(moments, saved, blocks, self.peak_live_bytes, skipped, has_backward, walks_again)
+            _MicroBatch(segments, saved, blocks, self.peak_live_bytes, skipped, has_backward, walks_again)
         )
 
     @property
@@ -191,7 +191,7 @@ class StepMeter(StepRecorder):
     def packed(self, record: ObservedRecord) -> None:
         """A tensor was saved."""
         unit = record.unit if record.unit in self.units else next(iter(self.units))
-        times = self._times[id(record)] = _Times(unit, record.nbytes, self.end_moment())
+        times = self._times[id(record)] = _Times(unit, record.nbytes, self.end_segment())
         self._records[id(record)] = reference = weakref.ref(record)
         self._held.append((reference, times))
         storage = record.storage_ref()
@@ -201,7 +201,7 @@ class StepMeter(StepRecorder):
     def asked(self, record: ObservedRecord) -> None:
         """Backward is about to use a saved tensor."""
         times, known = self._times.get(id(record)), self._records.get(id(record))
-        now = self.end_moment()
+        now = self.end_segment()
         if not self.backward:
             self._effects.backward_begins()
         self.backward = True
@@ -216,8 +216,8 @@ class StepMeter(StepRecorder):
 
     # -- what the recorder asks ---------------------------------------------------------------------------------------
 
-    def end_moment(self) -> int:
-        now = super().end_moment()
+    def end_segment(self) -> int:
+        now = super().end_segment()
         still = []
         for reference, times in self._held:
             record = reference()
@@ -238,10 +238,10 @@ class StepMeter(StepRecorder):
 
     def died(self, key: int) -> None:
         for times in self._by_storage.pop(key, ()):
-            times.died = len(self.moments)
+            times.died = len(self.segments)
 
     def elapsed(self) -> float:
-        """Seconds of compute since this was asked last. What moves bytes beside it takes none of them: copies have ended when
+        """Seconds of compute since this was asked last. What moves bytes meanwhile takes none of them: copies have ended when
         the clock starts, and only the compute stream is waited for when it stops.
         """
         if self._device.type == "cpu":
@@ -267,7 +267,7 @@ class StepMeter(StepRecorder):
         if self._model_ref() is None:
             self.leave()  # where the model went, something else may have been on top
             return
-        self.end_moment()
+        self.end_segment()
         self._optimizing = True
         for state in state_of(optimizer):
             self._known.add(id(state.untyped_storage()))  # it was there before
@@ -322,7 +322,7 @@ class StepMeter(StepRecorder):
         )
         missing = sum(self._missing_state_bytes.values())
         return Footprint(
-            moments=found.moments,
+            segments=found.segments,
             saved=found.saved,
             blocks=found.blocks,
             units=self.units,
@@ -338,7 +338,7 @@ class StepMeter(StepRecorder):
         )
 
     def _saved(self) -> Iterator[Saved]:
-        end = len(self.moments)
+        end = len(self.segments)
         for times in self._times.values():
             needed = end if times.needed is None else times.needed
             released = end if times.released is None else times.released
@@ -346,18 +346,18 @@ class StepMeter(StepRecorder):
             yield Saved(times.unit, times.nbytes, times.packed, gone, needed, min(max(released, needed + 1), end))
 
     def _gone(self, times: _Times) -> int:
-        """The first moment in which nothing but autograd would have held it, had it stayed in memory."""
-        end = len(self.moments)
+        """The first segment in which nothing but autograd would have held it, had it stayed in memory."""
+        end = len(self.segments)
         dropped = end if times.dropped is None else times.dropped
         died = end if times.died is None else times.died
         return died if died > dropped else times.packed
 
-    def _moments(self) -> Iterator[Moment]:
-        """The moments, with what somebody else held while the engine held it, too: it was taken for the engine's alone."""
-        more = [0] * (len(self.moments) + 1)
+    def _segments(self) -> Iterator[Segment]:
+        """The segments, with what somebody else held while the engine held it, too: it was taken for the engine's alone."""
+        more = [0] * (len(self.segments) + 1)
         for times in self._times.values():
             if times.dropped is not None and self._gone(times) > times.dropped:
                 more[times.packed] += times.nbytes
                 more[times.dropped] -= times.nbytes
-        for moment, nbytes in zip(self.moments, itertools.accumulate(more), strict=False):
-            yield dataclasses.replace(moment, live_bytes=moment.live_bytes + nbytes)
+        for segment, nbytes in zip(self.segments, itertools.accumulate(more), strict=False):
+            yield dataclasses.replace(segment, live_bytes=segment.live_bytes + nbytes)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.plan.hardware import Figure, Hardware
+from hf_offload.plan.hardware import Hardware, Measurement
 from hf_offload.planning.hardware import measure_hardware
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.storage.opening import disk_options, drives_for
@@ -32,7 +32,7 @@ class Ranks:
     """All processes of the run. Every method that talks to the others is called by all of them, in the same order.
 
     They talk over a group of their own on the CPU (gloo), so that nothing waits for an accelerator. Without
-    ``torch.distributed``, or with one process, there is nobody to talk to.
+    ``torch.distributed``, or with one process, there is no other process to talk to.
 
     Attributes:
         count: How many there are.
@@ -160,6 +160,6 @@ def hardware_of_all(config: OffloadConfig, ranks: Ranks, device: torch.device) -
     room = dict(hardware.room_bytes)
     for tier, budget in (("ram", config.ram_budget), ("ssd", config.disk_budget)):
         if budget is not None and tier in room:
-            room[tier] = Figure(int(budget), "given")
+            room[tier] = Measurement(int(budget), "given")
     ring_bytes = hardware.ring_bytes if config.ring_bytes is None else int(config.ring_bytes)
     return dataclasses.replace(hardware, room_bytes=room, ring_bytes=ring_bytes)

@@ -1,4 +1,4 @@
-"""What counting a step and measuring one have in common: whose turn it is, what is alive, and where one moment ends."""
+"""What counting a step and measuring one have in common: whose turn it is, what is alive, and where one segment ends."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from hf_offload.plan.footprint import BlockSpan, Moment
+from hf_offload.plan.footprint import BlockSpan, Segment
 from hf_offload.planning.workspace import workspace_bytes
 from hf_offload.structure.effects import Effects
 from hf_offload.structure.units import find_blocks, find_units
@@ -65,7 +65,7 @@ class _Sum:
 class StepRecorder(TorchDispatchMode):
     """Follows one step of ``model``: which unit computes, and how many bytes its operations keep alive.
 
-    Subclasses say how long a moment took (:meth:`elapsed`) and which of the live bytes are not the model's
+    Subclasses say how long a segment took (:meth:`elapsed`) and which of the live bytes are not the model's
     (:meth:`elsewhere`).
 
     A recorder does not keep the model: a training that is given up in the middle of a step leaves it on its thread's stack
@@ -81,7 +81,7 @@ class StepRecorder(TorchDispatchMode):
         units = find_units(model)
         self.units = {name: unit.block for name, unit in units.items()}
         self.kinds = {name: unit.kind for name, unit in units.items()}
-        self.moments: list[Moment] = []
+        self.segments: list[Segment] = []
         self.backward = False
         self.unit = next(iter(self.units))
         self._model_ref = weakref.ref(model)
@@ -165,12 +165,12 @@ class StepRecorder(TorchDispatchMode):
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # a recompute
-        self.end_moment()
+        self.end_segment()
         self._stack.append(self.unit)
         self.unit = name
         self.backward = False
         if name in self._blocks:
-            self._entered.setdefault(name, len(self.moments))
+            self._entered.setdefault(name, len(self.segments))
             # What activation checkpointing keeps of a block: its positional arguments.
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             self._boundary[name] = sum(nbytes_of(tensor) for tensor in tensors if tensor.is_floating_point())
@@ -178,9 +178,9 @@ class StepRecorder(TorchDispatchMode):
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or not self._stack:
             return
-        self.end_moment()
+        self.end_segment()
         if name in self._blocks:
-            self._left.setdefault(name, len(self.moments))
+            self._left.setdefault(name, len(self.segments))
         self.unit = self._stack.pop()
 
     def _count_gradient(self, parameter: torch.Tensor) -> None:
@@ -233,7 +233,7 @@ class StepRecorder(TorchDispatchMode):
     def _adds_up_gradients(self, func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> bool:
         """Whether this may be autograd, adding up the gradients of a tensor that was used twice.
 
-        Where nobody else needs the first of them, it takes the sum, but under a dispatch mode autograd makes a new tensor
+        Where nothing else needs the first of them, it takes the sum, but under a dispatch mode autograd makes a new tensor
         (torch's ``can_accumulate_inplace``).
         """
         return (
@@ -285,23 +285,23 @@ class StepRecorder(TorchDispatchMode):
             self._reach(self._sum.needed, self._sum.elsewhere, self._sum.spared)
             self._sum = None
 
-    def end_moment(self) -> int:
-        """Close the running moment; returns the index of the next one."""
+    def end_segment(self) -> int:
+        """Close the running segment; returns the index of the next one."""
         self._clean_up()
         seconds = self.elapsed()
         live = self._live - self.elsewhere()
-        if seconds > 0 or self._most > live or not self.moments:
+        if seconds > 0 or self._most > live or not self.segments:
             more = max(0, self._most_measured - self._most)
-            self.moments.append(Moment(self.unit, self.backward, max(0, self._most), self._gradients, seconds, more))
+            self.segments.append(Segment(self.unit, self.backward, max(0, self._most), self._gradients, seconds, more))
         self._most = self._most_measured = live
-        return len(self.moments)
+        return len(self.segments)
 
     def block_spans(self) -> Iterator[BlockSpan]:
         """The blocks that ran, once each."""
         begun: dict[str, int] = {}
-        for index, moment in enumerate(self.moments):
-            block = self.units[moment.unit]
-            if moment.backward and block is not None:
+        for index, segment in enumerate(self.segments):
+            block = self.units[segment.unit]
+            if segment.backward and block is not None:
                 begun.setdefault(block, index)
         for name, entered in self._entered.items():
             if name in self._left and name in begun:

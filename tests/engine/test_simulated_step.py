@@ -9,7 +9,7 @@ import pytest
 from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
 from hf_offload.forecast.fake import fake_mode
 from hf_offload.plan import rules
-from hf_offload.plan.footprint import Footprint, Moment, Saved
+from hf_offload.plan.footprint import Footprint, Saved, Segment
 from hf_offload.plan.plan import Keeping, Placement, Plan
 from hf_offload.plan.simulate import simulate
 from hf_offload.plan.timeline import Channel, Windows
@@ -38,25 +38,25 @@ def random_footprint(draw):
     """Several tensors a unit, some of them also held by others, asked for in groups and in no strict order."""
     units = [f"layers.{index}" for index in range(draw.randint(3, 7))]
     saved_by = {unit: draw.randint(0, 4) for unit in units}
-    moments, packed = [], []
+    segments, packed = [], []
     for unit in units:
-        moments.append(Moment(unit, False, 0, 0, draw.uniform(0.01, 0.3)))
+        segments.append(Segment(unit, False, 0, 0, draw.uniform(0.01, 0.3)))
         for _ in range(saved_by[unit]):
             if draw.random() < 0.7:
-                moments.append(Moment(unit, False, 0, 0, draw.uniform(0.01, 0.3)))
-            packed.append((unit, len(moments)))
-    end_of_forward = len(moments)
+                segments.append(Segment(unit, False, 0, 0, draw.uniform(0.01, 0.3)))
+            packed.append((unit, len(segments)))
+    end_of_forward = len(segments)
     times = {}
     order = list(range(len(packed)))[::-1]
     for place in range(len(order) - 1):
         if draw.random() < 0.2:
             order[place], order[place + 1] = order[place + 1], order[place]
-    moments.append(Moment(units[-1], True, 0, 0, draw.uniform(0.01, 0.3)))
+    segments.append(Segment(units[-1], True, 0, 0, draw.uniform(0.01, 0.3)))
     for number in order:
         if draw.random() < 0.7 or number == order[0]:
-            moments.append(Moment(packed[number][0], True, 0, 0, draw.uniform(0.01, 0.4)))
-        times[number] = len(moments) - 1
-    moments += [Moment(units[0], True, 0, 0, 0.1)] * 2
+            segments.append(Segment(packed[number][0], True, 0, 0, draw.uniform(0.01, 0.4)))
+        times[number] = len(segments) - 1
+    segments += [Segment(units[0], True, 0, 0, 0.1)] * 2
     saved = []
     for number, (unit, begin) in enumerate(packed):
         begin, needed = min(begin, end_of_forward), times[number]
@@ -64,7 +64,7 @@ def random_footprint(draw):
         gone = draw.choice([begin, begin, begin + draw.randint(0, 2), released])
         saved.append(Saved(unit, draw.randint(1, 40) * KB + draw.randint(0, 9), begin, gone, needed, released))
     return Footprint(
-        moments=tuple(moments),
+        segments=tuple(segments),
         saved=tuple(saved),
         blocks=(),
         units=dict.fromkeys(units),
@@ -158,7 +158,7 @@ def test_a_model_holds_the_same_bytes_in_both(name, on_host):
     average = rules.window_bytes(sum(footprint.saved_bytes.values()), len(footprint.saved), 1)
     draw = random.Random(name)
     channels = channels_of(draw, on_host)
-    step_s = sum(moment.seconds for moment in footprint.moments)
+    step_s = sum(segment.seconds for segment in footprint.segments)
     # As fast as it takes to move all of it in the time of the step.
     scale = sum(footprint.saved_bytes.values()) / step_s / channels["ssd"].store_bytes_per_s
     fields = ("store_bytes_per_s", "load_bytes_per_s", "link_bytes_per_s")

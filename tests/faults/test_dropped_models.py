@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.integrations.summary import summary_lines
-from hf_offload.plan.hardware import Figure, Hardware
+from hf_offload.plan.hardware import Hardware, Measurement
 from hf_offload.session import attached_session
 from hf_offload.settings.sampling import SampledLinearConfig
 from tests.helpers.package_threads import OurThreads
@@ -27,10 +27,17 @@ TIERS = ["ram", "ssd", "auto"]
 
 def measured_nowhere():
     """Rates as given."""
-    given = {name: Figure(1e11, "given") for name in ("float32", "bfloat16", "float16")}
-    rate = {"ssd": Figure(1e9, "given")}
+    given = {name: Measurement(1e11, "given") for name in ("float32", "bfloat16", "float16")}
+    rate = {"ssd": Measurement(1e9, "given")}
     return Hardware(
-        "a test", "cpu", Figure(4e9, "given"), given, Figure(1e10, "given"), rate, rate, {"ssd": Figure(1e10, "given")}
+        "a test",
+        "cpu",
+        Measurement(4e9, "given"),
+        given,
+        Measurement(1e10, "given"),
+        rate,
+        rate,
+        {"ssd": Measurement(1e10, "given")},
     )
 
 

@@ -261,7 +261,7 @@ class Stage:
         """Which saved bytes the engine holds at every moment, by number, and when the step ends."""
         engine, clock, held = self.engine, self._clock, []
         originals: dict[int, torch.Tensor] = {}
-        for index, moment in enumerate(footprint.moments):
+        for index, segment in enumerate(footprint.segments):
             for number, one in enumerate(footprint.saved):
                 if one.released == index:
                     del self._handles[number]
@@ -284,7 +284,7 @@ class Stage:
                     assert (engine.unpack(self._handles[number]) == number % 251).all()
             engine.transfer.reap()
             held.append(frozenset(number for number, handle in self._handles.items() if _is_held(handle)))
-            clock.run_until(clock.now + moment.seconds)
+            clock.run_until(clock.now + segment.seconds)
         end_s = clock.now
         self._handles.clear()
         originals.clear()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadPlugin, attach, offload_activations
 from hf_offload.errors import OffloadPlanError
 from hf_offload.integrations.summary import summary_lines
-from hf_offload.plan.hardware import Figure, Hardware
+from hf_offload.plan.hardware import Hardware, Measurement
 from hf_offload.planning import ranks
 from hf_offload.settings.sizes import format_bytes
 from tests.helpers.activation_heavy_models import batch, build
@@ -216,10 +216,17 @@ def an_interrupted_training_waits_for_nobody(rank, folder):
 
 
 def a_machine():
-    given = {name: Figure(1e11, "given") for name in ("float32", "bfloat16", "float16")}
-    rate = {"ssd": Figure(1e9, "given")}
+    given = {name: Measurement(1e11, "given") for name in ("float32", "bfloat16", "float16")}
+    rate = {"ssd": Measurement(1e9, "given")}
     return Hardware(
-        "a test", "cpu", Figure(4e9, "given"), given, Figure(1e10, "given"), rate, rate, {"ssd": Figure(1e10, "given")}
+        "a test",
+        "cpu",
+        Measurement(4e9, "given"),
+        given,
+        Measurement(1e10, "given"),
+        rate,
+        rate,
+        {"ssd": Measurement(1e10, "given")},
     )
 
 

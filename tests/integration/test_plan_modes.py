@@ -154,7 +154,7 @@ def test_updated_in_backward_gradients_are_those_of_the_largest_weight(mode):
     assert counted.gradient_bytes == max(p.nbytes for p in tiny_model("llama").parameters())
     step = count_workload(workload_of("llama").in_mode(mode, settings | {"update_in_backward": False}), CARD)
     assert counted.state_bytes == step.state_bytes
-    assert counted.moments[-1].gradient_bytes < step.moments[-1].gradient_bytes == step.gradient_bytes
+    assert counted.segments[-1].gradient_bytes < step.segments[-1].gradient_bytes == step.gradient_bytes
 
 
 @pytest.mark.parametrize("dtype", rows([torch.float32, torch.bfloat16], quick=[torch.bfloat16]))

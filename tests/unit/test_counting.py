@@ -34,13 +34,13 @@ def count(name, dropout, min_bytes=4096):
 
 def kept_curve(footprint):
     """Live bytes with everything kept, at every moment."""
-    change = [0] * (len(footprint.moments) + 1)
+    change = [0] * (len(footprint.segments) + 1)
     for one in footprint.saved:
         if one.gone < one.released:
             change[one.gone] += one.nbytes
             change[one.released] -= one.nbytes
     held = itertools.accumulate(change)
-    return [moment.live_bytes + kept for moment, kept in zip(footprint.moments, held, strict=False)]
+    return [segment.live_bytes + kept for segment, kept in zip(footprint.segments, held, strict=False)]
 
 
 @pytest.mark.parametrize("dropout", rows([0.0, 0.1], quick=[0.1]))
@@ -105,7 +105,7 @@ def test_sampled_and_lean_models_are_counted_as_they_run(name, settings, tmp_pat
 
 
 def held_over_forward(footprint):
-    return next(moment.live_bytes for moment in footprint.moments if moment.backward)
+    return next(segment.live_bytes for segment in footprint.segments if segment.backward)
 
 
 def test_every_block_and_its_parts_are_units():

@@ -8,10 +8,10 @@ import statistics
 import pytest
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.placement import find_greedy, find_uniform, greedy, local_search, smallest, solve, uniform
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import find_plan
 from hf_offload.plan.problem import Problem, smallest_budget
+from hf_offload.plan.search import find_greedy, find_uniform, greedy, local_search, smallest, solve, uniform
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.handmade_footprints import MB, footprint_of
 

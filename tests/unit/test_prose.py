@@ -36,7 +36,7 @@ WORDS = {
 """Pattern of a replaced word -> what to write instead."""
 
 NAMES = {
-    r"lean|Lean": "recompute_elementwise, rematerialization",
+    r"(?<![cC])lean|Lean": "recompute_elementwise, rematerialization",
     r"^_?(Estate|graveyard|bury|bequeath)": "finalizer queue, cleanup",
     r"gone_backward": "after_backward",
     r"patiently": "call_with_watchdog",
@@ -58,11 +58,8 @@ TO_DO: tuple[str, ...] = (
     "benchmarks/sampling.py",
     "docs/api.md",
     "hf_offload/cli",
-    "hf_offload/engine",
     "hf_offload/forecast",
     "hf_offload/integrations",
-    "hf_offload/plan/",
-    "hf_offload/planning",
     "hf_offload/session.py",
     "hf_offload/settings",
 )

@@ -44,5 +44,5 @@ def test_the_sum_of_two_gradients_takes_the_place_of_the_first_where_autograd_ma
     meter.end()
     assert meter.peak_bytes(0) / model.weight.nbytes == pytest.approx(buffers, rel=0.01)
     # Under the mode that measures there are two of them for a moment.
-    moments = meter.footprint(0).moments
-    assert max(one.live_bytes + one.measured_bytes for one in moments) / WIDE / 8 == pytest.approx(3, rel=0.01)
+    segments = meter.footprint(0).segments
+    assert max(one.live_bytes + one.measured_bytes for one in segments) / WIDE / 8 == pytest.approx(3, rel=0.01)

@@ -39,9 +39,9 @@ def test_a_fast_tier_hides_everything():
 @pytest.mark.parametrize(("write_behind", "peak", "stalled"), [(0, 140, 140), (14 * MB, 150, 154), (1 << 40, 150, 160)])
 def test_a_tier_that_stops_writing_holds_up_to_the_window_in_memory(write_behind, peak, stalled):
     footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
-    moments = list(footprint.moments)
-    moments[2] = dataclasses.replace(moments[2], live_bytes=40 * MB)  # the last of forward
-    footprint = dataclasses.replace(footprint, moments=tuple(moments))
+    segments = list(footprint.segments)
+    segments[2] = dataclasses.replace(segments[2], live_bytes=40 * MB)  # the last of forward
+    footprint = dataclasses.replace(footprint, segments=tuple(segments))
     timeline = play(footprint, Placement.SSD, Channel(1e12, 1e12), Windows(0, write_behind))
     # There the first tensor has left, and the second is leaving; with no window forward has waited until it was out.
     assert timeline.peak_bytes == peak * MB
@@ -50,8 +50,8 @@ def test_a_tier_that_stops_writing_holds_up_to_the_window_in_memory(write_behind
 
 def test_what_measuring_takes_is_no_part_of_the_peak_but_has_to_fit():
     footprint = footprint_of([10 * MB] * 2, [0.1] * 2, [1 * MB] * 2)
-    *moments, last = footprint.moments
-    footprint = dataclasses.replace(footprint, moments=(*moments, dataclasses.replace(last, measured_bytes=30 * MB)))
+    *segments, last = footprint.segments
+    footprint = dataclasses.replace(footprint, segments=(*segments, dataclasses.replace(last, measured_bytes=30 * MB)))
     timeline = play(footprint, Placement.KEEP)
     assert timeline.peak_bytes == (100 + 20 + 1) * MB
     assert timeline.must_fit_bytes == (100 + 10 + 1 + 30) * MB  # one of two is released by then

@@ -77,7 +77,7 @@ def test_copies_beside_compute_are_not_taken_for_compute(late, monkeypatch):
     model(torch.ones(4, 8, device="late:0")).sum().backward()
     meter.end()
     assert copies_s > 0
-    assert sum(moment.seconds for moment in meter.footprint(0).moments) == 0
+    assert sum(segment.seconds for segment in meter.footprint(0).segments) == 0
 
 
 def test_streams_that_wait_for_copies_say_how_long(late):

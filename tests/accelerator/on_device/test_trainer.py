@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_offload import OffloadCallback, OffloadPlugin, OffloadTrainingArguments
 from hf_offload.integrations.accelerate import attached_accelerators
-from hf_offload.plan.hardware import Figure, Hardware
+from hf_offload.plan.hardware import Hardware, Measurement
 from hf_offload.session import attached_session
 from tests.accelerator.on_device.training import differences, let_go_of_what_was_loaded
 from tests.helpers.tiny_models import ExampleDataset, gradients, tiny_model, weights
@@ -48,10 +48,12 @@ def let_go() -> None:
 @pytest.fixture
 def known_machine(monkeypatch):
     """A link so fast that a plan moves rather than recomputes, however busy the machine is."""
-    flops = {name: Figure(1e9, "given") for name in ("float32", "bfloat16", "float16")}
-    rate = {"ram": Figure(1e11, "given"), "ssd": Figure(1e10, "given")}
-    room = {"ram": Figure(1e10, "given"), "ssd": Figure(1e10, "given")}
-    hardware = Hardware("a test", "late", Figure(4e9, "given"), flops, Figure(1e10, "given"), rate, rate, room)
+    flops = {name: Measurement(1e9, "given") for name in ("float32", "bfloat16", "float16")}
+    rate = {"ram": Measurement(1e11, "given"), "ssd": Measurement(1e10, "given")}
+    room = {"ram": Measurement(1e10, "given"), "ssd": Measurement(1e10, "given")}
+    hardware = Hardware(
+        "a test", "late", Measurement(4e9, "given"), flops, Measurement(1e10, "given"), rate, rate, room
+    )
     monkeypatch.setattr("hf_offload.planning.ranks.measure_hardware", lambda directories, device, **options: hardware)
     monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: {})
 

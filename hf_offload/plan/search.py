@@ -59,7 +59,7 @@ def smallest(problem: Problem) -> Solution:
         ),
         key=size,
     )
-    work = _SEARCH_WORK // (len(problem.footprint.moments) + len(problem.footprint.saved) + 1)
+    work = _SEARCH_WORK // (len(problem.footprint.segments) + len(problem.footprint.saved) + 1)
     improved = True
     while improved and work > 0:
         improved = False
@@ -222,7 +222,7 @@ class _LocalSearch:
         """The solution with these placements, if it fits; each is played once."""
         key = _key(placements, like.windows)
         if key not in self._tried:
-            self._work_left -= len(self._problem.footprint.moments) + len(self._problem.footprint.saved)
+            self._work_left -= len(self._problem.footprint.segments) + len(self._problem.footprint.saved)
             solution = self._problem.play(placements, like.windows, like.method)
             self._tried[key] = solution if self._problem.fits(solution) else None
         return self._tried[key]
