@@ -343,7 +343,7 @@ def test_ctrl_c_reaches_a_running_cell(recipe):
         (["--batch", "4,x"], "--batch '4,x': give whole numbers"),
         (["--sequence", "0"], "--sequence '0': give whole numbers"),
         (["--memory-limit", "lots"], "--memory-limit='lots' is not a size"),
-        (["--json", "--csv"], "give one of them"),
+        (["--json", "--csv"], "pass one of them"),
         (["training.max_step=1"], "no field 'max_step'"),
     ],
 )

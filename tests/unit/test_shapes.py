@@ -62,7 +62,7 @@ def test_a_recipe_of_the_hub_is_planned_without_the_hub():
 def test_another_model_does_without_the_shape(tmp_path):
     recipe = load_recipe("llama/1b_lora_ssd", [f"model.name={tmp_path}"])
     assert recipe.model.published is None
-    with pytest.raises(OffloadConfigError, match=r"no folder with a config\.json"):
+    with pytest.raises(OffloadConfigError, match=r"not a shipped recipe, a folder with a config\.json"):
         find_workload("llama/1b_lora_ssd", ["model.name=owner/another"])
     base = load_recipe("llama/1b_lora_ssd", ["model.name=meta-llama/Llama-3.2-1B"])
     assert base.model.published is not None
