@@ -50,7 +50,7 @@ def _sampled(ratio: float, *switches: str) -> dict[str, Any]:
 
 
 def _elementwise(*switches: str) -> dict[str, Any]:
-    return {"lean": RecomputeElementwiseConfig(switches)} if switches else {}
+    return {"recompute_elementwise": RecomputeElementwiseConfig(switches)} if switches else {}
 
 
 BASELINE, FAIR = "full, eager", "full"

@@ -186,7 +186,7 @@ class OffloadSession:
             int(hardware.memory_bytes.value * BUDGET_SHARE) if budget is None else int(budget),
             hardware,
             safest=self.plan,
-            apply=self._follow,
+            apply=self._apply_plan,
             engine=self._engine,
             on_infeasible=self._transforms.tiling.on_infeasible,
             ranks=self.ranks,
@@ -213,7 +213,7 @@ class OffloadSession:
         self._storage.wear.keep()
         return self._storage.wear.report()
 
-    def _follow(self, plan: Plan) -> None:
+    def _apply_plan(self, plan: Plan) -> None:
         assert self._engine is not None
         assert self._recompute is not None
         with signals_deferred:

@@ -30,8 +30,7 @@ class ModeRow:
         weights_bytes: Weights and buffers, frozen ones too.
         gradient_bytes: Of all gradients that are there at once, at the end of backward.
         state_bytes: The optimizer's, float32 copies of weights among it.
-        activation_bytes: What the peak has beside these three: what is saved and computed with, or what the optimizer's step
-            needs.
+        activation_bytes: The rest of the peak: saved activations and temporaries, or what the optimizer's step needs.
         peak_bytes: Predicted, with everything kept.
         fits: Whether that is within the budget.
         largest_batch: With everything kept; 0 where not even one row fits.

@@ -61,7 +61,7 @@ def pull_levers(
     longest = getattr(workload.config, "max_position_embeddings", None)
     if isinstance(longest, int) and longest < _LENGTHS[-1]:
         raise OffloadConfigError(
-            f"{workload.name} has {longest} positions: how far its rows reach is no question of memory."
+            f"{workload.name} has {longest} positions: the length of its rows is not limited by memory."
         )
     found = []
     now = dataclasses.replace(workload, cut=Cut(exactly=PIECES))

@@ -58,7 +58,7 @@ class Workload:
         memory_mode: ``none`` trains every weight with ``optimizer``; the others have an optimizer of their own.
         memory_mode_kwargs: Settings of the mode.
         sampled: How linear layers are sampled, if they are.
-        lean: What is not saved but made again, if anything.
+        recompute_elementwise: Which elementwise operations are recomputed, if any are.
         tiled_loss, tiled_mlp: As in :class:`~hf_offload.OffloadConfig`.
         cut: How large pieces are.
         update_in_backward: Whether every weight is updated as soon as its gradient is there, so that gradients never add up.
@@ -81,7 +81,7 @@ class Workload:
     memory_mode: str = NONE
     memory_mode_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sampled: SampledLinearConfig | None = None
-    lean: RecomputeElementwiseConfig | None = None
+    recompute_elementwise: RecomputeElementwiseConfig | None = None
     tiled_loss: str = "off"
     tiled_mlp: str | Sequence[str] = "off"
     cut: Cut = dataclasses.field(default_factory=Cut)
@@ -227,7 +227,7 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
                 tiled_loss=workload.tiled_loss,
                 tiled_mlp=workload.tiled_mlp,
                 sampled_linear=workload.sampled,
-                recompute_elementwise=workload.lean,
+                recompute_elementwise=workload.recompute_elementwise,
             )
             transforms = transforms_for(model, settings, workload.cut)
             transforms.apply()

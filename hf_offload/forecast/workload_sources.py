@@ -87,7 +87,7 @@ def _of_settings(offload: OffloadConfig) -> dict[str, Any]:
     return {
         "min_bytes": offload.min_bytes,
         "sampled": offload.sampling,
-        "lean": offload.lean,
+        "recompute_elementwise": offload.elementwise,
         "tiled_loss": offload.tiled_loss,
         "tiled_mlp": offload.tiled_mlp,
         "cut": cut_for(offload),

@@ -216,7 +216,7 @@ def _stepped(offloaded: "weakref.ref[OffloadedAccelerator]", *_: Any) -> None:
 
 
 class _Offloading(Accelerator):
-    """What an accelerator that offloads does in addition: the session hears of what it prepares, forgets and ends.
+    """The methods of an accelerator that offloads: they pass on to the session what is prepared, freed and ended.
 
     One accelerator gets these methods, not the class; nothing in it refers to it, so that it is freed as soon as the script
     drops it. Copies find no entry in ``_attached`` and do nothing more than the original class.

@@ -1,7 +1,7 @@
-"""Memory modes in the Trainer: arguments that say ``memory_mode`` change the model and the optimizer of whoever gets them.
+"""Memory modes in the Trainer: training arguments with a ``memory_mode`` change its model and its optimizer.
 
-The Trainer takes both in its constructor and asks nobody afterwards, so that is where this comes in: the constructor is
-wrapped, once in a process and only when arguments with a memory mode are made. For all other arguments it does what it did.
+The Trainer takes both in its constructor only, so the constructor is wrapped: once in a process, and only when arguments with
+a memory mode are made. For all other arguments it is unchanged.
 """
 
 import functools

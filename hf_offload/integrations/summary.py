@@ -66,7 +66,7 @@ def _moved(everyone: list[StepStats], steps: int) -> str:
 
 
 def _compared(forecast: Prediction) -> str:
-    """What the plan was predicted to do, beside what it did."""
+    """Predicted and measured peak and step time of the plan."""
     peak, steps = forecast.measured_peak_bytes, forecast.measured_step_s
     measured_peak = "was not measured" if peak is None else f"measured {format_bytes(peak)}"
     measured_step = f"measured {statistics.median(steps):.2f} s" if steps else "not measured"

@@ -184,7 +184,7 @@ def _without_twice(config: OffloadConfig, args: TrainingArguments) -> OffloadCon
         return config
     if config.tiled_loss == "on":
         raise OffloadConfigError(
-            "use_liger_kernel=True and tiled_loss='on' both compute output head and loss in pieces: drop one, or say "
+            "use_liger_kernel=True and tiled_loss='on' both compute output head and loss in pieces: drop one, or set "
             "tiled_loss='auto', which leaves them to Liger."
         )
     logger.info("Liger's fused kernel computes the output head and the loss.")

@@ -52,7 +52,7 @@ class RecomputeElementwiseConfig:
         return switch in self.switches or (ALL_EXACT in self.switches and switch in EXACT_SWITCHES)
 
     def insists_on(self, switch: str) -> bool:
-        """Whether ``switch`` is on by its own name, so that finding nothing to do is a mistake."""
+        """Whether ``switch`` was named itself: it is then an error if the model has no such operation."""
         return switch in self.switches
 
     def __str__(self) -> str:

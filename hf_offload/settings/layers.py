@@ -120,7 +120,7 @@ def drop_nulls(tree: dict[str, Any]) -> None:
 
 
 def _find_layer(name: str, user: Path) -> Path:
-    """A layer, beside the file that names it or among the shipped ones."""
+    """A layer: next to the file that names it, or among the shipped ones."""
     ending = "" if name.endswith((".yaml", ".yml")) else ".yaml"
     for folder in (user.parent, *recipe_roots()):
         found = folder / expand(f"{cropped(str(user))}: {BASE}", f"{name}{ending}")

@@ -59,7 +59,7 @@ def architectures(task: str | None = None) -> tuple[str, ...]:
 
 @functools.cache
 def config_fields(architecture: str) -> frozenset[str] | None:
-    """Fields that the configuration of a model type may have, and perhaps a few more; None if that cannot be told."""
+    """Fields that the configuration of a model type may have, possibly a few more; None if they cannot be determined."""
     special = dict(_pairs_of("SPECIAL_MODEL_TYPE_TO_MODULE_NAME"))
     folder = special.get(architecture, architecture.replace("-", "_"))
     name = _config_classes().get(architecture)

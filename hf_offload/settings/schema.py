@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.former_names import FormerName
 from hf_offload.settings.elementwise import RecomputeElementwiseConfig, recompute_elementwise
 from hf_offload.settings.memory_modes import MODES, NONE, memory_mode, read_mode_name, read_mode_settings
 from hf_offload.settings.renamed import takes_old_names
@@ -253,7 +254,7 @@ class OffloadConfig:
     @property
     def changes_a_run(self) -> bool:
         """Whether these settings ask for anything at all."""
-        changes_step = self.tier != "none" or self.tiles or self.sampling is not None or self.lean is not None
+        changes_step = self.tier != "none" or self.tiles or self.sampling is not None or self.elementwise is not None
         return changes_step or self.memory_mode != NONE
 
     def mode(self) -> "MemoryMode | None":
@@ -273,9 +274,11 @@ class OffloadConfig:
         return self.sampled_linear  # type: ignore[return-value]  # __post_init__ made it one
 
     @property
-    def lean(self) -> RecomputeElementwiseConfig | None:
+    def elementwise(self) -> RecomputeElementwiseConfig | None:
         """Which elementwise operations are recomputed, if any are."""
         return self.recompute_elementwise  # type: ignore[return-value]  # __post_init__ made it one
+
+    lean = FormerName("elementwise")
 
     def smallest_bytes(self, on_host: bool) -> int:
         """Bytes of the smallest tensor that is moved; ``on_host``, the model is in RAM itself."""
@@ -303,8 +306,8 @@ def smallest_bytes(asked: int | str | None, on_host: bool) -> int:
 
 
 def argument(field: str) -> str:
-    """The training argument that stands for a setting: ``argument("directory") == "offload_directory"``. Of what changes the
-    model rather than moving tensors, it is the setting's own name.
+    """The training argument of a setting: ``argument("directory") == "offload_directory"``. Settings that change the model
+    rather than move tensors have the same name in both places.
     """
     if field == "tier":
         return "offload"

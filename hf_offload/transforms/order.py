@@ -48,4 +48,4 @@ def transforms_for(model: nn.Module, config: OffloadConfig, cut: Cut | None = No
     """What ``config`` asks for, not applied yet; ``cut`` overrides how large the pieces of a tiled model are."""
     tiling = Tiling(model, config, cut)
     sampling = Sampling(model, config.sampling)
-    return Transforms(sampling, Rematerialization(model, config.lean, left_alone=tiling.head), tiling)
+    return Transforms(sampling, Rematerialization(model, config.elementwise, left_alone=tiling.head), tiling)

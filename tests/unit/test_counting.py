@@ -90,7 +90,7 @@ def test_sampled_and_lean_models_are_counted_as_they_run(name, settings, tmp_pat
     with fake_mode():
         model, inputs = build(name, 0.1), batch()
         Sampling(model, config.sampling).apply()
-        Rematerialization(model, config.lean).apply()
+        Rematerialization(model, config.elementwise).apply()
     footprint = count_footprint(model, inputs, cost=lambda *_: 0.0, optimizer=NOTHING, min_bytes=4096, as_on_cuda=False)
     model = build(name, 0.1)
     with offload_activations(model, config) as session:

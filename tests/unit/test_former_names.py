@@ -29,4 +29,6 @@ def test_the_former_name_of_recomputed_modules():
     )
     with pytest.warns(FutureWarning, match="rematerialized"):
         assert session.lean == session.rematerialized != []
+    with pytest.warns(FutureWarning, match=r"OffloadConfig\.lean is called elementwise now"):
+        assert session.config.lean is session.config.elementwise is not None
     session.detach()
