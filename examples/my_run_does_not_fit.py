@@ -62,7 +62,7 @@ print(f"budget                       {format_bytes(budget):>12}")
 #
 # ## 2. What would each way do?
 #
-# *auto* is the plan: what to keep, move or compute again so that the step is the fastest that fits.
+# *auto* is the plan: what to leave, move or recompute so that the step is the fastest that fits.
 
 # %%
 forecast = make_forecast(workload, hardware, budget_bytes=budget)

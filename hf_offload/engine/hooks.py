@@ -367,8 +367,8 @@ def _root(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep(tensor: torch.Tensor) -> KeptTensor:
-    # Never the tensor itself (see record.py), except a Parameter: a leaf holds no graph, and whoever swaps its data
-    # (ZeRO, FSDP) counts on autograd seeing the new one.
+    # Never the tensor itself (see record.py), except a Parameter: a leaf holds no graph, and ZeRO and FSDP, which
+    # swap its data, rely on autograd seeing the new one.
     return KeptTensor(tensor, tensor._version) if isinstance(tensor, nn.Parameter) else _keep_plain(tensor)
 
 

@@ -34,7 +34,7 @@ class Recompute:
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]):
-        self._blocks = weakref.WeakValueDictionary(blocks)  # the model's to keep
+        self._blocks = weakref.WeakValueDictionary(blocks)  # the model owns them
         self._handles: dict[str, list[RemovableHandle]] = {}
         self._frozen: dict[str, frozenset[str]] = {}
 

@@ -52,7 +52,7 @@ class Settling:
     def wait(self, seconds: float) -> bool:
         """Whether it is within ``seconds``."""
         if not self._is_done and self._until_done.acquire(timeout=seconds):
-            self._until_done.release()  # to whoever else waits
+            self._until_done.release()  # for other waiting threads
         return self._is_done
 
     def end(self) -> None:

@@ -87,7 +87,7 @@ class StagedMover(Mover):
         self._report = report
         self._rescued: dict[Slot, torch.Tensor] = {}
         self._in_use: set[Slot] = set()
-        # Into or out of a slot's own memory, which comes along where nobody else holds it until the copy has ended.
+        # Into or out of a slot's own memory, which is held here if nothing else keeps it until the copy has ended.
         self._last_copy: dict[Slot, tuple[Event, torch.Tensor | None]] = {}
         # Event waits and ring waits of the two directions never share a thread: neither can hold the other up.
         self._store_workers = WorkerPool("hf_offload-store", 1, device.make_current)
@@ -192,10 +192,10 @@ class StagedMover(Mover):
                 if error is not None and slot in self._in_use:
                     # The device buffer has left in stream order: these are the last bytes there are.
                     self._rescued[slot] = staging.clone()
-                    if slot not in self._in_use:  # freed meanwhile: nobody will ask for them
+                    if slot not in self._in_use:  # freed meanwhile: they will not be loaded
                         self._rescued.pop(slot, None)
                     self._report(staging.numel(), unit, error)
-            except Exception as failure:  # no memory for them: whoever loads them is told that nothing is stored
+            except Exception as failure:  # no memory for them: loading them will raise that nothing is stored
                 logger.error(
                     "Nothing is left of %d bytes of %s that could not be stored (%s): %s",
                     staging.numel(),
@@ -226,7 +226,7 @@ class StagedMover(Mover):
                 if not self._device.has_happened(copied):
                     if limit_bytes is None or not rules.holds_forward(self._leaving_bytes, limit_bytes):
                         return
-                    # The stream on which the block was in use, so that whoever gets it next is behind the copy.
+                    # The stream on which the block was in use, so that its next use comes after the copy.
                     self._wait(compute, copied)
                 self._leaving.popleft()
                 self._leaving_bytes -= buffer.numel()
@@ -289,7 +289,7 @@ class StagedMover(Mover):
             return
         try:
             staging = self._ring.acquire(end - begin, urgent)
-        except BaseException as error:  # whoever waits for the load has to hear of it
+        except BaseException as error:  # the waiting thread has to raise it
             load.end(error.with_traceback(None))  # which would hold this frame, and with it the target
             return
 
@@ -313,7 +313,7 @@ class StagedMover(Mover):
             copied = self._copy_in(staging, landing.part(begin, begin + staging.numel()), free)
             load.end()
             self._device.synchronize(copied)
-        except BaseException as failure:  # of the read or of the device: whoever waits has to hear of it
+        except BaseException as failure:  # of the read or of the device: the waiting thread has to raise it
             load.end(failure.with_traceback(None))  # which would hold this frame, and with it the target
         finally:
             self._ring.release(staging)
@@ -381,7 +381,7 @@ def _then(start: "Callable[[], Future[None]]", finish: Callable[[BaseException |
     del finish
 
     def ended(future: "Future[None]") -> None:
-        # A future keeps its callbacks, and whoever holds it would hold the buffers of this one.
+        # A future keeps its callbacks: as long as it is referenced, so would be the buffers of this one.
         callbacks.pop()(CancelledError() if future.cancelled() else future.exception())
 
     try:

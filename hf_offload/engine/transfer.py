@@ -110,7 +110,7 @@ class Transfer:
         begin = time.perf_counter()
         oldest = self._writes.oldest()
         while holds_forward(self._writes.nbytes, limit_bytes) and oldest is not None:
-            self._wait_for(oldest)  # a failed store has been dealt with by its callback; it is no error of this one
+            self._wait_for(oldest)  # its callback has handled a failed store: that is not an error here
             oldest = self._writes.oldest()
         self._stats.step.store_stall_s += time.perf_counter() - begin
 
@@ -144,7 +144,7 @@ class Transfer:
                 return
             try:
                 error = future.exception()
-            except CancelledError:  # by whoever keeps the bytes in memory, and sees to the rest
+            except CancelledError:  # by code that keeps the bytes in memory, and does the rest
                 return
             if error is not None:
                 self._become_resident(record)
@@ -170,7 +170,7 @@ class Transfer:
                 self.tier.name,
                 unit,
                 format_bytes(nbytes),
-                str(error),  # not the error: its traceback would keep the record alive in whoever keeps log records
+                str(error),  # not the error: stored log records would keep the record alive through its traceback
             )
 
     def _become_resident(self, record: Record) -> None:

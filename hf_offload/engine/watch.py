@@ -28,7 +28,7 @@ class ModelWatch:
     def __init__(self, model: nn.Module, leave_thread: Callable[[], None], close: Callable[[], None]):
         self._words: queue.SimpleQueue[object] = queue.SimpleQueue()
         # Held by the thread alone: among the garbage that goes with the model, they would not be called. The end of the
-        # model is told by a function of C, which Ctrl-C cannot cut short; the other one is called before it.
+        # model is reported by a C function, which Ctrl-C cannot interrupt; the other one is called before it.
         deaths = weakref.ref(model, self._words.put), weakref.ref(model, partial(_leave, self._words, leave_thread))
         self._thread = threading.Thread(
             target=_wait, args=(self._words, deaths, close), name="hf_offload-watch", daemon=True

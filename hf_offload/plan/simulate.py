@@ -175,7 +175,7 @@ class _Player:
         self._note("the optimizer", footprint.gradient_bytes + footprint.optimizer_step_bytes)
         self._advance("compute", "the optimizer", footprint.optimizer_step_s)
         if footprint.skipped_blocks:
-            # Such a block needs what others do, beside all that may be in memory then.
+            # Such a block needs as much as the others, in addition to all that may be in memory then.
             in_blocks = (segment for segment in footprint.segments if footprint.units[segment.unit] is not None)
             live = max((segment.live_bytes + segment.measured_bytes for segment in in_blocks), default=0)
             self._must_fit = max(self._must_fit, base_bytes + live + self._most_held)

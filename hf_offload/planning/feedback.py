@@ -125,7 +125,7 @@ class Feedback:
         """
         self._forward.begin()
         if self._meter is not None and self._meter.is_over:
-            self.end_step()  # nobody said that the last step had ended
+            self.end_step()  # the end of the last step was not reported
         if self._began_s is None:
             self._began_s, self._waited_s = time.perf_counter(), self._engine.waited_s()
             self._played = []

@@ -93,7 +93,7 @@ class StepRecorder(TorchDispatchMode):
         self._live = self._most = self._most_measured = self._gradients = 0
         self._reached: set[int] = set()  # ids of the weights that got a gradient
         self._used_up: set[int] = set()  # and of those whose gradient was used up at once
-        self.bookkeeping_s = 0.0  # the recorder's own time, which is no compute
+        self.bookkeeping_s = 0.0  # the recorder's own time, which is not compute
         self.peak_live_bytes = 0  # saved tensors included, weights not
         self._sum: _Sum | None = None
         self._known: set[int] = set()

@@ -88,6 +88,6 @@ def _of_text(name: str, found: list[str], wanted: list[str]) -> float:
 
 
 def _decode(tokenizer: Any, ids: np.ndarray) -> list[str]:
-    # Shorter rows are filled up with a number that is no token.
+    # Shorter rows are padded with a number that is not a token.
     written = np.where(ids < 0, tokenizer.pad_token_id, ids)
     return [text.strip() for text in tokenizer.batch_decode(written, skip_special_tokens=True)]

@@ -34,7 +34,7 @@ def build_tokenizer(data: DataRecipe, model_name: str | None, cache_dir: Path) -
     kept = cache_dir / f"tokenizer-{_fingerprint(data)}"
     if not kept.is_dir():
         tokenizer = _train_bpe(data, cache_dir)
-        # Written beside and renamed, so that a run that is stopped here leaves no half tokenizer behind.
+        # Written under another name and renamed: a run that is stopped here leaves no incomplete tokenizer.
         unfinished = kept.with_name(f"{kept.name}.{os.getpid()}")
         tokenizer.save_pretrained(unfinished)
         try:

@@ -1,11 +1,12 @@
 """What users read is plain English in the terms of the field: words that were replaced do not come back.
 
-Searched: docstrings, messages and help texts (all string literals of the package), names of definitions, and documents; not
-comments.
+Searched: docstrings, messages and help texts (all string literals of the package), comments, names of definitions, and
+documents.
 """
 
 import ast
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +77,10 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
     if path.suffix != ".py":
         yield from enumerate(path.read_text().splitlines(), start=1)
         return
+    with path.open("rb") as source:
+        for token in tokenize.tokenize(source.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, " ".join(node.value.split())

@@ -96,7 +96,7 @@ def why_not(module: nn.Module) -> str | None:
     for child in module.modules():
         first = next((one for one in child.parameters(recurse=False) if one.dim() > 1), None)
         if first is not None:
-            # What is no nn.Linear has its matrix the other way round, such as GPT-2's.
+            # The matrix of other classes, such as GPT-2's Conv1D, is transposed.
             return _try(module, getattr(child, "in_features", first.shape[0]), first)
     return "it has no matrix"
 
