@@ -1,4 +1,4 @@
-"""Public names that have changed: the former ones work for one version, with a warning that says the new one.
+"""Public names that have changed: the former ones work for one version, with a warning that names the new one.
 
 Names of settings are in :mod:`hf_offload.settings.renamed`.
 """
@@ -17,14 +17,16 @@ R = TypeVar("R")
 def warn_renamed(former: str, now: str, stacklevel: int = 2) -> None:
     """Warn that ``former`` is called ``now``; with ``stacklevel`` 2, at the line that called the caller."""
     warnings.warn(
-        f"{former} is called {now} now; the old name goes with the next version.", FutureWarning, stacklevel + 1
+        f"{former} is called {now} now; the old name will be removed in the next version.",
+        FutureWarning,
+        stacklevel + 1,
     )
 
 
 def check_given_once(former: str, now: str, given: bool) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` if ``now`` is given, too, as ``given`` says."""
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` if ``now`` is ``given`` as well."""
     if given:
-        raise OffloadConfigError(f"{former} is the old name of {now}, which is given, too: drop it.")
+        raise OffloadConfigError(f"{former} is the old name of {now}, which is given as well: drop it.")
 
 
 def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -390,10 +390,10 @@ def _detach_former(model: nn.Module, run_id: object, owner: str) -> None:
     runs = (run_id, session.run_id)
     of_another_run = session.owner == owner and runs[0] is not runs[1] and all(run is not None for run in runs)
     if session.owner == ENVIRONMENT != owner and session._mode is None:
-        logger.warning("%s is used for %s, and not the environment's settings.", owner, type(model).__name__)
+        logger.warning("%s is used for %s instead of the environment's settings.", owner, type(model).__name__)
     elif not of_another_run:
         raise OffloadConfigError(
-            f"Offloading is attached to this model already, by {session.owner}; now {owner} wants to, too. Use one surface "
-            "only (the training arguments, a callback, an OffloadPlugin or offload_activations), or detach the first session."
+            f"Offloading is already attached to this model by {session.owner}, and {owner} attaches it again. Use only one "
+            "(the training arguments, a callback, an OffloadPlugin or offload_activations), or detach the first session."
         )
     session.detach()

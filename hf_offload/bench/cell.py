@@ -192,8 +192,7 @@ def require_memory_limit() -> None:
     """Raise :class:`OffloadConfigError` where no memory limit can be set."""
     if not torch.cuda.is_available():
         raise OffloadConfigError(
-            "A memory limit stands in for a smaller graphics card. It needs a CUDA device, which this machine has none of: "
-            "run this on one that has."
+            "A memory limit, which simulates a smaller GPU, needs a CUDA device, and this machine has none."
         )
 
 

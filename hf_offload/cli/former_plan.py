@@ -16,13 +16,15 @@ def with_current_options(words: Sequence[str], default: str, warn: Callable[[str
     former = next((word for word in words if word in _COMMANDS), None)
     command = default if former is None else _COMMANDS[former]
     if former is not None:
-        warn(f"{former} is the command `hf-offload plan {command}` now; the option goes with the next version.")
+        warn(
+            f"{former} is the command `hf-offload plan {command}` now; the option will be removed in the next version."
+        )
     words = [word for word in words if word != former]
     found = [command]
     for word, following in zip(words, [*words[1:], "-"], strict=True):
         name, equals, value = word.partition("=")
         if name in _RENAMED:
-            warn(f"{name} is called {_RENAMED[name]} now; the old name goes with the next version.")
+            warn(f"{name} is called {_RENAMED[name]} now; the old name will be removed in the next version.")
         found.append(f"{_RENAMED.get(name, name)}{equals}{value}")
         if word in _WITHOUT_VALUE and (following.startswith("-") or "=" in following):
             warn(f"{word} takes a value now: {', '.join(TILED)}.")

@@ -197,7 +197,7 @@ class StagedMover(Mover):
                     self._report(staging.numel(), unit, error)
             except Exception as failure:  # no memory for them: loading them will raise that nothing is stored
                 logger.error(
-                    "Nothing is left of %d bytes of %s that could not be stored (%s): %s",
+                    "%d bytes of %s could not be stored and are lost (%s): %s",
                     staging.numel(),
                     unit,
                     error,

@@ -166,7 +166,7 @@ class Transfer:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "The %s tier refused %s (%s), so it stays in memory, and so will whatever else is refused: %s",
+                "The %s tier refused %s (%s), so it stays in memory, as will everything it refuses later: %s",
                 self.tier.name,
                 unit,
                 format_bytes(nbytes),

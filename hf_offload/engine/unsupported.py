@@ -42,10 +42,10 @@ def check_no_graphs(model: nn.Module) -> None:
 
 
 def compiled_error() -> OffloadConfigError:
-    """What ``tier="auto"`` says to a compiled model."""
+    """The error of ``tier="auto"`` with a compiled model."""
     return OffloadConfigError(
-        "tier='auto' measures operations one by one, and a compiled model has none to show: take tier='ssd' or 'ram' "
-        "with torch.compile."
+        "tier='auto' measures single operations, which a compiled model does not run: set tier='ssd' or 'ram' with "
+        "torch.compile."
     )
 
 

@@ -86,8 +86,8 @@ def _family(workload: Workload, hardware: Hardware) -> Family:
     family = Family(workload.batch, _LENGTHS[0], one, (_LENGTHS[1], two))
     if not family.knows_lengths:
         raise OffloadPlanError(
-            f"{workload.name} does other things with {_LENGTHS[1]} tokens than with {_LENGTHS[0]}, so nothing can be said "
-            "of longer rows."
+            f"{workload.name} runs other operations with {_LENGTHS[1]} tokens than with {_LENGTHS[0]}, so longer rows "
+            "cannot be predicted."
         )
     return family
 

@@ -84,7 +84,7 @@ def predict_recipe(name: str) -> RecipePrediction:
     machine = recipe.meta.target.given
     if not machine:
         raise OffloadConfigError(
-            f"{name} does not say for which machine it is meant: add meta: {{machine: {{gpu: rtx4090, ssd: 5GB/s}}}}."
+            f"{name} does not name the machine it is meant for: add meta: {{machine: {{gpu: rtx4090, ssd: 5GB/s}}}}."
         )
     hardware = describe_hardware(**machine)
     placement = _PLACEMENTS[_way(recipe)]

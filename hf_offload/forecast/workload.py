@@ -188,8 +188,7 @@ def state_elements(optimizer: str) -> float:
             shares = (share for ending, share in _STATE_SHARES.items() if name.endswith(ending))
             return elements * next(shares, 1.0)
     raise OffloadConfigError(
-        f"What the optimizer {optimizer!r} holds in memory is not known: known are {', '.join(_STATE_ELEMENTS)} and their "
-        "variants."
+        f"The state of the optimizer {optimizer!r} is not known. Known are {', '.join(_STATE_ELEMENTS)} and their variants."
     )
 
 

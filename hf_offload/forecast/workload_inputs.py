@@ -74,8 +74,8 @@ def make_batch(
     text = getattr(config, "text_config", None)
     if text is not None and any(hasattr(config, name) for name in ("image_token_id", "image_token_index")):
         raise OffloadConfigError(
-            f"{cls.__name__} mixes images and tokens in one row, in ways that its configuration does not say, so its step "
-            "cannot be counted. Train with offload='auto', which measures it."
+            f"{cls.__name__} mixes images and tokens in one row in a way that its configuration does not describe, so its "
+            "step cannot be counted. Train with offload='auto', which measures it."
         )
     inputs: dict[str, Any] = {}
     size = _image_size(cls, config, image_size)
@@ -90,7 +90,7 @@ def make_batch(
         inputs["input_ids"] = torch.zeros(*rows, sequence, dtype=torch.int64)
     if not inputs:
         raise OffloadConfigError(
-            f"What {cls.__name__} takes is not known ({', '.join(takes)}): its step cannot be counted. Train with "
+            f"The inputs of {cls.__name__} are of unknown kinds ({', '.join(takes)}): its step cannot be counted. Train with "
             "offload='auto', which measures it."
         )
     return inputs | _labels(model, takes, batch, sequence, target_sequence, size)
@@ -118,7 +118,8 @@ def _labels(
     if "labels" not in takes and name.endswith("ForPreTraining"):
         return {}  # it makes its own target of what it takes
     raise OffloadConfigError(
-        f"What labels {name} wants is not known, so its step cannot be counted. Train with offload='auto', which measures it."
+        f"The kind of labels of {name} is not known, so its step cannot be counted. Train with "
+        "offload='auto', which measures it."
     )
 
 
@@ -180,7 +181,7 @@ def _feature_size(model_class: Any, config: Any) -> int:
         if isinstance(size, int):
             return size
     raise OffloadConfigError(
-        f"How many features {model_class.__name__} takes is not known: its step cannot be counted. Train with "
+        f"The number of features of {model_class.__name__} is not known: its step cannot be counted. Train with "
         "offload='auto', which measures it."
     )
 

@@ -150,7 +150,7 @@ def _from_folder(name: str, folder: Path) -> Workload:
     main = max(weights, key=weights.__getitem__)
     if main not in _SAFETENSORS_DTYPES:
         raise OffloadConfigError(
-            f"{folder}: most weights are stored as {main}, which is not a dtype to train in: give --dtype."
+            f"{folder}: most weights are stored as {main}, which is not a dtype to train in: pass --dtype."
         )
     return dataclasses.replace(found, dtype=getattr(torch, _SAFETENSORS_DTYPES[main]), weights=weights)
 
@@ -220,7 +220,7 @@ def _task_of(config: "PretrainedConfig") -> str:
             found: Any = mapping[type(config)]
             return str((found[0] if isinstance(found, tuple) else found).__name__)
     raise OffloadConfigError(
-        f"What a {config.model_type} is trained for is not in its configuration: give --task, the name of a class of "
+        f"The configuration of this {config.model_type} names no task: pass --task with the name of a class of "
         "transformers."
     )
 

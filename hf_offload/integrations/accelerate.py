@@ -51,7 +51,7 @@ class OffloadPlugin:
         for field in sorted(settings.keys() & found.keys()):
             if settings[field] != found[field]:
                 logger.warning(
-                    "%s=%s is not used: the script says %s=%s.",
+                    "%s=%s is not used: the script sets %s=%s.",
                     variable(field),
                     cropped(str(found[field])),
                     field,
@@ -142,8 +142,8 @@ class OffloadedAccelerator:
             if session.model is not None and any(id(one) in mine for one in session.model.parameters()):
                 return session.prepare_optimizer(optimizer)
         raise OffloadConfigError(
-            f"memory_mode={self._config.memory_mode!r}: an optimizer is prepared whose model is not: prepare the model "
-            "together with it, in front of it, or before."
+            f"memory_mode={self._config.memory_mode!r}: an optimizer is prepared before its model: prepare the model first, "
+            "or pass it in front of the optimizer."
         )
 
     def prepared_model(self, model: nn.Module, trained: bool) -> None:
@@ -269,11 +269,11 @@ class _Offloading(Accelerator):
 def _refuse(accelerator: Accelerator, config: OffloadConfig, by: str) -> None:
     present = _attached.get(accelerator)
     if present is not None and present._by == ENVIRONMENT != by:
-        logger.warning("%s is used for this Accelerator, and not the environment's settings.", by)
+        logger.warning("%s is used for this Accelerator instead of the environment's settings.", by)
         present.detach()
     elif present is not None:
         raise OffloadConfigError(
-            "This Accelerator offloads already: attach only one OffloadPlugin, or detach the first one before."
+            "This Accelerator already offloads: attach only one OffloadPlugin, or detach the first one."
         )
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
         raise OffloadConfigError(

@@ -71,8 +71,8 @@ class OffloadCallback(TrainerCallback):
         config = _without_twice(config, args)
         if config.memory_mode != NONE:
             raise OffloadConfigError(
-                f"memory_mode={config.memory_mode!r} changes model and optimizer, and a callback comes too late for "
-                "both: set it in OffloadTrainingArguments."
+                f"memory_mode={config.memory_mode!r} changes the model and the optimizer, which a callback cannot: set "
+                "it in OffloadTrainingArguments."
             )
         _refuse_data_parallel(args)
         self.session = attach(model, config, run_id=state, owner="the Trainer's OffloadCallback")
@@ -93,7 +93,7 @@ class OffloadCallback(TrainerCallback):
             control.should_training_stop = control.should_save = True
             if state.is_world_process_zero:
                 logger.warning(
-                    "offload_max_disk_write_bytes is spent after step %d, so the training is saved and ends.",
+                    "offload_max_disk_write_bytes was reached in step %d: the model is saved and training ends.",
                     state.global_step,
                 )
 

@@ -107,8 +107,8 @@ class AppliedMode:
                 decoupled = kind is torch.optim.AdamW or all(group.get("weight_decay") == 0 for group in groups)
                 if kind not in (torch.optim.AdamW, torch.optim.Adam) or not decoupled:
                     raise OffloadConfigError(
-                        f"memory_mode={self.name!r} puts its optimizer in place of torch.optim.AdamW, and this one is "
-                        f"{kind.__name__}{'' if decoupled else ' with weight_decay'}: make an AdamW, or drop memory_mode."
+                        f"memory_mode={self.name!r} replaces torch.optim.AdamW, and this optimizer is {kind.__name__}"
+                        f"{'' if decoupled else ' with weight_decay'}: use an AdamW, or drop memory_mode."
                     )
             with check:
                 if given.state:
@@ -132,8 +132,8 @@ class AppliedMode:
             with check:
                 if self.mode.updates_in_backward():
                     raise OffloadConfigError(
-                        f"memory_mode={self.name!r}: update_in_backward excludes clipping, accumulation and loss scaling, of "
-                        "which nothing is known in a loop of your own: leave it out, or use the Trainer."
+                        f"memory_mode={self.name!r}: update_in_backward excludes clipping, accumulation and loss scaling, "
+                        "which cannot be checked in a loop of your own: leave it out, or use the Trainer."
                     )
             with check:
                 _check_members(model, groups_of, self._added, self._before, self.name)
@@ -141,8 +141,8 @@ class AppliedMode:
     def _refuse_forward(self, model: nn.Module, inputs: Any) -> None:
         if model.training and torch.is_grad_enabled():
             raise OffloadError(
-                f"memory_mode={self.name!r} has an optimizer of its own, which nothing has asked for: pass yours through "
-                "session.prepare_optimizer(optimizer), or to Accelerator.prepare, and use what is returned."
+                f"memory_mode={self.name!r} has an optimizer of its own, which is not in use: pass yours to "
+                "session.prepare_optimizer or Accelerator.prepare, and use what is returned."
             )
 
 

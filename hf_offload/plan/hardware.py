@@ -166,7 +166,7 @@ def describe_hardware(
             card, memory = _card(gpu)
         with check:
             if tflops is not None and not 0.01 <= tflops <= 100_000:
-                raise OffloadConfigError(f"tflops={tflops:g} is not a rate of one device: a card reaches 10 to 1000.")
+                raise OffloadConfigError(f"tflops={tflops:g} is not a rate of one device: a GPU reaches 10 to 1000.")
         rates: dict[str, tuple[float, float] | None] = {}
         for name, value in (("pcie", pcie), ("ssd", ssd), ("memory_bandwidth", memory_bandwidth)):
             with check:
@@ -178,7 +178,7 @@ def describe_hardware(
         with check:
             if card is None and memory is not None and tflops is None:
                 raise OffloadConfigError(
-                    f"gpu={gpu!r} says nothing about speed: add --tflops, or name a card ({', '.join(CARDS)})."
+                    f"gpu={gpu!r} is a size and tells nothing about speed: add --tflops, or name a GPU ({', '.join(CARDS)})."
                 )
     assert memory is not None
     if tflops is not None:

@@ -54,8 +54,7 @@ def measure_hardware(
     machine = probe_machine(directories, sample_bytes=0, device=device)
     if machine.device.usable_bytes is None:
         raise OffloadConfigError(
-            f"{machine.device.name} does not say how much memory it has, so nothing can be planned for it: set tier='ram' or "
-            "tier='ssd'."
+            f"{machine.device.name} does not report its memory, so nothing can be planned for it: set tier='ram' or 'ssd'."
         )
     # The device is measured once, whichever drives are: a new directory costs two seconds.
     about = [machine.device.name, torch.__version__, str(torch.get_num_threads())]
@@ -105,8 +104,8 @@ def _measure_accelerator(device: torch.device) -> dict[str, float]:
         except torch.OutOfMemoryError as error:
             free, total = torch.accelerator.get_memory_info(device)
             raise OffloadConfigError(
-                f"{device} cannot be measured: {format_bytes(free)} of {format_bytes(total)} are free. End what else uses it "
-                "(nvidia-smi lists processes), or plan before the model is there."
+                f"{device} cannot be measured: {format_bytes(free)} of {format_bytes(total)} are free. Stop other "
+                "processes that use it (nvidia-smi lists them), or plan before the model is loaded."
             ) from error
         finally:
             # What was only needed here would be missing in training.
@@ -237,4 +236,4 @@ def _write(key: str, rates: Mapping[str, float]) -> None:
 
 @functools.cache  # a run measures the machine and its drives, and says this once
 def _warn(error: str) -> None:
-    logger.warning("What was measured cannot be kept (%s); it will be measured again.", error)
+    logger.warning("Measurements of this machine cannot be kept (%s); they will be repeated.", error)

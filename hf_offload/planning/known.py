@@ -135,9 +135,9 @@ def known_as_measured(
     if peak_bytes > problem.limit_bytes:
         least = smallest_budget(peak_bytes)
         raise OffloadPlanError(
-            f"A memory budget of {format_bytes(budget_bytes)} is too small: with all that can be moved moved, this run needs "
-            f"{least >> 20} MiB. Its backward walks a graph more than once (retain_graph, create_graph), and what such a "
-            "step would need otherwise cannot be predicted. What would lower it: a smaller batch, or one backward for all "
+            f"A memory budget of {format_bytes(budget_bytes)} is too small: even if all that can be moved is moved, this run "
+            f"needs {least >> 20} MiB. Its backward walks a graph more than once (retain_graph, create_graph), and what such "
+            "a step would need otherwise cannot be predicted. What would lower it: a smaller batch, or one backward for all "
             "losses of a graph.",
             least,
         )

@@ -106,7 +106,7 @@ def _meet() -> None:
     except RuntimeError as error:
         raise OffloadConfigError(
             f"Rank {dist.get_rank()} waited {_TO_MEET.total_seconds():.0f} s for the other {dist.get_world_size() - 1} "
-            "processes to switch offloading on: switch it on in all of them, or in none."
+            "processes to enable offloading: enable it in all of them, or in none."
         ) from error
     dist.destroy_process_group(group)
 
@@ -143,7 +143,7 @@ def _refuse_differences(everyone: Sequence[dict[str, Any]]) -> None:
     if problems:
         raise OffloadConfigError(
             f"The processes of this run have different settings: {'; '.join(problems)}. Give all of them the same; "
-            "variables that are set on one machine only are a usual cause."
+            "a usual cause is a variable that is set on one machine only."
         )
 
 

@@ -117,7 +117,7 @@ class EvaluationRecipe:
                 known = [LOSS, *metrics]
                 if best is not None and str(best).removeprefix("eval_") not in known:
                     raise OffloadConfigError(
-                        f"training.metric_for_best_model={shown(best)} is measured by nothing: choose one of "
+                        f"training.metric_for_best_model={shown(best)} is not measured: choose one of "
                         f"{', '.join(known)}, or add it to evaluation.metrics."
                     )
             with check:

@@ -118,12 +118,12 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
             asked: dict[str, Any] = dict(sections["offload"]) if "offload" in tree else {"tier": "none"}
             if "sampling" in tree:
                 if "sampled_linear" in asked:
-                    raise OffloadConfigError("offload.sampled_linear and the section sampling say the same: drop one.")
+                    raise OffloadConfigError("offload.sampled_linear and the section sampling set the same: drop one.")
                 with check:
                     asked["sampled_linear"] = from_mapping(SampledLinearConfig, sections["sampling"], "sampling")
             if "memory" in tree:
                 if "memory_mode" in asked or "memory_mode_kwargs" in asked:
-                    raise OffloadConfigError("offload.memory_mode and the section memory say the same: drop one.")
+                    raise OffloadConfigError("offload.memory_mode and the section memory set the same: drop one.")
                 settings = dict(sections["memory"])
                 asked |= {"memory_mode": settings.pop("mode", NONE), "memory_mode_kwargs": settings or None}
             offload = from_mapping(OffloadConfig, asked, "offload")

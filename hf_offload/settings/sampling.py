@@ -49,7 +49,7 @@ class SampledLinearConfig:
             if by_columns and check.good("probabilities") and self.probabilities == GRADIENT_CACHE:
                 raise OffloadConfigError(
                     f"probabilities={GRADIENT_CACHE!r} is about rows, and estimator={self.estimator!r} draws columns: "
-                    "take estimator='wta-crs' or 'crs'."
+                    "set estimator='wta-crs' or 'crs'."
                 )
 
     def __str__(self) -> str:

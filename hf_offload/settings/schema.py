@@ -71,8 +71,8 @@ class OffloadConfig:
     memory_budget: int | str | None = setting(
         None,
         size(),
-        'With {tier}="auto": most memory of the device for everything, weights and optimizer state included; on a CPU, of '
-        "tensors. Default: 90 % of what the device can give this process, including what it has already.",
+        'With {tier}="auto": limit of device memory for everything, weights and optimizer state included; on a CPU, for '
+        "tensors. Default: 90 % of what is available to this process, including what it already uses.",
     )
     directory: Directory | Sequence[Directory] | None = setting(
         None,
@@ -96,7 +96,7 @@ class OffloadConfig:
     keep_last_count: int = setting(
         0,
         whole(0, "of blocks"),
-        "How many of the model's last blocks keep their activations: backward needs those first.",
+        "Number of the model's last blocks that keep their activations: backward needs those first.",
     )
     read_ahead_bytes: int | str | None = setting(
         None, size(), "How far backward reads ahead. Default: six tensors of average size."
@@ -104,14 +104,14 @@ class OffloadConfig:
     io_threads: int | None = setting(
         None,
         whole(1, "of threads"),
-        "Threads for each drive that write, and as many that read. Default: 2 that write and 4 that read.",
+        "Threads per drive for writing, and as many for reading. Default: 2 for writing and 4 for reading.",
         scope=DRIVES,
     )
     io_chunk_bytes: int | str | None = setting(
         None,
         size(at_least=4096),
-        "Most bytes that one call writes or reads: the threads of {io_threads} share a larger tensor. Rounded down to whole "
-        "blocks of the drive. Default: 8 MiB.",
+        "Bytes that one call writes or reads at most: larger tensors are shared by the threads of {io_threads}. Rounded "
+        "down to whole blocks of the drive. Default: 8 MiB.",
         scope=DRIVES,
     )
     ring_bytes: int | str | None = setting(
@@ -138,8 +138,8 @@ class OffloadConfig:
     drive_endurance_bytes: int | str | None = setting(
         None,
         size(at_least=1),
-        "What can be written to the drive in its life (TBW), as its maker rates it, such as 600TB: the summary says how much "
-        "of that all runs have used.",
+        "Bytes that the drive is rated to take in its lifetime (TBW), such as 600TB: the summary reports the share that all "
+        "runs have used.",
         scope=DRIVES,
     )
     tiled_loss: str = setting(
@@ -166,7 +166,7 @@ class OffloadConfig:
         None,
         Reader(lambda name, value: sampled_linear(value, name)),
         "Estimate the weight gradients of linear layers from this part of their input: a ratio such as 0.3, or the settings "
-        "of SampledLinearConfig (as a mapping or JSON). Gradients are then right on average only.",
+        "of SampledLinearConfig (as a mapping or JSON). Gradients are then correct only on average.",
         scope=MODEL,
     )
     recompute_elementwise: "str | Sequence[str] | RecomputeElementwiseConfig | None" = setting(
@@ -220,19 +220,18 @@ class OffloadConfig:
         with check:
             if self.memory_budget is not None and self.tier != "auto":
                 raise OffloadConfigError(
-                    f"{name('memory_budget')} is given, but {tier}={self.tier!r} moves everything whatever it is: set "
-                    f"{tier}='auto'."
+                    f"{name('memory_budget')} is given, but {tier}={self.tier!r} does not use it: set {tier}='auto'."
                 )
         with check:
             if self.tier == "auto" and (self.keep_last_count or self.read_ahead_bytes is not None):
                 raise OffloadConfigError(
-                    f"{tier}='auto' decides itself what is kept and how far is read ahead: drop {name('keep_last_count')} "
+                    f"{tier}='auto' chooses what is kept and how far backward reads ahead: drop {name('keep_last_count')} "
                     f"and {name('read_ahead_bytes')}, or set {tier}='ram' or 'ssd'."
                 )
         with check:
             if check.good("tiled_mlp") and self.tiled_mlp == "auto" and self.tier != "auto":
                 raise OffloadConfigError(
-                    f"{name('tiled_mlp')}='auto' waits for a memory budget that nothing else fits, and {tier}={self.tier!r} "
+                    f"{name('tiled_mlp')}='auto' tiles where nothing else fits the memory budget, and {tier}={self.tier!r} "
                     f"has none: set {tier}='auto', or {name('tiled_mlp')}='on'."
                 )
         with check:

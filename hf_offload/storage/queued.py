@@ -169,7 +169,7 @@ class QueuedTier(Tier):
             threading.Thread(target=self._finish_closing, name=f"hf_offload-{self.name}-close", daemon=True).start()
             if not isinstance(error, StandstillError):
                 raise
-            logger.error("Closing without what is still on its way, which is abandoned: %s", error)
+            logger.error("Closing while transfers are pending, which are abandoned: %s", error)
         else:
             self._finish_closing()
 
@@ -184,7 +184,7 @@ class QueuedTier(Tier):
         try:
             self._shut()
         except StandstillError as error:
-            logger.error("Closing without waiting for the files, which a thread goes on to close: %s", error)
+            logger.error("Closing without waiting for the files, which a thread will close: %s", error)
 
     def _submit(self, kind: str, slot: Slot, buffer: torch.Tensor, urgent: bool) -> "Future[None]":
         assert isinstance(slot, QueuedSlot)

@@ -152,7 +152,7 @@ class Wear:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "How much is written to the drives cannot be kept (%s): training goes on without the count.", error
+                "The count of bytes written to drives cannot be kept (%s): training goes on without it.", error
             )
 
 

@@ -64,7 +64,7 @@ def _check_reporters(arguments: "TrainingArguments") -> None:
     installed = get_available_reporting_integrations()
     for name in arguments.report_to or ():
         if name in reporters() and name not in installed and name != "flyte":  # which is not looked for
-            raise OffloadConfigError(f"training.report_to: {name} is not installed: install it, or say none.")
+            raise OffloadConfigError(f"training.report_to: {name} is not installed: install it, or set none.")
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ def load_parts(
             return _cut_text(text, columns[0], value)
         if round(len(rows) * value) < 1 or len(rows) < 2:
             raise OffloadConfigError(
-                f"data.validation={value}: that share of {len(rows)} rows is none: give a larger one, or files of their own."
+                f"data.validation={value}: that share of {len(rows)} rows is less than one row: give a larger one, or files."
             )
         parts = rows.train_test_split(test_size=value, seed=SPLIT_SEED)
         return parts["train"], parts["test"]

@@ -148,7 +148,7 @@ def _beginning(recipe: Recipe, recording: "Recording") -> Iterator[None]:
         if recording.begun:
             raise
         raise OffloadConfigError(
-            f"{recipe.name}: the training cannot begin as the section training says: {reason_of(error, 2 * LONGEST)}"
+            f"{recipe.name}: the training cannot begin with this section training: {reason_of(error, 2 * LONGEST)}"
         ) from error
 
 

@@ -35,7 +35,7 @@ class Transforms(NamedTuple):
         if self.sampling.names and self.rematerialization.rebuilds_inputs:
             logger.warning(
                 "Sampled linear layers save rows of their inputs. 'activations' and 'norms' recompute most of those inputs, "
-                "exactly and without saving anything: together with them, sampled_linear saves time and no memory."
+                "exactly and without saving anything: together with them, sampled_linear saves time but no memory."
             )
 
     def remove(self) -> None:

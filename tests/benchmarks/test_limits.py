@@ -105,4 +105,4 @@ def test_a_memory_limit_needs_cuda(recipe, monkeypatch):
     monkeypatch.setattr("benchmarks.limits.run_cell", lambda *_: pytest.fail("a probe ran"))
     result = run(recipe, "--memory-limit", "24GiB")
     assert result.exit_code == 2
-    assert "needs a CUDA device, which this machine has none of" in said(result)
+    assert "needs a CUDA device, and this machine has none" in said(result)

@@ -229,7 +229,7 @@ def test_refusals(tmp_path, monkeypatch, caplog):
     with pytest.raises(OffloadConfigError, match=r"DataParallel.*accelerate launch"):
         attach(nn.DataParallel(model), OffloadConfig(directory=tmp_path))
     session = attach(model, OffloadConfig(directory=tmp_path))
-    with pytest.raises(OffloadConfigError, match="attached to this model already"):
+    with pytest.raises(OffloadConfigError, match="already attached to this model"):
         attach(model, OffloadConfig(directory=tmp_path))
     session.detach()
     with pytest.raises(OffloadConfigError, match=r"disk_budget=.* free"):

@@ -241,7 +241,7 @@ def test_files_that_do_not_close_hold_up_no_detach(tmp_path, monkeypatch, model,
     gradients_of(model)
     hang = Hang(monkeypatch, "close_once")
     session.detach()
-    assert "which a thread goes on to close" in caplog.text
+    assert "which a thread will close" in caplog.text
     assert attached_session(model) is None
     assert open_files(tmp_path)
     hang.end()

@@ -148,10 +148,10 @@ def test_a_folder_that_cannot_be_used_costs_one_warning(tmp_path, monkeypatch, c
     for name in VARIABLES:
         monkeypatch.setenv(name, found or str(root))
     assert train(tmp_path / "tier")
-    assert warned(caplog) == ["How much is written to the drives"]
+    assert warned(caplog) == ["The count of bytes written to drives"]
     caplog.clear()
     measure_hardware([])
-    assert warned(caplog) == ["What was measured"]
+    assert warned(caplog) == ["Measurements of this machine"]
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ def test_a_memory_limit_needs_cuda(recipe, monkeypatch):
     monkeypatch.setattr(steps, "run_cell", lambda *_: pytest.fail("a cell ran"))
     result = run("bench", "steps", recipe, "--memory-limit", "24GiB")
     assert result.exit_code == 2
-    assert "needs a CUDA device, which this machine has none of" in said(result)
+    assert "needs a CUDA device, and this machine has none" in said(result)
 
 
 def test_ctrl_c_reaches_a_running_cell(recipe):

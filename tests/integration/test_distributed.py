@@ -180,7 +180,7 @@ def one_alone_is_refused(rank, folder):
         time.sleep(4)
         return
     ranks._TO_MEET = ranks._TO_MEET.__class__(seconds=1)
-    with pytest.raises(OffloadConfigError, match=r"switch it on in all of them"):
+    with pytest.raises(OffloadConfigError, match=r"enable it in all of them"):
         offload_activations(tiny_model("gpt2"), settings(folder)).__enter__()
 
 

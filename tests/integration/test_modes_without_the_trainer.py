@@ -183,7 +183,7 @@ def stepped(model):
 
 
 REFUSED = [
-    (lambda model: torch.optim.SGD(model.parameters()), {}, "this one is SGD: make an AdamW"),
+    (lambda model: torch.optim.SGD(model.parameters()), {}, "this optimizer is SGD: use an AdamW"),
     (lambda model: torch.optim.Adam(model.parameters(), weight_decay=0.1), {}, "Adam with weight_decay"),
     (lambda model: adamw(model, amsgrad=True), {}, "no amsgrad"),
     (lambda model: one_group_each(model, "lr", (0.1, 0.2)), {}, "one lr for all parameters"),
@@ -232,7 +232,7 @@ def test_nothing_is_trained_without_the_modes_optimizer():
 def test_an_optimizer_without_its_model_is_refused():
     model = tiny_model("llama")
     accelerator = OffloadPlugin(tier="none", memory_mode="galore", memory_mode_kwargs={"rank": 4}).accelerator(cpu=True)
-    with pytest.raises(OffloadConfigError, match="an optimizer is prepared whose model is not"):
+    with pytest.raises(OffloadConfigError, match="an optimizer is prepared before its model"):
         accelerator.prepare(adamw(model))
 
 
@@ -242,7 +242,7 @@ def test_a_recipe_says_its_mode_in_one_place(tiny_recipe):
         tiny_recipe, ["offload={tier: none, memory_mode: galore, memory_mode_kwargs: {rank: 8}}"]
     ).offload
     assert by_section == by_key
-    with pytest.raises(OffloadConfigError, match="the section memory say the same"):
+    with pytest.raises(OffloadConfigError, match="the section memory set the same"):
         load_recipe(tiny_recipe, ["memory.mode=lora", "offload={memory_mode: galore}"])
 
 

@@ -249,7 +249,12 @@ def test_statistics_of_a_norm_keep_a_counted_block_from_being_recomputed(folder)
             "autocast=",
         ),
         ("ViTForImageClassification", lambda: transformers.ViTConfig(**IMAGE, **SIZE), ("--task", "ViTFor"), "task="),
-        ("ViTModel", lambda: transformers.ViTConfig(**IMAGE, **SIZE), (), "What labels ViTModel wants is not known"),
+        (
+            "ViTModel",
+            lambda: transformers.ViTConfig(**IMAGE, **SIZE),
+            (),
+            "The kind of labels of ViTModel is not known",
+        ),
     ],
 )
 def test_what_cannot_be_counted_is_refused_by_name(name, config, options, message, tmp_path):

@@ -340,7 +340,7 @@ def test_a_prediction_says_that_a_step_is_several_micro_batches(tiny):
         ("machine: {gpu: rtx9090}", "gpu='rtx9090' is unknown"),
         ("machine: {ssd: 5GB/s}", "meta.machine.ssd describe another machine: add meta.machine.gpu"),
         ("machine: {gpu: t4, batch: 4}", "unknown key 'batch'"),
-        ("", "does not say for which machine"),
+        ("", "does not name the machine"),
     ],
 )
 def test_a_recipe_that_names_no_machine(tiny, machine, part):

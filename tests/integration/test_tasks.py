@@ -298,7 +298,11 @@ def test_streaming_conversations():
             {"data": {"text_column": "texts"}},
             "The column 'texts' is not in the data. Did you mean 'text'? It has: text",
         ),
-        ("classes", {"data": {"label_column": "first"}}, "data.validation has classes that the training data has not"),
+        (
+            "classes",
+            {"data": {"label_column": "first"}},
+            "data.validation has classes that are not in the training data",
+        ),
         ("classes", {"data": {"files": "text_train.jsonl"}}, "It has: text"),
         ("pairs", {"data": {"validation": "text_held.jsonl"}}, "The column 'en' is not in data.validation"),
         (
@@ -314,7 +318,7 @@ def test_streaming_conversations():
             "hf download",
         ),
         ("masked", {"data": {"tokenizer": BPE}}, "the tokenizer has no mask token"),
-        ("prompts", {"data": {"validation": 0.001}}, "that share of 40 rows is none"),
+        ("prompts", {"data": {"validation": 0.001}}, "that share of 40 rows is less than one row"),
     ],
 )
 def test_what_cannot_be_had_is_told_in_one_message(folder, name, sections, part):

@@ -324,7 +324,7 @@ def test_a_piece_that_holds_everything_is_an_error():
         ({"tile_bytes": "1MiB"}, "nothing is tiled"),
         ({"tiled_mlp": ""}, "is not a list of module names"),
         ({"tiled_mlp": 3}, "tiled_mlp=3"),
-        ({"tiled_mlp": "auto"}, "waits for a memory budget"),
+        ({"tiled_mlp": "auto"}, "where nothing else fits the memory budget"),
     ],
 )
 def test_wrong_settings(options, part):

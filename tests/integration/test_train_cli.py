@@ -246,8 +246,8 @@ def test_train_starts_itself_again_with_the_best_allocator_once(tiny_recipe):
     ("changes", "part"),
     [
         (["training.fsdp=full_shard"], "Using fsdp only works in distributed training"),
-        (["training.optim_args=foo"], "the training cannot begin as the section training says: not enough values"),
-        (["training.lr_scheduler_kwargs={a: 1}"], "the training cannot begin as the section training says: "),
+        (["training.optim_args=foo"], "the training cannot begin with this section training: not enough values"),
+        (["training.lr_scheduler_kwargs={a: 1}"], "the training cannot begin with this section training: "),
         (["model.config.activation_function=foo"], "section model: KeyError: 'foo'"),
     ],
 )

@@ -52,12 +52,12 @@ def test_classes_are_numbered_in_order(rows, labels, expected):
     [
         ([0.5, 1.5], "0.5 is neither text nor a whole number"),
         (["a", None], "a row has none"),
-        (["a", "a"], "holds one class only, 'a'"),
-        ([["a"], ["b"]], "it holds lists: text or whole numbers are needed"),
-        ([{"a": 1}, {"a": 2}], "it holds mappings: text or whole numbers are needed"),
+        (["a", "a"], "holds only one class, 'a'"),
+        ([["a"], ["b"]], "but holds lists: text or whole numbers are needed"),
+        ([{"a": 1}, {"a": 2}], "but holds mappings: text or whole numbers are needed"),
         ([b"a", b"b"], "b'a' is neither text nor a whole number"),
         (["a" * 5000, None], "a row has none"),
-        (["a" * 5000, "a" * 5000], r"one class only, 'a+\.\.\."),
+        (["a" * 5000, "a" * 5000], r"only one class, 'a+\.\.\."),
     ],
 )
 def test_columns_that_hold_no_classes(labels, part):
@@ -67,7 +67,7 @@ def test_columns_that_hold_no_classes(labels, part):
 
 def test_a_hidden_class_is_no_class():
     with pytest.raises(
-        OffloadConfigError, match=r"classes that the training data has not: -1. In the training data: neg, pos"
+        OffloadConfigError, match=r"classes that are not in the training data: -1. In the training data: neg, pos"
     ):
         numbers(table([0, -1], NAMED), ("neg", "pos"))
 

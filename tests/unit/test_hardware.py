@@ -58,7 +58,7 @@ def test_every_card_is_plausible(card):
     [
         ({"gpu": "rtx5090ti"}, "gpu='rtx5090ti' is unknown"),
         ({"gpu": "h100"}, "Did you mean 'h100-80gb'"),
-        ({"gpu": "24GB"}, "says nothing about speed"),
+        ({"gpu": "24GB"}, "tells nothing about speed"),
         ({"gpu": "24"}, "is not the memory of a GPU"),
         ({"gpu": "24GB", "tflops": 0.0}, "tflops=0 is not a rate"),
         ({"gpu": "24GB", "tflops": 1e9}, "is not a rate"),

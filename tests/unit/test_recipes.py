@@ -128,7 +128,7 @@ def test_a_section_of_its_own_for_sampling(tiny_recipe):
     assert (recipe.offload.tier, recipe.offload.sampling) == ("none", SampledLinearConfig(ratio=0.2, estimator="crs"))
     assert load_recipe(tiny_recipe, ["offload.tier=ssd", "sampling={}"]).offload.sampling == SampledLinearConfig()
     assert "Did you mean 'ratio'" in mistakes(tiny_recipe, "sampling.ration=0.2")
-    assert "say the same" in mistakes(tiny_recipe, "sampling.ratio=0.2", "offload.sampled_linear=0.3")
+    assert "set the same" in mistakes(tiny_recipe, "sampling.ratio=0.2", "offload.sampled_linear=0.3")
 
 
 def test_plain_words_of_yaml_mean_what_they_say(tiny_recipe):

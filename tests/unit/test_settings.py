@@ -192,5 +192,5 @@ def test_training_arguments_are_refused_by_their_own_names(tmp_path):
         "  - offload='sdd' is unknown: choose one of none, ram, ssd, auto. Did you mean 'ssd'?",
         "  - offload_ram_budget='lots' is not a size: write it as '20GiB', '500MB' or a number of bytes.",
     ]
-    with pytest.raises(OffloadConfigError, match="offload_memory_budget is given, but offload='ssd' moves everything"):
+    with pytest.raises(OffloadConfigError, match="offload_memory_budget is given, but offload='ssd' does not use it"):
         OffloadTrainingArguments(str(tmp_path), offload="ssd", offload_memory_budget="20GiB")

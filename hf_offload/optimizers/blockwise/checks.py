@@ -63,8 +63,8 @@ def checked_state(
         with check:
             if own["blocks"] != blocks:
                 raise OffloadConfigError(
-                    f"The state is that of the blocks {', '.join(own['blocks'])}, and here {', '.join(blocks)} "
-                    "train: load it into the same model, with the same parameters frozen."
+                    f"The state belongs to the blocks {', '.join(own['blocks'])}, but {', '.join(blocks)} are "
+                    "trained: load it into the same model, with the same parameters frozen."
                 )
     return own
 

@@ -49,8 +49,8 @@ class UpdateInBackward:
             with check:
                 if accumulation_steps != 1:
                     raise OffloadConfigError(
-                        f"gradient_accumulation_steps={accumulation_steps} needs gradients that live on, and update in "
-                        "backward drops them: set it to 1 and raise the batch size."
+                        f"gradient_accumulation_steps={accumulation_steps} adds up gradients, and update in backward drops "
+                        "them: set it to 1 and raise the batch size."
                     )
             with check:
                 if scaler is not None and scaler.is_enabled():

@@ -167,6 +167,6 @@ class FrugalConfig(ProjectedConfig):
             good = check.good("on_refresh", "projection")
             if good and self.on_refresh != "reset" and self.projection in ("blocks", "columns", "random-k"):
                 raise OffloadConfigError(
-                    f"on_refresh={self.on_refresh!r} has no meaning with projection={self.projection!r}: the entries that "
-                    "leave take their moments with them. Take 'reset'."
+                    f"on_refresh={self.on_refresh!r} has no meaning with projection={self.projection!r}: entries that "
+                    "leave take their moments with them. Set 'reset'."
                 )

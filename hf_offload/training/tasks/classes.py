@@ -21,13 +21,13 @@ def find_labels(rows: Rows, column: str) -> tuple[str, ...]:
         return tuple(names)
     if not hasattr(rows, "unique"):
         raise OffloadConfigError(
-            f"data.label_column={shown(column)}: the classes of a stream are known at its end only: drop data.streaming."
+            f"data.label_column={shown(column)}: the classes of a stream are only known at its end: drop data.streaming."
         )
     try:
         values = rows.unique(column)
     except Exception as error:  # of lists, mappings and more there is no set
         raise OffloadConfigError(
-            f"data.label_column={shown(column)} must hold the class of every row, and it holds "
+            f"data.label_column={shown(column)} must hold the class of every row, but holds "
             f"{kind_of((rows.features or {})[column])}: text or whole numbers are needed."
         ) from error
     for value in values:
@@ -36,7 +36,7 @@ def find_labels(rows: Rows, column: str) -> tuple[str, ...]:
             raise OffloadConfigError(f"data.label_column={shown(column)} must hold the class of every row: {why}.")
     if len(values) < 2:
         raise OffloadConfigError(
-            f"data.label_column={shown(column)} holds one class only, {shown(values[0])}: two are the least."
+            f"data.label_column={shown(column)} holds only one class, {shown(values[0])}: at least two are needed."
         )
     # Text and numbers are not mixed: a column has one type.
     return tuple(str(value) for value in sorted(values))
@@ -84,7 +84,7 @@ def _encode(
     unseen = sorted({shown(value) for value in given if str(value) not in numbers})
     if unseen:
         raise OffloadConfigError(
-            f"data.label_column={shown(label)}: {where} has classes that the training data has not: {_few(unseen)}. "
+            f"data.label_column={shown(label)}: {where} has classes that are not in the training data: {_few(unseen)}. "
             f"In the training data: {_few(labels)}."
         )
     texts = [texts_of(batch, column, where) for column in columns]

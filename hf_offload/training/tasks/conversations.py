@@ -81,8 +81,8 @@ def ensure_template(tokenizer: Any) -> None:
     """Give a tokenizer without a chat template the default one."""
     if not tokenizer.is_fast:
         raise OffloadConfigError(
-            f"data: {type(tokenizer).__name__} does not tell which token stands where in a text, so answers cannot be found "
-            "in conversations: take a fast tokenizer."
+            f"data: {type(tokenizer).__name__} does not give the positions of tokens in a text, so answers cannot be found "
+            "in conversations: use a fast tokenizer."
         )
     if tokenizer.chat_template is None:
         if tokenizer.eos_token is None:
