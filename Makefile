@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full faults acceptance mutations lint api bench-cpu clean
+.PHONY: help env demo test test-full faults acceptance mutations lint api docs bench-cpu clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -14,7 +14,7 @@ env: $(STAMP)  ## The development environment, in .venv
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,bench,peft,trl,oracles]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,docs,bench,peft,trl,oracles]'
 	touch $@
 
 demo: $(STAMP)  ## Keep, recompute and offload the same small model; table and plot in runs/demo (a few minutes)
@@ -48,8 +48,12 @@ lint: $(STAMP)  ## Style, types, and which folder may import which
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-api: $(STAMP)  ## docs/api.md, from docstrings
+api: $(STAMP)  ## The generated pages: API, settings, command line
 	$(BIN)/python docs/make_api.py
+	$(BIN)/python docs/make_command_line.py
+
+docs: $(STAMP)  ## The documentation as a site, in runs/site; warnings are errors
+	$(BIN)/python docs/make_site.py
 
 ROUNDS ?= 3
 SMALL   = model.config.vocab_size=8192 --steps 6 --rounds $(ROUNDS)

@@ -14,15 +14,16 @@ from hf_offload.settings.values import DRIVES, MODEL, MOVING, help_of
 
 PAGE = Path(__file__).with_name("api.md")
 SETTINGS_PAGE = Path(__file__).with_name("settings.md")
-OPENING = """# The names of the API
+OPENING = """# API
 
-Made from docstrings by `make api`; what is written here by hand is lost. `python -m pydoc hf_offload.OffloadConfig` shows
-the same in a terminal.
+This page documents every public class and function of `hf_offload`. It is generated from docstrings by `make api`;
+edits by hand are lost. `python -m pydoc hf_offload.OffloadConfig` shows the same in a terminal.
 """
 
 SETTINGS_OPENING = """# Settings
 
-Made from the declarations of `OffloadConfig` by `make api`; what is written here by hand is lost.
+This page lists every setting of offloading with its names, default and unit. It is generated from the declarations of
+`OffloadConfig` by `make api`; edits by hand are lost.
 
 A setting has one name. It is the keyword of `OffloadConfig` and `OffloadPlugin`, the key in the section `offload` of a recipe
 and in `hf_offload_config` of a config file of accelerate, and in capitals behind `HF_OFFLOAD_` the environment variable. The

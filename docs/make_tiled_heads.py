@@ -114,6 +114,8 @@ def main(path: Path) -> None:
     lines = [
         "# Output heads of transformers, and the tiled loss",
         "",
+        "This page lists the model classes whose loss can be tiled.",
+        "",
         f"transformers {transformers.__version__}: of {len(rows)} classes {tried} could be built small and trained for a",
         f"step from their default configuration; {served} of those are served. `docs/make_tiled_heads.py` makes this",
         "table. *Served*: the logits never existed, and loss and gradients are those of the usual way. *True logits*: the",

@@ -1,28 +1,39 @@
-"""What the README, docs/ and the examples name is there, and the command lines they show are understood."""
+"""What documents and examples name is there, the command lines they show are understood, and their Python works."""
 
+import ast
+import importlib.util
+import inspect
 import json
 import re
 import runpy
 import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from accelerate.commands.launch import launch_command_parser
 
+import hf_offload
 from benchmarks.__main__ import app as benchmarks
 from hf_offload.cli.main import app
 from hf_offload.cli.plan import PlanGroup
 from hf_offload.integrations.launch import find_config
 from hf_offload.settings.environment import DISABLE_VARIABLE, FIELDS, variable
+from hf_offload.settings.renamed import RENAMED
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOP = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
+DOCUMENTS = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".sh"))
 NAMES = [str(path.relative_to(ROOT)) for path in [*DOCUMENTS, *EXAMPLES]]
 FOLDERS = ("docs", "examples", "model_cards", "recipes", "tests", "hf_offload", "benchmarks")
 
-FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```\w*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def texts(path):
@@ -137,13 +148,130 @@ def test_variables_that_are_named_are_read(name):
     assert named <= known
 
 
-def test_api_page_is_what_docstrings_say():
-    made = runpy.run_path(str(ROOT / "docs" / "make_api.py"))
-    assert made["PAGE"].read_text() == made["page"](), "run `make api`"
+@pytest.mark.parametrize("generator", ["make_api", "make_command_line"])
+def test_generated_pages_are_what_the_code_says(generator):
+    made = runpy.run_path(str(ROOT / "docs" / f"{generator}.py"))
+    pages = {made["PAGE"]: made["page"]}
+    if "SETTINGS_PAGE" in made:
+        pages[made["SETTINGS_PAGE"]] = made["settings_page"]
+    for path, page in pages.items():
+        assert path.read_text() == page(), f"{path.name}: run `make api`"
+
+
+PYTHON_BLOCKS = [
+    pytest.param(code, id=f"{path.name}-{number}")
+    for path in DOCUMENTS
+    for number, code in enumerate(PYTHON.findall(path.read_text()), start=1)
+]
+
+
+@pytest.mark.parametrize("code", PYTHON_BLOCKS)
+def test_python_compiles_and_calls_the_package_as_it_is(code):
+    """A block may leave out what is the reader's, but not what is the package's: names and arguments exist."""
+    assert not wrong_uses(ast.parse(code))
+
+
+def wrong_uses(tree):
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "hf_offload":
+            found += [alias.name for alias in node.names if alias.name not in hf_offload.__all__]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in hf_offload.__all__:
+            known = inspect.signature(getattr(hf_offload, node.func.id)).parameters
+            if not any(one.kind is one.VAR_KEYWORD for one in known.values()) or hasattr(
+                getattr(hf_offload, node.func.id), "__dataclass_fields__"
+            ):
+                known = getattr(getattr(hf_offload, node.func.id), "__dataclass_fields__", known)
+                found += [f"{node.func.id}({one.arg}=)" for one in node.keywords if one.arg and one.arg not in known]
+    return found
+
+
+def is_complete(code):
+    """Whether the block imports what it uses and leaves nothing out."""
+    return code.startswith("import ") and "..." not in code
+
+
+@pytest.mark.parametrize("code", [block for block in PYTHON_BLOCKS if is_complete(block.values[0])])
+def test_complete_python_runs(code, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    moved = re.fullmatch(r"([\d,]+) bytes were offloaded\n", done.stdout)
+    assert moved, done.stdout
+    assert int(moved[1]) > 0
+
+
+def test_checks_of_python_find_errors():
+    assert any(is_complete(block.values[0]) for block in PYTHON_BLOCKS)
+    assert wrong_uses(ast.parse("OffloadConfig(tire='ssd')")) == ["OffloadConfig(tire=)"]
+    assert wrong_uses(ast.parse("OffloadTrainingArguments(..., offload_direktory='a')"))
+    assert wrong_uses(ast.parse("attach(model, config, runid=1)")) == ["attach(runid=)"]
+    assert wrong_uses(ast.parse("from hf_offload import OffloadPlugins")) == ["OffloadPlugins"]
+
+
+def test_every_page_says_first_what_it_is_for():
+    silent = [
+        path.name
+        for path in DOCUMENTS[1:]
+        if path.name != "SECURITY.md"
+        and not re.search(r"\bthis page\b", path.read_text().split("\n\n")[1], re.IGNORECASE)
+    ]
+    assert not silent
+
+
+def test_the_navigation_of_the_site_has_every_page_once():
+    pages = []
+
+    def collect(entry):
+        if isinstance(entry, str):
+            pages.append(entry)
+        else:
+            for one in entry.values() if isinstance(entry, dict) else entry:
+                collect(one)
+
+    collect(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(pages) == sorted(path.relative_to(ROOT).as_posix() for path in DOCUMENTS)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="the extra docs is not installed")
+def test_the_site_builds_without_a_warning_and_notices_one(tmp_path, monkeypatch):
+    site = runpy.run_path(str(ROOT / "docs" / "make_site.py"))
+    config = (ROOT / "mkdocs.yml").read_text().replace("runs/site", "site")
+    (tmp_path / "mkdocs.yml").write_text(config)
+    names = {"SOURCE": tmp_path / "site_source", "CONFIG": tmp_path / "mkdocs.yml"}
+    for name, value in names.items():
+        monkeypatch.setitem(site["build"].__globals__, name, value)
+    assert site["build"]() == 0
+    for page in ("index.html", "docs/quickstart/index.html", "CONTRIBUTING/index.html", "examples/plain_loop.py"):
+        assert (tmp_path / "site" / page).is_file()
+    monkeypatch.setitem(site["build"].__globals__, "stage", lambda: None)
+    with (names["SOURCE"] / "docs" / "quickstart.md").open("a") as file:
+        file.write("\n[nothing](there_is_no_such_page.md)\n")
+    assert site["build"]() != 0
+
+
+def test_pages_about_the_tree_name_all_of_it():
+    architecture = (ROOT / "docs" / "architecture.md").read_text()
+    folders = {path.parent.name for path in (ROOT / "hf_offload").glob("*/*.*") if path.parent.name != "__pycache__"}
+    assert set(re.findall(r"^\| `(\w+)/` \|", architecture, re.MULTILINE)) == folders
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    entry = "__main__ | autoload | run"
+    layers = [layer for layer in contracts[0]["layers"] if layer != entry]
+    assert re.search(r"```text\n(.*?)```", contributing, re.DOTALL)[1].splitlines() == layers
+    named = set(re.findall(r"`(tests/\w+)/`", contributing))
+    there = {f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if path.is_dir()}
+    assert named == {name for name in there if not name.endswith(("__pycache__", "/helpers"))}
+
+
+def test_the_changelog_names_what_was_renamed():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert not [old for old, new in RENAMED.items() if f"| `{old}` | `{new}` |" not in text]
 
 
 def test_commands_are_found():
-    assert len(commands(ROOT / "README.md", "hf-offload")) > 20
+    assert sum(len(commands(path, "hf-offload")) for path in DOCUMENTS) > 60
     with pytest.raises(Exception, match="No such option: --levrs"):
         understand(["plan", "llama-1b", "--levrs"])
     with pytest.raises(Exception, match="No such option: --plot"):
@@ -178,5 +306,5 @@ def test_the_choice_between_checkpointing_and_a_drive_leaves_no_measurement_out(
         sorted(float(x) for row in found.values() for x in row[column] if x != "-") for column in range(4)
     ]
     said = [f"{values[0]:.3f} to {values[-1]:.3f}" for values in memory_and_time]
-    assert f"| activation checkpointing | {said[0]} of the baseline's [2] | {said[1]} |" in text
-    assert f'| `offload="ssd"` | {said[2]} [2] | {said[3]} |' in text
+    assert f"| activation checkpointing | {said[0]} of the baseline's | {said[1]} |" in text
+    assert f'| `offload="ssd"` | {said[2]} | {said[3]} |' in text
