@@ -73,7 +73,7 @@ def _entry(name: str, thing: Any) -> str:
         )
         if fields:
             rows = [f"| `{field.name}` | `{_default(field)}` | {_help(field)} |" for field in fields]
-            parts.append("\n".join(["| field | default | |", "|---|---|---|", *rows]) + "\n")
+            parts.append("\n".join(["| field | default | meaning |", "|---|---|---|", *rows]) + "\n")
         for member, value in vars(thing).items():
             if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
                 shown = member if isinstance(value, property) else f"{member}{_signature(value)}"
@@ -111,7 +111,7 @@ def _text(thing: Any) -> str:
         elif argument:
             lines.append(f"- `{argument.group(1)}`: {argument.group(2)}")
         else:
-            lines.append(line)
+            lines.append(re.sub(r"::$", ":", line))
     return "\n".join(lines).strip() + "\n"
 
 

@@ -23,7 +23,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 def files() -> set[Path]:
     """The pages, and every file of the repository that a page links to, relative to :data:`ROOT`."""
     found: set[Path] = set()
-    queue = [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md"))]
+    queue = [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "site.css"]
     while queue:
         path = queue.pop()
         relative = path.relative_to(ROOT)
