@@ -3,6 +3,7 @@
 import typer
 
 from benchmarks.accuracy import accuracy
+from benchmarks.allocators import allocators
 from benchmarks.budgets import budgets
 from benchmarks.limits import limits
 from benchmarks.loss import loss
@@ -17,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (accuracy, budgets, limits, loss, modes, sampling, solvers):
+for command in (accuracy, allocators, budgets, limits, loss, modes, sampling, solvers):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -3,21 +3,29 @@
 glibc maps every large block afresh and gives it back when it is freed, so each step pays a page fault for every 4 KiB of
 activations: a tenth of the step and more. Told to take large blocks from its heap and never to trim it, it is as fast as
 tcmalloc, but fragments: headers keep freed blocks from adding up to larger ones, and the heap grows to twice what is in
-use. tcmalloc hands out whole pages and has neither fault, so it is preferred where it is installed. It has to be there when
-a process starts; the commands start themselves again with it. A running interpreter can only be tuned.
+use. tcmalloc hands out whole pages and has neither fault, so it is preferred where it is installed; mimalloc, which the
+package ``cmeel-mimalloc`` brings as a wheel, is next. Either has to be there when a process starts; the commands start
+themselves again with it. A running interpreter can only be tuned.
 """
 
+import contextlib
 import ctypes
 import ctypes.util
+import importlib.metadata
+import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.environment import ALLOCATOR_VARIABLE, ALLOCATORS
 from hf_offload.settings.load import choose
+
+logger = logging.getLogger(__name__)
 
 # Blocks come from the heap, which is never trimmed and grows in large pieces. Without glibc's per-thread caches the scraps
 # that aligned blocks leave behind are merged again: of two gigabytes of heap that saved a third.
@@ -30,6 +38,11 @@ _TUNED = {
 # Freed pages stay mapped. tcmalloc takes whichever free block fits best, given back to the kernel or not; if it gives none
 # back, it has no reason to touch new pages while warm ones are free, and what a run holds stops growing.
 _KEEP_PAGES = {"TCMALLOC_RELEASE_RATE": "0"}
+# Freed pages go back at once. Of the settings compared in docs/measured.md, "CPU allocators", it has the lowest
+# peak: pages that wait to be returned do not fit the next tensor.
+_MIMALLOC = {"MIMALLOC_PURGE_DELAY": "0"}
+_SETTINGS = _TUNED | _KEEP_PAGES | _MIMALLOC
+_MIMALLOC_PACKAGE = "cmeel-mimalloc"
 _PRELOADABLE = ("tcmalloc", "jemalloc", "mimalloc")
 
 # <malloc.h>
@@ -43,12 +56,12 @@ _TOP_PAD_BYTES = 16 << 20
 def environment_with(name: str) -> dict[str, str]:
     """This process's environment, changed so that a child starts with the allocator ``name`` and no other.
 
-    ``"auto"`` is tcmalloc that keeps its pages, where it is installed, otherwise a tuned glibc. ``"tcmalloc"`` and
-    ``"glibc"`` are these as they come. Raises
-    :class:`~hf_offload.errors.OffloadConfigError` for an unknown name, and for tcmalloc when it is not installed.
+    ``"auto"`` is the :func:`best_allocator`, with the settings that suit offloading. ``"tcmalloc"``, ``"mimalloc"`` and
+    ``"glibc"`` are these as they come. Raises :class:`~hf_offload.errors.OffloadConfigError` for an unknown name, and for a
+    library that is not installed.
     """
     choose("allocator", name, ALLOCATORS)
-    environment = {key: value for key, value in os.environ.items() if key not in _TUNED | _KEEP_PAGES}
+    environment = {key: value for key, value in os.environ.items() if key not in _SETTINGS}
     environment[ALLOCATOR_VARIABLE] = name
     preload = [
         part
@@ -59,18 +72,31 @@ def environment_with(name: str) -> dict[str, str]:
         if name != "auto":
             raise OffloadConfigError(f"allocator={name!r} can be chosen on Linux only: leave the option out.")
         return environment
-    library = find_tcmalloc() if name in ("auto", "tcmalloc") else None
-    if library is not None:
+    chosen = best_allocator() if name == "auto" else name
+    if chosen in _LIBRARIES:
+        find, settings, install = _LIBRARIES[chosen]
+        library = find()
+        if library is None:
+            raise OffloadConfigError(
+                f"allocator={chosen!r} is not installed: {install}, or use allocator='glibc-tuned'."
+            )
         preload.insert(0, library)
-        environment |= _KEEP_PAGES if name == "auto" else {}
-    elif name == "tcmalloc":
-        raise OffloadConfigError(
-            "allocator='tcmalloc' is not installed: install it (Debian and Ubuntu: libtcmalloc-minimal4, Fedora: "
-            "gperftools-libs), or use allocator='glibc-tuned'."
-        )
-    elif name != "glibc":
+        environment |= settings if name == "auto" else {}
+    elif chosen == "glibc-tuned":
         environment |= _TUNED
     return environment | ({"LD_PRELOAD": ":".join(preload)} if preload else {})
+
+
+def best_allocator() -> str:
+    """What ``"auto"`` stands for: the first of ``tcmalloc``, ``mimalloc`` that is installed, otherwise ``glibc-tuned``."""
+    if sys.platform != "linux":
+        return "system"
+    return next((name for name, (find, _, _) in _LIBRARIES.items() if find() is not None), "glibc-tuned")
+
+
+def installed_libraries() -> list[str]:
+    """The allocators that can be preloaded, the best first."""
+    return [name for name, (find, _, _) in _LIBRARIES.items() if sys.platform == "linux" and find() is not None]
 
 
 def current_allocator() -> str:
@@ -115,6 +141,33 @@ def tune_running_allocator() -> str:
     return "glibc with a heap that is kept" if done else name
 
 
+def say_what_is_better() -> None:
+    """Log once in a process on glibc what another allocator would gain and how to start with it.
+
+    A process whose allocator was chosen, by a command or with ``HF_OFFLOAD_ALLOCATOR``, is left in peace.
+    """
+    global _said
+    if _said or os.environ.get(ALLOCATOR_VARIABLE) or current_allocator() != "glibc":
+        return
+    _said = True
+    best = best_allocator()
+    if best == "glibc-tuned":
+        how = "`pip install 'hf-offload[cpu]'` brings one; then start with `hf-offload launch SCRIPT`"
+    else:
+        wanted = environment_with("auto")
+        changes = {key: wanted[key] for key in ("LD_PRELOAD", *_SETTINGS) if key in wanted}
+        variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in changes.items())
+        how = f"start with `hf-offload launch SCRIPT`, or set {variables}"
+    logger.warning(
+        "glibc's heap fragments, which hides part of the memory that offloading frees on a CPU. %s does not: %s.",
+        "Another allocator" if best == "glibc-tuned" else best,
+        how,
+    )
+
+
+_said = False
+
+
 def find_tcmalloc() -> str | None:
     """The shared library to preload, if tcmalloc is installed."""
     for name in ("tcmalloc_minimal", "tcmalloc"):
@@ -132,3 +185,26 @@ def find_tcmalloc() -> str | None:
         if path and library.startswith(("libtcmalloc_minimal.so", "libtcmalloc.so")):
             return path
     return None
+
+
+def find_mimalloc() -> str | None:
+    """The shared library to preload, if mimalloc is installed: that of the wheel, otherwise the system's."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        package = importlib.metadata.distribution(_MIMALLOC_PACKAGE)
+        for file in package.files or ():
+            path = str(package.locate_file(file))
+            # LD_PRELOAD is a list separated by blanks and colons, and knows no quotes.
+            if file.name == "libmimalloc.so" and Path(path).is_file() and not set(path) & set(": \t\n"):
+                return path
+    return ctypes.util.find_library("mimalloc")
+
+
+# Name -> how to find its library, its settings for offloading, what to install; the best first.
+_LIBRARIES: dict[str, tuple[Callable[[], str | None], dict[str, str], str]] = {
+    "tcmalloc": (
+        lambda: find_tcmalloc(),
+        _KEEP_PAGES,
+        "install it (Debian and Ubuntu: libtcmalloc-minimal4, Fedora: gperftools-libs)",
+    ),
+    "mimalloc": (lambda: find_mimalloc(), _MIMALLOC, "pip install 'hf-offload[cpu]'"),
+}

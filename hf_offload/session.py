@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_offload.allocator import tune_running_allocator
+from hf_offload.allocator import say_what_is_better, tune_running_allocator
 from hf_offload.engine.device import device_of, open_device
 from hf_offload.engine.hooks import Engine
 from hf_offload.engine.phases import Phases
@@ -158,6 +158,7 @@ class OffloadSession:
             check_no_graphs(model)
         tier = open_tier(self._storage, config, on_host)
         if on_host:
+            say_what_is_better()
             logger.info("CPU allocator: %s.", tune_running_allocator())
         ring_bytes = None if config.ring_bytes is None else int(config.ring_bytes)
         self._engine = Engine(model, self.plan, device, tier, ring_bytes)

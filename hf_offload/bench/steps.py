@@ -65,7 +65,7 @@ class Plan:
             return ["glibc"]  # nothing but the environment as it is: activations are not on the CPU
         if strategy.is_ours and strategy.name != REFERENCE:
             return ["auto"]
-        return ["glibc", *(["tcmalloc"] if allocators.find_tcmalloc() else [])]
+        return ["glibc", *allocators.installed_libraries()]
 
     @property
     def cell_count(self) -> int:

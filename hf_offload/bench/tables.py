@@ -16,8 +16,8 @@ WIDE_CHARACTERS = 125
 """Where they do."""
 
 _FRAGMENTS = (
-    "glibc's heap fragments, which hides part of what offloading saves on a CPU. With tcmalloc installed (Debian and "
-    "Ubuntu: libtcmalloc-minimal4, Fedora: gperftools-libs) our runs use it, and the others are tried with it."
+    "glibc's heap fragments, which hides part of what offloading saves on a CPU. With mimalloc "
+    "(pip install 'hf-offload[cpu]') or tcmalloc installed our runs use it, and the others are tried with it."
 )
 _VARIES = (
     "the baseline itself varies from run to run: some kernels of this device sum in no fixed order, so nothing can be "
@@ -87,8 +87,8 @@ def footnotes(results: Results) -> list[str]:
     ]
     if any(cell.extra and cell.extra.startswith("trial") for cell in results.cells):
         notes.append(
-            "Allocator: in the first round, the baseline and others' strategies run with glibc's and with tcmalloc; they "
-            "continue with the faster. The slower runs are in table.json."
+            "Allocator: in the first round, the baseline and others' strategies run with glibc's and those that are "
+            "installed; they continue with the fastest. The slower runs are in table.json."
         )
     if results.memory_limit_bytes is not None:
         notes.append(f"PyTorch may take {format_bytes(results.memory_limit_bytes)} of the device's memory.")

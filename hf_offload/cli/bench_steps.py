@@ -47,8 +47,8 @@ def steps(
     allocator: Annotated[
         str,
         typer.Option(
-            help="CPU memory allocator of all runs: fastest, auto, tcmalloc, glibc-tuned, glibc. With fastest, ours chooses "
-            "its own, and the others run with glibc and tcmalloc in the first round.",
+            help="CPU memory allocator of all runs: fastest, auto, tcmalloc, mimalloc, glibc-tuned, glibc. With fastest, "
+            "ours chooses its own; the others run with glibc and all that are installed in the first round.",
         ),
     ] = "fastest",
     memory_limit: MemoryLimit = None,

@@ -175,7 +175,8 @@ def _show(machine: "Machine") -> None:
     allocator = machine.allocator
     settings = [f"{name}={value}" for name, value in allocator.environment.items()]
     huge_pages = f"transparent huge pages {allocator.transparent_huge_pages}"
-    table.add_row("CPU allocator", escape(", ".join([allocator.name, huge_pages, *settings])))
+    best = f"train, launch and bench start with {allocator.best}"
+    table.add_row("CPU allocator", escape(", ".join([allocator.name, huge_pages, *settings, best])))
     table.add_row("versions", ", ".join(f"{name} {version or '-'}" for name, version in machine.versions.items()))
     for heading, lines in _HEADINGS.items():
         table.add_row(heading, "\n".join(lines))

@@ -28,7 +28,7 @@ AUTOLOAD_VARIABLE = f"{PREFIX}AUTOLOAD"
 DISABLE_VARIABLE = f"{PREFIX}DISABLE"
 PARENT_VARIABLE = f"{PREFIX}PARENT"
 ALLOCATOR_VARIABLE = f"{PREFIX}ALLOCATOR"
-ALLOCATORS = ("auto", "tcmalloc", "glibc-tuned", "glibc")
+ALLOCATORS = ("auto", "tcmalloc", "mimalloc", "glibc-tuned", "glibc")
 SWITCHES = (AUTOLOAD_VARIABLE, DISABLE_VARIABLE)
 # Variables of the package that are no settings of a run.
 _OTHERS = (*SWITCHES, PARENT_VARIABLE, ALLOCATOR_VARIABLE)

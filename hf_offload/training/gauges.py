@@ -138,9 +138,10 @@ def choose_gauge(device: torch.device) -> Gauge:
 
 
 def release_free_memory() -> None:
-    """Ask the C allocator, glibc's or tcmalloc, to give free memory back to the kernel."""
+    """Ask the C allocator, tcmalloc, mimalloc or glibc's, to give free memory back to the kernel."""
     process = ctypes.CDLL(None)
-    for name, arguments in (("MallocExtension_ReleaseFreeMemory", ()), ("malloc_trim", (0,))):
+    # glibc's function is there in any process, also when another allocator does the work.
+    for name, arguments in (("MallocExtension_ReleaseFreeMemory", ()), ("mi_collect", (1,)), ("malloc_trim", (0,))):
         if hasattr(process, name):
             getattr(process, name)(*arguments)
             return

@@ -1,6 +1,7 @@
 """``hf-offload train`` from the command line to the files it leaves."""
 
 import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_offload import attach
-from hf_offload.allocator import current_allocator, environment_with, find_tcmalloc
+from hf_offload.allocator import best_allocator, current_allocator, environment_with, find_mimalloc, find_tcmalloc
 from hf_offload.bench.strategies import find_strategy
 from hf_offload.cli.main import app
 from hf_offload.errors import OffloadConfigError
@@ -202,14 +203,17 @@ def test_ctrl_c_before_the_first_step_is_no_error_either(method, tiny_recipe, mo
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
-@pytest.mark.parametrize("name", ["glibc-tuned", "glibc", "tcmalloc"])
+@pytest.mark.parametrize("name", ["glibc-tuned", "glibc", "tcmalloc", "mimalloc"])
 def test_a_child_runs_with_the_allocator_that_was_asked_for(name, monkeypatch):
     if name == "tcmalloc" and find_tcmalloc() is None:
         pytest.skip("tcmalloc is not installed")
+    if name == "mimalloc" and find_mimalloc() is None:
+        pytest.skip("mimalloc is not installed")
     # What the parent runs with must not leak into the child.
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
-    monkeypatch.setenv("TCMALLOC_RELEASE_RATE", "7")
-    assert environment_with(name).get("TCMALLOC_RELEASE_RATE") is None
+    for variable in ("TCMALLOC_RELEASE_RATE", "MIMALLOC_PURGE_DELAY"):
+        monkeypatch.setenv(variable, "7")
+        assert environment_with(name).get(variable) is None
     program = "from hf_offload.allocator import current_allocator; import sys; sys.stdout.write(current_allocator())"
     child = subprocess.run(
         [sys.executable, "-c", program], env=environment_with(name), capture_output=True, text=True, check=True
@@ -223,18 +227,93 @@ def test_ours_runs_with_a_tcmalloc_that_keeps_its_pages():
     assert environment_with("auto")["TCMALLOC_RELEASE_RATE"] == "0"
 
 
+@pytest.mark.skipif(sys.platform != "linux" or find_mimalloc() is None, reason="mimalloc is not installed")
+def test_auto_is_tcmalloc_then_mimalloc_then_glibc(monkeypatch):
+    """A child tells what it really runs with; of tcmalloc, which may not be here, that it is what would be preloaded."""
+    monkeypatch.setattr("hf_offload.allocator.find_tcmalloc", lambda: "/lib/libtcmalloc_minimal.so.4")
+    assert best_allocator() == "tcmalloc"
+    assert environment_with("auto")["LD_PRELOAD"].split(":")[0] == "/lib/libtcmalloc_minimal.so.4"
+    monkeypatch.setattr("hf_offload.allocator.find_tcmalloc", lambda: None)
+    assert (best_allocator(), _allocator_of_a_child(environment_with("auto"))) == ("mimalloc", "mimalloc")
+    monkeypatch.setattr("hf_offload.allocator.find_mimalloc", lambda: None)
+    assert (best_allocator(), _allocator_of_a_child(environment_with("auto"))) == ("glibc-tuned", "glibc-tuned")
+    with pytest.raises(OffloadConfigError, match=r"mimalloc.*pip install 'hf-offload\[cpu\]'"):
+        environment_with("mimalloc")
+
+
+def _allocator_of_a_child(environment):
+    program = "from hf_offload.allocator import current_allocator; import sys; sys.stdout.write(current_allocator())"
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_other_systems_keep_their_allocator(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setenv("LD_PRELOAD", "")
+    assert best_allocator() == "system"
+    assert "LD_PRELOAD" not in environment_with("auto")
+    with pytest.raises(OffloadConfigError, match="Linux only"):
+        environment_with("mimalloc")
+
+
+def test_a_library_that_cannot_be_named_in_the_variable_is_not_used(monkeypatch, tmp_path):
+    """LD_PRELOAD is a list separated by blanks and colons."""
+
+    class Package:
+        files = (Path("lib/libmimalloc.so"),)
+        folder = tmp_path / "plain"
+
+        def locate_file(self, file):
+            return self.folder / file
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Package())
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    for name, found in (("plain", True), ("with blanks", False), ("a:b", False)):
+        Package.folder = tmp_path / name
+        (Package.folder / "lib").mkdir(parents=True)
+        assert find_mimalloc() is None, "the file is missing"
+        (Package.folder / "lib/libmimalloc.so").touch()
+        assert (find_mimalloc() is not None) == found
+
+
+SCRIPT = """
+import torch, hf_offload
+for _ in range(2):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    hf_offload.attach(model, hf_offload.OffloadConfig(tier="TIER")).detach()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the package moves activations off the accelerator")
+@pytest.mark.parametrize(
+    ("tier", "allocator", "count"), [("ram", None, 1), ("none", None, 0), ("ram", "glibc", 0), ("ram", "auto", 0)]
+)
+def test_a_script_is_told_once_what_another_allocator_would_gain(monkeypatch, tier, allocator, count):
+    for variable in ("HF_OFFLOAD_ALLOCATOR", "LD_PRELOAD"):
+        monkeypatch.delenv(variable, raising=False)
+    environment = dict(os.environ) if allocator is None else environment_with(allocator)
+    script = SCRIPT.replace("TIER", tier)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True)
+    told = [line for line in done.stderr.splitlines() if "heap fragments" in line]
+    assert len(told) == count, done.stderr
+    if told and best_allocator() != "glibc-tuned":
+        wanted = environment_with("auto")
+        assert f"LD_PRELOAD={wanted['LD_PRELOAD']}" in told[0]
+    assert all("hf-offload launch" in line for line in told)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
 @pytest.mark.skipif(
     torch.accelerator.is_available(), reason="a GPU does the work, so the CPU's allocator does not matter"
 )
 def test_train_starts_itself_again_with_the_best_allocator_once(tiny_recipe):
-    """`auto` on a machine with tcmalloc is tcmalloc, and a choice that was made is left alone."""
-    import os
-
+    """A choice that was made is left alone."""
     command = [sys.executable, "-m", "hf_offload", "train", str(tiny_recipe), "--report", "report.json"]
     plain = {key: value for key, value in os.environ.items() if key not in ("HF_OFFLOAD_ALLOCATOR", "LD_PRELOAD")}
     for environment, expected in (
-        (plain, "tcmalloc" if find_tcmalloc() else "glibc-tuned"),
+        (plain, best_allocator()),
         (environment_with("glibc"), "glibc"),
     ):
         done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)

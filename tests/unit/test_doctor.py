@@ -6,6 +6,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from hf_offload.allocator import best_allocator
 from hf_offload.cli.doctor import doctor
 from hf_offload.planning import machine
 from hf_offload.planning.machine import probe_machine
@@ -49,7 +50,15 @@ def test_the_table_shows_the_same(run, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     result = run("-d", tmp_path)
     assert result.exit_code == 0
-    for word in (str(tmp_path), "measured", "GPUDirect", "CPU allocator", "mallopt", torch.__version__):
+    for word in (
+        str(tmp_path),
+        "measured",
+        "GPUDirect",
+        "CPU allocator",
+        f"start with {best_allocator()}",
+        "mallopt",
+        torch.__version__,
+    ):
         assert word in result.stdout
 
 
