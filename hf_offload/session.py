@@ -39,7 +39,7 @@ from hf_offload.transforms.sampling.gradient_cache import GradientCache
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT = "the environment"
-"""Who attaches to the models of a script that knows nothing of it; what the script says itself takes precedence."""
+"""The ``owner`` of sessions attached by environment variables; those that a script attaches itself take precedence."""
 
 # A session lives as long as its hooks do: until it is detached or its model goes.
 _attached: "weakref.WeakKeyDictionary[nn.Module, OffloadSession]" = weakref.WeakKeyDictionary()
@@ -52,7 +52,7 @@ def attach(
     """Offload the saved tensors of ``model``'s forwards until :meth:`OffloadSession.detach`.
 
     ``run_id`` tells one run of a trainer from another, ``owner`` names the caller; a session that an earlier run of the same
-    caller left behind is detached. A memory mode changes the model for good: see :meth:`OffloadSession.prepare_optimizer`.
+    caller left behind is detached. A memory mode changes the model permanently: see :meth:`OffloadSession.prepare_optimizer`.
 
     With several processes (``torch.distributed``), all of them attach, with the same settings; those of one machine share
     ``ram_budget``, ``disk_budget`` and ``max_disk_write_bytes`` in equal parts.
@@ -103,16 +103,16 @@ def offload_activations(model: nn.Module, config: OffloadConfig | None = None) -
 
 
 class OffloadSession:
-    """A model with offloading attached. Made by :func:`attach` and :func:`offload_activations`.
+    """A model with offloading attached, as :func:`attach` and :func:`offload_activations` return it.
 
-    It does not keep the model. Once that is freed, everything but the counters is given back, and ``orphaned`` is true.
+    It does not keep the model alive. Once the model is freed, so is everything but the counters, and ``orphaned`` is true.
 
     Attributes:
-        config, plan: What was asked for, and what was decided.
+        config, plan: The settings, and what was planned.
         stats: Counters, per step and in total (:class:`~hf_offload.engine.stats.OffloadStats`).
         ranks: The processes that train the model together.
         run_id, owner: The trainer's run the session belongs to, if one made it, and what attached it.
-        must_stop: The limit of bytes written was met in a step that has ended, and ``on_disk_write_limit`` is ``"stop"``.
+        must_stop: Whether the limit of bytes written was met in a step that has ended, with ``on_disk_write_limit="stop"``.
     """
 
     def __init__(self, model: nn.Module, config: OffloadConfig, run_id: object, owner: str):
@@ -180,7 +180,7 @@ class OffloadSession:
         """Let measured steps decide about the plan from now on."""
         assert self._engine is not None
         budget = self.config.memory_budget
-        self._engine.transfer.mover.time_stalls()  # else transfers would be taken for compute, and plans be made of that
+        self._engine.transfer.mover.time_stalls()  # else plans would count transfers as compute
         self._recompute = recompute
         self._feedback = Feedback(
             model,
@@ -209,7 +209,7 @@ class OffloadSession:
             self._watch.join()
 
     def written(self) -> list[Written]:
-        """What was written to each drive, by this process and by all runs together. Keeps the count first."""
+        """Bytes written to each drive by this process and by all runs, after saving the count."""
         self._wait_if_gone()
         self._storage.wear.keep()
         return self._storage.wear.report()
@@ -243,7 +243,7 @@ class OffloadSession:
 
     @property
     def forecast(self) -> Prediction | None:
-        """With tier ``auto``: what the plan in force was predicted to do, and what it did; None before there is one."""
+        """With tier ``auto``: prediction and measurements of the current plan; None before the first one."""
         return None if self._feedback is None else self._feedback.prediction
 
     @property
@@ -257,8 +257,8 @@ class OffloadSession:
         return list(self._transforms.sampling.names)
 
     def carry_sample_ids(self, loader: Any) -> GradientCache | None:
-        """Let the batches of the training ``loader`` say which rows of its data set they hold, and remember how large the
-        gradients of those rows were; None unless layers are sampled with ``probabilities="gradient-cache"``, which needs it.
+        """Add row numbers to the batches of the training ``loader``, and return the cache of gradient norms by row; None
+        unless layers are sampled with ``probabilities="gradient-cache"``.
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` for a stream, whose rows cannot be told apart.
         """
@@ -266,7 +266,7 @@ class OffloadSession:
 
     @property
     def gradient_cache(self) -> GradientCache | None:
-        """What is remembered of the gradients of each sample, if anything is."""
+        """The gradient norms kept for each sample, if any."""
         return self._transforms.sampling.cache
 
     @property
@@ -304,8 +304,8 @@ class OffloadSession:
                 yield
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """What to train with: the memory mode's optimizer, with the lr, betas, eps and weight decays of ``optimizer``, an
-        ``AdamW`` over the model's parameters whose schedulers go on to work. Without a memory mode, ``optimizer`` itself.
+        """The optimizer to train with: the memory mode's, with the lr, betas, eps and weight decays of ``optimizer`` (an
+        ``AdamW`` over the model's parameters), whose schedulers keep working. Without a memory mode, ``optimizer`` itself.
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` that lists everything the mode's optimizer cannot take over.
         """
@@ -313,7 +313,7 @@ class OffloadSession:
         return optimizer if self._mode is None or model is None else self._mode.prepare_optimizer(model, optimizer)
 
     def settle(self) -> None:
-        """Wait until whatever is on its way out has left memory: backward then has to bring all of it back."""
+        """Wait until all pending stores have left memory: backward then has to load everything."""
         if self._engine is not None:
             self._engine.transfer.settle()
 
@@ -337,7 +337,7 @@ class OffloadSession:
         self._stepped = True
 
     def end_pending_step(self) -> None:
-        """End the step that :meth:`optimizer_stepped` said was over, if there is one."""
+        """End the step that :meth:`optimizer_stepped` marked as over, if any."""
         if self._stepped:
             self.end_step()
 
@@ -352,7 +352,7 @@ class OffloadSession:
             self._end_counters()
 
     def detach(self) -> None:
-        """Take everything off the model. Graphs that are still alive keep their bytes until they go. Idempotent."""
+        """Remove everything from the model. Live graphs keep their bytes until they are freed. Idempotent."""
         if self._watch is not None:
             self._watch.end()
             self._watch = None
@@ -383,7 +383,7 @@ class OffloadSession:
 
 
 def _detach_former(model: nn.Module, run_id: object, owner: str) -> None:
-    """Make way for a session of ``owner``, or raise if the one that is attached is of another."""
+    """Detach a session that gives way to one of ``owner``, or raise."""
     session = _attached.get(model)
     if session is None:
         return

@@ -1,4 +1,4 @@
-"""The few things the transfer layer asks of a device. Small, so that a simulated device can stand in for it in tests."""
+"""The few operations that the transfer layer needs of a device. Tests replace it with a simulated one."""
 
 import abc
 import time

@@ -44,7 +44,7 @@ Handle = KeptTensor | PackedView
 
 
 class Observer(Protocol):
-    """Whoever wants to know what is saved, and when it is needed."""
+    """Is notified of what is saved, and when it is needed."""
 
     def packed(self, record: Record) -> None:
         """``record`` is new."""
@@ -83,7 +83,7 @@ class Engine:
         self.apply_plan(plan)
 
     def apply_plan(self, plan: Plan) -> None:
-        """Do as ``plan`` says from now on; what has been packed goes on as it began."""
+        """Follow ``plan`` from now on; what is already packed is unaffected."""
         # Tensors without bytes have no memory of their own to tell them by.
         self._min_bytes = max(1, plan.min_bytes)
         self._tier_of = {unit: placement.tier for unit, placement in plan.placements.items()}
@@ -110,7 +110,7 @@ class Engine:
         return self.transfer.live_records > 0 and not self.prefetch.tape.in_backward
 
     def made_graph(self) -> bool:
-        """Whether a backward has made a graph of itself (``create_graph``) since this was asked last."""
+        """Whether a backward has made a graph of itself (``create_graph``) since the last call."""
         made, self._made_graph = self._made_graph, False
         return made
 
@@ -328,7 +328,7 @@ class Engine:
             self.stats.end_step(self.transfer.ledger.resident_bytes)
 
     def enter_thread(self) -> None:
-        """Called in a thread that is none of the user's, before anything else is: it has no device yet."""
+        """Called first in a thread of the engine's own, which has no device yet."""
         self._device.make_current()
 
     def close(self) -> None:

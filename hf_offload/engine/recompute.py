@@ -39,7 +39,7 @@ class Recompute:
         self._frozen: dict[str, frozenset[str]] = {}
 
     def apply(self, names: Iterable[str]) -> None:
-        """Compute these blocks again, and no others but those whose user asked for it. Names of other units say nothing."""
+        """Recompute these blocks, and no others except those that the user checkpoints. Names of other units are ignored."""
         wanted = set(self._blocks) & set(names)
         for name in list(self._handles):
             if name not in wanted:
@@ -54,7 +54,7 @@ class Recompute:
             ]
 
     def remove(self) -> None:
-        """Every block as it was."""
+        """Restore every block."""
         self.apply(())
 
 
@@ -130,7 +130,7 @@ class _Noted(AbstractContextManager[None]):
         pass
 
     def changed(self) -> str:
-        """The first of it that is not what it was; empty if all is."""
+        """The first that has changed; empty if none has."""
         return rewritten_name(self._state, read_by(self._block, self._inputs))
 
 

@@ -1,4 +1,4 @@
-"""Records and handles: who holds which bytes of a saved tensor, and in which state they are.
+"""Records and handles: ownership and state of the bytes of saved tensors.
 
 Note: lifetimes
     autograd -> handle (:class:`PackedView`, :class:`KeptTensor`) -> :class:`Record` -> bytes.
@@ -62,7 +62,7 @@ class Settling:
 
 
 class Cleanup(weakref.ref["Record"]):
-    """What a record has in the tier and in the counts: what is left to do once it is gone. Held by who does it.
+    """What a record has in the tier and in the counts, to be cleaned up once it is gone.
 
     It is the weak reference whose callback puts it on the queue.
     """
@@ -149,11 +149,11 @@ class Record:
         self._point_at(buffer)
 
     def forget_memory(self) -> None:
-        """What was to be the record's bytes never became so, however long it lives on (in an error's frames, for one)."""
+        """Forget memory that never received the record's bytes, even if it lives on (in an error's frames, for one)."""
         self.storage_ref = _nothing
 
     def memory(self) -> tuple[torch.UntypedStorage, int] | None:
-        """The storage with the bytes and their offset in it, if memory holds them: the record's own, or anybody's."""
+        """The storage with the bytes and their offset in it, if memory holds them: the record's own, or any other."""
         storage = self.storage_ref()
         return None if storage is None else (storage, self.storage_offset)
 

@@ -69,7 +69,7 @@ def _is_parameter(found: object) -> bool:
 
 
 def is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether bytes and strides say all about ``tensor``: no Parameter, no subclass, wrapper, or other layout or device."""
+    """Whether bytes and strides describe ``tensor``: no Parameter, no subclass, wrapper, or other layout or device."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device == device

@@ -53,7 +53,7 @@ class _Landing:
 
 
 class Arrival(NamedTuple):
-    """When a load has ended, for which stream its target was allocated, and who keeps that until compute is behind it."""
+    """When a load has ended, for which stream its target was allocated, and what keeps it until compute is behind it."""
 
     event: Event
     stream: Stream
@@ -386,7 +386,7 @@ def _then(start: "Callable[[], Future[None]]", finish: Callable[[BaseException |
 
     try:
         future = start()
-    except BaseException as error:  # a buffer is to be given back, and somebody may wait for what it brings
+    except BaseException as error:  # a buffer is to be given back, and a thread may wait for its bytes
         callbacks.pop()(error)
     else:
         future.add_done_callback(ended)

@@ -1,4 +1,4 @@
-"""State changes of records: storing, forwarding, loading, eviction, and what is left to do when one is gone.
+"""State changes of records: storing, forwarding, loading, eviction, and cleanup when one is gone.
 
 Note: threads and the lock
     Training threads pack and unpack, device threads unpack (several at once), I/O threads finish transfers. One re-entrant
@@ -130,7 +130,7 @@ class Transfer:
             self.tier.wait_until_done(end)
 
     def _settle(self, settled: Settling, reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]") -> None:
-        # Whoever waits for a future is woken before its callbacks run, and the buffer goes in one of them.
+        # Threads that wait for a future are woken before its callbacks run, and the buffer goes in one of them.
         try:
             self._stored(reference, nbytes, future)
         finally:
@@ -161,7 +161,7 @@ class Transfer:
                 self._release_buffer(record)
 
     def refused(self, nbytes: int, unit: str, error: BaseException) -> None:
-        """The tier would not take a tensor: it stays in memory, and one warning says so."""
+        """The tier refused a tensor: it stays in memory, with one warning for all."""
         self._stats.step.refused_bytes += nbytes
         if not self._warned:
             self._warned = True

@@ -1,9 +1,9 @@
-"""What becomes of a session whose model goes while it is attached: by an interrupted training, or at the end of a function.
+"""Closing a session whose model is freed while it is attached: by an interrupted training, or at the end of a function.
 
 Note: who holds the model
-    Nothing of a session does: it would never go. Its hooks hold the session, not the other way round; whatever has to find
-    the model or a part of it again keeps a weak reference. So a model goes when its user drops it, with hooks and all, and
-    threads, files and pinned memory are given back. Graphs that are still alive keep what their backward needs
+    No part of a session does: the model would never be freed. Its hooks hold the session, not the other way round; whatever
+    has to find the model or a part of it again keeps a weak reference. So a model goes when its user drops it, with hooks and
+    all, and threads, files and pinned memory are given back. Graphs that are still alive keep what their backward needs
     (:meth:`~hf_offload.engine.transfer.Transfer.close_when_unused`), and the session its counters, for its user.
 """
 
@@ -22,7 +22,7 @@ class ModelWatch:
     """Calls ``close`` in a thread of its own once ``model`` has gone, unless :meth:`end` comes first.
 
     ``leave_thread`` is called before, in the thread in which the model goes. That may be inside any allocation and under any
-    lock, so it must take none; ``close`` may wait for what it likes.
+    lock, so it must take none; ``close`` may wait.
     """
 
     def __init__(self, model: nn.Module, leave_thread: Callable[[], None], close: Callable[[], None]):

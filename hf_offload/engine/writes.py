@@ -21,7 +21,7 @@ class WritesInFlight:
         self._ends.append(end)
 
     def oldest(self) -> Settling | None:
-        """What the first of them to have begun ends with."""
+        """The end of the oldest of them."""
         with self._lock:
             self._forget_ended()
             return self._ends[0] if self._ends else None

@@ -1,4 +1,4 @@
-"""What a Trainer that offloads does in addition: it resumes from complete checkpoints, and its model cards describe memory.
+"""Extensions of a Trainer that offloads: it resumes from complete checkpoints, and its model cards describe memory.
 
 Note: reaching the Trainer
     transformers has no hook for either. Replacing functions of its modules would change every Trainer of the process, and a
@@ -21,7 +21,7 @@ _CALLBACK = "_hf_offload_callback"
 
 
 class Summarizing(Protocol):
-    """A callback whose ``summary`` says what offloading did in its last training; empty if nothing was offloaded."""
+    """A callback with the ``summary`` of its last training; empty if nothing was offloaded."""
 
     summary: list[str]
 

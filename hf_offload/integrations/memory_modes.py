@@ -18,7 +18,7 @@ from hf_offload.settings.load import collect_errors
 
 
 def watch_trainers() -> None:
-    """Let every Trainer that is made from now on do what its arguments say of memory modes. Idempotent."""
+    """Let every Trainer made from now on apply the memory mode of its arguments. Idempotent."""
     usual = Trainer.__init__
     if hasattr(usual, "hf_offload_modes"):
         return

@@ -1,4 +1,4 @@
-"""What a run did, in a few lines at its end: one for all of its processes."""
+"""The summary at the end of a run: one for all of its processes."""
 
 import collections
 import statistics
@@ -11,7 +11,7 @@ from hf_offload.storage.wear import Written
 
 
 def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
-    """To be logged by the process for which ``session.ranks.is_first``; ``together``, all processes call this, or none."""
+    """Lines to log where ``session.ranks.is_first``. With ``together``, all processes call this, or none."""
     everyone = session.ranks.gather(session.stats.total) if together else [session.stats.total]
     lines = [_moved(everyone, max(1, session.stats.ended_steps))]
     if session.forecast is not None:
@@ -44,7 +44,7 @@ def _worn(
 
 
 def card_lines(session: OffloadSession, summary: list[str]) -> list[str]:
-    """What a reader of the trained model's card has to know, with the ``summary`` of the run."""
+    """Lines for the card of the trained model, with the ``summary`` of the run."""
     lines = [f"Activations were offloaded with hf_offload ({session.plan.reason}), which changes no bit of a gradient."]
     if session.sampled:
         lines.append(f"The weight gradients of {len(session.sampled)} linear layers were estimated from sampled rows.")

@@ -36,9 +36,9 @@ _LOGGED = (
 class OffloadCallback(TrainerCallback):
     """Offload a Trainer's activations: ``Trainer(..., callbacks=[OffloadCallback(OffloadConfig(tier="ssd"))])``.
 
-    Without a config, it takes what the training arguments say (:class:`~hf_offload.OffloadArguments`), and does nothing
-    if they say nothing. ``stats`` holds the counters, also after training has ended; ``forecast`` what the plan for a budget
-    was predicted to do, and did; ``summary`` says both in words, and is a section of the model card that the Trainer writes.
+    Without a config, it takes the settings of the training arguments (:class:`~hf_offload.OffloadArguments`), if they have
+    any. ``stats`` holds the counters, also after training has ended; ``forecast`` the prediction and measurements of the plan
+    for a budget; ``summary`` has both as text, and is a section of the model card that the Trainer writes.
     """
 
     def __init__(self, config: OffloadConfig | None = None):

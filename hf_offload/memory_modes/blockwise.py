@@ -34,7 +34,7 @@ class Blockwise(MemoryMode):
         return cls(config=config)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """What an earlier training left frozen is free again."""
+        """Unfreeze what an earlier training left frozen."""
         release(model)
         return model
 

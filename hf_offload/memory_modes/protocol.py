@@ -1,4 +1,4 @@
-"""What a memory mode is: everything that the Trainer, a plan and a model card ask of one."""
+"""The interface of memory modes: everything that the Trainer, a plan and a model card need of one."""
 
 import abc
 import dataclasses

@@ -80,7 +80,7 @@ class Choices:
 
     Attributes:
         tiers: Placements that move what a unit saves.
-        recomputes: Placements that compute a block again.
+        recomputes: Placements that recompute a block.
         options: All placements, ``keep`` first.
         units: Units that save something, in the order of forward.
         blocks: What can be recomputed.

@@ -136,7 +136,7 @@ class Where(enum.Enum):
 
     TIER = enum.auto()
     MEMORY = enum.auto()  # held by the engine: they have not left yet
-    ELSEWHERE = enum.auto()  # in memory for somebody else, or in use already
+    ELSEWHERE = enum.auto()  # in memory for another use, or in use already
     BETWEEN = enum.auto()  # no longer in memory, and not in the tier yet
 
 

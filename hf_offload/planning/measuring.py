@@ -353,7 +353,7 @@ class StepMeter(StepRecorder):
         return died if died > dropped else times.packed
 
     def _segments(self) -> Iterator[Segment]:
-        """The segments, with what somebody else held while the engine held it, too: it was taken for the engine's alone."""
+        """The segments, with bytes that were also held elsewhere, and had been counted as the engine's alone."""
         more = [0] * (len(self.segments) + 1)
         for times in self._times.values():
             if times.dropped is not None and self._gone(times) > times.dropped:

@@ -21,7 +21,7 @@ from hf_offload.storage.opening import disk_options, drives_for
 
 T = TypeVar("T")
 
-# All of them attach at the same place of a script. Later, somebody may be writing a checkpoint.
+# All of them attach at the same place of a script. Later, one may be writing a checkpoint.
 _TO_MEET = datetime.timedelta(minutes=5)
 _TO_ANSWER = datetime.timedelta(minutes=60)
 # Settings of the machine: each of its processes gets a part.

@@ -105,7 +105,7 @@ class StepRecorder(TorchDispatchMode):
 
     @property
     def model(self) -> nn.Module:
-        """The model, as long as somebody trains it."""
+        """The model, as long as it is alive."""
         model = self._model_ref()
         assert model is not None, "nothing is asked of a recorder whose model has gone"
         return model

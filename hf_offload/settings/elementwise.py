@@ -1,4 +1,4 @@
-"""Which elementwise operations the user wants recomputed."""
+"""Settings of recomputing elementwise operations."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class RecomputeElementwiseConfig:
 
 
 def recompute_elementwise(value: Any, name: str = "recompute_elementwise") -> RecomputeElementwiseConfig | None:
-    """What a setting says: names of switches, as a list or separated by commas, or nothing.
+    """Read the setting: names of switches, as a list or separated by commas, or nothing.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError`.
     """

@@ -63,8 +63,8 @@ def settings_from(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def check_variables(environ: Mapping[str, str] | None = None) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` for variables that look like ours and are none, and for wrong
-    values of those that are no settings.
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for unknown variables that begin with ``HF_OFFLOAD_``, and for
+    wrong values of those that are not settings.
     """
     environ = os.environ if environ is None else environ
     known = [variable(field) for field in FIELDS]
@@ -83,7 +83,7 @@ def check_variables(environ: Mapping[str, str] | None = None) -> None:
 
 
 def unless_disabled(config: OffloadConfig) -> OffloadConfig:
-    """``config``, or with ``HF_OFFLOAD_DISABLE`` what is left of it: the memory mode.
+    """``config``, or with ``HF_OFFLOAD_DISABLE`` only its memory mode.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` as :func:`check_variables` does.
     """
@@ -97,8 +97,8 @@ def unless_disabled(config: OffloadConfig) -> OffloadConfig:
 def settings_with(
     given: Mapping[str, Any], where: str, environ: Mapping[str, str] | None = None, *, environment_first: bool = False
 ) -> tuple[OffloadConfig, dict[str, Any]]:
-    """The settings that ``given``, which stands in ``where``, and the environment make together, and what the environment
-    says. ``given`` takes precedence, or with ``environment_first`` the environment.
+    """``given``, which comes from ``where``, merged with the environment's settings, and the latter alone. ``given`` takes
+    precedence, or with ``environment_first`` the environment.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for all errors of both, those that do not take effect included.
     """

@@ -1,9 +1,8 @@
-"""Layers of recipes: a file names others under ``base``, and says only what differs from them.
+"""Layers of recipes: a file names others under ``base``, and contains only what differs from them.
 
 ``base: [llama/_family, llama/_8b]`` merges these files in that order, and then the file's own keys. Mappings are merged key
-by key, everything else is replaced. A ``null`` takes away what the layers below say, so that the default holds again. A
-layer may have a ``base`` of its own, and whole recipes are layers, too; files whose name begins with an underscore are
-nothing but layers.
+by key, everything else is replaced. A ``null`` restores the default. A layer may have a ``base`` of its own, and whole
+recipes are layers, too; files whose name begins with an underscore are nothing but layers.
 """
 
 import contextlib
@@ -37,9 +36,9 @@ class Layers:
     """Files that were merged.
 
     Attributes:
-        tree: What they say together, without ``base``.
+        tree: Their merged content, without ``base``.
         files: In the order in which they were merged; the last one is the recipe itself.
-        origins: Section and key (or a section alone) -> the file that had the last word about it.
+        origins: Section and key (or a section alone) -> the file that set it last.
     """
 
     tree: dict[str, Any]
@@ -85,7 +84,7 @@ def read_layers(path: Path) -> Layers:
     """The file of a recipe, merged with the layers it names.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for layers that are missing, that name each other in a circle, or
-    that are no mappings; for all of them at once.
+    that are not mappings; for all of them at once.
     """
     tree: dict[str, Any] = {}
     origins: dict[tuple[str, ...], Path] = {}

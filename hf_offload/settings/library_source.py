@@ -1,6 +1,6 @@
-"""What transformers says about its settings, read from its source: importing it takes seconds, since it imports torch.
+"""Names and types of transformers' settings, read from its source: importing it takes seconds, since it imports torch.
 
-Where the source is not as expected, nothing is known (``None`` or an empty mapping), and the library itself judges later.
+Where the source is not as expected, results are ``None`` or empty, and the library itself checks later.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Where results go: found out to be impossible before the work, not after it."""
+"""Checks of output paths, before the work rather than after it."""
 
 import os
 import tempfile

@@ -32,7 +32,7 @@ _CLASSES: dict[tuple[str, ...], Any] = {
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Change ``tree`` as ``override``, such as ``training.max_steps=3``, says; ``null`` takes away what is there.
+    """Apply ``override``, such as ``training.max_steps=3``, to ``tree``; ``null`` removes a key.
 
     Values are YAML. Of settings that are text or a path, they are the text as it stands, unless it is in quotes.
     """

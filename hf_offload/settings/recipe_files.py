@@ -1,4 +1,4 @@
-"""Files of recipes: where they are found, and what they say."""
+"""Files of recipes: where they are found, and their content."""
 
 from pathlib import Path
 from typing import Any
@@ -85,5 +85,5 @@ def _shipped_names() -> list[str]:
 
 
 def read_yaml(path: Path) -> Any:
-    """What the file of a recipe says, whatever it is."""
+    """The content of a recipe's file, unchecked."""
     return parse_yaml(read_text(path, "The recipe"), str(path))

@@ -1,4 +1,4 @@
-"""Recipes: what one YAML file says about a training run, and how that is checked.
+"""Recipes: a training run in one YAML file, and its checks.
 
 Sections: ``meta`` (:mod:`hf_offload.settings.recipe_meta`), ``model``, ``data``, ``training`` (the fields of
 ``transformers.TrainingArguments``; the precision is what they say, whatever a launcher's config file says), ``evaluation``,
@@ -158,7 +158,7 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """:func:`read_recipe`, and what only the libraries can judge: values of ``model.config``, the section ``memory``.
+    """:func:`read_recipe`, and what only the libraries can check: values of ``model.config``, the section ``memory``.
 
     Raises :class:`OffloadConfigError` with every error in it. Libraries, which take seconds to load, are not asked about a
     recipe that is wrong anyway.

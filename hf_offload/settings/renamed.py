@@ -1,4 +1,4 @@
-"""Names that settings had before. They work for one version, with a warning that says the new one."""
+"""Former names of settings. They work for one version, with a warning that names the new one."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -33,8 +33,8 @@ def with_current_names(
     shown: Callable[[str], str] = str,
     stacklevel: int = 2,
 ) -> dict[str, Any]:
-    """``given`` with the new names of those of ``known`` that were renamed. In messages, ``shown`` makes of a name what it is
-    called in ``where``; ``stacklevel`` is that of the warning, as in :func:`~hf_offload.former_names.warn_renamed`.
+    """``given`` with the new names of those of ``known`` that were renamed. In messages, ``shown`` turns a name into its
+    spelling in ``where``; ``stacklevel`` is that of the warning, as in :func:`~hf_offload.former_names.warn_renamed`.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` if a setting is given by both of its names.
     """

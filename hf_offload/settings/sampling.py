@@ -1,4 +1,4 @@
-"""What the user asked to have sampled."""
+"""Settings of sampled linear layers."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ class SampledLinearConfig:
 
 
 def sampled_linear(value: Any, name: str = "sampled_linear") -> SampledLinearConfig | None:
-    """What a setting says: a ratio, a mapping, the JSON text of either, or nothing.
+    """Read the setting: a ratio, a mapping, the JSON text of either, or nothing.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError`.
     """

@@ -1,4 +1,4 @@
-"""What the user asked for. Frozen, checked on construction; nothing here touches a device or a disk."""
+"""Settings of offloading. Frozen and checked on construction; nothing here touches a device or a disk."""
 
 import dataclasses
 import os
@@ -252,12 +252,12 @@ class OffloadConfig:
 
     @property
     def changes_a_run(self) -> bool:
-        """Whether these settings ask for anything at all."""
+        """Whether these settings change anything."""
         changes_step = self.tier != "none" or self.tiles or self.sampling is not None or self.elementwise is not None
         return changes_step or self.memory_mode != NONE
 
     def mode(self) -> "MemoryMode | None":
-        """The memory mode that is asked for, if one is. Loads its libraries.
+        """The memory mode, if one is set. Loads its libraries.
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors in its settings.
         """

@@ -48,7 +48,7 @@ class Reader:
         return self.read(name, value)
 
     def from_text(self, text: str) -> Any:
-        """What a variable or an argument says. Wrong text stays what it is, for :attr:`read` to refuse."""
+        """The value of a variable or an argument. Wrong text is returned as it is: :attr:`read` refuses it."""
         if self.splits:
             return [part.strip() for part in text.split(",") if part.strip()] if text.strip() else None
         if self.kind is bool:

@@ -37,7 +37,7 @@ _SCHEMA = (
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """What ``text`` says. Raises :class:`~hf_offload.errors.OffloadConfigError` that names ``where`` and the line."""
+    """The content of ``text``. Raises :class:`~hf_offload.errors.OffloadConfigError` that names ``where`` and the line."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

@@ -62,10 +62,10 @@ def default_ram_budget(processes: int) -> int | None:
 
 
 def pinned_empty(nbytes: int) -> torch.Tensor:
-    """A page-locked ``uint8`` buffer of exactly ``nbytes`` bytes. Raises RuntimeError if there is none to be had.
+    """A page-locked ``uint8`` buffer of exactly ``nbytes`` bytes. Raises RuntimeError if none is available.
 
-    PyTorch's allocator of pinned memory rounds each request up to a power of two, and what is more is locked, too. On CUDA
-    the buffer is a mapping that is registered with the driver; other accelerators have no call for that.
+    PyTorch's allocator of pinned memory rounds each request up to a power of two, and locks the excess, too. On CUDA the
+    buffer is a mapping that is registered with the driver; other accelerators have no call for that.
     """
     if nbytes == 0 or not torch.cuda.is_available():
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=nbytes > 0)

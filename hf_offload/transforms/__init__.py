@@ -1,4 +1,4 @@
-"""Changes of a model that make it save less for backward, applied before a plan is made and taken off again.
+"""Changes to a model that make it save less for backward, applied before planning and removed at the end.
 
-What moves saved tensors is not here (``engine``), nor what decides about them (``plan``).
+Saved tensors are moved in ``engine``, and planned for in ``plan``.
 """

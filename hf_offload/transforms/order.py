@@ -39,13 +39,13 @@ class Transforms(NamedTuple):
             )
 
     def remove(self) -> None:
-        """Give the model back as it was. Idempotent."""
+        """Restore the model. Idempotent."""
         for transform in reversed(self):
             transform.remove()
 
 
 def transforms_for(model: nn.Module, config: OffloadConfig, cut: Cut | None = None) -> Transforms:
-    """What ``config`` asks for, not applied yet; ``cut`` overrides how large the pieces of a tiled model are."""
+    """The transforms that ``config`` asks for, not applied yet; ``cut`` overrides the sizes of tiled pieces."""
     tiling = Tiling(model, config, cut)
     sampling = Sampling(model, config.sampling)
     return Transforms(sampling, Rematerialization(model, config.elementwise, left_alone=tiling.head), tiling)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 WORDS = {
     r"lean_activations|\blean\b|\bLeanConfig\b": "recompute of elementwise operations, recompute_elementwise",
-    r"\b(made|makes?|making|computed?|computes) (it |them )?again\b": "recomputed, rebuilt",
+    r"\b([Mm]ade|[Mm]akes?|[Mm]aking|[Cc]omputed?|[Cc]omputes) (\w+ ){0,2}again\b": "recomputed, rebuilt",
     r"\b(of|to|than|vs|below|repeat) keep\b(?! (any|it|the|them|this|what))|\bkeep('s| itself)\b": "no offloading, baseline",
     r"\bgoe?s? before\b": "takes precedence over",
     r"\bbeside\b": "in addition to, next to",
@@ -27,7 +27,7 @@ WORDS = {
     r"\bno English words\b": "say which words are expected",
     r"\bmistakes?\b": "errors",
     r"\b[Ss]ay [`'\"]*\w+=": "Pass ..., set ...",
-    r"\btold\b(?! apart)|\bhears?\b|\bwhoever\b|\bnobody\b": "the component that acts",
+    r"\btold\b(?! apart)|\bhears?\b|\b[Ww]hoever\b|\b[Nn]obody\b|\b[Ss]omebody\b": "the component that acts",
     r"\bgraveyard\b|\bbur(y|ied)\b|\bbequeath": "finalizer queue, cleanup",
     r"\bpatiently\b": "with a watchdog",
     r"\bmerits?\b": "objective",

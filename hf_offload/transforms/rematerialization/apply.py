@@ -1,4 +1,4 @@
-"""Recompute of elementwise operations as the settings ask for it: applied to a model, and removed."""
+"""Applying recompute of elementwise operations to a model, and removing it."""
 
 import logging
 import weakref

@@ -1,4 +1,4 @@
-"""Which norms can be computed a second time: found out by trying, for a class's name promises nothing."""
+"""Which norms can be recomputed: found by trying, since the name of a class guarantees nothing."""
 
 import contextlib
 import copy
@@ -37,7 +37,7 @@ def why_not_again(module: nn.Module) -> str | None:
     with unset_fake_temporarily(), torch.device("cpu"), torch.random.fork_rng(devices=()), torch.enable_grad():
         try:
             return _try(module)
-        except Exception as error:  # whatever a class of somebody's raises, it is left alone
+        except Exception as error:  # whatever a user's class raises, it is left alone
             return f"with hidden states alone it raises {type(error).__name__}"
 
 

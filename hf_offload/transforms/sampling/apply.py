@@ -54,7 +54,7 @@ class Sampling(Transform):
         self.warn_if_checkpointed("sampling its linear layers saves")
 
     def carry_sample_ids(self, loader: Any) -> GradientCache | None:
-        """Let batches of ``loader`` say which samples they hold, and remember how large the gradients of those are.
+        """Add sample ids to the batches of ``loader``, and return the cache of their gradient norms.
 
         None unless layers are sampled with ``probabilities="gradient-cache"``. Idempotent.
 
@@ -74,7 +74,7 @@ class Sampling(Transform):
         return self.cache
 
     def remove(self) -> None:
-        """Make every layer a usual one again. Idempotent."""
+        """Restore every layer. Idempotent."""
         super().remove()
         self.cache = None
 

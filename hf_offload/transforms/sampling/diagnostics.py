@@ -1,4 +1,4 @@
-"""How far the estimates are from the gradients they stand for, layer by layer, on the run's own data."""
+"""Errors of estimated gradients, layer by layer, on the run's own data."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How large the gradients of each sample were when it was last seen, layer by layer: a better guess of which rows matter.
+"""Gradient norms of each sample when it was last seen, layer by layer: an estimate of which rows matter.
 
 The best probability of a row is proportional to the norm of the row of the input times that of the gradient of the output
 (WTA-CRS, arXiv 2305.15265). The second is not known in forward; what it was in the last epoch is a guess. A guess changes the
@@ -91,7 +91,7 @@ class GradientCache:
         self._waiting.append(batch)
 
     def share(self) -> None:
-        """Every process tells the others of the samples it has seen since it last did. All processes call it."""
+        """Exchange the samples seen since the last call. All processes call it."""
         self.flush()
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return

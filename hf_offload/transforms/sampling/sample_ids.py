@@ -11,7 +11,7 @@ from hf_offload.transforms.sampling.gradient_cache import SAMPLE_IDS, SAMPLE_PLA
 
 
 def carry_sample_ids(loader: Any) -> int:
-    """Let the batches of ``loader`` say which rows of its data set they hold; returns how many rows there are.
+    """Add row numbers of the data set to the batches of ``loader``; returns the number of rows.
 
     ``loader`` is a :class:`torch.utils.data.DataLoader` over a map-style data set, or what ``Accelerator.prepare`` made of
     one. Its collator may pad. It may pack several rows into one, if the batch has ``position_ids`` that begin anew with
