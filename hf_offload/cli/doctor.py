@@ -106,7 +106,7 @@ def doctor(
         bool, typer.Option("--check", help="Try offloading on this machine's device, in about a minute.")
     ] = False,
 ) -> None:
-    """Show what this machine offers to offloading: memory, drives, direct I/O, versions. Or try it, with --check."""
+    """Show what this machine offers for offloading: memory, drives, direct I/O, versions. Or try it, with --check."""
     if check:
         _check(directory or [Path.cwd()], json)
         return

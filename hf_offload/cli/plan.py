@@ -91,7 +91,7 @@ def run(
     timeline: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the memory of the planned step.")] = None,
     json: Json = False,
 ) -> None:
-    """Say where each part of the model keeps its activations, and what that costs."""
+    """Plan where each part of the model keeps its activations, and show what that costs."""
     with clear_errors():
         pictures = {"--plot": plot, "--timeline": timeline}
         workload, (hardware,) = _read(source, overrides, model, settings, machine, directory, measure, pictures)

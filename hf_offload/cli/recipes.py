@@ -133,10 +133,10 @@ def predict(
     everything: Annotated[bool, typer.Option("--all", help="All shipped recipes that name a machine.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the predictions into the recipes.")] = False,
 ) -> None:
-    """Predict peak memory and step time on the machine that a recipe names, and compare with what it says.
+    """Predict peak memory and step time on the machine that a recipe names, and compare with the recipe's figures.
 
-    The machine is the recipe's `meta.machine`, the prediction its `meta.predicted`. Without --write, the exit code is 1 if a
-    recipe says something else, or does not fit its machine.
+    The machine is the recipe's `meta.machine`, the prediction its `meta.predicted`. Without --write, the exit code is 1 if
+    they differ, or a recipe does not fit its machine.
     """
     with clear_errors():
         if bool(names) == everything:

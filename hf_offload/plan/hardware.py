@@ -68,7 +68,7 @@ CARDS: Mapping[str, Card] = {
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What a plan needs to know.
+    """The figures that a plan needs.
 
     Attributes:
         name: For people.
@@ -153,7 +153,7 @@ def describe_hardware(
     ram: str | None = None,
     disk: str | None = None,
 ) -> Hardware:
-    """A CUDA machine in words: ``gpu`` is a card's name or a size of memory; the rest replaces what the card says.
+    """A CUDA machine in words: ``gpu`` is a card's name or a size of memory; the rest replaces the card's figures.
 
     ``pcie`` and ``ssd`` are bandwidths such as ``"25GB/s"``; two with a slash-free comma, ``"5GB/s,7GB/s"``, are for storing
     and loading. ``tflops`` is what matrix multiplication in 16 bits really reaches.

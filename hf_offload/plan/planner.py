@@ -69,7 +69,7 @@ def find_plan(problem: Problem) -> Solution:
 
 
 def plan_of(problem: Problem, solution: Solution, like: Plan, reason: str) -> Plan:
-    """The engine's plan for a solution. What it does not say is as in ``like``, and so is the placement of units that saved
+    """The engine's plan for a solution. What it does not set is as in ``like``, and so is the placement of units that saved
     nothing when the footprint was taken: a layer may be skipped in one step and run in the next.
     """
     saved = problem.footprint.saved_bytes

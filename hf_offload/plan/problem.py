@@ -19,7 +19,7 @@ _RECOMPUTES = {"ram": Placement.RECOMPUTE_RAM, "ssd": Placement.RECOMPUTE_SSD}
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """A placement of every unit, and what the simulation says about it. ``method`` found it."""
+    """A placement of every unit, and its simulated step. ``method`` found it."""
 
     placements: Placements
     windows: Windows
@@ -58,7 +58,7 @@ class Problem:
         return self.budget_bytes - -(-self.budget_bytes * _RESERVE_PERCENT // 100)
 
     def play(self, placements: Placements, windows: Windows, method: str) -> Solution:
-        """What the simulation says about a placement of every unit."""
+        """Simulate a placement of every unit."""
         return Solution(placements, windows, simulate(self.footprint, placements, self.channels, windows), method)
 
     def fits(self, solution: Solution) -> bool:

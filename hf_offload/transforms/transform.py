@@ -1,4 +1,4 @@
-"""What every transform of a model is."""
+"""The interface of transforms."""
 
 import logging
 import weakref
@@ -16,12 +16,12 @@ class Removable(Protocol):
     """The handle of a hook, or an :class:`~hf_offload.surgery.Undo`."""
 
     def remove(self) -> None:
-        """Take the change back."""
+        """Revert the change."""
         ...
 
 
 class Transform(ABC):
-    """A change of one model, which it does not keep: made by :meth:`apply`, taken back by :meth:`remove`.
+    """A change of one model, held weakly: made by :meth:`apply`, reverted by :meth:`remove`.
 
     What one transform needs of another is an argument of its constructor (``order.py``).
     """
@@ -32,13 +32,13 @@ class Transform(ABC):
 
     @abstractmethod
     def apply(self) -> None:
-        """Do what was asked for, if anything was.
+        """Apply the change, if the settings ask for it.
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` if that cannot be done.
         """
 
     def remove(self) -> None:
-        """Take all of it back, the last change first. Idempotent."""
+        """Revert all changes, the last one first. Idempotent."""
         while self._changes:
             self._changes.pop()[1].remove()
 

@@ -1,4 +1,4 @@
-"""Tiling as the settings ask for it: applied to a model, and removed."""
+"""Applying tiling to a model, and removing it."""
 
 import logging
 

@@ -48,7 +48,7 @@ def find_head(model: nn.Module) -> tuple[str, nn.Module]:
 
 class TiledHead(ReplacedForward):
     """The output head of a model. In training, with gradients, it returns
-    :class:`~hf_offload.transforms.tiling.logits.TiledLogits`; everywhere else it is what it was.
+    :class:`~hf_offload.transforms.tiling.logits.TiledLogits`; otherwise it is unchanged.
     """
 
     def __init__(self, name: str, head: nn.Module, cut: Cut):
