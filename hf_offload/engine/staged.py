@@ -363,8 +363,7 @@ class StagedMover(Mover):
         for pool in (self._store_workers, self._load_workers, self._urgent_workers, self._arrival_workers):
             pool.close()
         while self._leaving:
-            copied, _, _, drop = self._leaving.popleft()
-            self._device.synchronize(copied)
+            _, _, _, drop = self._leaving.popleft()
             drop()
         self._ends.clear()
         self._ring.close()

@@ -280,8 +280,12 @@ class StepMeter(StepRecorder):
         if self._optimizing:  # else the whole step ran inside of the optimizer's, in a closure
             live, least, peak = self._before_optimizing
             needed = max(0, self._most - least - max(0, self._live - live))
-            self._optimizer_s += self.elapsed()
-            self._optimizer_bytes = max(self._optimizer_bytes, needed)
+            seconds = self.elapsed()
+            if torch._C._current_graph_task_id() != -1:  # a weight is updated while others wait for their gradients
+                self.segments.append(Segment(self.unit, True, max(0, least + needed), self._gradients, seconds, 0))
+            else:
+                self._optimizer_s += seconds
+                self._optimizer_bytes = max(self._optimizer_bytes, needed)
             self.peak_live_bytes = max(peak, live + needed)
         self._optimizing = True
         self._missing_state_bytes[id(optimizer)] = missing_state(optimizer)

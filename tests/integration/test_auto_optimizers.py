@@ -119,7 +119,9 @@ def test_state_that_comes_later_is_within_the_budget(make_step, tmp_path):
         train(make_step, fixed - 2 * MIB, tmp_path)
 
 
-def test_gradients_that_are_used_up_at_once_do_not_count(tmp_path):
+@pytest.mark.parametrize("rows", [ROWS, 64])  # with few rows, gradients would be most of what a step adds
+def test_gradients_that_are_used_up_at_once_do_not_count(tmp_path, rows, monkeypatch):
+    monkeypatch.setitem(globals(), "ROWS", rows)
     _, expected = train(in_backward, None, tmp_path)
     with pytest.raises(OffloadPlanError) as refusal:
         train(in_backward, 20 * MIB, tmp_path)
