@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, output, progress_bar
+from hf_offload.cli.console import clear_errors, output, print_table, progress_bar
 from hf_offload.cli.options import Json
 from hf_offload.settings.sizes import format_bytes, parse_bytes
 
@@ -60,7 +60,7 @@ def disk(
 def _show(report: "DriveReport") -> None:
     workload = report.workload
     table = Table(title=escape(f"{report.directory} ({report.file_system})"), box=SIMPLE_HEAD)
-    table.add_column("direction")
+    table.add_column("direction", no_wrap=True)
     for name in ("round", f"{report.ceiling}, GB/s", "tier, GB/s", "tier / ceiling"):
         table.add_column(escape(name), justify="right", no_wrap=True)
     for direction, found in (("write", report.write), ("read", report.read)):
@@ -71,8 +71,8 @@ def _show(report: "DriveReport") -> None:
         low, high = found.ratio_range
         table.add_row(direction, "median", *rates, f"{found.ratio:.2f} ({low:.2f}..{high:.2f})", style="bold")
         table.add_section()
+    print_table(table)
     console = output()
-    console.print(table, highlight=False)
     console.print(
         f"[dim]{format_bytes(workload.size_bytes)} a pass in blocks of {format_bytes(workload.block_bytes)}, records of "
         f"{format_bytes(workload.record_bytes)}, {workload.write_threads} threads writing and {workload.read_threads} "

@@ -8,7 +8,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, output, progress_bar
+from hf_offload.cli.console import clear_errors, output, print_table, progress_bar
 
 if TYPE_CHECKING:
     from hf_offload.bench.overhead import Quartiles
@@ -35,13 +35,13 @@ def overhead(
         typer.echo(json_format.dumps(facts, indent=2))
         return
     table = Table(title="Microseconds a saved tensor: median (quartiles)", box=SIMPLE_HEAD)
-    table.add_column("saved tensor")
+    table.add_column("saved tensor", no_wrap=True)
     for name in ("pack", "unpack and free", "sum"):
         table.add_column(name, justify="right", no_wrap=True)
     for cost in costs:
         table.add_row(cost.name, _cell(cost.pack), _cell(cost.unpack_and_free), _cell(cost.total))
+    print_table(table)
     console = output()
-    console.print(table, highlight=False)
     for cost in costs:
         console.print(f"[dim]{cost.name}: {cost.meaning}[/]", highlight=False)
     console.print(

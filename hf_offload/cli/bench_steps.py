@@ -20,7 +20,7 @@ from hf_offload.cli.bench_options import (
     print_written,
     whole_numbers,
 )
-from hf_offload.cli.console import clear_errors, messages, output, progress_bar, visible_log
+from hf_offload.cli.console import clear_errors, messages, output, print_table, progress_bar, visible_log
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_PROBLEM
 from hf_offload.cli.options import Json, Overrides
 from hf_offload.settings.outputs import check_output_folder
@@ -143,6 +143,6 @@ def _show_results(results: "Results") -> None:
                 cells[-1] = row.outcome  # the error is in the notes, where there is room for it
             cells[-1] = f"[bold red]{cells[-1]}[/]" if loud else cells[-1]
             table.add_row(*(cells[number] for number in shown))
-        console.print(table)
+        print_table(table)
     for note in footnotes(results):
         console.print(f"[dim]{escape(note)}[/]", highlight=False)

@@ -9,11 +9,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_REFUSED
 from hf_offload.errors import OffloadError
+
+_UNLIMITED_WIDTH = 10_000
 
 
 def output() -> Console:
@@ -30,19 +34,40 @@ def make_table(
     title: str, columns: Sequence[str], caption: str = "", *, left: Sequence[str] = (), fold: bool = False
 ) -> Table:
     """A table of numbers behind a first column of names; the columns ``left`` hold words, and the last of them whole
-    sentences. With ``fold``, all columns give way where the terminal is narrow.
+    sentences. With ``fold``, the other columns give way where the terminal is narrow. Print it with :func:`print_table`.
     """
     table = Table(title=escape(title), box=SIMPLE_HEAD, caption=caption or None, caption_justify="left")
-    table.add_column(escape(columns[0]), overflow="fold")
+    table.add_column(escape(columns[0]), no_wrap=True)
     for name in columns[1:]:
         sentences = name in left and name == columns[-1]
         table.add_column(
             escape(name),
             justify="left" if name in left else "right",
             no_wrap=not fold and not sentences,
-            overflow="ellipsis" if sentences else "fold",
+            overflow="fold",
         )
     return table
+
+
+def print_table(table: Table) -> None:
+    """Print results with all names whole: where the terminal is too narrow for the columns, each row becomes a paragraph."""
+    console = output()
+    unlimited = console.options.update(max_width=_UNLIMITED_WIDTH)
+    if Measurement.get(console, unlimited, table).minimum <= console.width:
+        console.print(table, highlight=False)
+        return
+    if table.title:
+        console.print(table.title, highlight=False)
+    headers = [str(column.header) for column in table.columns]
+    for name, *values in zip(*(column.cells for column in table.columns), strict=True):
+        console.print(f"  {name}", highlight=False, soft_wrap=True)
+        named = (
+            f"{header}: {value}" for header, value in zip(headers[1:], values, strict=True) if value not in ("", "-")
+        )
+        console.print(Padding(", ".join(named), (0, 0, 0, 6)), highlight=False)
+    if table.caption:
+        console.print(f"\n{table.caption}", highlight=False)
+    console.print()
 
 
 def progress_bar(*, counted: bool = True) -> Progress:

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from hf_offload.cli.console import clear_errors, messages, output
+from hf_offload.cli.console import clear_errors, messages, output, print_table
 from hf_offload.cli.exit_codes import EXIT_REFUSED
 from hf_offload.cli.former_plan import with_current_options
 from hf_offload.cli.options import Given, Json, OptionGroup, Overrides, fields_of, with_options
@@ -38,7 +38,11 @@ MACHINE = OptionGroup(Machine, fields_of(Machine), "Machine (default: this one)"
 
 Source = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="A recipe, a folder with a config.json, or the name of a model on the hub."),
+    typer.Argument(
+        metavar="MODEL",
+        help="A model by its short name (llama-8b, qwen3-8b, mistral-7b, phi-4, ...), a recipe, a folder with a "
+        "config.json, or the name of a model on the hub.",
+    ),
 ]
 Directories = Annotated[
     list[Path] | None,
@@ -108,7 +112,10 @@ def run(
         typer.echo(json_format.dumps(forecast.as_dict(), indent=2))
     else:
         for part in plan_tables(forecast):
-            output().print(part, highlight=False)
+            if isinstance(part, str):
+                output().print(part, highlight=False)
+            else:
+                print_table(part)
     if forecast.refusal is not None:
         if not json:
             messages().print(f"[bold red]{escape(forecast.refusal)}[/]", highlight=False, soft_wrap=True)
@@ -153,7 +160,7 @@ def modes(
         content = {"model": workload.name, "batch": workload.batch, "sequence": workload.sequence}
         typer.echo(json_format.dumps(content | dataclasses.asdict(modes), indent=2))
         return
-    output().print(modes_table(workload, hardware, modes))
+    print_table(modes_table(workload, hardware, modes))
     for mode, reason in modes.refused.items():
         messages().print(escape(f"{mode}: {reason}"), highlight=False, soft_wrap=True)
 
@@ -191,7 +198,7 @@ def levers(
         ]
         typer.echo(json_format.dumps({"model": workload.name, "batch": workload.batch, "levers": rows}, indent=2))
     else:
-        output().print(levers_table(workload, hardware, found))
+        print_table(levers_table(workload, hardware, found))
 
 
 @plan.command()
@@ -227,7 +234,7 @@ def order(
         ]  # fmt: skip
         typer.echo(json_format.dumps({"model": workload.name, "orders": rows}, indent=2))
     else:
-        output().print(orders_table(title, orders))
+        print_table(orders_table(title, orders))
 
 
 def _read(

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, messages, output, progress_bar
+from hf_offload.cli.console import clear_errors, messages, output, print_table, progress_bar
 from hf_offload.cli.exit_codes import EXIT_PROBLEM
 from hf_offload.cli.options import Overrides
 from hf_offload.errors import OffloadConfigError, OffloadError
@@ -48,8 +48,9 @@ def list_recipes(
             )
         table = Table(box=SIMPLE_HEAD)
         table.add_column("recipe", no_wrap=True)
-        for title in ("model", "method", "GPU"):
-            table.add_column(title, overflow="fold")
+        table.add_column("model", no_wrap=True)
+        table.add_column("method")
+        table.add_column("GPU", no_wrap=True)
         table.add_column("peak", justify="right", no_wrap=True)
         for name in recipe_names():
             if family is None or name.startswith(f"{family}/"):
@@ -60,7 +61,7 @@ def list_recipes(
             "GPU: what it is meant for. peak: predicted there, weights included (hf-offload recipes predict)."
         )
         table.caption_justify = "left"
-        output().print(table, highlight=False)
+        print_table(table)
 
 
 @recipes.command()

@@ -14,7 +14,7 @@ from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import alternatives, find_plan, largest, make_problem
 from hf_offload.plan.problem import Problem, Solution
-from hf_offload.plan.search import smallest, uniform
+from hf_offload.plan.search import can_fit, uniform
 from hf_offload.plan.timeline import Timeline
 from hf_offload.settings.schema import smallest_bytes
 
@@ -132,7 +132,9 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
 
         def fits(footprint: Footprint, placement: Placement | None = placement) -> bool:
             problem = problem_for(footprint)
-            found = smallest(problem) if placement is None else uniform(problem, placement)
+            if placement is None:
+                return can_fit(problem)
+            found = uniform(problem, placement)
             return found is not None and problem.fits(found)
 
         timeline = None if alternative.solution is None else alternative.solution.timeline

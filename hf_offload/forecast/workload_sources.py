@@ -13,9 +13,10 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.options import PLANNED, WorkloadOptions
 from hf_offload.forecast.workload import DEFAULT_OPTIMIZER, Workload, class_for, state_elements
 from hf_offload.forecast.workload_inputs import default_length
-from hf_offload.settings.load import choose
+from hf_offload.settings.load import choose, nearest
 from hf_offload.settings.memory_modes import read_mode_settings
-from hf_offload.settings.recipe_files import recipe_names
+from hf_offload.settings.models import KnownModel, known_model, model_names
+from hf_offload.settings.recipe_files import PRESETS, recipe_names
 from hf_offload.settings.recipes import TASKS, load_recipe
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import listed, shown
@@ -26,6 +27,7 @@ from hf_offload.transforms.tiling.apply import cut_for
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_HUB_TIMEOUT_S = 3.0
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -33,7 +35,7 @@ _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 def find_workload(
     source: str, overrides: Sequence[str] = (), *, settings: Mapping[str, Any] | None = None, **options: Any
 ) -> Workload:
-    """From a recipe, a folder with a ``config.json`` (with or without weights) or a name of the hub.
+    """From a recipe, a folder with a ``config.json`` (with or without weights), a short name or a name of the hub.
 
     ``options`` are fields of :class:`~hf_offload.forecast.options.WorkloadOptions`, ``settings`` those fields of
     :class:`~hf_offload.OffloadConfig` that a plan depends on; both replace what the recipe says. Without a recipe, batch 1
@@ -45,7 +47,7 @@ def find_workload(
     task, sequence = asked.task, asked.sequence
     if task is not None and not _is_class(task):
         choose("task", task, TASKS)
-    preset = f"bench/{source}"
+    preset = f"{PRESETS}{source}"
     folder = expand("model", source)
     if is_folder(folder):
         found = _from_folder(source, folder)
@@ -53,7 +55,8 @@ def find_workload(
         found = _from_recipe(preset if preset in recipe_names() else source, overrides, settings or {})
         overrides, settings = (), None
     else:
-        found = _from_config(source, source)
+        known = known_model(source)
+        found = _from_config(source, _config(source)) if known is None else _from_known(source, known)
     if overrides:
         raise OffloadConfigError(f"{overrides[0]!r} changes a recipe, but {source!r} is not one: drop it.")
     if settings:
@@ -139,7 +142,7 @@ def _from_recipe(name: str, overrides: Sequence[str], settings: Mapping[str, Any
 def _from_folder(name: str, folder: Path) -> Workload:
     if not (folder / "config.json").is_file():
         raise OffloadConfigError(f"{folder} has no config.json: name the folder of a model or of a checkpoint.")
-    found = _from_config(name, str(folder))
+    found = _from_config(name, _config(str(folder)))
     files = sorted(folder.glob("*.safetensors"))
     weights: dict[str, int] = {}
     for file in files:
@@ -175,9 +178,17 @@ def _header_counts(file: Path) -> dict[str, int]:
     return counts
 
 
-def _from_config(name: str, source: str) -> Workload:
-    config = _config(source)
-    task = _task_of(config)
+def _from_known(name: str, model: KnownModel) -> Workload:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model.shape.architecture, **model.shape.config)
+    config.use_cache = False
+    found = _from_config(name, config, model.task)
+    return dataclasses.replace(found, dtype=getattr(torch, model.dtype))
+
+
+def _from_config(name: str, config: "PretrainedConfig", task: str | None = None) -> Workload:
+    task = task or _task_of(config)
     dtype = getattr(config, "dtype", None)
     return Workload(
         name=name,
@@ -234,16 +245,39 @@ def _is_class(name: str) -> bool:
 
 
 def _config(source: str) -> "PretrainedConfig":
+    """Of a folder, or of a model of the hub: a name that the hub's cache does not hold is asked for once."""
     from transformers import AutoConfig
 
+    is_local = is_folder(Path(source))
+    offline = not is_local and not _answers_hub(source)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(source)
+        config: PretrainedConfig = AutoConfig.from_pretrained(source, local_files_only=is_local or offline)
     except Exception as error:  # whatever the library raises for such a file
-        first = reason_of(error)
+        reason = "the hub cannot be reached, and its cache does not hold it." if offline else reason_of(error)
+        known = [*model_names(), *(name.removeprefix(PRESETS) for name in recipe_names())]
         raise OffloadConfigError(
-            f"{shown(source)} is not a shipped recipe, a folder with a config.json or a model of the hub: {first} "
-            f"Recipes: {listed(recipe_names(), source)}."
+            f"{shown(source)} is not a known model, a shipped recipe, a folder with a config.json or a model of the hub: "
+            f"{reason}{nearest(source, known)} Nearest: {listed(known, source)}."
         ) from error
     if hasattr(config, "use_cache"):
         config.use_cache = False
     return config
+
+
+def _answers_hub(name: str) -> bool:
+    """Whether the hub answers at all, asked once: its own client tries again for half a minute."""
+    from huggingface_hub import constants, get_session, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return False  # no need to ask
+        return (
+            get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S).status_code < 500
+        )  # a proxy's refusal, too
+    except HFValidationError:
+        return True  # not a name of the hub: its client says why, without asking
+    except Exception:  # whatever the transport raises, which differs between versions
+        return False

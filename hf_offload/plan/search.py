@@ -8,7 +8,7 @@ machine. What each is worth: docs/measured.md.
 import bisect
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Choices, Placements, Problem, Solution
@@ -45,20 +45,29 @@ def smallest(problem: Problem) -> Solution:
 
     No tier is filled beyond its room: what does not fit into it is kept, from the end of the model on.
     """
-    choices = Choices(problem)
+    return min(_ever_smaller(problem), key=_size_in(problem))
 
-    def size(solution: Solution) -> tuple[bool, int, float]:
-        timeline = solution.timeline
-        return not problem.has_room(solution), timeline.must_fit_bytes, timeline.step_s
 
-    best = min(
-        (
-            _as_many_as_fit(problem, choices, placement, windows)
-            for placement in choices.options
-            for windows in _windows_for(problem, placement)
-        ),
-        key=size,
-    )
+def can_fit(problem: Problem) -> bool:
+    """``problem.fits(smallest(problem))``, but without looking further once something fits."""
+    footprint = problem.footprint
+    # Whatever is moved, this stays.
+    alive = max(segment.live_bytes for segment in footprint.segments)
+    alive = max(alive, footprint.gradient_bytes + footprint.optimizer_step_bytes)
+    if footprint.base_bytes + alive > problem.limit_bytes:
+        return False
+    return any(problem.fits(solution) for solution in _ever_smaller(problem))
+
+
+def _ever_smaller(problem: Problem) -> Iterator[Solution]:
+    """The simple ways, then the smallest of them with one unit after the other placed otherwise, smaller each time."""
+    choices, size = Choices(problem), _size_in(problem)
+    simple = []
+    for placement in choices.options:
+        for windows in _windows_for(problem, placement):
+            simple.append(_as_many_as_fit(problem, choices, placement, windows))
+            yield simple[-1]
+    best = min(simple, key=size)
     work = _SEARCH_WORK // (len(problem.footprint.segments) + len(problem.footprint.saved) + 1)
     improved = True
     while improved and work > 0:
@@ -70,9 +79,17 @@ def smallest(problem: Problem) -> Solution:
             other = problem.play(choices.changed(best.placements, unit, placement), best.windows, best.method)
             if size(other) < size(best):
                 best, improved = other, True
+                yield best
             if work <= 0:
                 break
-    return best
+
+
+def _size_in(problem: Problem) -> Callable[[Solution], tuple[bool, int, float]]:
+    def size(solution: Solution) -> tuple[bool, int, float]:
+        timeline = solution.timeline
+        return not problem.has_room(solution), timeline.must_fit_bytes, timeline.step_s
+
+    return size
 
 
 def _as_many_as_fit(problem: Problem, choices: Choices, placement: Placement, windows: Windows) -> Solution:

@@ -1,7 +1,11 @@
 """The command itself, whatever it is asked to do."""
 
+import contextlib
+import os
+import socket
 import subprocess
 import sys
+import threading
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -9,7 +13,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from hf_offload.cli.console import make_table, print_table
 from hf_offload.cli.main import app
+from hf_offload.settings.models import model_names
+from hf_offload.settings.recipe_files import recipe_names
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -22,6 +29,76 @@ def test_it_says_the_version_that_is_installed():
 def test_help_says_what_it_is_for():
     shown = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
     assert "gradients that are exact to the last bit" in shown
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_recipes_are_listed_with_names_that_can_be_copied(columns):
+    shown = CliRunner().invoke(app, ["recipes", "list"], env={"COLUMNS": str(columns)}).stdout
+    words = shown.replace(",", " ").split()
+    for name in (*recipe_names(), "sentence-transformers/all-MiniLM-L6-v2", "mistralai/Mistral-7B-Instruct-v0.3"):
+        assert name in words
+    assert max(map(len, shown.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("columns", [20, 80, 200])
+def test_a_table_keeps_names_and_words_whole(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    name, reason = "base_model.model.model.layers.0-31.self_attn", "it fits into memory"
+    table = make_table("Units", ("unit", "saves", "reason"), "A caption.", left=("reason",))
+    table.add_row(name, "1.00 GiB", reason)
+    table.add_row("lm_head", "-", "nothing")
+    print_table(table)
+    shown = capsys.readouterr().out
+    assert name in shown
+    words = shown.split()
+    assert {*reason.split(), "Units", "caption.", "lm_head", "nothing"} <= {*words}
+    assert "…" not in shown
+
+
+def test_help_fits_a_narrow_terminal_and_cuts_nothing():
+    commands = (
+        [], ["train"], ["plan"], ["plan", "run"], ["plan", "modes"], ["plan", "levers"], ["plan", "order"], ["launch"],
+        ["doctor"], ["config"], ["card"], ["bench"], ["bench", "steps"], ["recipes"], ["recipes", "predict"],
+    )  # fmt: skip
+    for words in commands:
+        shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).stdout
+        assert "Usage" in shown
+        assert max(map(len, shown.splitlines())) <= 80, words
+        assert "…" not in shown, words
+
+
+def test_a_short_name_that_is_wrong_names_the_nearest():
+    result = CliRunner().invoke(app, ["plan", "lama-8b", "--gpu", "rtx4090"])
+    message = " ".join(result.stderr.split())
+    assert result.exit_code == 2
+    assert "Did you mean 'llama-8b'?" in message
+    assert sum(name in message.replace(",", " ").split() for name in model_names()) <= 5
+
+
+def test_a_hub_that_does_not_answer_is_asked_once():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asked = []
+
+        def hang_up():
+            with contextlib.suppress(OSError):  # the server is closed
+                while True:
+                    connection, _ = server.accept()
+                    asked.append(connection)
+                    connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        hub = f"http://127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-m", "hf_offload", "plan", "owner/lama-8b", "--gpu", "rtx4090"]
+        environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub, "NO_PROXY": "*"}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    assert result.returncode == 2
+    assert "the hub cannot be reached" in result.stderr
+    assert "Did you mean" in result.stderr
+    assert result.stderr.count("\n") == 1, "one message, and no other library's warnings"
+    assert len(asked) == 1
 
 
 WRONG_SETTINGS = [
@@ -63,7 +140,10 @@ def test_wrong_settings_are_refused_before_torch_is_imported():
     code = f"""
 import sys
 from typer.testing import CliRunner
+from hf_offload.cli.console import make_table, print_table
 from hf_offload.cli.main import app
+from hf_offload.settings.models import model_names
+from hf_offload.settings.recipe_files import recipe_names
 for words in {WRONG_SETTINGS!r}:
     result = CliRunner().invoke(app, words)
     assert result.exit_code in (1, 2) and result.stderr.strip(), (words, result.output, result.exception)

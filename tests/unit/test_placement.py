@@ -11,7 +11,7 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import find_plan
 from hf_offload.plan.problem import Problem, smallest_budget
-from hf_offload.plan.search import find_greedy, find_uniform, greedy, local_search, smallest, solve, uniform
+from hf_offload.plan.search import can_fit, find_greedy, find_uniform, greedy, local_search, smallest, solve, uniform
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.handmade_footprints import MB, footprint_of
 
@@ -95,6 +95,16 @@ def test_below_the_smallest_there_is_no_plan():
     below = least - (1 << 20)
     assert solve(Problem(problem.footprint, problem.channels, problem.room_bytes, least, problem.windows)) is not None
     assert solve(Problem(problem.footprint, problem.channels, problem.room_bytes, below, problem.windows)) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whether_anything_fits_is_whether_the_smallest_does(seed):
+    problem = random_problem(seed)
+    least = smallest(problem).timeline.must_fit_bytes
+    for room in (problem.room_bytes, dict.fromkeys(problem.room_bytes, 30 * MB)):
+        for budget in (least // 2, least - MB, least, smallest_budget(least), smallest_budget(least + 20 * MB)):
+            asked = dataclasses.replace(problem, room_bytes=room, budget_bytes=budget)
+            assert can_fit(asked) is asked.fits(smallest(asked))
 
 
 def test_a_tier_is_not_filled_beyond_its_room():

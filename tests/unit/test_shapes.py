@@ -5,6 +5,8 @@ import torch
 
 from hf_offload import OffloadConfigError
 from hf_offload.forecast.workload_sources import find_workload
+from hf_offload.settings.models import known_model, model_names
+from hf_offload.settings.recipe_files import PRESETS, recipe_names
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.model import build_model
 
@@ -62,7 +64,7 @@ def test_a_recipe_of_the_hub_is_planned_without_the_hub():
 def test_another_model_does_without_the_shape(tmp_path):
     recipe = load_recipe("llama/1b_lora_ssd", [f"model.name={tmp_path}"])
     assert recipe.model.published is None
-    with pytest.raises(OffloadConfigError, match=r"not a shipped recipe, a folder with a config\.json"):
+    with pytest.raises(OffloadConfigError, match=r"a folder with a config\.json"):
         find_workload("llama/1b_lora_ssd", ["model.name=owner/another"])
     base = load_recipe("llama/1b_lora_ssd", ["model.name=meta-llama/Llama-3.2-1B"])
     assert base.model.published is not None
@@ -91,3 +93,39 @@ def test_what_is_no_shape(override, part):
     with pytest.raises(OffloadConfigError) as caught:
         load_recipe("gpt/gpt2_full_ssd", [override])
     assert part in str(caught.value)
+
+
+PUBLISHED = {
+    "bert-large": 335e6, "distilbert-base": 66.4e6, "roberta-base": 125e6, "roberta-large": 355e6,
+    "gemma-2b": 2.51e9, "gemma-7b": 8.54e9, "gemma2-2b": 2.61e9, "gemma2-9b": 9.24e9, "gemma2-27b": 27.2e9,
+    "gemma3-1b": 1.00e9, "gpt2": 124e6, "gpt2-large": 774e6, "gpt2-xl": 1.56e9, "llama-3b": 3.21e9, "llama-8b": 8.03e9,
+    "llama-13b": 13.0e9, "llama-70b": 70.6e9, "mistral-7b": 7.25e9, "mistral-nemo-12b": 12.2e9,
+    "mistral-small-24b": 23.6e9, "phi-1.5": 1.42e9, "phi-2": 2.78e9, "phi-3-mini": 3.82e9, "phi-4": 14.7e9,
+    "qwen2.5-0.5b": 494e6, "qwen2.5-1.5b": 1.54e9, "qwen2.5-3b": 3.09e9, "qwen2.5-7b": 7.62e9, "qwen2.5-14b": 14.8e9,
+    "qwen2.5-32b": 32.8e9, "qwen2.5-72b": 72.7e9, "qwen3-0.6b": 596e6, "qwen3-1.7b": 1.72e9, "qwen3-4b": 4.02e9,
+    "qwen3-8b": 8.19e9, "qwen3-14b": 14.8e9, "qwen3-32b": 32.8e9, "t5-small": 60.5e6, "t5-3b": 2.85e9, "t5-11b": 11.3e9,
+}  # fmt: skip
+"""Parameters, as the models' pages on the hub give them."""
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_short_name_stands_for_the_published_model(name):
+    found = find_workload(name)
+    with torch.device("meta"):
+        model = found.build()
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(PUBLISHED[name], rel=0.02)
+    shape = known_model(name).shape
+    assert {field for field in shape.config if not hasattr(found.config, field)} == set()
+    assert [known_model(one).shape for one in shape.of] == [shape] * len(shape.of)
+
+
+def test_a_short_name_is_not_that_of_a_recipe():
+    taken = {name.removeprefix(PRESETS) for name in recipe_names()}
+    assert not taken & set(model_names())
+
+
+def test_a_name_of_the_hub_that_is_known_needs_no_hub():
+    found = find_workload("Qwen/Qwen3-8B", sequence=512)
+    assert (found.name, found.config.num_hidden_layers, found.dtype) == ("Qwen/Qwen3-8B", 36, torch.bfloat16)
+    assert find_workload("roberta-base").task == "masked-lm"
+    assert find_workload("t5-small").task == "seq2seq-lm"
