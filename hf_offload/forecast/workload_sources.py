@@ -256,7 +256,7 @@ def _config(source: str) -> "PretrainedConfig":
         reason = "the hub cannot be reached, and its cache does not hold it." if offline else reason_of(error)
         known = [*model_names(), *(name.removeprefix(PRESETS) for name in recipe_names())]
         raise OffloadConfigError(
-            f"{shown(source)} is not a known model, a shipped recipe, a folder with a config.json or a model of the hub: "
+            f"{shown(source)} is not a shipped recipe, a folder with a config.json or a model of the hub: "
             f"{reason}{nearest(source, known)} Nearest: {listed(known, source)}."
         ) from error
     if hasattr(config, "use_cache"):
