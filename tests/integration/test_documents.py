@@ -263,6 +263,17 @@ def test_pages_about_the_tree_name_all_of_it():
     assert named == {name for name in there if not name.endswith(("__pycache__", "/helpers"))}
 
 
+def test_the_page_of_the_installation_names_every_extra_for_users():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = (ROOT / "docs" / "installation.md").read_text().split("| extra |")[1]
+    assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == {*extras} - {
+        "accuracy",
+        "oracles",
+        "test",
+        "dev",
+    }
+
+
 def test_the_changelog_names_what_was_renamed():
     text = (ROOT / "CHANGELOG.md").read_text()
     assert not [old for old, new in RENAMED.items() if f"| `{old}` | `{new}` |" not in text]
