@@ -27,4 +27,4 @@ with tempfile.TemporaryDirectory() as output:
         offload="ssd",
         offload_directory=sys.argv[1] if len(sys.argv) > 1 else None,
     )
-    Trainer(model, arguments, train_dataset=data).train()  # the log has offload/* counters
+    Trainer(model, arguments, train_dataset=data).train()  # the log has offload/moved_gib and others

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_offload.engine.unsupported import compiled_error
 from hf_offload.errors import OffloadConfigError
-from hf_offload.integrations.summary import summary_lines
+from hf_offload.integrations.summary import show_summary, summary_lines
 from hf_offload.memory_modes.applied import apply_mode
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
 from hf_offload.settings.environment import FIELDS, settings_with, variable
@@ -165,8 +165,7 @@ class OffloadedAccelerator:
             session.finish(together)
             lines = summary_lines(session, together) if session.active or session.orphaned else []
             if session.ranks.is_first:
-                for line in lines:
-                    logger.info("%s", line)
+                show_summary(lines, logger)
 
     def update(self) -> None:
         """Attach to what the accelerator has prepared, and detach from what it has dropped."""

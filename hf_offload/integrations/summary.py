@@ -1,13 +1,50 @@
-"""The summary at the end of a run: one for all of its processes."""
+"""What a run says about offloading: a few figures in the Trainer's log, and one summary at its end for all processes."""
 
 import collections
+import logging
 import statistics
+from collections.abc import Sequence
 
-from hf_offload.engine.stats import StepStats, added
+from hf_offload.engine.stats import OffloadStats, StepStats, added
 from hf_offload.planning.known import Prediction
 from hf_offload.session import OffloadSession
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.wear import Written
+
+_GIB = 2**30
+_MOST_LINES = 4
+
+
+def log_entries(step: StepStats, stats: OffloadStats) -> dict[str, float]:
+    """Entries of a step in the Trainer's log; all other counters are in ``stats``.
+
+    ``offload/moved_gib``: activations that were taken out of memory in the step. ``offload/waited_s``: how long the step
+    waited for them. ``offload/peak_gib``: the most of them that were in memory at once. ``offload/drive_written_gib``: bytes
+    that this process has written to drives since the run began.
+    """
+    drives = sum(
+        counted.written_bytes for tiers in stats.accounts.values() for tier, counted in tiers.items() if tier != "ram"
+    )
+    return {
+        "offload/moved_gib": _four_digits(step.offloaded_bytes / _GIB),
+        "offload/waited_s": _four_digits(step.stall_s),
+        "offload/peak_gib": _four_digits(step.peak_resident_bytes / _GIB),
+        "offload/drive_written_gib": _four_digits(drives / _GIB),
+    }
+
+
+def _four_digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def show_summary(lines: Sequence[str], logger: logging.Logger) -> None:
+    """Log the lines of :func:`summary_lines`, in four lines at most, at a level that is shown."""
+    # Scripts that set up no logging show warnings alone.
+    level = logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING
+    first, rest = lines[: _MOST_LINES - 1], lines[_MOST_LINES - 1 :]
+    for line in (*first, " ".join(rest)):
+        if line:
+            logger.log(level, "%s", line)
 
 
 def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:

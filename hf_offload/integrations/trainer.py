@@ -13,7 +13,7 @@ from transformers.training_args import ParallelMode
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.extended_trainer import extend_calling_trainer
-from hf_offload.integrations.summary import card_lines, summary_lines
+from hf_offload.integrations.summary import card_lines, log_entries, show_summary, summary_lines
 from hf_offload.planning.known import Prediction
 from hf_offload.session import OffloadSession, attach
 from hf_offload.settings.memory_modes import NONE
@@ -21,16 +21,6 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.transforms.sampling.gradient_cache import CACHE_FILE
 
 logger = logging.getLogger(__name__)
-
-_LOGGED = (
-    "offloaded_bytes",
-    "kept_bytes",
-    "forwarded_bytes",
-    "written_bytes",
-    "read_bytes",
-    "stall_s",
-    "peak_resident_bytes",
-)
 
 
 class OffloadCallback(TrainerCallback):
@@ -122,7 +112,7 @@ class OffloadCallback(TrainerCallback):
         steps = self.session.stats.steps
         if not steps:
             return
-        values = {f"offload/{name}": getattr(steps[-1], name) for name in _LOGGED}
+        values = log_entries(steps[-1], self.session.stats)
         logs.update(values)  # for the callbacks behind this one
         if state.log_history:
             state.log_history[-1].update(values)
@@ -135,9 +125,8 @@ class OffloadCallback(TrainerCallback):
             finished = control.should_training_stop or state.global_step >= state.max_steps
             lines = summary_lines(self.session, together=finished)
             self.summary = card_lines(self.session, lines)
-            for line in lines:
-                if state.is_world_process_zero:
-                    logger.info("%s", line)
+            if state.is_world_process_zero:
+                show_summary(lines, logger)
         self._detach()
 
     def _config(self, args: TrainingArguments) -> OffloadConfig | None:

@@ -18,7 +18,7 @@ from tests.helpers.tables import rows
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # Offloaded, by the Trainer's log or by the counters; and what else an example is about.
-LOGGED = r"'offload/written_bytes': [1-9]"
+LOGGED = r"'offload/drive_written_gib': '?(?!0[,'}])\d"
 COUNTED = r"StepStats\(.*written_bytes=[1-9]"
 SUMMARY = r"[1-9][\d.]* MiB written and [1-9][\d.]* MiB read in all"
 SHOWN = {

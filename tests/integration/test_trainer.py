@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import gc
 import json
+import logging
 import os
 import pickle
 import subprocess
@@ -28,6 +29,7 @@ from hf_offload import (
     offload_activations,
 )
 from hf_offload.engine.transfer import Transfer
+from hf_offload.integrations.summary import show_summary
 from tests.helpers.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
 
 FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -412,9 +414,16 @@ def test_the_log_history_has_the_counters(plain, flags):
     assert len(entries) == 4
     steps = list(callback_of(trainer).stats.steps)
     for entry, step in zip(entries, steps, strict=True):
-        assert entry["offload/offloaded_bytes"] == step.offloaded_bytes > 0
-        assert entry["offload/peak_resident_bytes"] == step.peak_resident_bytes > 0
-        assert entry["offload/stall_s"] == step.stall_s
+        assert {key for key in entry if key.startswith("offload/")} == {
+            "offload/moved_gib", "offload/waited_s", "offload/peak_gib", "offload/drive_written_gib",
+        }  # fmt: skip
+        for name, value in (("moved_gib", step.offloaded_bytes), ("peak_gib", step.peak_resident_bytes)):
+            assert entry[f"offload/{name}"] * 2**30 == pytest.approx(value, rel=1e-3)
+            assert value > 0
+        assert entry["offload/waited_s"] == pytest.approx(step.stall_s, rel=1e-3)
+    written = [entry["offload/drive_written_gib"] for entry in entries]
+    assert 0 < written[-1] * 2**30 <= 1.001 * sum(step.written_bytes for step in steps)
+    assert written == sorted(written)
     assert [entry for entry in seen if "loss" in entry] == [
         {key: value for key, value in entry.items() if key != "step"} for entry in entries
     ]
@@ -593,6 +602,24 @@ def test_a_frozen_model_is_left_alone_with_a_warning(plain, flags, caplog):
     callback.on_log(trainer.args, trainer.state, trainer.control, logs={"loss": 1.0})
     callback.on_train_end(trainer.args, trainer.state, trainer.control)
     assert callback.stats.total.offloaded_bytes == 0
+
+
+@pytest.mark.parametrize("shown", ["WARNING", "INFO"])
+def test_the_summary_is_shown_once_whatever_the_level(shown, plain, flags, caplog):
+    caplog.set_level(shown, "hf_offload")
+    make_trainer(OffloadTrainingArguments(**plain, **flags)).train()
+    lines = [one for one in caplog.records if one.getMessage().startswith(("Offloading: ", "Plan: ", "Drive "))]
+    assert [one.levelname for one in lines] == [shown] * len(lines)
+    assert 1 <= len(lines) <= 4
+    assert sum("of activations moved a step" in one.getMessage() for one in lines) == 1
+
+
+def test_a_summary_has_four_lines_however_many_drives(caplog):
+    lines = [f"line {number}." for number in range(7)]
+    show_summary(lines, logging.getLogger("hf_offload.tests"))
+    found = [one.getMessage() for one in caplog.records]
+    assert len(found) == 4
+    assert " ".join(found) == " ".join(lines)
 
 
 def test_the_environment_switches_everything_off(plain, flags, tmp_path, monkeypatch, caplog):
