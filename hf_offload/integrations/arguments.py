@@ -13,6 +13,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.trainer import OffloadCallback, refuse_conflicts
 from hf_offload.settings.environment import FIELDS, READERS
 from hf_offload.settings.load import collect_errors, naming
+from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.renamed import old_names, with_current_names
 from hf_offload.settings.schema import OffloadConfig, argument
 from hf_offload.settings.values import help_of
@@ -85,10 +86,20 @@ class OffloadArguments(_Declared):
                 names.insert(0, REPORT_NAME)  # first, so that the other reporters see what it adds to the log
             arguments.report_to = names
             if mode is not None:
-                from hf_offload.integrations.memory_modes import check_arguments, watch_trainers
+                from hf_offload.integrations.memory_modes import check_arguments
 
                 check_arguments(mode, self.memory_mode, arguments)
-                watch_trainers()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == argument("memory_mode") and value != NONE:
+            _watch_trainers()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickled or copied, perhaps in a process in which none were made."""
+        self.__dict__.update(state)
+        if state.get(argument("memory_mode"), NONE) != NONE:
+            _watch_trainers()
 
     def _take_old_names(self) -> None:
         names = [argument(field) for field in FIELDS]
@@ -107,6 +118,12 @@ class OffloadArguments(_Declared):
         """The settings these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all errors at once."""
         with naming(OffloadConfig, {field: argument(field) for field in FIELDS}):
             return OffloadConfig(**{field: self._value(field) for field in FIELDS})
+
+
+def _watch_trainers() -> None:
+    from hf_offload.integrations.memory_modes import watch_trainers
+
+    watch_trainers()
 
 
 @dataclasses.dataclass

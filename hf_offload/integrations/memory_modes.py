@@ -33,23 +33,19 @@ def watch_trainers() -> None:
             usual(self, *args, **kwargs)
             return
         _refuse_twice(given)
-        given["optimizer_cls_and_kwargs"] = optimizer_of(mode, given["args"])
+        check_arguments(mode, given["args"].memory_mode, given["args"])  # which may have changed since they were made
+        callback = MemoryModeCallback(mode)
+        given["optimizer_cls_and_kwargs"] = callback.optimizer_cls_and_kwargs(given["args"])
         if given.get("model") is not None:
             given["model"] = mode.prepare(given["model"])
         if given.get("model_init") is not None:
             given["model_init"] = _Prepared(mode, given["model_init"])
         given.pop("self")
         usual(self, **given)
-        self.add_callback(MemoryModeCallback(mode))
+        self.add_callback(callback)
 
     init.hf_offload_modes = True  # type: ignore[attr-defined]
     Trainer.__init__ = init  # type: ignore[method-assign]
-
-
-def optimizer_of(mode: MemoryMode, args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
-    """What the Trainer takes as ``optimizer_cls_and_kwargs`` to train with the optimizer of ``mode``."""
-    make = functools.partial(_make_optimizer, mode, args)
-    return (lambda: make), {}
 
 
 def check_arguments(mode: MemoryMode, name: str, args: TrainingArguments) -> None:
@@ -79,7 +75,27 @@ class MemoryModeCallback(TrainerCallback):
 
     def __init__(self, mode: MemoryMode):
         self._mode = mode
+        self._made: Any = None
         self._end: Callable[[], None] | None = None
+
+    def optimizer_cls_and_kwargs(self, args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
+        """What the Trainer takes by this name to train with the optimizer of the mode."""
+        return self._optimizer_factory, {"args": args}
+
+    def _optimizer_factory(self) -> Callable[..., Any]:
+        return self._make_optimizer
+
+    def _make_optimizer(self, model: nn.Module, args: TrainingArguments) -> Any:
+        kernel = {"fused": True} if self._mode.takes_fused and _optim(args) == "adamw_torch_fused" else {}
+        self._made = self._mode.optimizer(
+            model,
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            weight_decay=args.weight_decay,
+            **kernel,
+        )
+        return self._made
 
     def on_train_begin(
         self,
@@ -90,9 +106,15 @@ class MemoryModeCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         self._end_training()  # of one that raised
-        self._end = self._mode.begin_training(
-            getattr(optimizer, "optimizer", optimizer)
-        )  # in a wrapper of accelerate's
+        while optimizer is not self._made and hasattr(optimizer, "optimizer"):  # a wrapper, such as accelerate's
+            optimizer = optimizer.optimizer
+        if optimizer is not self._made or optimizer is None:
+            raise OffloadConfigError(
+                f"memory_mode={getattr(args, 'memory_mode', type(self._mode).__name__)!r} chooses the optimizer, but the "
+                f"Trainer trains with another one ({type(optimizer).__name__}): drop memory_mode, or what makes that "
+                "optimizer, such as a create_optimizer of the Trainer's class."
+            )
+        self._end = self._mode.begin_training(optimizer)
 
     def on_train_end(
         self,
@@ -107,18 +129,6 @@ class MemoryModeCallback(TrainerCallback):
         if self._end is not None:
             self._end()
             self._end = None
-
-
-def _make_optimizer(mode: MemoryMode, args: TrainingArguments, model: nn.Module) -> Any:
-    kernel = {"fused": True} if mode.takes_fused and _optim(args) == "adamw_torch_fused" else {}
-    return mode.optimizer(
-        model,
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        weight_decay=args.weight_decay,
-        **kernel,
-    )
 
 
 class _Prepared:

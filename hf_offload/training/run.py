@@ -163,7 +163,7 @@ def _build_trainer(
 ) -> "Trainer":
     from transformers import EarlyStoppingCallback
 
-    from hf_offload.integrations.memory_modes import MemoryModeCallback, optimizer_of
+    from hf_offload.integrations.memory_modes import MemoryModeCallback
     from hf_offload.training.recording import RecordingSeq2SeqTrainer, RecordingTrainer
 
     seq2seq = prepared is not None and prepared.task.seq2seq
@@ -190,7 +190,7 @@ def _build_trainer(
     mode = recipe.offload.mode()
     if mode is not None:
         model = mode.prepare(model)
-        own.append(MemoryModeCallback(mode))
+        own.append(of_mode := MemoryModeCallback(mode))
     make = RecordingSeq2SeqTrainer if seq2seq else RecordingTrainer
     trainer = make(
         recording=recording,
@@ -203,7 +203,7 @@ def _build_trainer(
     )
     if mode is not None:
         # Not by the constructor: Seq2SeqTrainer's does not take it.
-        trainer.optimizer_cls_and_kwargs = optimizer_of(mode, arguments)
+        trainer.optimizer_cls_and_kwargs = of_mode.optimizer_cls_and_kwargs(arguments)
     return trainer
 
 

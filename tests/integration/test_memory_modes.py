@@ -3,8 +3,11 @@
 import contextlib
 import itertools
 import json
+import os
+import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import peft
 import pytest
@@ -21,6 +24,7 @@ from tests.helpers.tables import rows
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 from tests.helpers.torchao_optimizers import optimizer_of
 
+ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "lora": {"rank": 4},
     "qlora": {"rank": 4},
@@ -401,6 +405,65 @@ def test_two_optimizers_are_one_too_many(tmp_path):
     with pytest.raises(OffloadConfigError, match="optimizer_cls_and_kwargs"):
         Trainer(model=model, args=arguments(tmp_path, "galore"), train_dataset=data,
                 optimizer_cls_and_kwargs=(torch.optim.AdamW, {}))  # fmt: skip
+
+
+class OwnOptimizer(Trainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("mode", ["galore", "lisa"])
+def test_an_optimizer_that_a_subclass_makes_is_refused(mode, tmp_path):
+    run = OwnOptimizer(tiny_model("llama"), arguments(tmp_path, mode), train_dataset=ExampleDataset("llama", 4))
+    with pytest.raises(OffloadConfigError, match=rf"memory_mode='{mode}' chooses the optimizer.*\(SGD\)"):
+        run.train()
+
+
+def test_an_optimizer_that_is_put_in_place_of_the_modes_is_refused(tmp_path):
+    run = trainer(tmp_path, "lora")
+    run.optimizer = torch.optim.AdamW(run.model.parameters())
+    with pytest.raises(OffloadConfigError, match=r"memory_mode='lora' chooses the optimizer.*\(AdamW\)"):
+        run.train()
+
+
+FROM_FILE = """
+import sys, torch
+from transformers import Trainer
+from tests.helpers.tiny_models import ExampleDataset, tiny_model
+arguments = torch.load("training_args.bin", weights_only=False)
+run = Trainer(tiny_model("llama"), arguments, train_dataset=ExampleDataset("llama", 4))
+run.train()
+print(type(run.optimizer.optimizer).__name__)
+"""
+SET_LATER = """
+from transformers import Trainer
+from hf_offload import OffloadTrainingArguments
+from tests.helpers.tiny_models import ExampleDataset, tiny_model
+arguments = OffloadTrainingArguments("out", max_steps=1, report_to="none", use_cpu=True, save_strategy="no")
+arguments.memory_mode, arguments.memory_mode_kwargs = "galore", {"rank": 4}
+run = Trainer(tiny_model("llama"), arguments, train_dataset=ExampleDataset("llama", 4))
+run.train()
+print(type(run.optimizer.optimizer).__name__)
+"""
+
+
+@pytest.mark.parametrize("script", [FROM_FILE, SET_LATER])
+def test_the_mode_holds_in_a_process_that_made_no_arguments_with_one(script, tmp_path):
+    torch.save(arguments(tmp_path, "galore", max_steps=1), tmp_path / "training_args.bin")
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "ProjectedAdamW"
+
+
+def test_arguments_that_exclude_a_mode_set_later_are_refused(tmp_path):
+    late = arguments(tmp_path, "none", {}, optim="adafactor")
+    late.memory_mode = "galore"
+    with pytest.raises(OffloadConfigError, match="both choose the optimizer"):
+        Trainer(tiny_model("llama"), late, train_dataset=ExampleDataset("llama", 4))
 
 
 def test_adapters_on_adapters(tmp_path):
