@@ -1,6 +1,5 @@
 """The Trainer's callback: attaches at the start of training, reports through the Trainer's log, detaches at the end."""
 
-import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -177,9 +176,8 @@ def _without_twice(config: OffloadConfig, args: TrainingArguments) -> OffloadCon
             "tiled_loss='auto', which leaves them to Liger."
         )
     logger.info("Liger's fused kernel computes the output head and the loss.")
-    return dataclasses.replace(
-        config, tiled_loss="off", tile_bytes=config.tile_bytes if config.tiled_mlp != "off" else None
-    )
+    tile_bytes = config.tile_bytes if config.tiled_mlp != "off" else None
+    return config.with_checked(tiled_loss="off", tile_bytes=tile_bytes)
 
 
 def _refuse_data_parallel(args: TrainingArguments) -> None:

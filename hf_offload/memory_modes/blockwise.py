@@ -33,6 +33,9 @@ class Blockwise(MemoryMode):
             config = dataclasses.replace(config, directory=directories)
         return cls(config=config)
 
+    def writes_files(self) -> bool:
+        return self.config.inactive_state == "ssd"
+
     def prepare(self, model: nn.Module) -> nn.Module:
         """Unfreeze what an earlier training left frozen."""
         release(model)

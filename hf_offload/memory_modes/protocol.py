@@ -69,6 +69,10 @@ class MemoryMode(abc.ABC):
         """
         return from_mapping(cls, values, where)
 
+    def writes_files(self) -> bool:
+        """Whether state goes to files, so that settings of drives apply even if no activations do."""
+        return False
+
     # -- model and optimizer --------------------------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module) -> nn.Module:

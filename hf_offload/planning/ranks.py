@@ -124,7 +124,7 @@ def agreed(config: OffloadConfig, ranks: Ranks) -> OffloadConfig:
         for name in _SHARED
         if (value := getattr(config, name)) is not None
     }
-    return dataclasses.replace(config, **parts)
+    return config.with_checked(**parts)
 
 
 def _compared(config: OffloadConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Settings of offloading. Frozen and checked on construction; nothing here touches a device or a disk."""
 
+import copy
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,8 @@ TIER_ALIASES = {"cpu": "ram", "disk": "ssd", "nvme": "ssd"}
 VERIFY = ("off", "checksum")
 ON_LIMIT = ("keep", "stop")
 TILED = ("auto", "on", "off")
+MOST_THREADS = 256
+"""Per drive. More do not make a drive faster, and a process cannot start any number of them."""
 MIN_BYTES = 256 << 10
 MIN_BYTES_OF_ACCELERATORS = 2 << 20
 """Storing and loading a tensor takes its host some 80 us, in which a link of 25 GB/s moves this much: the host of an
@@ -103,7 +106,7 @@ class OffloadConfig:
     )
     io_threads: int | None = setting(
         None,
-        whole(1, "of threads"),
+        whole(1, "of threads", at_most=MOST_THREADS),
         "Threads per drive for writing, and as many for reading. Default: 2 for writing and 4 for reading.",
         scope=DRIVES,
     )
@@ -235,14 +238,11 @@ class OffloadConfig:
                     f"has none: set {tier}='auto', or {name('tiled_mlp')}='on'."
                 )
         with check:
-            if self.tier == "none" and self.directory:
+            given = [name(field) for field in self.drive_settings if self.tier == "ram" or field == "directory"]
+            mode_is_read = check.good("memory_mode", "memory_mode_kwargs")
+            if self.tier in ("none", "ram") and given and mode_is_read and not self._mode_writes_files():
                 raise OffloadConfigError(
-                    f"{name('directory')} is given but {tier}='none' offloads nothing: set {tier}='ssd' or drop it."
-                )
-            given = [name(field) for field in self.drive_settings]
-            if self.tier == "ram" and given:
-                raise OffloadConfigError(
-                    f"{', '.join(given)} given, but {tier}='ram' writes no files: set {tier}='ssd', or leave it out."
+                    f"{', '.join(given)} given, but {tier}={self.tier!r} writes no files: set {tier}='ssd', or leave it out."
                 )
 
     @property
@@ -254,7 +254,8 @@ class OffloadConfig:
     def changes_a_run(self) -> bool:
         """Whether these settings change anything."""
         changes_step = self.tier != "none" or self.tiles or self.sampling is not None or self.elementwise is not None
-        return changes_step or self.memory_mode != NONE
+        limits_files = self.disk_budget is not None or self.max_disk_write_bytes is not None  # those of a mode, too
+        return changes_step or limits_files or self.memory_mode != NONE
 
     def mode(self) -> "MemoryMode | None":
         """The memory mode, if one is set. Loads its libraries.
@@ -265,7 +266,20 @@ class OffloadConfig:
 
     def without_mode(self) -> "OffloadConfig":
         """The same for a model that is prepared for its memory mode already."""
-        return dataclasses.replace(self, memory_mode=NONE, memory_mode_kwargs=None)
+        return self.with_checked(memory_mode=NONE, memory_mode_kwargs=None)
+
+    def with_checked(self, **values: Any) -> "OffloadConfig":
+        """The same with other values, which were read before. Settings of drives stay, even if only a mode that is no longer
+        named writes files.
+        """
+        found = copy.copy(self)
+        for name, value in values.items():
+            object.__setattr__(found, name, value)
+        return found
+
+    def _mode_writes_files(self) -> bool:
+        mode = self.mode()
+        return mode is not None and mode.writes_files()
 
     @property
     def sampling(self) -> SampledLinearConfig | None:

@@ -209,16 +209,16 @@ def flag() -> Reader:
     return Reader(read, kind=bool)
 
 
-def whole(at_least: int, what: str = "") -> Reader:
-    """A whole number of that size, such as fits into 64 bits; ``what`` it counts ("of blocks")."""
+def whole(at_least: int, what: str = "", *, at_most: int = LARGEST) -> Reader:
+    """A whole number in that range, by default as fits into 64 bits; ``what`` it counts ("of blocks")."""
 
     def read(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise OffloadConfigError(f"{name}={shown(value)} is not a whole number{what and ' '}{what}.")
         if value < at_least:
             raise OffloadConfigError(f"{name}={shown(value)} is too small: give {at_least} or more.")
-        if value > LARGEST:
-            raise OffloadConfigError(f"{name}={shown(value)} is too large: give {LARGEST} or less.")
+        if value > at_most:
+            raise OffloadConfigError(f"{name}={shown(value)} is too large: give {at_most} or less.")
         return value
 
     return Reader(read, kind=int, unit=what.removeprefix("of "))

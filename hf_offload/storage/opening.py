@@ -60,7 +60,9 @@ def drives_for(config: OffloadConfig, on_host: bool) -> tuple[Path, ...]:
     """The directories that files go to; empty where none are written."""
     # Unless a drive is asked for: a step of a large model would write more to it than a drive endures.
     spares_drives = config.tier == "auto" and not on_host and config.ram_budget != 0 and not config.drive_settings
-    if config.directories or config.tier in ("none", "ram") or spares_drives:
+    if config.tier in ("none", "ram"):
+        return ()  # even if a directory is named: that of a memory mode
+    if config.directories or spares_drives:
         return config.directories
     # Files have no names and no other user can open them: they need no directory of their own, not even in /tmp.
     return (Path(tempfile.gettempdir()),)

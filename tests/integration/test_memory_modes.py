@@ -328,6 +328,22 @@ def test_state_on_disk_goes_where_activations_do_and_resumes(offload, tmp_path):
     assert not any(list(folder.iterdir()) for folder in folders)
 
 
+def test_state_alone_goes_to_files_within_the_limits_of_the_arguments(tmp_path):
+    settings = {"switch_every": 1, "order": "ascending", "inactive_state": "ssd"}
+    limits = {"offload_directory": str(tmp_path), "offload_disk_budget": "64MiB"}
+    run = trainer(tmp_path, "badam", settings, max_steps=3, **limits)
+    found = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            parked = optimizer.optimizer._parked
+            found.append((parked._tier.where, parked._storage.disk.limit_bytes))
+
+    run.add_callback(Look())
+    run.train()
+    assert found == [(str(tmp_path), 64 << 20)] * 3
+
+
 def test_a_directory_of_its_own_goes_before_that_of_activations(tmp_path):
     own = {"inactive_state": "ssd", "directory": str(tmp_path / "own")}
     general = [tmp_path / "general"]
