@@ -64,7 +64,8 @@ class PlanGroup(TyperGroup):
         """``words`` with the name of a command in front."""
         if not words or words[0] in (*self.commands, "--help"):
             return words
-        return with_current_options(words, DEFAULT, lambda text: messages().print(f"[yellow]{escape(text)}[/]"))
+        with clear_errors():
+            return with_current_options(words, DEFAULT, lambda text: messages().print(f"[yellow]{escape(text)}[/]"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As every group does, once :meth:`complete` has looked at them."""

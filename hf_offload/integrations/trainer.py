@@ -37,6 +37,10 @@ class OffloadCallback(TrainerCallback):
         self.forecast: Prediction | None = None
         self.summary: list[str] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is not attached: the session is that of the original's run."""
+        return self.__dict__ | {"session": None}
+
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         config = self._config(args)
         if config is not None and config.changes_a_run:

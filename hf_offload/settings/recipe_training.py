@@ -1,11 +1,13 @@
 """The section ``training`` of a recipe: fields of ``TrainingArguments``, each with a value of its type and range."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.library_source import enum_values, reporters, training_fields
 from hf_offload.settings.load import choose
+from hf_offload.settings.schema import OffloadConfig, argument
 from hf_offload.settings.shown import nearest, shown
 from hf_offload.settings.values import ALWAYS, NEVER, SCALAR, Reader, items, mapping, number, path_text, text, whole
 
@@ -16,6 +18,7 @@ _NOT_FOR_RECIPES = {
     "do_predict": "a recipe does not predict: do so with the saved model afterwards",
     "resume_from_checkpoint": "drop it, and start the run with --resume to go on from its last checkpoint",
 }
+_OF_OFFLOADING = {argument(field.name): field.name for field in dataclasses.fields(OffloadConfig)}
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict, "list": list}
 _LARGEST_SEED = 2**32 - 1
 """Most that NumPy's generator takes."""
@@ -75,8 +78,12 @@ def training_value(key: str, value: Any) -> Any:
     fields = training_fields()
     if key in _NOT_FOR_RECIPES:
         raise OffloadConfigError(f"training.{key}: {_NOT_FOR_RECIPES[key]}.")
-    if key == "offload" or key.startswith("offload_"):
-        raise OffloadConfigError(f"training.{key}: settings of offloading go into the section offload.")
+    if key in _OF_OFFLOADING:
+        field = _OF_OFFLOADING[key]
+        section = " (or a memory mode into memory)" if field.startswith("memory_mode") else ""
+        raise OffloadConfigError(
+            f"training.{key}: settings of offloading go into the section offload{section}: write offload.{field}."
+        )
     if fields and key not in fields:
         raise OffloadConfigError(f"training: TrainingArguments has no field {shown(key)}.{nearest(key, fields)}")
     name, kinds = f"training.{key}", fields.get(key, frozenset())

@@ -67,6 +67,14 @@ class TierStats:
         self._active = {"write": 0, "read": 0, "other": 0}
         self._since = {"write": 0.0, "read": 0.0, "other": 0.0}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the counts so far."""
+        with self._lock:
+            return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
     def reserve(self, nbytes: int) -> None:
         with self._lock:
             self.used_bytes += nbytes

@@ -198,6 +198,13 @@ def test_options_of_former_versions_say_what_they_are_now(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("former", "now"), [("--budget", "--memory-budget"), ("--cards", "--gpus")])
+def test_an_option_by_both_of_its_names_is_refused(former, now):
+    result = run(*LLAMA, former, "1GiB", f"{now}=2GiB")
+    assert result.exit_code == 2
+    assert f"{former} is the old name of {now}, which is given as well" in " ".join(result.stderr.split())
+
+
 def test_former_options_of_levers():
     old = run(*LLAMA, "--levers", "--cards", "l4", "--pcie", "5GB/s", "--json")
     assert list(json.loads(old.stdout)["levers"][0]["tokens"]) == ["l4"]

@@ -16,7 +16,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import HfArgumentParser, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers import (
+    HfArgumentParser,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_offload import (
     OffloadArguments,
@@ -398,6 +405,37 @@ def test_training_twice(plain, flags):
 
 
 # -- what is written -------------------------------------------------------------------------------------------------------
+
+
+class CopiesItsTrainer(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.copied = copy.deepcopy(self.trainer)
+
+
+def test_a_trainer_is_copied_with_the_counts_so_far_while_it_trains_and_afterwards(plain, flags):
+    trainer = make_trainer(OffloadTrainingArguments(**plain, **flags))
+    copies = CopiesItsTrainer()
+    trainer.add_callback(copies)
+    copies.trainer = trainer
+    trainer.train()
+    again = copy.deepcopy(trainer)
+    stats, copied = callback_of(trainer).stats, callback_of(again).stats
+    assert copied is not stats
+    assert copied.total == stats.total
+    assert copied.accounts["activations"]["ssd"].written_bytes == stats.accounts["activations"]["ssd"].written_bytes > 0
+    early = callback_of(copies.copied)
+    assert early.session is None
+    assert 0 < early.stats.total.offloaded_bytes < stats.total.offloaded_bytes
+    before = stats.total
+    without = make_trainer(TrainingArguments(**plain))
+    without.train()
+    expected = copy.deepcopy(without)
+    for each in (expected, again):
+        torch.manual_seed(1)
+        each.train()
+    assert_same_training(expected, again)
+    assert stats.total == before
 
 
 def test_the_log_history_has_the_counters(plain, flags):

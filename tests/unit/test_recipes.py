@@ -123,6 +123,18 @@ def test_a_section_of_its_own_for_the_memory_mode(tiny_recipe):
     assert "memory_mode is 'none'" in mistakes(tiny_recipe, "memory.rank=8")
 
 
+def test_a_setting_of_offloading_in_the_section_training_says_where_it_belongs(tiny_recipe):
+    for name, place in {
+        "memory_mode": "offload (or a memory mode into memory): write offload.memory_mode.",
+        "tiled_loss": "offload: write offload.tiled_loss.",
+        "offload_directory": "offload: write offload.directory.",
+        "offload": "offload: write offload.tier.",
+    }.items():
+        assert f"training.{name}: settings of offloading go into the section {place}" in mistakes(
+            tiny_recipe, f"training.{name}=on"
+        )
+
+
 def test_a_section_of_its_own_for_sampling(tiny_recipe):
     recipe = load_recipe(tiny_recipe, ["sampling={ratio: 0.2, estimator: crs}"])
     assert (recipe.offload.tier, recipe.offload.sampling) == ("none", SampledLinearConfig(ratio=0.2, estimator="crs"))
