@@ -1,9 +1,4 @@
-"""A memory mode on a model that a script holds, and the mode's optimizer in place of the one that the script has made.
-
-Note: schedulers
-    A learning-rate scheduler keeps the optimizer that it was made with, and writes to its groups. That optimizer stays as the
-    place it writes to: before each step the new one takes over the values that have changed there. Its own ``step`` raises.
-"""
+"""A memory mode on a model that a script holds, and the mode's optimizer in place of the one that the script has made."""
 
 import weakref
 from collections.abc import Callable
@@ -12,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.memory_modes.replaced import SHARED, replace_optimizer
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.surgery import InertInCopies
 
 if TYPE_CHECKING:
     from hf_offload.memory_modes.protocol import MemoryMode
 
-_SHARED = ("lr", "betas", "eps")
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 
 _applied: "weakref.WeakKeyDictionary[nn.Module, AppliedMode]" = weakref.WeakKeyDictionary()
@@ -30,6 +25,8 @@ _applied: "weakref.WeakKeyDictionary[nn.Module, AppliedMode]" = weakref.WeakKeyD
 
 def apply_mode(model: nn.Module, config: OffloadConfig) -> "AppliedMode | None":
     """Change ``model`` in place as ``config.memory_mode`` says, unless that has been done; None without a mode.
+
+    From here until :meth:`AppliedMode.close`, the model trains with the mode's optimizer or not at all.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` where the mode cannot have this model.
     """
@@ -44,11 +41,12 @@ def apply_mode(model: nn.Module, config: OffloadConfig) -> "AppliedMode | None":
             f"memory_mode={config.memory_mode!r}: this model was prepared before, for memory_mode={present.name!r} with "
             "other settings: load it again."
         )
+    present.open(model)
     return present
 
 
 class AppliedMode:
-    """A mode whose model has been prepared. It does not keep the model."""
+    """A mode whose model has been prepared. It keeps neither the model nor its optimizer."""
 
     def __init__(self, mode: "MemoryMode", name: str, model: nn.Module):
         if isinstance(model, DistributedDataParallel):
@@ -64,11 +62,34 @@ class AppliedMode:
         known = {id(one) for one in before}
         self._added = {name for name, one in model.named_parameters() if id(one) not in known}
         self._end: Callable[[], None] | None = None
-        # A loop that never prepares its optimizer would train something else than what was asked for.
-        self._waits = model.register_forward_pre_hook(InertInCopies(self._refuse_forward))
+        self._given: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        self._made: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        self._guards: list[RemovableHandle] = []
+
+    def open(self, model: nn.Module) -> None:
+        """Go on with the optimizer of an earlier session, or refuse gradients where there is none. Idempotent."""
+        made = self._made()
+        if made is not None:
+            self._begin(made)
+        if not self._guards:
+            # A loop that never prepares its optimizer would train something else than what was asked for. What it cannot do
+            # without is gradients: it may call parts of the model, and leave it in eval mode.
+            self._guards = [
+                one.register_post_accumulate_grad_hook(self._refuse_gradient)
+                for one in model.parameters()
+                if one.requires_grad
+            ]
 
     def prepare_optimizer(self, model: nn.Module, given: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """See :meth:`hf_offload.session.OffloadSession.prepare_optimizer`."""
+        made = self._made()
+        if made is None or given not in (made, self._given()):
+            made = self._replace(model, given)
+        self._begin(made)
+        self._remove_guards()
+        return made
+
+    def _replace(self, model: nn.Module, given: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.end()
         groups_of = {parameter: group for group in given.param_groups for parameter in group["params"]}
         self._check(model, given, groups_of)
@@ -80,17 +101,20 @@ class AppliedMode:
             rate: float = max(decays) * usual if group is None else group["weight_decay"]
             return rate
 
-        options: dict[str, Any] = {key: given.param_groups[0][key] for key in _SHARED}
+        options: dict[str, Any] = {key: given.param_groups[0][key] for key in SHARED}
         if self.mode.takes_fused and all(group.get("fused") for group in given.param_groups):
             options["fused"] = True
         made = self.mode.optimizer(model, weight_decay=weight_decay, **options)
-        _take_the_place(made, given)
-        self._end = self.mode.begin_training(made)
-        self._waits.remove()
+        replace_optimizer(given, made)
+        self._given, self._made = weakref.ref(given), weakref.ref(made)
         return made
 
+    def _begin(self, made: torch.optim.Optimizer) -> None:
+        if self._end is None:
+            self._end = self.mode.begin_training(made)
+
     def end(self) -> None:
-        """The training is over, for now. Idempotent."""
+        """The training is over, or until :meth:`open`. Idempotent."""
         if self._end is not None:
             self._end()
             self._end = None
@@ -98,7 +122,12 @@ class AppliedMode:
     def close(self) -> None:
         """:meth:`end`, and let the model be used without the mode's optimizer. Idempotent."""
         self.end()
-        self._waits.remove()
+        self._remove_guards()
+
+    def _remove_guards(self) -> None:
+        for handle in self._guards:
+            handle.remove()
+        self._guards.clear()
 
     def _check(self, model: nn.Module, given: torch.optim.Optimizer, groups_of: dict[Any, Any]) -> None:
         kind, groups = type(given), given.param_groups
@@ -122,7 +151,7 @@ class AppliedMode:
                         raise OffloadConfigError(
                             f"memory_mode={self.name!r}: its optimizer has no {key}: leave it out."
                         )
-            for key in _SHARED:
+            for key in SHARED:
                 with check:
                     if any(group.get(key) != groups[0].get(key) for group in groups):
                         raise OffloadConfigError(
@@ -138,8 +167,8 @@ class AppliedMode:
             with check:
                 _check_members(model, groups_of, self._added, self._before, self.name)
 
-    def _refuse_forward(self, model: nn.Module, inputs: Any) -> None:
-        if model.training and torch.is_grad_enabled():
+    def _refuse_gradient(self, parameter: torch.Tensor) -> None:
+        if self._made() is None:
             raise OffloadError(
                 f"memory_mode={self.name!r} has an optimizer of its own, which is not in use: pass yours to "
                 "session.prepare_optimizer or Accelerator.prepare, and use what is returned."
@@ -165,38 +194,3 @@ def _check_members(
             f"memory_mode={name!r}: {len(missing)} parameters that require gradients, such as {missing[0]}, are not in the "
             "optimizer: freeze them with requires_grad_(False), or add them."
         )
-
-
-def _take_the_place(made: torch.optim.Optimizer, given: torch.optim.Optimizer) -> None:
-    """See the note above."""
-    groups = given.param_groups
-    seen = [{key: group[key] for key in (*_SHARED, "weight_decay")} for group in groups]
-
-    def take_over(*_: Any) -> None:
-        for group, before in zip(groups, seen, strict=True):
-            if group["weight_decay"] != before["weight_decay"]:
-                raise OffloadError("A schedule of weight_decay does not reach the optimizer of a memory mode: drop it.")
-        for key in _SHARED:
-            values = [group[key] for group in groups]
-            if any(value != values[0] for value in values):
-                raise OffloadError(
-                    f"The optimizer of a memory mode has one {key} for all parameters, and a scheduler has set {values}: use "
-                    "one schedule for all groups."
-                )
-            if values[0] != seen[0][key]:
-                seen[0][key] = values[0]
-                for group in made.param_groups:
-                    group[key] = values[0]
-
-    def step(*_: Any, **__: Any) -> None:
-        raise OffloadError(
-            "This optimizer was replaced by that of a memory mode: use what session.prepare_optimizer() or "
-            "Accelerator.prepare() has returned."
-        )
-
-    made.register_step_pre_hook(take_over)
-    made.register_step_post_hook(lambda *_: setattr(given, "_opt_called", True))  # which schedulers look at
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # likewise
-    given.step = step  # type: ignore[assignment, method-assign]
-    for group in groups:
-        group["params"] = []  # or weights that a mode has replaced would stay

@@ -1,6 +1,7 @@
 """The memory modes lisa and badam: a few blocks at a time, each with AdamW."""
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -49,7 +50,16 @@ class Blockwise(MemoryMode):
         """Blocks wait for their turn until the training ends."""
         assert isinstance(optimizer, BlockwiseOptimizer)
         optimizer.open()
-        return optimizer.close
+        optimizer_ref, model_ref = weakref.ref(optimizer), optimizer.model_ref
+
+        def end() -> None:
+            present, model = optimizer_ref(), model_ref()
+            if present is not None:
+                present.close()
+            elif model is not None:  # what waited for its turn must not stay frozen
+                release(model)
+
+        return end
 
     def waiting(self, model: nn.Module) -> list[nn.Parameter]:
         """In the turn with the first block: backward ends at the first block that trains."""

@@ -104,7 +104,7 @@ class MemoryMode(abc.ABC):
         return ()
 
     def begin_training(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """Called when a training with this mode's ``optimizer`` begins; what is returned is called when it ends."""
+        """Called when a training with this mode's ``optimizer`` begins or goes on; what it returns is called at the end."""
         return lambda: None
 
     # -- plans: models of fake tensors, no data -------------------------------------------------------------------------

@@ -219,13 +219,9 @@ def test_an_optimizer_with_state_is_refused():
 def test_nothing_is_trained_without_the_modes_optimizer():
     model = tiny_model("llama")
     session = attach(model, OffloadConfig(tier="none", memory_mode="lora", memory_mode_kwargs={"rank": 4}))
+    loss = model(**tiny_batch("llama", seed=0)).loss
     with pytest.raises(OffloadError, match=r"session\.prepare_optimizer"):
-        model(**tiny_batch("llama", seed=0))
-    optimizer = adamw(model)
-    session.prepare_optimizer(optimizer)
-    model(**tiny_batch("llama", seed=0)).loss.backward()
-    with pytest.raises(OffloadError, match="This optimizer was replaced"):
-        optimizer.step()
+        loss.backward()
     session.detach()
 
 

@@ -112,7 +112,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._foreign: set[str] = set()
         self._applied = self._warned = False
         self._seen: DistributedDataParallel | None = None
-        self._module = weakref.ref(module)
+        self.model_ref = weakref.ref(module)
         self._hook = module.register_forward_pre_hook(BeforeForward(self._before_forward))
 
     # -- what trains --------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def open(self) -> None:
         """Freeze what waits at the next forward again, after a :meth:`close`. Idempotent."""
         self._hook.remove()
-        module = self._module()
+        module = self.model_ref()
         assert module is not None  # the optimizer has its parameters
         self._hook = module.register_forward_pre_hook(BeforeForward(self._before_forward))
         self._applied = False
