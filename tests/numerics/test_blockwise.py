@@ -618,7 +618,7 @@ def test_a_state_that_does_not_fit_is_refused_with_all_differences():
     headless = model_of_four()
     headless.lm_head.requires_grad_(False)
     other = BlockwiseOptimizer(headless.parameters(), headless, BlockwiseConfig.lisa(switch_every=3), lr=1)
-    with pytest.raises(OffloadConfigError, match=r"lm_head.* train: load it into the same model"):
+    with pytest.raises(OffloadConfigError, match=r"lm_head.* trained: load it into the same model"):
         other.load_state_dict(before)
     with pytest.raises(OffloadConfigError, match="not saved by a BlockwiseOptimizer"):
         optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
