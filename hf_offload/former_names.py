@@ -4,8 +4,9 @@ Names of settings are in :mod:`hf_offload.settings.renamed`.
 """
 
 import functools
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar
 
 from hf_offload.errors import OffloadConfigError
@@ -21,6 +22,11 @@ def warn_renamed(former: str, now: str, stacklevel: int = 2) -> None:
         FutureWarning,
         stacklevel + 1,
     )
+
+
+def called_from(modules: Collection[str], stacklevel: int = 2) -> bool:
+    """Whether code of one of ``modules`` called the caller; with another ``stacklevel``, as in :func:`warn_renamed`."""
+    return sys._getframe(stacklevel).f_globals.get("__name__") in modules
 
 
 def check_given_once(former: str, now: str, given: bool) -> None:
@@ -66,3 +72,13 @@ class FormerName:
             return self
         warn_renamed(self._former, self._now)
         return getattr(instance, self._now)
+
+    def __set__(self, instance: object, value: Any) -> None:
+        warn_renamed(self._former, self._now)
+        setattr(instance, self._now, value)
+
+
+def add_former_name(cls: type, former: str, attribute: FormerName) -> None:
+    """Give ``cls`` the ``attribute`` by its name ``former``, as if it stood in the body of the class."""
+    attribute.__set_name__(cls, former)
+    setattr(cls, former, attribute)

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-from hf_offload.former_names import check_given_once, warn_renamed
+from hf_offload.former_names import FormerName, add_former_name, called_from, check_given_once, warn_renamed
 
 T = TypeVar("T")
 
@@ -57,13 +57,18 @@ def old_names(known: Collection[str]) -> dict[str, str]:
 
 
 def takes_old_names(cls: type[T]) -> type[T]:
-    """The dataclass ``cls``, whose constructor takes old names of its fields, too."""
+    """The dataclass ``cls``, whose constructor takes old names of its fields, too, and whose instances have them."""
     make: Any = cls.__init__
     known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+    old = old_names(known)
 
     @functools.wraps(make)
     def init(self: Any, *args: Any, **settings: Any) -> None:
+        if called_from(["dataclasses"]):  # by replace(), which adds what is not to change
+            settings = {name: value for name, value in settings.items() if name not in map(old.get, settings)}
         make(self, *args, **with_current_names(settings, known, stacklevel=3))
 
     cls.__init__ = init  # type: ignore[method-assign]
+    for former, now in old.items():
+        add_former_name(cls, former, FormerName(now))
     return cls

@@ -15,6 +15,9 @@ def test_former_arguments_and_attributes_of_a_session(former, now):
         assert getattr(session, former) == "a value"
     assert caught[0].filename == __file__
     assert getattr(session, now) == "a value"
+    with pytest.warns(FutureWarning, match=rf"OffloadSession\.{former} is called {now} now"):
+        setattr(session, former, "another")
+    assert getattr(session, now) == "another"
 
 
 @pytest.mark.parametrize(("former", "now"), [("training", "run_id"), ("by", "owner")])

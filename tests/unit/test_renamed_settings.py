@@ -1,5 +1,11 @@
 """Old names of settings work for one version, and say what they are called now."""
 
+import copy
+import dataclasses
+import pickle
+import warnings
+from pathlib import Path
+
 import pytest
 from transformers import HfArgumentParser
 
@@ -89,8 +95,54 @@ def test_an_old_training_argument_is_the_new_one(old, tmp_path):
     with pytest.warns(FutureWarning, match=f"{old} is called {argument(field)} now"):
         found = OffloadTrainingArguments(output_dir=tmp_path, offload="ssd", report_to=[], **{old: value})
     assert found.offload_config() == OffloadConfig(tier="ssd", **{field: value})
-    assert getattr(found, old) is None
     assert getattr(found, argument(field)) == value
+
+
+@pytest.mark.parametrize("old", ARGUMENTS)
+def test_an_old_attribute_of_training_arguments_is_the_new_one(old, tmp_path):
+    field, value = ARGUMENTS[old]
+    new = argument(field)
+    args = OffloadTrainingArguments(output_dir=tmp_path, offload="ssd", report_to=[])
+    with pytest.warns(FutureWarning, match=f"{old} is called {new} now") as caught:
+        setattr(args, old, value)
+    assert caught[0].filename == __file__
+    assert args.offload_config() == OffloadConfig(tier="ssd", **{field: value})
+    with pytest.warns(FutureWarning, match=f"{old} is called {new} now") as caught:
+        assert getattr(args, old) == value
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda args: pickle.loads(pickle.dumps(args))])
+def test_old_attributes_are_in_the_way_of_nothing_that_lists_training_arguments(again, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        args = OffloadTrainingArguments(output_dir=tmp_path, offload="ssd", report_to=[], offload_directory="/tmp")
+        assert not {**args.to_dict(), **dataclasses.asdict(args)}.keys() - args.__dict__.keys()
+        assert again(args) == args
+        assert "offload_dir=" not in repr(args)
+        assert dataclasses.replace(args, offload_directory="/a").offload_directory == "/a"
+        values = {name: args.to_dict()[name] for name in ("output_dir", "offload", "report_to", *ARGUMENTS)}
+        assert OffloadTrainingArguments(**values).offload == "ssd"
+    with pytest.warns(FutureWarning, match="offload_dir is called offload_directory now"):
+        again(args).offload_dir = "/b"
+    with pytest.warns(FutureWarning, match="offload_dir is called offload_directory now"):
+        assert dataclasses.replace(args, offload_dir="/b").offload_config().directories == (Path("/b"),)
+    with pytest.warns(FutureWarning, match="offload_max_disk_write is called offload_max_disk_write_bytes now"):
+        assert dataclasses.replace(args, offload_max_disk_write="1GiB").offload_max_disk_write_bytes == "1GiB"
+
+
+@pytest.mark.parametrize("old", VALUES)
+def test_an_old_attribute_of_a_config_is_the_new_one_and_is_replaced(old):
+    config = OffloadConfig(tier="ssd", min_bytes=7)
+    expected = OffloadConfig(tier="ssd", **{"min_bytes": 7} | {NEW[old]: VALUES[old]})
+    with pytest.warns(FutureWarning, match=f"{old} is called {NEW[old]} now"):
+        found = dataclasses.replace(config, **{old: VALUES[old]})
+    assert found == expected
+    with pytest.warns(FutureWarning, match=f"{old} is called {NEW[old]} now"):
+        assert dataclasses.replace(found, **{old: VALUES[old]}) == expected
+    with pytest.warns(FutureWarning, match=f"OffloadConfig.{old} is called {NEW[old]} now") as caught:
+        assert getattr(found, old) == getattr(expected, NEW[old])
+    assert caught[0].filename == __file__
 
 
 def test_an_old_and_a_new_training_argument_at_once_are_refused(tmp_path):
