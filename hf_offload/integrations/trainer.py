@@ -16,7 +16,7 @@ from hf_offload.integrations.summary import card_lines, log_entries, show_summar
 from hf_offload.planning.known import Prediction
 from hf_offload.session import OffloadSession, attach
 from hf_offload.settings.memory_modes import NONE
-from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.schema import OffloadConfig, with_checked
 from hf_offload.transforms.sampling.gradient_cache import CACHE_FILE
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def _without_twice(config: OffloadConfig, args: TrainingArguments) -> OffloadCon
         )
     logger.info("Liger's fused kernel computes the output head and the loss.")
     tile_bytes = config.tile_bytes if config.tiled_mlp != "off" else None
-    return config.with_checked(tiled_loss="off", tile_bytes=tile_bytes)
+    return with_checked(config, tiled_loss="off", tile_bytes=tile_bytes)
 
 
 def _refuse_data_parallel(args: TrainingArguments) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.plan.hardware import Hardware, Measurement
 from hf_offload.planning.hardware import measure_hardware
-from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.schema import OffloadConfig, with_checked
 from hf_offload.storage.opening import disk_options, drives_for
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ def agreed(config: OffloadConfig, ranks: Ranks) -> OffloadConfig:
         for name in _SHARED
         if (value := getattr(config, name)) is not None
     }
-    return config.with_checked(**parts)
+    return with_checked(config, **parts)
 
 
 def _compared(config: OffloadConfig) -> dict[str, Any]:

@@ -266,16 +266,7 @@ class OffloadConfig:
 
     def without_mode(self) -> "OffloadConfig":
         """The same for a model that is prepared for its memory mode already."""
-        return self.with_checked(memory_mode=NONE, memory_mode_kwargs=None)
-
-    def with_checked(self, **values: Any) -> "OffloadConfig":
-        """The same with other values, which were read before. Settings of drives stay, even if only a mode that is no longer
-        named writes files.
-        """
-        found = copy.copy(self)
-        for name, value in values.items():
-            object.__setattr__(found, name, value)
-        return found
+        return with_checked(self, memory_mode=NONE, memory_mode_kwargs=None)
 
     def _mode_writes_files(self) -> bool:
         mode = self.mode()
@@ -309,6 +300,16 @@ class OffloadConfig:
 
 
 DRIVE_SETTINGS = tuple(field.name for field in dataclasses.fields(OffloadConfig) if field.metadata["scope"] == DRIVES)
+
+
+def with_checked(config: OffloadConfig, **values: Any) -> OffloadConfig:
+    """``config`` with other values, which were read before. Settings of drives stay, even if only a memory mode that is no
+    longer named writes files.
+    """
+    found = copy.copy(config)
+    for name, value in values.items():
+        object.__setattr__(found, name, value)
+    return found
 
 
 def smallest_bytes(asked: int | str | None, on_host: bool) -> int:
