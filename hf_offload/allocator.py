@@ -10,7 +10,6 @@ themselves again with it. A running interpreter can only be tuned.
 
 import contextlib
 import ctypes
-import ctypes.util
 import importlib.metadata
 import logging
 import os
@@ -170,11 +169,11 @@ _said = False
 
 def find_tcmalloc() -> str | None:
     """The shared library to preload, if tcmalloc is installed."""
-    for name in ("tcmalloc_minimal", "tcmalloc"):
-        found = ctypes.util.find_library(name)
-        if found:
-            return found
-    # Without development files, find_library needs a compiler or the linker's cache in a form it knows.
+    return _installed_library("libtcmalloc_minimal.so", "libtcmalloc.so")
+
+
+def _installed_library(*names: str) -> str | None:
+    """A library of the linker's cache. ``ctypes.util.find_library`` would also start compilers, and write temporary files."""
     ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"
     try:
         listing = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, check=True).stdout
@@ -182,7 +181,7 @@ def find_tcmalloc() -> str | None:
         return None
     for line in listing.splitlines():
         library, _, path = line.strip().partition(" => ")
-        if path and library.startswith(("libtcmalloc_minimal.so", "libtcmalloc.so")):
+        if path and library.startswith(names):
             return path
     return None
 
@@ -196,7 +195,7 @@ def find_mimalloc() -> str | None:
             # LD_PRELOAD is a list separated by blanks and colons, and knows no quotes.
             if file.name == "libmimalloc.so" and Path(path).is_file() and not set(path) & set(": \t\n"):
                 return path
-    return ctypes.util.find_library("mimalloc")
+    return _installed_library("libmimalloc.so")
 
 
 # Name -> how to find its library, its settings for offloading, what to install; the best first.

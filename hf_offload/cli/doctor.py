@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from hf_offload.allocator import best_allocator
 from hf_offload.cli.console import clear_errors, messages, output, progress_bar
 from hf_offload.cli.exit_codes import EXIT_PROBLEM
 from hf_offload.errors import OffloadError
@@ -175,7 +176,7 @@ def _show(machine: "Machine") -> None:
     allocator = machine.allocator
     settings = [f"{name}={value}" for name, value in allocator.environment.items()]
     huge_pages = f"transparent huge pages {allocator.transparent_huge_pages}"
-    best = f"train, launch and bench start with {allocator.best}"
+    best = f"train, launch and bench start with {best_allocator()}"
     table.add_row("CPU allocator", escape(", ".join([allocator.name, huge_pages, *settings, best])))
     table.add_row("versions", ", ".join(f"{name} {version or '-'}" for name, version in machine.versions.items()))
     for heading, lines in _HEADINGS.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hf_offload.allocator import best_allocator, current_allocator
+from hf_offload.allocator import current_allocator
 from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.disk_io import DirectIo
@@ -89,8 +89,6 @@ class AllocatorFacts:
     name: str
     environment: dict[str, str]
     transparent_huge_pages: str
-    best: str
-    """What the commands that train on a CPU start with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,4 +236,4 @@ def _allocator() -> AllocatorFacts:
     with contextlib.suppress(OSError):
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
         huge_pages = text.partition("[")[2].partition("]")[0] or "unknown"
-    return AllocatorFacts(current_allocator(), environment, huge_pages, best_allocator())
+    return AllocatorFacts(current_allocator(), environment, huge_pages)
