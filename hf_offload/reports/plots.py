@@ -83,23 +83,18 @@ def plot_memory(reports: Mapping[str, TrainingReport], path: Path, rounds: int =
                 [], [], color="#7f7f7f", linewidth=1, linestyle=(0, (2, 3)), label="peak residency, the MB named here"
             )
         axes.axhline(0, color="black", linewidth=1.2, linestyle="--")
-        # Outside the axes: an allocator that returns freed pages lets curves fall below zero, too.
-        axes.annotate(
-            "dashed: weights, gradients and optimizer state",
-            xy=(1, 0), xycoords="axes fraction", xytext=(0, -26), textcoords="offset points",
-            ha="right", va="top", fontsize=8,
-        )  # fmt: skip
         first = next(iter(reports.values()))
         which = f" of one of {rounds} rounds" if rounds > 1 else ""
         axes.set_title(f"{first.recipe}: {what} over {steps} training steps{which}", fontsize=13, loc="left")
         axes.set_xlabel(f"seconds from the beginning of step {_first_step(len(first.step_times_s)) + 1}")
-        axes.set_ylabel("above the baseline (MB)")
+        axes.set_ylabel("above weights, gradients and optimizer state (MB)")
         axes.margins(x=0)
         lines = -(-(len(reports) + 1) // _LEGEND_COLUMNS) if many else 2
         axes.set_ylim(bottom=min(axes.get_ylim()[0], -0.07 * top), top=(1.15 + 0.1 * lines) * top)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="upper center", ncols=min(max(len(reports), 1), _LEGEND_COLUMNS), frameon=False, fontsize=9)
+        columns = min(max(len(reports), 1), _LEGEND_COLUMNS)
+        axes.legend(loc="upper center", ncols=columns, frameon=False, fontsize=9, columnspacing=1)
 
 
 @dataclasses.dataclass(frozen=True)
