@@ -7,6 +7,7 @@ with it gives the loss and the gradients of a step without.
 import copy
 import logging
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,12 @@ KINDS = {
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
+TITLES = {
+    "causal": "Causal language models",
+    "masked": "Masked language models",
+    "seq2seq": "Encoder-decoder models",
+}
+SERVED, NOT_TRIED = "served", "not tried"
 # Names that configurations give to the same things.
 SMALL = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embedding_size": 32, "emb_dim": 32,
@@ -65,8 +72,8 @@ def step(model: transformers.PreTrainedModel, config: OffloadConfig) -> tuple[to
     return outputs.loss.detach(), [one.grad for one in model.parameters() if one.grad is not None], lazy
 
 
-def look_at(name: str) -> tuple[str, str]:
-    """The head's place, and what became of it."""
+def look_at(name: str) -> str:
+    """What became of the head of that class."""
     try:
         model = small_model(name).train()
         for module in model.modules():
@@ -75,59 +82,88 @@ def look_at(name: str) -> tuple[str, str]:
         plain, tiled = copy.deepcopy(model), copy.deepcopy(model)
         loss, gradients, _ = step(plain, OffloadConfig(tier="none"))
     except Exception as error:
-        return "", f"not tried: {type(error).__name__}"
+        return f"{NOT_TRIED}: {type(error).__name__}"
     try:
-        where, _ = find_head(tiled)
+        find_head(tiled)
     except OffloadError as error:
-        return "", f"refused: {str(error).partition(',')[0]}"
+        return f"refused: {str(error).partition(',')[0]}"
     try:
         found, others, lazy = step(tiled, OffloadConfig(tier="none", tiled_loss="on", tile_bytes=4 * VOCABULARY * 9))
     except Exception as error:
-        return where, f"fails: {type(error).__name__}: {str(error)[:80]}"
+        return f"fails: {type(error).__name__}: {str(error)[:80]}"
     same = torch.allclose(found, loss, rtol=1e-4) and len(gradients) == len(others)
     same = same and all(
         (one - two).norm() <= 1e-4 * one.norm() + 1e-6 for one, two in zip(gradients, others, strict=True)
     )
     if not same:
-        return where, "differs (random, or not deterministic)"
-    return where, "served" if lazy else "true logits (its loss reads them)"
+        return "differs (random, or not deterministic)"
+    return SERVED if lazy else "the logits are computed, since its loss reads them"
 
 
-def survey() -> Iterator[tuple[str, str, str, str]]:
-    """Kind, class, head and result of every model."""
+def survey() -> Iterator[tuple[str, str, str]]:
+    """Kind, class and result of every model."""
     classes = []
     for kind, names in KINDS.items():
         for value in names.values():
             classes += [(kind, name) for name in (value if isinstance(value, tuple) else (value,))]
     for kind, name in track(list(dict.fromkeys(classes)), "looking at heads"):
-        yield kind, name, *look_at(name)
+        yield kind, name, look_at(name)
 
 
-def main(path: Path) -> None:
-    """Write the table."""
-    logging.disable(logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    rows = list(survey())
-    served = sum(result == "served" for *_, result in rows)
-    tried = sum(not result.startswith("not tried") for *_, result in rows)
+def page(rows: list[tuple[str, str, str]], version: str) -> str:
+    """The page, from kind, class and result of every model and the version of transformers."""
+    counts, lists = [], []
+    for kind, title in TITLES.items():
+        results = {name: result for one, name, result in rows if one == kind}
+        served = [name for name, result in results.items() if result == SERVED]
+        untried = [name for name, result in results.items() if result.startswith(NOT_TRIED)]
+        others = len(results) - len(served) - len(untried)
+        counts.append(f"| {title} | {len(results)} | {len(served)} | {others} | {len(untried)} |")
+        lists.append((title, served, untried))
+    differing = [row for row in rows if row[2] != SERVED and not row[2].startswith(NOT_TRIED)]
     lines = [
         "# Output heads of transformers, and the tiled loss",
         "",
-        "This page lists the model classes whose loss can be tiled.",
+        'This page lists the model classes of transformers whose loss can be tiled with `tiled_loss="on"`, and those where',
+        "that was tried without success or not at all. `docs/make_tiled_heads.py` writes it.",
         "",
-        f"transformers {transformers.__version__}: of {len(rows)} classes {tried} could be built small and trained for a",
-        f"step from their default configuration; {served} of those are served. `docs/make_tiled_heads.py` makes this",
-        "table. *Served*: the logits never existed, and loss and gradients are those of the usual way. *True logits*: the",
-        "model does something with them that is not known to work token by token, so they were computed: correct, and no",
-        "memory saved.",
+        f"Each class of transformers {version} was built from its default configuration, made small, and trained for a",
+        "step with and without tiling. It is *served* if the logits of all tokens never existed, and loss and gradients",
+        "are those without tiling.",
         "",
-        "| kind | class | head | result |",
-        "|---|---|---|---|",
-        *(f"| {kind} | {name} | {head} | {result.replace('|', ' ')} |" for kind, name, head, result in rows),
+        "| kind of model | classes | served | not served | not tried |",
+        "|---|---|---|---|---|",
+        *counts,
         "",
+        "## Not served",
+        "",
+        "The loss of these classes is correct with `tiled_loss`, or the setting is refused, but no memory is saved:",
+        "",
+        "| class | result |",
+        "|---|---|",
+        *(f"| `{name}` | {result.replace('|', ' ')} |" for _, name, result in differing),
+        "",
+        "## Served",
     ]
-    path.write_text("\n".join(lines), encoding="utf-8")
+    for title, served, _ in lists:
+        lines += ["", f"### {title}", "", _listed(served)]
+    lines += ["", "## Not tried", ""]
+    lines += ["Their default configuration cannot be made small, or does not train. That says nothing about tiling."]
+    for title, _, untried in lists:
+        lines += ["", f"**{title}:**", _listed(untried)]
+    return "\n".join(lines) + "\n"
+
+
+def _listed(names: list[str]) -> str:
+    return textwrap.fill(", ".join(names) + ".", width=140, break_long_words=False)
+
+
+def main(path: Path) -> None:
+    """Write the page."""
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    path.write_text(page(list(survey()), transformers.__version__), encoding="utf-8")
 
 
 if __name__ == "__main__":
