@@ -157,8 +157,9 @@ def _page(rows: list[tuple[Mutation, str, str]]) -> str:
     lines = [
         "# Deliberate breakages",
         "",
-        f"The engine was broken in {len(rows)} ways, each a file in `tests/mutations`. `make mutations` writes this page.",
-        "`tests.races` and `tests.fuzz` try seeds until one fails: the last column says how many they took.",
+        "This page lists the deliberate breakages of the package that tests have to notice, with the rule that each",
+        f"breaks. There are {len(rows)}, each a file in `tests/mutations`; `make mutations` applies them one at a time and",
+        "writes this page. Where `tests.races` or `tests.fuzz` noticed one, the last column says how many seeds they took.",
         "",
         "| mutation | rule that it breaks | caught by | seeds |",
         "|---|---|---|---|",
