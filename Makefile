@@ -63,7 +63,7 @@ LLAMA   = model.dtype=float32 model.config.num_hidden_layers=6 model.config.hidd
           model.config.num_attention_heads=12 model.config.num_key_value_heads=4 model.config.intermediate_size=2048
 BUDGETS = $(BIN)/python -m benchmarks budgets --steps 10 --rounds $(ROUNDS)
 PAIR    = --strategies baseline,ours:ssd
-bench-cpu: $(STAMP)  ## All tables of the README (more than an hour); ROUNDS=1 for a look
+bench-cpu: $(STAMP)  ## The tables of docs/measured.md (more than an hour); ROUNDS=1 for a look
 	$(GPT2) model.config.n_layer=6 --output runs/bench/gpt2_6l
 	$(GPT2) --output runs/bench/gpt2_12l
 	$(GPT2) model.config.n_layer=6 $(NO_DROP) --output runs/bench/gpt2_6l_no_dropout

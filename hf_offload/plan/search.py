@@ -2,7 +2,7 @@
 
 Candidates are all units placed alike, and as few units as the budget allows: from the first on, the largest or the smallest.
 The simulation judges them, and a local search improves the best. The work is counted, not timed: the same plan on every
-machine. What each is worth: docs/measured.md.
+machine. What each is worth: docs/measured_plans.md.
 """
 
 import bisect

@@ -291,10 +291,14 @@ def test_commands_are_found():
         understand(["limtis"], benchmarks)
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
 def test_the_choice_between_checkpointing_and_a_drive_leaves_no_measurement_out():
-    """The table holds every comparison there is with the figures of its file, and the ranges above it are the table's."""
+    """The table holds every comparison there is with the figures of its file; the README and the ranges repeat the table."""
     ways = ("recompute", "ours:ssd")
-    expected, found = {}, {}
+    expected, found, labels = {}, {}, {}
     for path in sorted((ROOT / "model_cards").glob("*/*.json")) + sorted((ROOT / "model_cards").glob("*/*/*.json")):
         content = json.loads(path.read_text())
         rows = content.get("rows", []) if isinstance(content, dict) else []
@@ -307,13 +311,21 @@ def test_the_choice_between_checkpointing_and_a_drive_leaves_no_measurement_out(
             expected[f"../{path.relative_to(ROOT)}"] = [
                 [f"{ratio:.3f}" for ratio in column] or ["-"] for column in ratios
             ]
-    text = (ROOT / "docs" / "choosing.md").read_text()
-    for link, cells in re.findall(r"^\| \[.*?\]\((\.\./model_cards/.*?\.json)\) \| (.*) \|$", text, re.MULTILINE):
+    text = (ROOT / "docs" / "measured.md").read_text()
+    for label, link, cells in re.findall(
+        r"^\| \[(.*?)\]\((\.\./model_cards/.*?\.json)\) \| (.*) \|$", text, re.MULTILINE
+    ):
         found[link] = [cell.split(", ") for cell in cells.split(" | ")]
+        labels[label] = cells
     assert found == expected
+    section = (ROOT / "README.md").read_text().split("## Measured\n")[1].split("\n## ")[0]
+    repeated = dict(re.findall(r"^\| (\w[^|]*) \| ((?:[\d.-]+ \| ){3}[\d.-]+) \|$", section, re.MULTILINE))
+    assert repeated
+    assert repeated.items() <= labels.items()
     memory_and_time = [
         sorted(float(x) for row in found.values() for x in row[column] if x != "-") for column in range(4)
     ]
     said = [f"{values[0]:.3f} to {values[-1]:.3f}" for values in memory_and_time]
-    assert f"| activation checkpointing | {said[0]} of the baseline's | {said[1]} |" in text
-    assert f'| `offload="ssd"` | {said[2]} | {said[3]} |' in text
+    choosing = (ROOT / "docs" / "choosing.md").read_text()
+    assert f"| activation checkpointing | {said[0]} of the baseline's | {said[1]} |" in choosing
+    assert f'| `offload="ssd"` | {said[2]} | {said[3]} |' in choosing
