@@ -295,6 +295,19 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
+def test_the_table_of_the_demo_is_of_its_file():
+    rows = json.loads((ROOT / "model_cards" / "bench" / "cpu_demo.json").read_text())["rows"]
+    expected = {
+        row["strategy"]: (
+            f"{row['peak_bytes'] / 1e6:.0f} | {row['peak_ratio']:.3f} | {row['step_s']:.2f} | {row['step_ratio']:.3f}"
+        )
+        for row in rows
+    }
+    assert all(row["losses_identical"] and row["parameters_identical"] for row in rows)
+    section = (ROOT / "README.md").read_text().split("| strategy |")[1].split("\n\n")[0]
+    assert dict(re.findall(r"^\| `(\S+)` \| (.*) \| (?:-|identical) \|$", section, re.MULTILINE)) == expected
+
+
 def test_the_choice_between_checkpointing_and_a_drive_leaves_no_measurement_out():
     """The table holds every comparison there is with the figures of its file; the README and the ranges repeat the table."""
     ways = ("recompute", "ours:ssd")
