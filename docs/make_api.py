@@ -25,11 +25,18 @@ SETTINGS_OPENING = """# Settings
 This page lists every setting of offloading with its names, default and unit. It is generated from the declarations of
 `OffloadConfig` by `make api`; edits by hand are lost.
 
-A setting has one name. It is the keyword of `OffloadConfig` and `OffloadPlugin`, the key in the section `offload` of a recipe
-and in `hf_offload_config` of a config file of accelerate, and in capitals behind `HF_OFFLOAD_` the environment variable. The
-training argument is the same word, with `offload_` before it where it is about moving tensors; `tier` is `offload` there, and
-`none` by default. Sizes are numbers of bytes or text such as `20GiB`; directories and names in variables and arguments are
-separated by commas.
+A setting has one name everywhere:
+
+| where | how it is written | example |
+|---|---|---|
+| `OffloadConfig`, `OffloadPlugin` | its name, as a keyword | `ram_budget="8GiB"` |
+| training arguments | its name, after `offload_` if it is about moving tensors | `offload_ram_budget="8GiB"` |
+| environment variables | `HF_OFFLOAD_` and its name in capitals | `HF_OFFLOAD_RAM_BUDGET=8GiB` |
+| section `offload` of a recipe | its name, as a key | `ram_budget: 8GiB` |
+| section `hf_offload_config` of accelerate's config file | its name, as a key | `ram_budget: 8GiB` |
+
+`tier` is called `offload` among training arguments, and is `none` by default there. Sizes are numbers of bytes or text
+such as `20GiB`. Directories and names in variables and arguments are separated by commas.
 """
 SCOPES = {
     MOVING: "What is moved, where, and how",

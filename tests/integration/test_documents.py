@@ -308,6 +308,14 @@ def test_the_table_of_the_demo_is_of_its_file():
     assert dict(re.findall(r"^\| `(\S+)` \| (.*) \| (?:-|identical) \|$", section, re.MULTILINE)) == expected
 
 
+def test_the_table_of_the_longest_rows_is_of_its_file():
+    levers = json.loads((ROOT / "model_cards" / "bench" / "levers_llama_8b.json").read_text())["levers"]
+    expected = [[f"{tokens:,}" if tokens else "-" for tokens in row["tokens"].values()] for row in levers]
+    text = (ROOT / "docs" / "measured_plans.md").read_text()
+    section = text.split("## How long a row fits a GPU\n")[1].split("\n## ")[0]
+    assert [row.split(" | ")[1:] for row in re.findall(r"^\| (.*) \|$", section, re.MULTILINE)[1:]] == expected
+
+
 def test_the_choice_between_checkpointing_and_a_drive_leaves_no_measurement_out():
     """The table holds every comparison there is with the figures of its file; the README and the ranges repeat the table."""
     ways = ("recompute", "ours:ssd")

@@ -1,4 +1,4 @@
-"""docs/published.md: the commands there give the figures there."""
+"""docs/published.md and docs/choosing.md: the commands there give the figures there."""
 
 import json
 import re
@@ -28,3 +28,16 @@ def test_a_command_gives_the_figure_of_its_row(model, training):
     result = CliRunner().invoke(app, shlex.split(f"{command.replace('TARGETS', TARGETS)} {MACHINE}"))
     rows = {row["name"]: row["peak_bytes"] for row in json.loads(result.stdout)["predicted"]}
     assert rows[placement] / 2**30 == pytest.approx(float(figure), abs=0.051)
+
+
+@pytest.mark.full
+def test_the_table_of_memory_modes_is_what_the_command_prints(monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
+    command, table = re.search(
+        r"`hf-offload (plan modes \S+ --gpu \S+)` shows.*?```\n(.*?)```", page, re.DOTALL
+    ).groups()
+    monkeypatch.setenv("COLUMNS", "140")
+    printed = CliRunner().invoke(app, shlex.split(command)).stdout.splitlines()
+    rows = [line.split() for line in table.splitlines()[2:]]
+    assert len(rows) > 10
+    assert rows == [line.split() for line in printed if line.split()[:1] in [row[:1] for row in rows]]
