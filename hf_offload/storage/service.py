@@ -28,6 +28,7 @@ from hf_offload.storage.wear import Wear
 
 ACTIVATIONS = "activations"
 OPTIMIZER_STATE = "optimizer state"
+GRADIENTS = "gradients"
 
 
 class RunStorage:

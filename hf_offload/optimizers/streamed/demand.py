@@ -1,0 +1,166 @@
+"""Parameters whose next value or gradient is not in memory yet: whoever asks for it gets it.
+
+Note: a class for a while
+    Such a parameter is the same object as ever, of a subclass of ``nn.Parameter`` whose ``__torch_function__`` PyTorch calls
+    before any operation with it. The operation then finds the parameter as a run in memory would have it. Backward, which
+    takes tensors from the graph without asking, follows a forward that has asked. What PyTorch does not see are views and
+    NumPy arrays that share the parameter's memory and were made before.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Demand(Protocol):
+    """What a demanded parameter is waiting for."""
+
+    def finish(self) -> None:
+        """The parameter is about to be used: its update has to come first."""
+
+    def reveal_gradient(self) -> None:
+        """``.grad`` is about to be read: put it there."""
+
+    def replace_gradient(self, zeros: bool) -> None:
+        """``.grad`` is about to be written, or set to zeros, and what it was does not matter."""
+
+
+_demands: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
+
+_GET_GRADIENT = torch.Tensor.grad.__get__
+_WRITE_GRADIENT = {torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__}
+# They read every gradient only to drop it, or to make zeros of it.
+_ZEROING = {nn.Module.zero_grad.__code__}
+
+_PROPERTIES = (
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "itemsize",
+    "nbytes",
+)
+_PROPERTIES += ("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "retains_grad")
+_PROPERTIES += ("_backward_hooks", "_post_accumulate_grad_hooks")
+_METHODS = (
+    "__hash__",
+    "__len__",
+    "size",
+    "stride",
+    "numel",
+    "nelement",
+    "dim",
+    "ndimension",
+    "element_size",
+    "get_device",
+)
+_METHODS += ("is_floating_point", "is_complex", "is_contiguous", "register_hook", "register_post_accumulate_grad_hook")
+_METHODS += ("requires_grad_", "is_signed")
+
+
+def _harmless() -> Iterator[Any]:
+    """Functions that neither read nor write values."""
+    for name in _PROPERTIES:
+        if hasattr(torch.Tensor, name):
+            yield getattr(torch.Tensor, name).__get__
+    yield torch.Tensor.requires_grad.__set__
+    for name in _METHODS:
+        yield getattr(torch.Tensor, name)
+    yield from (torch.is_floating_point, torch.is_complex, torch.numel)
+
+
+_HARMLESS = frozenset(_harmless())
+
+
+class DemandedParameter(nn.Parameter):
+    """A parameter that is completed when it is used."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in _HARMLESS:
+                for each in _demanded((args, kwargs or {})):
+                    _answer(each, func)
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        demand = plain(self)
+        try:
+            return self.__deepcopy__(memo)
+        finally:
+            demanded(self, demand)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        demand = plain(self)
+        try:
+            return self.__reduce_ex__(protocol)
+        finally:
+            demanded(self, demand)
+
+
+def demanded(parameter: nn.Parameter, demand: Demand | None) -> None:
+    """Let ``demand`` know of all that is done with ``parameter`` from now on; None for nobody."""
+    if demand is None:
+        parameter.__class__ = nn.Parameter
+        _demands.pop(parameter, None)
+    else:
+        _demands[parameter] = demand
+        parameter.__class__ = DemandedParameter
+
+
+def plain(parameter: nn.Parameter) -> Demand | None:
+    """Complete ``parameter`` and make it a plain one, until the demand that is returned is put back."""
+    demand: Demand | None = _demands.get(parameter)
+    if demand is not None:
+        demand.finish()
+    demand = _demands.get(parameter)  # whose gradient is still elsewhere
+    parameter.__class__ = nn.Parameter
+    return demand
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that is in memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Set the gradient that is in memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = gradient
+
+
+def _answer(parameter: nn.Parameter, func: Any) -> None:
+    demand: Demand | None = _demands.get(parameter)
+    if demand is None:
+        return
+    if func == _GET_GRADIENT:
+        caller = sys._getframe(2)  # of __torch_function__, which C has called
+        if caller.f_code in _ZEROING:
+            demand.replace_gradient(zeros=not caller.f_locals.get("set_to_none", True))
+        else:
+            demand.reveal_gradient()
+    elif func in _WRITE_GRADIENT:
+        demand.replace_gradient(zeros=False)
+    else:
+        demand.finish()
+
+
+def _demanded(values: Any) -> Iterable[DemandedParameter]:
+    """The demanded parameters among arguments, also those in lists and tuples."""
+    if type(values) is DemandedParameter:
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _demanded(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _demanded(value)

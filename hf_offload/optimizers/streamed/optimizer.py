@@ -1,0 +1,275 @@
+"""The user's own optimizer, whose state and gradients are on a tier: :func:`stream`."""
+
+import collections
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.optimizers.streamed.saved import MappedFiles
+from hf_offload.optimizers.streamed.shadow import Shadow, can_be_cut, make_shadow, options_of
+from hf_offload.optimizers.streamed.stored import Store
+from hf_offload.optimizers.streamed.streaming import PART_BYTES, Streaming
+from hf_offload.storage.disk import DiskTier
+from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
+from hf_offload.storage.tier import Tier
+from hf_offload.surgery import Undo, extend
+
+WINDOW_BYTES = 96 << 20
+"""On the way to the tier and back at any time, of state and of gradients each."""
+
+_streamed: "weakref.WeakKeyDictionary[Optimizer, Streaming]" = weakref.WeakKeyDictionary()
+
+
+def streaming_of(optimizer: Any) -> Streaming | None:
+    """The streaming of an optimizer, if its state is streamed."""
+    try:
+        return _streamed.get(optimizer)
+    except TypeError:  # it cannot be referred to weakly
+        return None
+
+
+def stream(
+    optimizer: Optimizer,
+    storage: RunStorage,
+    open_tier: Callable[[str], Tier],
+    names: dict[int, str],
+    *,
+    smallest_bytes: int,
+    gradients: bool,
+    lazy: bool = True,
+    part_bytes: int = PART_BYTES,
+    window_bytes: int = WINDOW_BYTES,
+) -> Streaming:
+    """Move the state of ``optimizer`` to a tier, and with ``gradients`` the gradients between backward and step. Idempotent.
+
+    It is the same object as before: its groups, hooks and schedulers stay. What it computes are the bits of the optimizer
+    without this. ``open_tier`` opens the tier of an account, ``names`` are those of parameters, by their id.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a class whose parameters do not step independently of each
+    other.
+    """
+    present = _streamed.get(optimizer)
+    if present is not None:
+        return present
+    kind = type(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        other = next((one for one in _streamed.values() if one.record_of(parameter) is not None), None)
+        if other is not None:
+            raise OffloadConfigError(
+                f"{names.get(id(parameter), 'A parameter')} is in two optimizers whose state is to be streamed: give each "
+                "parameter to one optimizer."
+            )
+    cuts = can_be_cut(optimizer, kind)
+    resident = StreamedState()
+    streaming = Streaming(
+        Shadow(optimizer, kind),
+        Store(storage, open_tier(OPTIMIZER_STATE), OPTIMIZER_STATE, window_bytes),
+        Store(storage, open_tier(GRADIENTS), GRADIENTS, window_bytes) if gradients else None,
+        resident,
+        smallest_bytes=smallest_bytes,
+        part_bytes=part_bytes if cuts else None,
+        lazy=lazy,
+    )
+    resident.streaming = streaming
+    dict.update(resident, optimizer.state)
+    streaming.add(_named(parameters, names))
+    storage.members.add(streaming)
+    optimizer.state = resident
+    _keep_scheduler(optimizer, extend(optimizer, StreamedOptimizer))
+    reference = weakref.ref(optimizer)
+    streaming.follow(lambda: [] if (found := reference()) is None else found.param_groups)
+    _streamed[optimizer] = streaming
+    return streaming
+
+
+def _named(parameters: list[nn.Parameter], names: dict[int, str]) -> Iterator[tuple[str, nn.Parameter]]:
+    for number, parameter in enumerate(parameters):
+        yield names.get(id(parameter), f"parameter {number}"), parameter
+
+
+def _keep_scheduler(optimizer: Optimizer, _: Undo[Any]) -> None:
+    """A scheduler that was made before has put a ``step`` on the object, which calls that of the class it had then."""
+    optimizer._patch_step_function()
+    if "step" not in vars(optimizer):
+        return
+    reference = weakref.ref(optimizer)
+    own = type(optimizer).step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        found: Any = reference()
+        found._opt_called = True
+        return own(found, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+class StreamedOptimizer(Optimizer):
+    """The methods of an optimizer whose state is streamed, in front of those of its class."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """A step, to be completed when parameters are used next; see
+        :class:`~hf_offload.optimizers.streamed.streaming.Streaming`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _streamed[self].step(self.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients wherever they are."""
+        _streamed[self].zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict of the optimizer's own class. State on disk is copied to files that are mapped into memory."""
+        streaming = _streamed[self]
+        streaming.finish()
+        keep = _keeper(streaming)
+        whole = self._without_streaming()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if streaming.has_state(parameter):
+                    whole.state[parameter] = keep(streaming.state_of(parameter, last=False))
+                elif dict.__contains__(self.state, parameter):
+                    whole.state[parameter] = dict.__getitem__(self.state, parameter)
+        return whole.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of the optimizer's own class, one parameter after the other."""
+        streaming = _streamed[self]
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        streaming.finish()  # after the hooks, which may look at the parameters
+        whole = self._without_streaming()
+        whole.load_state_dict({**state_dict, "state": {}})  # checks the groups, and reads them
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        groups = [group for group in whole.param_groups for _ in group["params"]]
+        fresh: dict[Any, dict[str, Any]] = {}
+        loaded: list[nn.Parameter] = []
+        for parameter, place, group in zip(parameters, places, groups, strict=True):
+            state = state_dict["state"].get(place)
+            if state is None:
+                continue
+            state = streaming.loaded(parameter, options_of(group), state)
+            if streaming.record_of(parameter) is None:
+                fresh[parameter] = state
+            else:
+                streaming.put_state(parameter, state)
+                loaded.append(parameter)
+        known = set(places)
+        fresh |= {key: value for key, value in state_dict["state"].items() if key not in known}
+        streaming.forget_states(but=loaded)
+        dict.clear(self.state)
+        dict.update(self.state, fresh)
+        self.__setstate__({"state": self.state, "param_groups": whole.param_groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, whose parameters are streamed, too."""
+        super().add_param_group(param_group)
+        streaming = _streamed.get(self)
+        if streaming is not None:
+            streaming.add(_named(self.param_groups[-1]["params"], {}))
+
+    def _without_streaming(self) -> Optimizer:
+        """One of its own class with the same groups and hooks, and no state."""
+        kind = type(self).__mro__[2]
+        whole = make_shadow(self, kind)
+        whole.__dict__ |= {name: value for name, value in vars(self).items() if name.endswith("state_dict_post_hooks")}
+        whole.__dict__ |= {
+            name: value for name, value in vars(self).items() if name == "_optimizer_state_dict_pre_hooks"
+        }
+        whole._optimizer_load_state_dict_post_hooks = collections.OrderedDict()
+        whole.param_groups = self.param_groups
+        return whole
+
+
+def _keeper(streaming: Streaming) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    tier = streaming.states.tier
+    if isinstance(tier, DiskTier):
+        return MappedFiles(Path(tier.files[0].directory)).state
+    return lambda state: state
+
+
+class StreamedState(collections.defaultdict[Any, Any]):
+    """``optimizer.state``: what is on the tier is brought to memory when it is looked at, and goes back with the next step."""
+
+    streaming: Streaming
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, Tensor) and self._is_streamed(key):
+            self.streaming.finish()
+            value = self.streaming.state_of(key, last=True)
+            dict.__setitem__(self, key, value)
+            return value
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, key) or (isinstance(key, Tensor) and self._is_streamed(key))
+
+    def __iter__(self) -> Iterator[Any]:
+        self.streaming.finish()
+        keys = list(dict.keys(self))
+        keys += [p for record in self.streaming.records if record.moved and (p := record.parameter_ref()) is not None]
+        return iter(keys)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def keys(self) -> Any:
+        return list(self)
+
+    def values(self) -> Any:
+        return [self[key] for key in self]
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key in self:
+            value = self[key]
+            dict.pop(self, key)
+            return value
+        return dict.pop(self, key, *default)
+
+    def clear(self) -> None:
+        self.streaming.forget_states()
+        dict.clear(self)
+
+    def resident(self) -> list[dict[str, Any]]:
+        """The states that are in memory now."""
+        return list(dict.values(self))
+
+    def _is_streamed(self, key: Tensor) -> bool:
+        return self.streaming.has_state(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, Tensor) and self._is_streamed(key):
+            self.streaming.finish()
+            self.streaming.state_of(key, last=True)
+        dict.__setitem__(self, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self.pop(key)
+
+    def __reduce__(self) -> Any:
+        return collections.defaultdict, (dict,), None, None, iter(self.items())

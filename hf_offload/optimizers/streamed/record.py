@@ -1,0 +1,214 @@
+"""One streamed parameter: its state, its gradient and the update it waits for."""
+
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_offload.errors import StorageError
+from hf_offload.optimizers.streamed.shadow import CUT_ELEMENTS, pieces
+from hf_offload.optimizers.streamed.stored import Store, Stored, as_bytes
+from hf_offload.storage.buffers import empty_at_phase
+from hf_offload.storage.packing import Packing
+
+if TYPE_CHECKING:
+    from hf_offload.optimizers.streamed.streaming import Streaming
+
+_SMALLEST_STATE_BYTES = 4096
+"""Smaller parts of a state, such as counters, stay in memory."""
+
+
+class PartState:
+    """The optimizer's state of one part of a parameter, on the tier between two updates."""
+
+    def __init__(self) -> None:
+        self._packing: Packing | None = None
+        self._stored: Stored | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are on the tier."""
+        return 0 if self._packing is None else self._packing.tensor_bytes
+
+    def read_ahead(self) -> None:
+        """Begin to read it."""
+        if self._stored is not None:
+            self._stored.read_ahead()
+
+    def take(self, device: torch.device, last: bool) -> tuple[dict[str, Any], Tensor | None]:
+        """The state, whose tensors are views of the buffer that comes with it; the ``last`` time, it is gone from here."""
+        if self._packing is None:
+            return {}, None
+        if self._stored is None:
+            return self._packing.views(torch.empty(0, dtype=torch.uint8)), None
+        buffer = self._stored.take(last).to(device)
+        if last:
+            self._stored = None
+        return self._packing.views(buffer), buffer
+
+    def put(
+        self, state: dict[str, Any], before: dict[str, Any], buffer: Tensor | None, store: Store, device: torch.device
+    ) -> None:
+        """Store ``state``, which was ``before``, in ``buffer``."""
+        if self._packing is None or not self._packing.keep(state, before):
+            self._packing = Packing(state, _SMALLEST_STATE_BYTES, device)
+            buffer = None
+        if self._packing.nbytes == 0:
+            self._stored = None
+            return
+        if buffer is None:
+            buffer = empty_at_phase(self._packing.nbytes, 0)
+            self._packing.fill(buffer, state)
+        self._stored = store.put(as_bytes(buffer))
+
+
+class StoredGradient:
+    """A gradient on the tier, in the parts of its parameter.
+
+    Attributes:
+        factors: What it is still to be multiplied with, one after the other: by clipping.
+        norm: Its 2-norm without the ``factors``, if it was computed.
+    """
+
+    def __init__(self, parts: list[Stored], dtype: torch.dtype, device: torch.device, norm: Tensor | None):
+        self.parts = parts
+        self.factors: tuple[Tensor, ...] = ()
+        self.norm = norm
+        self._dtype = dtype
+        self._device = device
+
+    def part(self, number: int, last: bool, factors: tuple[Tensor, ...]) -> Tensor:
+        """One part, flat, times ``factors``. The ``last`` time, it is gone from here."""
+        gradient = self.parts[number].take(last).view(self._dtype).to(self._device)
+        return scaled(gradient, factors)
+
+    def read_ahead(self, number: int) -> None:
+        """Begin to read a part."""
+        self.parts[number].read_ahead()
+
+
+class ZeroGradient:
+    """A gradient that ``zero_grad(set_to_none=False)`` has set to zeros: nothing is stored of it."""
+
+    factors: tuple[Tensor, ...] = ()
+    norm: Tensor | None = None
+
+    def __init__(self, sizes: list[int], dtype: torch.dtype, device: torch.device):
+        self._sizes = sizes
+        self._dtype = dtype
+        self._device = device
+
+    def part(self, number: int, last: bool, factors: tuple[Tensor, ...]) -> Tensor:
+        return scaled(torch.zeros(self._sizes[number], dtype=self._dtype, device=self._device), factors)
+
+    def read_ahead(self, number: int) -> None:
+        pass
+
+
+class LostGradient:
+    """A gradient that could not be read when another one was added to it."""
+
+    factors: tuple[Tensor, ...] = ()
+    norm: Tensor | None = None
+
+    def __init__(self, error: StorageError):
+        self._error = error
+
+    def part(self, number: int, last: bool, factors: tuple[Tensor, ...]) -> Tensor:
+        raise StorageError(f"A gradient was lost in an earlier backward: call zero_grad(). {self._error}")
+
+    def read_ahead(self, number: int) -> None:
+        pass
+
+
+Gradient = StoredGradient | ZeroGradient | LostGradient
+
+
+def scaled(gradient: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
+    """``gradient``, multiplied in place as ``torch.nn.utils.clip_grad_norm_`` does it."""
+    for factor in factors:
+        torch._foreach_mul_([gradient], factor.to(gradient.device))
+    return gradient
+
+
+@dataclasses.dataclass
+class Update:
+    """A step that has been taken and not computed yet.
+
+    ``gradient`` is None where it is in the parameter's ``.grad``. ``done`` is the number of parts that are updated.
+    """
+
+    options: dict[str, Any]
+    gradient: Gradient | None
+    factors: tuple[Tensor, ...]
+    done: int = 0
+
+
+class Record:
+    """One streamed parameter. All calls hold the lock of ``streaming``, or take it.
+
+    Attributes:
+        name: For messages.
+        gradient: On the tier; None if there is none, or it is in memory.
+        update: What is to be done before anyone reads the parameter.
+        moved: Whether its state was put on the tier; else it is in the optimizer's ``state``, if there is one.
+    """
+
+    def __init__(self, parameter: nn.Parameter, name: str, streaming: "Streaming", part_elements: int | None):
+        self.name = name
+        self.streaming = streaming
+        self.parameter_ref = weakref.ref(parameter)
+        self.shape = parameter.shape
+        whole = part_elements is None or not parameter.is_contiguous() or parameter.numel() <= part_elements
+        self.part_elements = None if whole else part_elements
+        self.sizes = [parameter.numel()] if whole else [one.numel() for one in pieces(parameter, part_elements or 0)]
+        self.states = [PartState() for _ in self.sizes]
+        self.moved = False
+        self.gradient: Gradient | None = None
+        self.update: Update | None = None
+        self.arrivals = 0
+
+    def targets(self, parameter: nn.Parameter) -> list[Tensor]:
+        """What the optimizer updates: the parameter, or its parts."""
+        return [parameter] if self.part_elements is None else pieces(parameter, self.part_elements)
+
+    def parts_of(self, gradient: Tensor) -> list[Tensor]:
+        """A gradient in parts, flat, which share its memory if it is contiguous."""
+        flat = gradient.detach().contiguous().view(-1)
+        return [flat] if self.part_elements is None else pieces(flat, self.part_elements)
+
+    def whole(self, gradient: "Gradient", last: bool) -> Tensor:
+        """A gradient in one piece, in memory."""
+        parts = [gradient.part(number, last, gradient.factors) for number in range(len(self.sizes))]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of its state on the tier."""
+        return sum(state.nbytes for state in self.states)
+
+    def read_ahead(self) -> None:
+        """Begin to read what its update needs, as far as the window has room."""
+        if self.update is not None:
+            for number in range(self.update.done, len(self.states)):
+                self.states[number].read_ahead()
+                if self.update.gradient is not None:
+                    self.update.gradient.read_ahead(number)
+
+    # -- Demand ---------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        self.streaming.finish_record(self)
+
+    def reveal_gradient(self) -> None:
+        self.streaming.reveal_gradient(self)
+
+    def replace_gradient(self, zeros: bool) -> None:
+        self.streaming.replace_gradient(self, zeros)
+
+
+def part_elements(part_bytes: int, itemsize: int) -> int:
+    """Elements of a part of about ``part_bytes``."""
+    return max(1, part_bytes // itemsize // CUT_ELEMENTS) * CUT_ELEMENTS
