@@ -21,6 +21,7 @@ from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.former_names import FormerName, renamed_arguments
 from hf_offload.interrupts import signals_deferred
 from hf_offload.memory_modes.applied import AppliedMode, apply_mode
+from hf_offload.optimizers.streamed import StreamedSetting, clip_grad_norm_
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
 from hf_offload.planning.feedback import Feedback
@@ -131,6 +132,7 @@ class OffloadSession:
         self._watch: ModelWatch | None = None
         self._storage = storage_of(model)  # the optimizer's, too
         self._storage.members.add(self)
+        self._streamed: StreamedSetting | None = None
         self.stats = OffloadStats(None, self._storage.accounts)
         self._stepped = False
 
@@ -149,6 +151,8 @@ class OffloadSession:
         automatic = config.tier == "auto"
         self.plan = safest_plan(config, on_host) if automatic else plan_from_settings(config, list(blocks), on_host)
         self._storage.begin_run(config, on_host, self.ranks.local_count)
+        if config.optimizer != "none":
+            self._streamed = StreamedSetting(model, config, self._storage, processes=self.ranks.count)
         if not self.plan.moves or not trains_anything(model):
             return
         device = open_device(device_of(model))
@@ -277,7 +281,8 @@ class OffloadSession:
     @property
     def changes_model(self) -> bool:
         """Whether anything is offloaded, computed in another way, or trained in a memory mode."""
-        return self.active or self._mode is not None or any(transform.names for transform in self._transforms)
+        changed = self._mode is not None or self._streamed is not None
+        return self.active or changed or any(transform.names for transform in self._transforms)
 
     @property
     def active(self) -> bool:
@@ -306,11 +311,36 @@ class OffloadSession:
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer to train with: the memory mode's, with the lr, betas, eps and weight decays of ``optimizer`` (an
         ``AdamW`` over the model's parameters), whose schedulers keep working. Without a memory mode, ``optimizer`` itself.
+        With ``OffloadConfig(optimizer=...)``, its state and gradients leave memory from now on.
 
-        Raises :class:`~hf_offload.errors.OffloadConfigError` that lists everything the mode's optimizer cannot take over.
+        Raises :class:`~hf_offload.errors.OffloadConfigError` that lists everything the mode's optimizer cannot take over, or
+        for an optimizer whose state cannot be streamed.
         """
         model = self._model()
-        return optimizer if self._mode is None or model is None else self._mode.prepare_optimizer(model, optimizer)
+        if model is None:
+            return optimizer
+        if self._mode is not None:
+            optimizer = self._mode.prepare_optimizer(model, optimizer)
+        if self._streamed is not None:
+            self._streamed.prepare(model, optimizer)
+        return optimizer
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` for all parameters of the model, bit for bit, without bringing gradients that
+        have left memory back. Returns the norm before clipping.
+        """
+        model = self._model()
+        parameters = [] if model is None else list(model.parameters())
+        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def update_in_backward(self, in_backward: bool) -> None:
+        """Update each weight as soon as it has its gradient, which then never leaves memory. The caller promises that between
+        two steps there is one backward, and that nothing reads or changes gradients or options after it has begun.
+        """
+        if self._streamed is not None:
+            self._streamed.update_in_backward(in_backward)
 
     def settle(self) -> None:
         """Wait until all pending stores have left memory: backward then has to load everything."""
@@ -374,6 +404,8 @@ class OffloadSession:
         self._transforms.remove()
         if self._mode is not None:
             self._mode.close()
+        if self._streamed is not None:
+            self._streamed.close()
         if phases is not None:
             phases.remove()
         if model is not None:

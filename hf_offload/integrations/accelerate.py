@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_offload.engine.unsupported import compiled_error
 from hf_offload.errors import OffloadConfigError
+from hf_offload.integrations.streamed import ClipsStreamedGradients, refuse_own_optimizers, stream_prepared
 from hf_offload.integrations.summary import show_summary, summary_lines
 from hf_offload.memory_modes.applied import apply_mode
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
@@ -154,6 +155,17 @@ class OffloadedAccelerator:
             self._not_trained.add(model)
         self.update()
 
+    def stream_optimizers(self) -> None:
+        """Stream the state of the optimizers that the accelerator has prepared, if that is set."""
+        accelerator = self._accelerator()
+        if self._config.optimizer == "none" or accelerator is None:
+            return
+        for optimizer in accelerator._optimizers:
+            mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            for session in self.sessions:
+                if session.model is not None and any(id(one) in mine for one in session.model.parameters()):
+                    stream_prepared(session, optimizer)
+
     def stepped(self) -> None:
         """An optimizer has stepped."""
         for session in self.sessions:
@@ -182,6 +194,7 @@ class OffloadedAccelerator:
         for model, wrapped in prepared.items():
             if model not in offloaded and wrapped not in self._not_trained:
                 self._attach_model(model)
+        self.stream_optimizers()
         for key in self._optimizers.keys() - {id(optimizer) for optimizer in accelerator._optimizers}:
             self._optimizers.pop(key).remove()
         for optimizer in accelerator._optimizers:
@@ -214,7 +227,7 @@ def _stepped(offloaded: "weakref.ref[OffloadedAccelerator]", *_: Any) -> None:
         found.stepped()
 
 
-class _Offloading(Accelerator):
+class _Offloading(ClipsStreamedGradients):
     """The methods of an accelerator that offloads: they pass on to the session what is prepared, freed and ended.
 
     One accelerator gets these methods, not the class; nothing in it refers to it, so that it is freed as soon as the script
@@ -284,6 +297,7 @@ def _refuse(accelerator: Accelerator, config: OffloadConfig, by: str) -> None:
             f"memory_mode={config.memory_mode!r} brings an optimizer, and {accelerator.distributed_type.value} makes or "
             "shards its own: use one process for each GPU (DDP), or drop memory_mode."
         )
+    refuse_own_optimizers(accelerator, config)
     if config.memory_mode != NONE and accelerator._models:
         raise OffloadConfigError(
             f"memory_mode={config.memory_mode!r} changes models before the Accelerator prepares them, and some are prepared: "

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from transformers import Trainer
 
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
@@ -26,8 +27,8 @@ class Summarizing(Protocol):
     summary: list[str]
 
 
-def extend_calling_trainer(callback: Summarizing) -> None:
-    """Extend the Trainer that is calling ``callback``. Idempotent; does nothing outside of a Trainer's events."""
+def extend_calling_trainer(callback: Summarizing) -> Trainer | None:
+    """Extend the Trainer that is calling ``callback``, and return it. Idempotent; None outside of a Trainer's events."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -36,7 +37,8 @@ def extend_calling_trainer(callback: Summarizing) -> None:
             if not isinstance(trainer, _Describing):
                 extend(trainer, _Describing, _Resuming)
             setattr(trainer, _CALLBACK, callback)
-            return
+            return trainer
+    return None
 
 
 class _Describing(Trainer):
@@ -64,3 +66,8 @@ class _Resuming(Trainer):
             if resume_from_checkpoint is None:
                 raise ValueError(f"No valid checkpoint found in output directory ({folder}): none is complete.")
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # Mapped into memory, a state is read as it is moved on, one parameter after the other.
+        with torch.utils.serialization.config.patch({"load.mmap": True}):  # type: ignore[attr-defined]
+            super()._load_optimizer_and_scheduler(checkpoint)

@@ -5,18 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import ParallelMode
 
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.extended_trainer import extend_calling_trainer
+from hf_offload.integrations.streamed import ClipsStreamedGradients, refuse_own_optimizers, stream_prepared
 from hf_offload.integrations.summary import card_lines, log_entries, show_summary, summary_lines
 from hf_offload.planning.known import Prediction
 from hf_offload.session import OffloadSession, attach
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig, with_checked
+from hf_offload.surgery import extend
 from hf_offload.transforms.sampling.gradient_cache import CACHE_FILE
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class OffloadCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module | None = None,
+        optimizer: Any = None,
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -71,12 +74,26 @@ class OffloadCallback(TrainerCallback):
         self.session = attach(model, config, run_id=state, owner="the Trainer's OffloadCallback")
         self.stats = self.session.stats
         self.summary = []
-        extend_calling_trainer(self)  # for a callback that was added after the constructor
+        trainer = extend_calling_trainer(self)  # for a callback that was added after the constructor
+        if config.optimizer != "none":
+            self._stream_optimizer(args, optimizer, trainer)
         if self.session.active:
             logger.info("Offloading activations: %s.", self.session.plan.reason)
         cache = self.session.carry_sample_ids(train_dataloader)
         if cache is not None and state.global_step:
             cache.load(_checkpoint(args, state) / CACHE_FILE)
+
+    def _stream_optimizer(self, args: TrainingArguments, optimizer: Any, trainer: Trainer | None) -> None:
+        assert self.session is not None
+        if trainer is not None:
+            refuse_own_optimizers(trainer.accelerator, self.session.config)
+            if not isinstance(trainer.accelerator, ClipsStreamedGradients):
+                extend(trainer.accelerator, ClipsStreamedGradients)
+        stream_prepared(self.session, optimizer)
+        scaler = None if trainer is None else trainer.accelerator.scaler
+        # What a step needs is known when a gradient arrives: nothing adds up, is scaled or clipped before the step.
+        one_backward = args.gradient_accumulation_steps == 1 and scaler is None and trainer is not None
+        self.session.update_in_backward(one_backward and not args.max_grad_norm)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.session is None:

@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
+from hf_offload.optimizers.streamed import StreamedState
 from hf_offload.planning.recorder import nbytes_of
 
 
@@ -47,12 +48,16 @@ class OptimizerState:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors of its state, also those in lists."""
-    return (leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor))
+    """The tensors of its state, also those in lists. What is on a tier is left there, and not among them."""
+    state = optimizer.state
+    values = state.resident() if isinstance(state, StreamedState) else list(state.values())
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def missing_state(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of state that weights which have had no gradient yet will have, by what the others have of it."""
+    if isinstance(optimizer.state, StreamedState):
+        return 0  # it goes to the tier as it comes
     with_state = without = state = 0
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         found = optimizer.state.get(parameter)

@@ -71,6 +71,13 @@ class OffloadConfig:
         '(pinned memory on an accelerator), "ssd" (files; with {ram_budget}, RAM first) or "none". "cpu" is accepted for '
         'ram; "disk" and "nvme" for ssd.',
     )
+    optimizer: str = setting(
+        "none",
+        one_of(TIERS, TIER_ALIASES),
+        'Where the optimizer\'s state lives, and the gradients between backward and step: "ram" (pinned memory on an '
+        'accelerator), "ssd" (files; with {ram_budget}, RAM first), "auto" (only if weights, gradients and state would take '
+        'more than half of {memory_budget}) or "none" (with the weights). Results keep their bits.',
+    )
     memory_budget: int | str | None = setting(
         None,
         size(),
@@ -221,7 +228,7 @@ class OffloadConfig:
         name = check.name
         tier = name("tier")
         with check:
-            if self.memory_budget is not None and self.tier != "auto":
+            if self.memory_budget is not None and self.tier != "auto" and self.optimizer != "auto":
                 raise OffloadConfigError(
                     f"{name('memory_budget')} is given, but {tier}={self.tier!r} does not use it: set {tier}='auto'."
                 )
@@ -239,8 +246,8 @@ class OffloadConfig:
                 )
         with check:
             given = [name(field) for field in self.drive_settings if self.tier == "ram" or field == "directory"]
-            mode_is_read = check.good("memory_mode", "memory_mode_kwargs")
-            if self.tier in ("none", "ram") and given and mode_is_read and not self._mode_writes_files():
+            files_are_known = check.good("memory_mode", "memory_mode_kwargs", "optimizer")
+            if self.tier in ("none", "ram") and given and files_are_known and not self._state_goes_to_files():
                 raise OffloadConfigError(
                     f"{', '.join(given)} given, but {tier}={self.tier!r} writes no files: set {tier}='ssd', or leave it out."
                 )
@@ -255,7 +262,7 @@ class OffloadConfig:
         """Whether these settings change anything."""
         changes_step = self.tier != "none" or self.tiles or self.sampling is not None or self.elementwise is not None
         limits_files = self.disk_budget is not None or self.max_disk_write_bytes is not None  # those of a mode, too
-        return changes_step or limits_files or self.memory_mode != NONE
+        return changes_step or limits_files or self.memory_mode != NONE or self.optimizer != "none"
 
     def mode(self) -> "MemoryMode | None":
         """The memory mode, if one is set. Loads its libraries.
@@ -268,9 +275,9 @@ class OffloadConfig:
         """The same for a model that is prepared for its memory mode already."""
         return with_checked(self, memory_mode=NONE, memory_mode_kwargs=None)
 
-    def _mode_writes_files(self) -> bool:
+    def _state_goes_to_files(self) -> bool:
         mode = self.mode()
-        return mode is not None and mode.writes_files()
+        return self.optimizer in ("ssd", "auto") or (mode is not None and mode.writes_files())
 
     @property
     def sampling(self) -> SampledLinearConfig | None:

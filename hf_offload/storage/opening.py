@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,22 @@ from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.file_systems import free_disk_bytes
 from hf_offload.storage.ram import RamTier
-from hf_offload.storage.service import RunStorage
+from hf_offload.storage.service import ACTIVATIONS, RunStorage
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
 
 logger = logging.getLogger(__name__)
 
 
-def open_tier(storage: RunStorage, config: OffloadConfig, on_host: bool) -> Tier:
-    """The tier for activations that the settings ask for, as an account of ``storage``.
+def open_tier(
+    storage: RunStorage,
+    config: OffloadConfig,
+    on_host: bool,
+    account: str = ACTIVATIONS,
+    directories: Sequence[Path] | None = None,
+) -> Tier:
+    """The tier for ``account``, an account of ``storage``, that the settings ask for: over ``directories``, or RAM if there
+    are none. By default, those for activations.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used, or one without the room that
     ``disk_budget`` asks for.
@@ -27,14 +35,14 @@ def open_tier(storage: RunStorage, config: OffloadConfig, on_host: bool) -> Tier
     checksum = config.verify == "checksum"
 
     def open_ram() -> RamTier:
-        return RamTier(storage=storage, pinned=not on_host, checksum=checksum)
+        return RamTier(storage=storage, account=account, pinned=not on_host, checksum=checksum)
 
-    directories = drives_for(config, on_host)
+    directories = drives_for(config, on_host) if directories is None else directories
     if not directories:
         if on_host:
-            logger.warning("The model is on the CPU: moving activations from RAM to RAM saves no memory.")
+            logger.warning("The model is on the CPU: moving %s from RAM to RAM saves no memory.", account)
         return open_ram()
-    disk = DiskTier(directories, storage=storage, **disk_options(config))
+    disk = DiskTier(directories, storage=storage, account=account, **disk_options(config))
     if config.disk_budget is not None:
         try:
             _check_room(int(config.disk_budget), disk)
@@ -42,7 +50,7 @@ def open_tier(storage: RunStorage, config: OffloadConfig, on_host: bool) -> Tier
             disk.close()
             raise
     if not config.directories:
-        logger.warning("No directory was named for activations: they go to %s.", directories[0])
+        logger.warning("No directory was named for %s: they go to %s.", account, directories[0])
     return SpillTier(open_ram(), disk) if storage.ram.limit_bytes else disk
 
 
@@ -62,10 +70,13 @@ def drives_for(config: OffloadConfig, on_host: bool) -> tuple[Path, ...]:
     spares_drives = config.tier == "auto" and not on_host and config.ram_budget != 0 and not config.drive_settings
     if config.tier in ("none", "ram"):
         return ()  # even if a directory is named: that of a memory mode
-    if config.directories or spares_drives:
-        return config.directories
+    return config.directories if spares_drives else named_directories(config)
+
+
+def named_directories(config: OffloadConfig) -> tuple[Path, ...]:
+    """The directories that are named, or the system's temporary folder."""
     # Files have no names and no other user can open them: they need no directory of their own, not even in /tmp.
-    return (Path(tempfile.gettempdir()),)
+    return config.directories or (Path(tempfile.gettempdir()),)
 
 
 def _check_room(budget_bytes: int, disk: DiskTier) -> None:

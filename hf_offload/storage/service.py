@@ -67,7 +67,7 @@ class RunStorage:
         each limit.
         """
         self.ram.limit_bytes = _bytes(config.ram_budget)
-        if config.ram_budget is None and not on_host and config.tier in ("ram", "auto"):
+        if config.ram_budget is None and not on_host and {"ram", "auto"} & {config.tier, config.optimizer}:
             self.ram.limit_bytes = default_ram_budget(processes)
         self.disk.limit_bytes = _bytes(config.disk_budget)
         self.disk_writes.restart(_bytes(config.max_disk_write_bytes))

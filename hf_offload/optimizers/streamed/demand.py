@@ -31,12 +31,13 @@ class Demand(Protocol):
 
 _demands: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
 
-_GET_GRADIENT = torch.Tensor.grad.__get__
-_WRITE_GRADIENT = {torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__}
+_GRADIENT: Any = torch.Tensor.grad
+_GET_GRADIENT = _GRADIENT.__get__
+_WRITE_GRADIENT = {_GRADIENT.__set__, _GRADIENT.__delete__}
 # They read every gradient only to drop it, or to make zeros of it.
 _ZEROING = {nn.Module.zero_grad.__code__}
 
-_PROPERTIES = (
+_PROPERTIES = [
     "shape",
     "dtype",
     "device",
@@ -47,10 +48,18 @@ _PROPERTIES = (
     "grad_fn",
     "itemsize",
     "nbytes",
-)
-_PROPERTIES += ("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "retains_grad")
-_PROPERTIES += ("_backward_hooks", "_post_accumulate_grad_hooks")
-_METHODS = (
+    "is_cpu",
+    "is_cuda",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "is_mkldnn",
+    "retains_grad",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+]
+_METHODS = [
     "__hash__",
     "__len__",
     "size",
@@ -61,9 +70,14 @@ _METHODS = (
     "ndimension",
     "element_size",
     "get_device",
-)
-_METHODS += ("is_floating_point", "is_complex", "is_contiguous", "register_hook", "register_post_accumulate_grad_hook")
-_METHODS += ("requires_grad_", "is_signed")
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "is_signed",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+]
 
 
 def _harmless() -> Iterator[Any]:
@@ -71,7 +85,7 @@ def _harmless() -> Iterator[Any]:
     for name in _PROPERTIES:
         if hasattr(torch.Tensor, name):
             yield getattr(torch.Tensor, name).__get__
-    yield torch.Tensor.requires_grad.__set__
+    yield vars(torch._C.TensorBase)["requires_grad"].__set__
     for name in _METHODS:
         yield getattr(torch.Tensor, name)
     yield from (torch.is_floating_point, torch.is_complex, torch.numel)
@@ -114,6 +128,11 @@ def demanded(parameter: nn.Parameter, demand: Demand | None) -> None:
     else:
         _demands[parameter] = demand
         parameter.__class__ = DemandedParameter
+
+
+def demand_of(parameter: torch.Tensor) -> Demand | None:
+    """What a parameter waits for, if it does."""
+    return _demands.get(parameter) if type(parameter) is DemandedParameter else None
 
 
 def plain(parameter: nn.Parameter) -> Demand | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.optimizers.streamed.clipping import clip_stored
 from hf_offload.optimizers.streamed.saved import MappedFiles
 from hf_offload.optimizers.streamed.shadow import Shadow, can_be_cut, make_shadow, options_of
 from hf_offload.optimizers.streamed.stored import Store
@@ -32,6 +33,15 @@ def streaming_of(optimizer: Any) -> Streaming | None:
         return _streamed.get(optimizer)
     except TypeError:  # it cannot be referred to weakly
         return None
+
+
+def clip_grad_norm_(
+    parameters: list[nn.Parameter], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_``, bit for bit, that leaves gradients of streamed optimizers where they are."""
+    if not any(one.streams_gradients for one in _streamed.values()):
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    return clip_stored(parameters, max_norm, norm_type, error_if_nonfinite)
 
 
 def stream(
@@ -205,7 +215,7 @@ def _keeper(streaming: Streaming) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 class StreamedState(collections.defaultdict[Any, Any]):
-    """``optimizer.state``: what is on the tier is brought to memory when it is looked at, and goes back with the next step."""
+    """``optimizer.state``: what is on the tier comes to memory when it is looked at, and goes back with the next step."""
 
     streaming: Streaming
 
@@ -233,7 +243,7 @@ class StreamedState(collections.defaultdict[Any, Any]):
         return sum(1 for _ in self)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return self[key] if self.__contains__(key) else default
 
     def keys(self) -> Any:
         return list(self)

@@ -161,6 +161,7 @@ class Record:
         self.streaming = streaming
         self.parameter_ref = weakref.ref(parameter)
         self.shape = parameter.shape
+        self.dtype = parameter.dtype
         whole = part_elements is None or not parameter.is_contiguous() or parameter.numel() <= part_elements
         self.part_elements = None if whole else part_elements
         self.sizes = [parameter.numel()] if whole else [one.numel() for one in pieces(parameter, part_elements or 0)]

@@ -33,14 +33,14 @@ class MappedFiles:
         host = value.detach().to("cpu")
         descriptor, path = tempfile.mkstemp(prefix="hf_offload-state-", dir=self._directory)
         try:
-            with open(descriptor, "wb", closefd=True) as file:
-                file.write(memoryview(host.reshape(-1).view(torch.uint8).numpy()))
-            storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=value.nbytes)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(host.reshape(-1).view(torch.uint8).numpy().data)
+            storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=value.nbytes)
         except OSError as error:
             raise StorageError(
                 f"The optimizer's state cannot be gathered to be saved: {error}. {self._directory} needs room for a copy of "
                 "it: free some space there, or name another directory."
             ) from error
         finally:
-            os.unlink(path)
-        return torch.empty(0, dtype=value.dtype).set_(storage, 0, value.shape, value.stride())  # type: ignore[call-overload]
+            Path(path).unlink()
+        return torch.empty(0, dtype=value.dtype).set_(storage, 0, value.shape, value.stride())

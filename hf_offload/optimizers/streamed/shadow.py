@@ -70,7 +70,7 @@ def make_shadow(optimizer: Optimizer, kind: type[Optimizer]) -> Optimizer:
         if name != "step"
         and not (name.startswith("_optimizer_") and name.endswith("_hooks"))  # a scheduler's, and hooks
     }
-    hooks = {
+    hooks: dict[str, Any] = {
         name: collections.OrderedDict()
         for name in vars(optimizer)
         if name.startswith("_optimizer_") and name.endswith("_hooks")
@@ -119,9 +119,9 @@ def can_be_cut(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
             ) from error
         if not _same(whole, apart):
             raise OffloadConfigError(
-                f"{kind.__name__} updates a parameter in another way if the others step at another time: its updates depend on "
-                "several parameters, on random numbers, or on what it counts for all of them. Its state cannot be streamed: use "
-                "another optimizer, or optimizer='none'."
+                f"{kind.__name__} updates a parameter in another way if the others step at another time: its updates depend "
+                "on several parameters, on random numbers, or on what it counts for all of them. Its state cannot be "
+                "streamed: use another optimizer, or optimizer='none'."
             )
         try:
             with torch.random.fork_rng(devices=[]):

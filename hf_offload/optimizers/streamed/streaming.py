@@ -10,17 +10,19 @@ Note: one rule for all schedules
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.clip_grad import _has_foreach_support
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
+from hf_offload.optimizers.streamed.clipping import norm_of
 from hf_offload.optimizers.streamed.demand import DemandedParameter, demanded, gradient_of, set_gradient
+from hf_offload.optimizers.streamed.order import UpdateOrder
+from hf_offload.optimizers.streamed.parts import joined, split
 from hf_offload.optimizers.streamed.record import (
     LostGradient,
     Record,
@@ -28,7 +30,6 @@ from hf_offload.optimizers.streamed.record import (
     Update,
     ZeroGradient,
     part_elements,
-    scaled,
 )
 from hf_offload.optimizers.streamed.shadow import Shadow, options_of
 from hf_offload.optimizers.streamed.stored import Store, as_bytes
@@ -53,6 +54,7 @@ class Streaming:
     Attributes:
         in_backward: Whether each parameter is updated as soon as it has a gradient, from the options of that moment. The
             caller promises one backward a step, and that nothing changes gradients in between.
+        wants_norms: Whether gradients are measured as they leave memory, for clipping.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Streaming:
         part_bytes: int | None = PART_BYTES,
         lazy: bool = True,
     ):
-        self.in_backward = False
+        self.in_backward = self.wants_norms = False
         self.lazy = lazy
         self.states = states
         self.gradients = gradients
@@ -78,10 +80,7 @@ class Streaming:
         self._records: dict[int, Record] = {}  # by id of the parameter, which the record's reference checks
         self._handles: list[RemovableHandle] = []
         self._groups: Callable[[], list[dict[str, Any]]] = list
-        self._order: list[Record] = []  # of the last step's updates
-        self._places: dict[int, int] = {}
-        self._seen: list[Record] = []
-        self._wants_norms = False
+        self._order = UpdateOrder()
 
     # -- parameters -----------------------------------------------------------------------------------------------------
 
@@ -98,13 +97,17 @@ class Streaming:
             state = dict.pop(self._resident, parameter, None)
             if state:
                 self._move_state(record, parameter, state)
-            self._order.append(record)
-        self._places = {id(record): place for place, record in enumerate(self._order)}
+            self._order.add(record)
 
     def record_of(self, parameter: Tensor) -> Record | None:
         """The record of a parameter, if it is streamed."""
         record = self._records.get(id(parameter))
         return record if record is not None and record.parameter_ref() is parameter else None
+
+    @property
+    def streams_gradients(self) -> bool:
+        """Whether gradients leave memory."""
+        return self.gradients is not None
 
     @property
     def records(self) -> list[Record]:
@@ -139,9 +142,9 @@ class Streaming:
         """
         with self._lock:
             record = self.record_of(parameter)
-            assert record is not None and record.moved
+            assert record is not None
             found = [state.take(parameter.device, last=False)[0] for state in record.states]
-            whole = _joined(found, record.sizes, record.shape) if len(found) > 1 else _cloned(found[0])
+            whole = joined(found, record)
             if last:
                 self._forget_state(record)
             return whole
@@ -172,7 +175,7 @@ class Streaming:
         record.moved = False
 
     def _move_state(self, record: Record, parameter: Tensor, state: dict[str, Any]) -> None:
-        for number, part in enumerate(_split(state, record)):
+        for number, part in enumerate(split(state, record)):
             record.states[number].put(part, {}, None, self.states, parameter.device)
         record.moved = True
 
@@ -185,8 +188,8 @@ class Streaming:
             return
         if gradient.layout != torch.strided:
             raise OffloadError(
-                f"The gradient of {record.name} is sparse, which cannot be streamed: make the embedding with sparse=False, or "
-                "set optimizer='none'."
+                f"The gradient of {record.name} is sparse, which cannot be streamed: make the embedding with sparse=False, "
+                "or set optimizer='none'."
             )
         if record.gradient is None and not gradient.is_contiguous():
             return  # its norm depends on the order of its elements in memory
@@ -213,7 +216,7 @@ class Streaming:
                 record.gradient = LostGradient(error)
                 raise
         assert self.gradients is not None
-        norm = _norm(gradient, 2.0) if self._wants_norms else None
+        norm = norm_of(gradient, 2.0) if self.wants_norms else None
         dtype, device = gradient.dtype, gradient.device
         record.gradient = None
         stored = [self.gradients.put(as_bytes(part)) for part in parts]
@@ -244,46 +247,21 @@ class Streaming:
         for record in self.records:
             self.replace_gradient(record, zeros=not set_to_none)
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_``, bit for bit, for gradients wherever they are. Those on the tier are scaled when
-        they are used.
-        """
-        norm_type, max_norm = float(norm_type), float(max_norm)
-        with self._lock, torch.no_grad():
-            self._wants_norms = self._wants_norms or norm_type == 2.0
-            found: list[Tensor | Record] = []
-            for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
-                record = self.record_of(parameter)
-                live = gradient_of(parameter)  # type: ignore[arg-type]
-                if live is not None:
-                    found.append(live)
-                elif record is not None and record.gradient is not None:
-                    found.append(record)
-            total = _total_norm([self._norm_of(each, norm_type) for each in found], norm_type)
-            if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
-                raise RuntimeError(
-                    f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-                    "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-                    "`error_if_nonfinite=False`"
-                )
-            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-            for each in found:
-                if isinstance(each, Tensor):
-                    scaled(each, (factor,))
-                elif each.gradient is not None:
-                    each.gradient.factors += (factor,)
-            return total
+    def gradient_norm(self, record: Record, norm_type: float) -> Tensor:
+        """The norm of a gradient on the tier. From now on, gradients are measured as they leave memory."""
+        with self._lock:
+            self.wants_norms = self.wants_norms or norm_type == 2.0
+            gradient = record.gradient
+            assert gradient is not None
+            if gradient.norm is not None and norm_type == 2.0 and not gradient.factors:
+                return gradient.norm
+            return norm_of(record.whole(gradient, last=False), norm_type)
 
-    def _norm_of(self, each: Tensor | Record, norm_type: float) -> tuple[Tensor, torch.dtype]:
-        if isinstance(each, Tensor):
-            return _norm(each, norm_type), each.dtype
-        gradient, parameter = each.gradient, each.parameter_ref()
-        assert gradient is not None and parameter is not None
-        if gradient.norm is not None and norm_type == 2.0 and not gradient.factors:
-            return gradient.norm, parameter.dtype
-        return _norm(each.whole(gradient, last=False), norm_type), parameter.dtype
+    def scale_gradient(self, record: Record, factor: Tensor) -> None:
+        """Multiply a gradient on the tier when it is used."""
+        with self._lock:
+            if record.gradient is not None:
+                record.gradient.factors += (factor,)
 
     # -- steps ----------------------------------------------------------------------------------------------------------
 
@@ -298,17 +276,18 @@ class Streaming:
             waiting: list[tuple[Record, nn.Parameter]] = []
             with signals_deferred:
                 noted = self._note(groups)
+                for record in self._records.values():
+                    record.arrivals = 0
                 for record, parameter, update in noted:
                     record.update = update
-                    record.arrivals = 0
                     self._refresh(record, parameter)
                     waiting.append((record, parameter))
             # A gradient in memory is the user's, who may change it from now on.
             at_once = [r for r, _ in waiting if r.update is not None and (not self.lazy or r.update.gradient is None)]
-            self._begin_order()
-            for record in self._sorted(at_once):
+            self._order.begin_step()
+            for record in self._order.sorted(at_once):
                 self.finish_record(record)
-            self._read_ahead(-1)
+            self._order.read_ahead(None)
 
     def _note(self, groups: list[dict[str, Any]]) -> list[tuple[Record, nn.Parameter, Update]]:
         noted: list[tuple[Record, nn.Parameter, Update]] = []
@@ -335,7 +314,7 @@ class Streaming:
     def finish(self) -> None:
         """Compute all updates that are noted."""
         with self._lock:
-            for record in self._sorted([r for r in self.records if r.update is not None]):
+            for record in self._order.sorted([r for r in self.records if r.update is not None]):
                 self.finish_record(record)
 
     def finish_record(self, record: Record) -> None:
@@ -352,8 +331,8 @@ class Streaming:
                     f"The last step of {record.name} cannot be completed, so its value must not be used: go on from the last "
                     f"checkpoint. {error}"
                 ) from error
-            self._seen.append(record)
-            self._read_ahead(self._places.get(id(record), len(self._order)))
+            self._order.updated(record)
+            self._order.read_ahead(record)
 
     def _compute(self, record: Record, parameter: nn.Parameter, update: Update) -> None:
         live = gradient_of(parameter)
@@ -395,8 +374,8 @@ class Streaming:
     def _update_in_backward(self, record: Record, parameter: nn.Parameter) -> None:
         if record.arrivals:
             raise OffloadError(
-                f"{record.name} has got a second gradient before the optimizer's step, and was updated with the first one: its "
-                "value is not that of any step. Set max_grad_norm to update after backward, and go on from a checkpoint."
+                f"{record.name} has got a second gradient before the optimizer's step, and was updated with the first one: "
+                "its value is not that of any step. Set max_grad_norm to update after backward, and go on from a checkpoint."
             )
         record.arrivals += 1
         group = next(g for g in self._groups() if any(p is parameter for p in g["params"]))
@@ -404,27 +383,11 @@ class Streaming:
         self.finish_record(record)
         set_gradient(parameter, None)
 
-    # -- order ----------------------------------------------------------------------------------------------------------
-
     def _refresh(self, record: Record, parameter: nn.Parameter) -> None:
         """Let PyTorch ask before it uses the parameter, or not any more."""
         waits = record.update is not None or record.gradient is not None
         if waits != (type(parameter) is DemandedParameter):
             demanded(parameter, record if waits else None)
-
-    def _begin_order(self) -> None:
-        if len(self._seen) > len(self._order) // 2:
-            self._order = list({id(record): record for record in self._seen}.values())
-            self._places = {id(record): place for place, record in enumerate(self._order)}
-        self._seen = []
-
-    def _sorted(self, records: list[Record]) -> list[Record]:
-        return sorted(records, key=lambda record: self._places.get(id(record), len(self._order)))
-
-    def _read_ahead(self, place: int) -> None:
-        for record in self._order[place + 1 : place + 9]:
-            if record.update is not None:
-                record.read_ahead()
 
 
 class _Arrival:
@@ -444,51 +407,3 @@ class _Arrival:
 
 def _nothing() -> Callable[..., None]:
     return lambda *_: None
-
-
-def _norm(gradient: Tensor, norm_type: float) -> Tensor:
-    """As ``torch.nn.utils.get_total_norm`` computes that of one tensor."""
-    if _has_foreach_support([gradient], gradient.device):
-        return torch._foreach_norm([gradient], norm_type)[0]
-    return torch.linalg.vector_norm(gradient, norm_type)
-
-
-def _total_norm(norms: list[tuple[Tensor, torch.dtype]], norm_type: float) -> Tensor:
-    """The norm of norms, in the order of ``torch.nn.utils.get_total_norm``: by device and dtype of the gradients."""
-    if not norms:
-        return torch.tensor(0.0)
-    first_device = norms[0][0].device
-    stand_ins = [torch.empty(0, dtype=dtype, device=norm.device) for norm, dtype in norms]
-    grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([stand_ins], with_indices=True)
-    order = [index for _, indices in grouped.values() for index in indices]
-    return torch.linalg.vector_norm(torch.stack([norms[index][0].to(first_device) for index in order]), norm_type)
-
-
-def _split(state: Mapping[str, Any], record: Record) -> list[dict[str, Any]]:
-    if len(record.sizes) == 1:
-        return [dict(state)]
-    parts: list[dict[str, Any]] = [{} for _ in record.sizes]
-    for name, value in state.items():
-        of_elements = isinstance(value, Tensor) and value.shape == record.shape
-        values = record.parts_of(value) if of_elements else [_own(value) for _ in parts]
-        for part, its_value in zip(parts, values, strict=True):
-            part[name] = its_value
-    return parts
-
-
-def _joined(states: list[dict[str, Any]], sizes: list[int], shape: torch.Size) -> dict[str, Any]:
-    whole: dict[str, Any] = {}
-    for name, first in states[0].items():
-        if isinstance(first, Tensor) and first.dim() == 1 and first.numel() == sizes[0]:
-            whole[name] = torch.cat([state[name] for state in states]).view(shape)
-        else:
-            whole[name] = _own(first)
-    return whole
-
-
-def _cloned(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: _own(value) for name, value in state.items()}
-
-
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

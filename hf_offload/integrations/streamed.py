@@ -1,0 +1,63 @@
+"""Streamed optimizers in accelerate's wrappers, for Accelerators and the Trainer's."""
+
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.optimizers.streamed import clip_grad_norm_, streaming_of
+from hf_offload.session import OffloadSession
+from hf_offload.settings.schema import OffloadConfig
+
+_OWN_OPTIMIZERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.XLA, DistributedType.MEGATRON_LM)
+
+
+def stream_prepared(session: OffloadSession, optimizer: Any) -> None:
+    """Let ``session`` stream an optimizer that may be in accelerate's wrappers. Idempotent."""
+    wrapper = None
+    while isinstance(optimizer, AcceleratedOptimizer):
+        wrapper, optimizer = optimizer, optimizer.optimizer
+    if streaming_of(optimizer) is not None:
+        session.prepare_optimizer(optimizer)
+        return
+    session.prepare_optimizer(optimizer)
+    if wrapper is not None and wrapper.scaler is not None:
+        # It has kept the method of the class that the optimizer had.
+        wrapper._optimizer_original_step_method = optimizer.step
+        wrapper._optimizer_patched_step_method = patch_optimizer_step(wrapper, optimizer.step)
+
+
+def refuse_own_optimizers(accelerator: Accelerator, config: OffloadConfig) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` where the state belongs to another library."""
+    kind = accelerator.distributed_type
+    if config.optimizer == "none" or kind not in _OWN_OPTIMIZERS:
+        return
+    instead = {
+        DistributedType.DEEPSPEED: "use offload_optimizer of its config (`hf-offload config zero2`)",
+        DistributedType.FSDP: "use FSDP2's CPUOffloadPolicy (fsdp_offload_params: true)",
+    }.get(kind, "leave it there")
+    raise OffloadConfigError(
+        f"optimizer={config.optimizer!r} moves the optimizer's state, and {kind.value} makes or shards its own: {instead}, "
+        "or set optimizer='none'."
+    )
+
+
+class ClipsStreamedGradients(Accelerator):
+    """An accelerator that clips gradients where they are."""
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not any(_streams_gradients(optimizer) for optimizer in self._optimizers):
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def _streams_gradients(optimizer: Any) -> bool:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    streaming = streaming_of(optimizer)
+    return streaming is not None and streaming.streams_gradients

@@ -1,0 +1,39 @@
+"""The state of a parameter, and that of its parts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_offload.optimizers.streamed.record import Record
+
+
+def split(state: Mapping[str, Any], record: Record) -> list[dict[str, Any]]:
+    """A state in parts: tensors of the parameter's shape are cut, everything else belongs to each part."""
+    if len(record.sizes) == 1:
+        return [dict(state)]
+    parts: list[dict[str, Any]] = [{} for _ in record.sizes]
+    for name, value in state.items():
+        of_elements = isinstance(value, Tensor) and value.shape == record.shape
+        values = record.parts_of(value) if of_elements else [_own(value) for _ in parts]
+        for part, its_value in zip(parts, values, strict=True):
+            part[name] = its_value
+    return parts
+
+
+def joined(states: list[dict[str, Any]], record: Record) -> dict[str, Any]:
+    """The state of the whole parameter, with tensors of its own."""
+    if len(states) == 1:
+        return {name: _own(value) for name, value in states[0].items()}
+    whole: dict[str, Any] = {}
+    for name, first in states[0].items():
+        if isinstance(first, Tensor) and first.dim() == 1 and first.numel() == record.sizes[0]:
+            whole[name] = torch.cat([state[name] for state in states]).view(record.shape)
+        else:
+            whole[name] = _own(first)
+    return whole
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,151 @@
+"""The setting ``optimizer`` of one session: which optimizers are streamed, where to, and what is refused."""
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.optimizers.streamed.optimizer import stream, streaming_of
+from hf_offload.optimizers.streamed.streaming import Streaming
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.host_memory import ram_bytes
+from hf_offload.storage.opening import named_directories, open_tier
+from hf_offload.storage.service import RunStorage
+from hf_offload.storage.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+_KEPT_SHARE = 0.5
+"""With ``optimizer="auto"``, the part of the budget that weights, gradients and state may take and stay in memory."""
+_STATE_PER_WEIGHT = 2
+"""AdamW's."""
+
+
+class StreamedSetting:
+    """``config.optimizer`` for the model of a session. It keeps neither the model nor an optimizer.
+
+    Until an optimizer is prepared, gradients are refused: the run would take the memory it was not to take.
+    """
+
+    def __init__(self, model: nn.Module, config: OffloadConfig, storage: RunStorage, processes: int):
+        self._config = config
+        self._storage = storage
+        self._alone = processes == 1
+        self._streamings: weakref.WeakSet[Streaming] = weakref.WeakSet()
+        self._on_host = next((p.device.type == "cpu" for p in model.parameters()), True)
+        self._place = config.optimizer
+        if self._place == "auto":
+            self._place = self._choose(model)
+        _refuse_sharded(model)
+        self._guards: list[RemovableHandle] = []
+        if self._place != "none":
+            self._guards = [
+                p.register_post_accumulate_grad_hook(_refuse_gradient) for p in model.parameters() if p.requires_grad
+            ]
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Stream ``optimizer``, which is the same object afterwards. Idempotent."""
+        if self._place == "none":
+            return
+        compiled = isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None
+        in_graph = self._alone and not compiled
+        names = {id(p): name for name, p in model.named_parameters()}
+        present = streaming_of(optimizer)
+        streaming = stream(
+            optimizer,
+            self._storage,
+            self._open,
+            names,
+            smallest_bytes=self._config.smallest_bytes(self._on_host),
+            gradients=in_graph,
+            lazy=in_graph,
+        )
+        for guard in self._guards:
+            guard.remove()
+        self._guards.clear()
+        self._streamings.add(streaming)
+        if present is None:
+            self._tell(streaming, optimizer, compiled)
+
+    def update_in_backward(self, in_backward: bool) -> None:
+        """See :meth:`hf_offload.session.OffloadSession.update_in_backward`."""
+        for streaming in list(self._streamings):
+            streaming.in_backward = in_backward and streaming.streams_gradients
+
+    def close(self) -> None:
+        """Compute what is noted, and let gradients be without an optimizer. Streamed optimizers stay so. Idempotent."""
+        for guard in self._guards:
+            guard.remove()
+        self._guards.clear()
+        for streaming in list(self._streamings):
+            streaming.finish()
+
+    def _open(self, account: str) -> Tier:
+        directories = named_directories(self._config) if self._place == "ssd" else ()
+        return open_tier(self._storage, self._config, self._on_host, account, directories)
+
+    def _choose(self, model: nn.Module) -> str:
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        weights = sum(p.nbytes for p in model.parameters())
+        needed = weights + trained * (1 + _STATE_PER_WEIGHT)
+        budget = self._config.memory_budget
+        limit = int(budget) if budget is not None else _memory_bytes(self._on_host)
+        place = "none"
+        if needed > _KEPT_SHARE * limit:
+            place = "ssd" if self._on_host or self._config.drive_settings else "ram"
+        logger.info(
+            "optimizer='auto': weights, gradients and state take about %s of %s, so state and gradients %s.",
+            format_bytes(needed),
+            format_bytes(limit),
+            "stay in memory" if place == "none" else f"go to {place}",
+        )
+        return place
+
+    def _tell(self, streaming: Streaming, optimizer: Optimizer, compiled: bool) -> None:
+        why = "gradients stay in memory, for several processes reduce them there"
+        if compiled:
+            why = "gradients stay in memory, where compiled code expects them"
+        if streaming.streams_gradients:
+            why = "gradients leave memory in backward, and each weight is updated when it is next used"
+        logger.info(
+            "The state of %s (%d of its weights are large enough) goes to %s; %s.",
+            type(optimizer).__name__,
+            len(streaming.records),
+            streaming.states.tier.name,
+            why,
+        )
+
+
+def _memory_bytes(on_host: bool) -> int:
+    """All memory of the device, or of the host."""
+    if on_host:
+        return ram_bytes()[0] or 0
+    return torch.accelerator.get_memory_info()[1]
+
+
+def _refuse_gradient(parameter: Any) -> None:
+    raise OffloadError(
+        "OffloadConfig(optimizer=...) is set, but no optimizer was prepared: pass yours to session.prepare_optimizer() "
+        "before the first step."
+    )
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise OffloadConfigError(
+                f"{name} belongs to DeepSpeed's ZeRO-3, which has an optimizer of its own: use its offload_optimizer, or set "
+                "optimizer='none'."
+            )
+        if isinstance(parameter, DTensor) or type(parameter).__name__ == "FlatParameter":
+            raise OffloadConfigError(
+                f"{name} is sharded by FSDP, whose state cannot be streamed: use FSDP2's CPUOffloadPolicy, or set "
+                "optimizer='none'."
+            )
