@@ -29,7 +29,7 @@ class _Wrapped:
 
 
 class Packing:
-    """Where the tensors of ``state`` lie in one buffer. What is no plain tensor, or smaller than ``smallest_bytes``, is kept
+    """Where the tensors of ``state`` lie in one buffer. What is not a plain tensor, or smaller than ``smallest_bytes``, is kept
     here; so are tensors on a device other than ``device``, if one is named.
 
     Attributes:

@@ -3,14 +3,10 @@
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_offload.errors import StorageError, TierFullError, WriteLimitError
 from hf_offload.interrupts import signals_deferred
@@ -18,37 +14,19 @@ from hf_offload.optimizers.blockwise.schedule import BlockwiseConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk import DiskTier
+from hf_offload.storage.packing import Packing
 from hf_offload.storage.service import OPTIMIZER_STATE, HeldRam, RunStorage
 from hf_offload.storage.tier import Slot
 
 logger = logging.getLogger(__name__)
 
-_ALIGN_BYTES = 16  # of the widest number there is, complex128
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """A tensor that went: ``like`` has its shape, strides and dtype, and no bytes."""
-
-    offset: int
-    like: Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wrapped:
-    """A tensor made of others, such as a part of one that is sharded."""
-
-    rebuild: Callable[[dict[str, Any]], Tensor]
-    inside: dict[str, Any]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """State of one parameter, with places where tensors were. ``nbytes`` are those of the tensors."""
+    """State of one parameter, and the slot where its tensors are."""
 
     slot: Slot
-    state: dict[str, Any]
-    nbytes: int
+    packing: Packing
 
 
 class ParkedState:
@@ -91,7 +69,7 @@ class ParkedState:
 
     def nbytes(self, name: str) -> int:
         """Bytes of the tensors of ``name`` that are on disk; 0 if there are none."""
-        return self._entries[name].nbytes if name in self._entries else 0
+        return self._entries[name].packing.tensor_bytes if name in self._entries else 0
 
     def add(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Write ``states``, all of them or none; those that are not ``in`` this object then are to stay in RAM.
@@ -143,7 +121,7 @@ class ParkedState:
                 f"Optimizer state of {name} cannot be read back from disk. No weight was changed by this step: go on from "
                 f"the last checkpoint, with inactive_state='ram' or another directory. {error}"
             ) from error
-        return {key: _filled(value, buffer) for key, value in entry.state.items()}
+        return entry.packing.copies(buffer)
 
     def remove(self, names: Iterable[str]) -> None:
         """Forget what is parked of ``names``."""
@@ -152,17 +130,15 @@ class ParkedState:
         self._ram.release(names)
 
     def _write(self, tier: DiskTier, name: str, state: dict[str, Any]) -> _Entry:
-        tensors: list[tuple[int, Tensor]] = []
-        planned = {key: _planned(value, tensors) for key, value in state.items()}
-        used = _end(tensors)
+        packing = Packing(state)
+        used = packing.nbytes
         granule = max(PAGE, tier.block_bytes)
         nbytes = -(-used // granule) * granule
         try:
             slot = tier.reserve(nbytes)
             try:
                 buffer = empty_at_phase(nbytes, 0)
-                for offset, tensor in tensors:
-                    _part(buffer, offset, tensor).copy_(tensor)
+                packing.fill(buffer, state)
                 buffer[used:] = 0
                 _wait(tier, tier.write(slot, buffer))
             except BaseException:
@@ -176,7 +152,7 @@ class ParkedState:
                 f"are those of the last step, so a checkpoint can be saved: go on with inactive_state='ram', with "
                 f"more room, or with another directory. {error}"
             ) from error
-        return _Entry(slot, planned, sum(tensor.nbytes for _, tensor in tensors))
+        return _Entry(slot, packing)
 
     def _free(self, entries: Iterable[_Entry]) -> None:
         for entry in entries:
@@ -185,7 +161,7 @@ class ParkedState:
 
     def _keep_in_ram(self, states: Mapping[str, dict[str, Any]]) -> None:
         try:
-            self._ram.hold({name: _tensor_bytes(state) for name, state in states.items()})
+            self._ram.hold({name: Packing(state).tensor_bytes for name, state in states.items()})
         except TierFullError as error:
             if not self._storage.must_stop:  # it has to stay there for the checkpoint that is saved now
                 raise StorageError(
@@ -204,42 +180,3 @@ class ParkedState:
 def _wait(tier: DiskTier, future: "Future[None]") -> None:
     tier.wait_until_done(future)
     future.result()
-
-
-def _tensor_bytes(state: dict[str, Any]) -> int:
-    tensors: list[tuple[int, Tensor]] = []
-    for value in state.values():
-        _planned(value, tensors)
-    return sum(tensor.nbytes for _, tensor in tensors)
-
-
-def _planned(value: Any, tensors: list[tuple[int, Tensor]]) -> Any:
-    """What stands for ``value``; tensors that go are added to ``tensors``, each with its place in the buffer."""
-    if is_traceable_wrapper_subclass(value):
-        names, context = value.__tensor_flatten__()
-        kind, size, stride = type(value), value.shape, value.stride()
-        return _Wrapped(
-            lambda inside: kind.__tensor_unflatten__(inside, context, size, stride),
-            {name: _planned(getattr(value, name), tensors) for name in names},
-        )
-    if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
-        offset = -(-_end(tensors) // _ALIGN_BYTES) * _ALIGN_BYTES
-        tensors.append((offset, value.detach()))
-        return _Place(offset, torch.empty_like(value, device="meta", requires_grad=False))
-    return value.to("cpu") if isinstance(value, Tensor) else value
-
-
-def _filled(value: Any, buffer: Tensor) -> Any:
-    if isinstance(value, _Place):
-        return torch.empty_like(value.like, device="cpu").copy_(_part(buffer, value.offset, value.like))
-    if isinstance(value, _Wrapped):
-        return value.rebuild({name: _filled(inside, buffer) for name, inside in value.inside.items()})
-    return value
-
-
-def _part(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
-    return buffer[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
-
-
-def _end(tensors: list[tuple[int, Tensor]]) -> int:
-    return max((offset + tensor.nbytes for offset, tensor in tensors), default=0)

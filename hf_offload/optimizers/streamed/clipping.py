@@ -1,28 +1,37 @@
 """Clipping by the norm of all gradients, bit for bit as PyTorch does it, wherever the gradients are."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.clip_grad import _has_foreach_support
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from hf_offload.optimizers.streamed.demand import demand_of, gradient_of
+from hf_offload.errors import OffloadError
+from hf_offload.optimizers.streamed.demand import gradient_of
 from hf_offload.optimizers.streamed.record import Record, scaled
 
 
 def clip_stored(
-    parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    record_of: Callable[[Tensor], Record | None],
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_``. Gradients on a tier are scaled when they are used."""
+    """``torch.nn.utils.clip_grad_norm_``. Gradients on a tier are scaled when they are used; of those that were used up in
+    backward, only the norm is known.
+
+    Raises :class:`~hf_offload.errors.OffloadError` if these were to be scaled.
+    """
     norm_type, max_norm = float(norm_type), float(max_norm)
     with torch.no_grad():
         found: list[Tensor | Record] = []
         for parameter in parameters:
-            record, live = demand_of(parameter), gradient_of(parameter)
+            record, live = record_of(parameter), gradient_of(parameter)
             if live is not None:
                 found.append(live)
-            elif isinstance(record, Record) and record.gradient is not None:
+            elif record is not None and (record.gradient is not None or record.spent_norm is not None):
                 found.append(record)
         total = _total_norm([_of_each(each, norm_type) for each in found], norm_type)
         if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
@@ -35,8 +44,13 @@ def clip_stored(
         for each in found:
             if isinstance(each, Tensor):
                 scaled(each, (factor,))
-            else:
+            elif each.gradient is not None:
                 each.streaming.scale_gradient(each, factor)
+            elif factor != 1:
+                raise OffloadError(
+                    f"{each.name} was updated in backward, and its gradient is to be clipped only now: set max_grad_norm in "
+                    "the training arguments, which then updates after backward."
+                )
         return total
 
 
@@ -50,8 +64,7 @@ def norm_of(gradient: Tensor, norm_type: float) -> Tensor:
 def _of_each(each: Tensor | Record, norm_type: float) -> tuple[Tensor, torch.dtype]:
     if isinstance(each, Tensor):
         return norm_of(each, norm_type), each.dtype
-    norm = each.streaming.gradient_norm(each, norm_type)
-    return norm, each.dtype
+    return each.streaming.gradient_norm(each, norm_type), each.dtype
 
 
 def _total_norm(norms: list[tuple[Tensor, torch.dtype]], norm_type: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters whose next value or gradient is not in memory yet: whoever asks for it gets it.
+"""Parameters whose next value or gradient is not in memory yet, and comes there when it is used.
 
 Note: a class for a while
     Such a parameter is the same object as ever, of a subclass of ``nn.Parameter`` whose ``__torch_function__`` PyTorch calls
@@ -121,18 +121,13 @@ class DemandedParameter(nn.Parameter):
 
 
 def demanded(parameter: nn.Parameter, demand: Demand | None) -> None:
-    """Let ``demand`` know of all that is done with ``parameter`` from now on; None for nobody."""
+    """Let ``demand`` know of all that is done with ``parameter`` from now on; None ends that."""
     if demand is None:
         parameter.__class__ = nn.Parameter
         _demands.pop(parameter, None)
     else:
         _demands[parameter] = demand
         parameter.__class__ = DemandedParameter
-
-
-def demand_of(parameter: torch.Tensor) -> Demand | None:
-    """What a parameter waits for, if it does."""
-    return _demands.get(parameter) if type(parameter) is DemandedParameter else None
 
 
 def plain(parameter: nn.Parameter) -> Demand | None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.streamed.clipping import clip_stored
+from hf_offload.optimizers.streamed.record import Record
 from hf_offload.optimizers.streamed.saved import MappedFiles
 from hf_offload.optimizers.streamed.shadow import Shadow, can_be_cut, make_shadow, options_of
 from hf_offload.optimizers.streamed.stored import Store
@@ -39,9 +40,15 @@ def clip_grad_norm_(
     parameters: list[nn.Parameter], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_``, bit for bit, that leaves gradients of streamed optimizers where they are."""
-    if not any(one.streams_gradients for one in _streamed.values()):
+    streamings = [one for one in _streamed.values() if one.streams_gradients]
+    if not streamings:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    return clip_stored(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def record_of(parameter: Tensor) -> Record | None:
+        found = (one.record_of(parameter) for one in streamings)
+        return next((record for record in found if record is not None), None)
+
+    return clip_stored(parameters, max_norm, norm_type, error_if_nonfinite, record_of)
 
 
 def stream(
@@ -94,7 +101,7 @@ def stream(
     optimizer.state = resident
     _keep_scheduler(optimizer, extend(optimizer, StreamedOptimizer))
     reference = weakref.ref(optimizer)
-    streaming.follow(lambda: [] if (found := reference()) is None else found.param_groups)
+    streaming.use_groups(lambda: [] if (found := reference()) is None else found.param_groups)
     _streamed[optimizer] = streaming
     return streaming
 

@@ -153,6 +153,7 @@ class Record:
         name: For messages.
         gradient: On the tier; None if there is none, or it is in memory.
         update: What is to be done before anyone reads the parameter.
+        spent_norm: 2-norm of the gradient that it was updated with in this step's backward.
         moved: Whether its state was put on the tier; else it is in the optimizer's ``state``, if there is one.
     """
 
@@ -169,7 +170,7 @@ class Record:
         self.moved = False
         self.gradient: Gradient | None = None
         self.update: Update | None = None
-        self.arrivals = 0
+        self.spent_norm: Tensor | None = None
 
     def targets(self, parameter: nn.Parameter) -> list[Tensor]:
         """What the optimizer updates: the parameter, or its parts."""

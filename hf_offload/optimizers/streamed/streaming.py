@@ -3,8 +3,8 @@
 Note: one rule for all schedules
     A step notes for each parameter the options of its group, the gradient and its factors as they are now: an
     :class:`~hf_offload.optimizers.streamed.record.Update`. It is computed when the parameter is next used, at the latest
-    before the next step; with ``lazy`` false, at once. A failure or Ctrl-C between two parts leaves the rest noted: whoever
-    uses such a parameter completes it, or gets the error.
+    before the next step; with ``lazy`` false, at once. A failure or Ctrl-C between two parts leaves the rest noted: the
+    next use of such a parameter completes it, or raises.
 """
 
 import logging
@@ -114,7 +114,7 @@ class Streaming:
         """Those of all parameters that are still there."""
         return [record for record in self._records.values() if record.parameter_ref() is not None]
 
-    def follow(self, groups: Callable[[], list[dict[str, Any]]]) -> None:
+    def use_groups(self, groups: Callable[[], list[dict[str, Any]]]) -> None:
         """Where the options of groups are found, for updates in backward."""
         self._groups = groups
 
@@ -252,7 +252,13 @@ class Streaming:
         with self._lock:
             self.wants_norms = self.wants_norms or norm_type == 2.0
             gradient = record.gradient
-            assert gradient is not None
+            if gradient is None:
+                assert record.spent_norm is not None
+                if norm_type != 2.0:
+                    raise OffloadError(
+                        f"{record.name} was updated in backward: of its gradient, only the 2-norm is known."
+                    )
+                return record.spent_norm
             if gradient.norm is not None and norm_type == 2.0 and not gradient.factors:
                 return gradient.norm
             return norm_of(record.whole(gradient, last=False), norm_type)
@@ -277,7 +283,7 @@ class Streaming:
             with signals_deferred:
                 noted = self._note(groups)
                 for record in self._records.values():
-                    record.arrivals = 0
+                    record.spent_norm = None
                 for record, parameter, update in noted:
                     record.update = update
                     self._refresh(record, parameter)
@@ -372,12 +378,14 @@ class Streaming:
         self._refresh(record, parameter)
 
     def _update_in_backward(self, record: Record, parameter: nn.Parameter) -> None:
-        if record.arrivals:
+        if record.spent_norm is not None:
             raise OffloadError(
                 f"{record.name} has got a second gradient before the optimizer's step, and was updated with the first one: "
                 "its value is not that of any step. Set max_grad_norm to update after backward, and go on from a checkpoint."
             )
-        record.arrivals += 1
+        gradient = gradient_of(parameter)
+        assert gradient is not None
+        record.spent_norm = norm_of(gradient, 2.0)
         group = next(g for g in self._groups() if any(p is parameter for p in g["params"]))
         record.update = Update(options_of(group), None, ())
         self.finish_record(record)

@@ -1,0 +1,168 @@
+"""Optimizer state and gradients on a tier: the bits of the run that keeps them in memory."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer
+
+from hf_offload import OffloadConfig, OffloadTrainingArguments
+from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.session import attach
+
+SMALLEST = 4096  # bytes: nearly everything of the models here is streamed
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=512, n_positions=32, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).train()
+
+
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+class Loop:
+    """A loop of one's own: losses, norms, weights and the optimizer's state after some steps."""
+
+    def __init__(self, place, tmp_path, kind=torch.optim.AdamW, clip=False, backwards=1, steps=5, **options):
+        self.model = gpt2()
+        self.optimizer = kind(self.model.parameters(), lr=1e-3, **options)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1, (step + 1) / 3))
+        self.session = None
+        if place != "none":
+            directory = {"directory": tmp_path} if place == "ssd" else {}
+            config = OffloadConfig(tier="none", optimizer=place, min_bytes=SMALLEST, **directory)
+            self.session = attach(self.model, config)
+            assert self.session.prepare_optimizer(self.optimizer) is self.optimizer
+        random = torch.Generator().manual_seed(1)
+        torch.manual_seed(7)  # of dropout
+        self.losses, self.norms = [], []
+        for _ in range(steps):
+            for _ in range(backwards):
+                tokens = torch.randint(0, 512, (2, 32), generator=random)
+                loss = self.model(input_ids=tokens, labels=tokens).loss
+                (loss / backwards).backward()
+                self.losses.append(loss.item())
+            if clip:
+                parameters = list(self.model.parameters())
+                clipped = (
+                    nn.utils.clip_grad_norm_(parameters, 0.5) if place == "none" else self.session.clip_grad_norm_(0.5)
+                )
+                self.norms.append(clipped.item())
+            self.optimizer.step()
+            scheduler.step()
+            self.optimizer.zero_grad()
+
+    def results(self):
+        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return self.losses, self.norms, weights, self.optimizer.state_dict()
+
+
+KINDS = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "AdamW fused": (torch.optim.AdamW, {"fused": True}),
+    "Adam with amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+}
+
+
+@pytest.mark.parametrize("place", ["ram", "ssd"])
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("clip", [False, True], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_has_the_bits_of_the_run_in_memory(kind, clip, backwards, place, tmp_path):
+    optimizer, options = KINDS[kind]
+    expected = Loop("none", tmp_path, optimizer, clip, backwards, **options).results()
+    loop = Loop(place, tmp_path, optimizer, clip, backwards, **options)
+    streaming = streaming_of(loop.optimizer)
+    moved = [record.state_bytes for record in streaming.records if record.moved]
+    assert moved
+    assert streaming.states.tier.stats.written_bytes >= sum(moved)
+    assert streaming.gradients.tier.stats.written_bytes > 0
+    assert same(expected, loop.results())
+
+
+def test_state_is_not_in_memory_between_steps(tmp_path):
+    loop = Loop("ssd", tmp_path)
+    streaming = streaming_of(loop.optimizer)
+    streaming.finish()
+    large = [p for p in loop.model.parameters() if p.nbytes >= SMALLEST]
+    assert large
+    assert all(not dict.__contains__(loop.optimizer.state, p) for p in large)
+    assert all(streaming.has_state(p) for p in large)
+
+
+def data():
+    random = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 512, (32,), generator=random) for _ in range(64)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trained(folder, place, resume=None, **arguments):
+    directory = {"offload_directory": str(folder.parent)} if place == "ssd" else {}
+    args = OffloadTrainingArguments(
+        output_dir=folder,
+        max_steps=6,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        warmup_steps=2,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=4,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        offload_optimizer=place,
+        offload_min_bytes=SMALLEST,
+        **({"save_steps": 3} | directory | arguments),
+    )
+    trainer = Trainer(model=gpt2(), args=args, train_dataset=data(), eval_dataset=data()[:8])
+    trainer.train(resume_from_checkpoint=resume)
+    kept = ("loss", "grad_norm", "eval_loss", "learning_rate", "step")
+    logs = [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    return logs, weights, trainer.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("place", ["ram", "ssd"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"max_grad_norm": 0.0},  # updated in backward
+        {"bf16": True, "activation_checkpointing": True},
+        {"load_best_model_at_end": True, "save_steps": 4},
+    ],
+    ids=["plain", "accumulated", "in_backward", "bf16", "best_model"],
+)
+def test_the_trainer_has_the_bits_of_the_run_in_memory_and_resumes_either_way(arguments, place, tmp_path):
+    expected = trained(tmp_path / "memory", "none", **arguments)
+    streamed = trained(tmp_path / place, place, **arguments)
+    assert same(expected, streamed)
+    name = f"checkpoint-{arguments.get('save_steps', 3)}"
+    ours, plain = (
+        torch.load(tmp_path / folder / name / "optimizer.pt", weights_only=True) for folder in (place, "memory")
+    )
+    assert same(plain, ours)
+    for target, source in [(place, place), ("none", place), (place, "memory")]:
+        resumed = trained(tmp_path / f"{target}_{source}", target, resume=str(tmp_path / source / name), **arguments)
+        assert same(expected[1:], resumed[1:])
+
+
+def test_an_optimizer_that_is_not_prepared_is_noticed(tmp_path):
+    from hf_offload.errors import OffloadError
+
+    model = gpt2()
+    attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=tmp_path))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    with pytest.raises(OffloadError, match="prepare_optimizer"):
+        model(input_ids=tokens, labels=tokens).loss.backward()
