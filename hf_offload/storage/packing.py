@@ -29,8 +29,8 @@ class _Wrapped:
 
 
 class Packing:
-    """Where the tensors of ``state`` lie in one buffer. What is not a plain tensor, or smaller than ``smallest_bytes``, is kept
-    here; so are tensors on a device other than ``device``, if one is named.
+    """Where the tensors of ``state`` lie in one buffer. What is not a plain tensor, or is smaller than ``smallest_bytes``, is
+    kept here; so are tensors on a device other than ``device``, if one is named.
 
     Attributes:
         nbytes: Bytes of the buffer.
