@@ -8,10 +8,10 @@ import collections
 from collections.abc import Callable, Iterable, Mapping
 
 from hf_offload.plan import rules
-from hf_offload.plan.footprint import BlockSpan, Footprint, Saved
+from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.stores import Stores
-from hf_offload.plan.timeline import Channel, Interval, Timeline, Windows
+from hf_offload.plan.timeline import Channel, Interval, MemoryUse, Timeline, Windows
 
 
 def simulate(
@@ -101,7 +101,7 @@ class _Player:
         self._must_fit = 0
         self._left_bytes = 0  # would be in memory still, had the tier stopped writing
         self._loads = self._in_backward = False
-        self._memory: list[tuple[float, int]] = []
+        self._memory: list[MemoryUse] = []
         self._intervals: list[Interval] = []
         self._seen: list[frozenset[int]] = []
         recomputed = {
@@ -150,7 +150,7 @@ class _Player:
             for item in released.get(index, ()):
                 self._release(item)
             if index in self._recompute_at:
-                self._recompute_block(self._recompute_at[index], segment.live_bytes)
+                self._recompute_block(self._recompute_at[index], segment)
             for item in packed.get(index, ()):
                 self._pack(item)
             for item in gone.get(index, ()):
@@ -166,13 +166,14 @@ class _Player:
             # Most segments are no peak, even with all that may wait to be written on top.
             more = behind_bytes + segment.measured_bytes
             if details or memory > self._peak or memory + more > self._must_fit:
-                self._note(segment.unit, segment.live_bytes, segment.measured_bytes)
+                self._note(segment.unit, segment.live_bytes, segment.gradient_bytes, segment.measured_bytes)
             if details:
                 self._seen.append(frozenset(item.number for item in self._items if item.held and item.number >= 0))
                 self._advance("compute", segment.unit, segment.seconds)
             else:
                 self._now += segment.seconds
-        self._note("the optimizer", footprint.gradient_bytes + footprint.optimizer_step_bytes)
+        gradients = footprint.gradient_bytes
+        self._note("the optimizer", gradients + footprint.optimizer_step_bytes, gradients)
         self._advance("compute", "the optimizer", footprint.optimizer_step_s)
         if footprint.skipped_blocks:
             # Such a block needs as much as the others, in addition to all that may be in memory then.
@@ -229,7 +230,7 @@ class _Player:
         if item.tier is not None and not item.stays:
             self._tier_now[item.tier] -= item.nbytes
 
-    def _note(self, unit: str, live_bytes: int, measured_bytes: int = 0) -> None:
+    def _note(self, unit: str, live_bytes: int, gradient_bytes: int, measured_bytes: int = 0) -> None:
         memory = self._footprint.base_bytes + live_bytes + self._resident
         if memory > self._peak:
             self._peak, self._peak_unit = memory, unit
@@ -238,7 +239,10 @@ class _Player:
             stalled = min(self._left_bytes, max(0, self._windows.write_behind_bytes - self._ledger.leaving_bytes))
         self._must_fit = max(self._must_fit, memory + stalled + measured_bytes)
         if self._details:
-            self._memory.append((self._now, memory))
+            moving = sum(
+                item.nbytes for item in self._items if item.resident and item.tier is not None and not item.stays
+            )
+            self._memory.append(MemoryUse(self._now, memory, gradient_bytes, self._resident - moving, moving))
 
     # -- channels -----------------------------------------------------------------------------------------------------
 
@@ -352,10 +356,10 @@ class _Player:
             return rules.Where.BETWEEN
         return rules.Where.ELSEWHERE if item.gone > index else rules.Where.TIER
 
-    def _recompute_block(self, span: BlockSpan, live_bytes: int) -> None:
+    def _recompute_block(self, span: BlockSpan, segment: Segment) -> None:
         """The block's forward runs again: its own memory comes on top of what is alive when its backward begins."""
         seconds, nbytes = self._footprint.recompute_costs[span.name]
-        self._note(span.name, live_bytes + nbytes)
+        self._note(span.name, segment.live_bytes + nbytes, segment.gradient_bytes)
         self._advance("recompute", span.name, seconds)
         self._recompute += seconds
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,23 @@ class Interval:
     end_s: float
 
 
+class MemoryUse(NamedTuple):
+    """What is in memory from ``at_s`` on.
+
+    Attributes:
+        total_bytes: Everything, weights and optimizer state included.
+        gradient_bytes: Gradients of weights.
+        kept_bytes: Saved tensors that do not leave, or that a recompute has brought back.
+        moving_bytes: Saved tensors on their way to a tier or back.
+    """
+
+    at_s: float
+    total_bytes: int
+    gradient_bytes: int
+    kept_bytes: int
+    moving_bytes: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Timeline:
     """What a plan is predicted to do.
@@ -56,8 +74,8 @@ class Timeline:
     tier stopped writing at the worst moment of forward, until forward has to wait; while the step is measured; and with a
     block that did not run when the footprint was taken.
 
-    ``memory`` holds (seconds, bytes) at every moment, base included; ``held`` which of the footprint's saved bytes, by
-    number, the engine holds then.
+    ``memory`` holds what is in memory at every moment; ``held`` which of the footprint's saved bytes, by number, the engine
+    holds then.
     """
 
     step_s: float
@@ -70,7 +88,7 @@ class Timeline:
     tier_bytes: Mapping[str, int]
     moved_bytes: int
     resident_bytes: int
-    memory: tuple[tuple[float, int], ...]
+    memory: tuple[MemoryUse, ...]
     intervals: tuple[Interval, ...]
     held: tuple[frozenset[int], ...]
 

@@ -1,4 +1,4 @@
-"""Pictures of plans: step time over the budget, and one step as a timeline."""
+"""Charts of plans: one step as planned, and step time over the budget; and the pictures of ``hf-offload plan``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,53 +6,121 @@ from typing import TYPE_CHECKING
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.planner import frontier
 from hf_offload.plan.simulate import simulate
+from hf_offload.reports.charts import Chart, Colour, Kind, Series, byte_unit, draw, level, save_png, thinned, time_unit
 from hf_offload.reports.plots import figure_at
+from hf_offload.settings.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from hf_offload.forecast.forecast import Forecast
     from hf_offload.forecast.order import Order
+    from hf_offload.plan.problem import Problem, Solution
+    from hf_offload.plan.timeline import MemoryUse, Timeline
 
 _POINTS = 14
 _CHANNELS = ("compute", "recompute", "wait", "store", "load")
-_ORDER_COLOURS = ("#4c4c4c", "#56b4e9", "#e69f00", "#009e73", "#0072b2")
-_COLOURS = {"compute": "#4c4c4c", "recompute": "#e69f00", "wait": "#d55e00", "store": "#56b4e9", "load": "#0072b2"}
+_ORDER_COLOURS = ("#4c4c4c", Colour.SKY, Colour.AMBER, Colour.GREEN, Colour.BLUE)
+_WAY_COLOURS = (Colour.GREY, Colour.GREEN, Colour.RED, Colour.AMBER, Colour.PINK, Colour.SKY)
+_COLOURS = {
+    "compute": "#4c4c4c",
+    "recompute": Colour.AMBER,
+    "wait": Colour.RED,
+    "store": Colour.SKY,
+    "load": Colour.BLUE,
+}
+# Further above the peak it would press the curves to the ground.
+_SHOWN_ABOVE = 1.6
+_FEWEST_SAMPLES = 5
+
+
+def step_chart(problem: "Problem", solution: "Solution", measured: "Sequence[tuple[float, int]]" = ()) -> Chart:
+    """Memory over one micro-batch as planned, by kind, and seconds and bytes of a ``measured`` step."""
+    footprint = problem.footprint
+    timeline = simulate(footprint, solution.placements, problem.channels, solution.windows, details=True)
+    divisor, unit = byte_unit(timeline.peak_bytes)
+    one_s, seconds = time_unit(timeline.step_s)
+    used = thinned(timeline.memory, lambda one: one.total_bytes)
+    used.append(used[-1]._replace(at_s=timeline.step_s))
+    times = [one.at_s / one_s for one in used]
+    weights = footprint.base_bytes - footprint.state_bytes
+
+    def temporaries(one: "MemoryUse") -> int:
+        parts = one.gradient_bytes + one.kept_bytes + one.moving_bytes
+        return max(0, one.total_bytes - footprint.base_bytes - parts)
+
+    parts = [
+        ("weights", Colour.GREY, [weights] * len(used)),
+        ("optimizer state", Colour.SKY, [footprint.state_bytes] * len(used)),
+        ("gradients", Colour.BLUE, [one.gradient_bytes for one in used]),
+        ("activations kept", Colour.GREEN, [one.kept_bytes for one in used]),
+        ("activations on their way", Colour.AMBER, [one.moving_bytes for one in used]),
+        ("temporaries", Colour.PINK, [temporaries(one) for one in used]),
+    ]
+    series = [
+        Series(name, times, [nbytes / divisor for nbytes in values], colour, Kind.AREA)
+        for name, colour, values in parts
+        if any(values)
+    ]
+    overlaid = ""
+    if len(measured) >= _FEWEST_SAMPLES:
+        at, used_then = zip(*((at_s / one_s, nbytes / divisor) for at_s, nbytes in measured), strict=True)
+        series.append(Series("measured", at, used_then, Colour.PURPLE, Kind.LINE))
+        overlaid = " Measured: the last step, above the same weights, gradients and optimizer state."
+    if problem.budget_bytes <= _SHOWN_ABOVE * timeline.peak_bytes:
+        series.append(level("budget", problem.budget_bytes / divisor, times))
+    return Chart(
+        "One micro-batch as planned",
+        f"Predicted memory by kind: forward, backward and the optimizer's step. The peak is "
+        f"{format_bytes(timeline.peak_bytes)} in {timeline.peak_unit}, of a budget of {format_bytes(problem.budget_bytes)}. "
+        "Kept: saved for backward, or recomputed. "
+        "On their way: activations that have not left yet, or were read ahead of their use."
+        f"{overlaid}",
+        f"time ({seconds})",
+        f"memory ({unit})",
+        series,
+    )
+
+
+def frontier_chart(problem: "Problem", ways: "Iterable[tuple[str, Timeline | None]]") -> Chart:
+    """The fastest predicted step for every budget, and the ``ways`` that place every unit alike."""
+    found = frontier(problem, _POINTS)
+    slowest = max(solution.timeline.step_s for _, solution in found)
+    divisor, unit = byte_unit(found[-1][0])
+    one_s, seconds = time_unit(slowest)
+    budgets, steps = zip(*((budget / divisor, one.timeline.step_s / one_s) for budget, one in found), strict=True)
+    series = [Series("fastest plan", budgets, steps, Colour.BLUE)]
+    if problem.budget_bytes <= _SHOWN_ABOVE * found[-1][0]:
+        given = problem.budget_bytes / divisor
+        series.append(Series("the budget", (given, given), (0, slowest / one_s), Colour.GREY, Kind.LINE, dashed=True))
+    for (name, timeline), colour in zip(ways, _WAY_COLOURS, strict=False):
+        if timeline is not None and timeline.step_s <= 2 * slowest:  # one that waits for minutes hides all others
+            point = (timeline.peak_bytes / divisor,), (timeline.step_s / one_s,)
+            series.append(Series(name, *point, colour, Kind.POINTS))
+    return Chart(
+        "Step time over the memory budget",
+        "Line: the fastest plan found for each budget. Squares: the same placement for every unit, at its peak. "
+        "All of it is predicted, of one micro-batch with the optimizer's step.",
+        f"memory, weights and optimizer state included ({unit})",
+        f"predicted step ({seconds})",
+        series,
+    )
+
+
+def ways_of(forecast: "Forecast") -> "list[tuple[str, Timeline | None]]":
+    """The simple ways by name, for :func:`frontier_chart`."""
+    return [(row.name, row.timeline) for row in forecast.rows if row.name != "auto"]
 
 
 def plot_frontier(forecast: "Forecast", path: Path) -> None:
-    """The fastest predicted step for every budget, and the ways that place every unit alike, as a PNG at ``path``."""
-    found = frontier(forecast.problem, _POINTS)
-    with figure_at(path, 9, 5) as figure:
-        axes = figure.add_subplot()
-        axes.step(
-            [budget / 2**30 for budget, _ in found],
-            [solution.timeline.step_s for _, solution in found],
-            where="post", color="#0072b2", marker="o", markersize=4, linewidth=1.8, label="auto",
-        )  # fmt: skip
-        slowest = max(solution.timeline.step_s for _, solution in found)
-        for row in forecast.rows:
-            if row.timeline is None or row.name == "auto":
-                continue
-            peak, step = row.timeline.peak_bytes / 2**30, row.timeline.step_s
-            if step > 2 * slowest:
-                continue  # one that waits for minutes would press all others to the ground
-            axes.plot(peak, step, color="#d55e00", marker="s", linestyle="none")
-            axes.annotate(row.name, (peak, step), xytext=(5, 5), textcoords="offset points", fontsize=8)
-        left, right = axes.get_xlim()
-        given = forecast.problem.budget_bytes / 2**30
-        if given <= right + (right - left):  # further out it would press the curve into a corner
-            axes.axvline(given, color="black", linewidth=1, linestyle="--", label="the budget")
-        workload = forecast.workload
-        axes.set_title(f"{workload.name}, {workload.shape} on {forecast.hardware.name}", loc="left")
-        axes.set_xlabel("memory, weights and all (GiB)")
-        axes.set_ylabel("predicted step (s)")
-        axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
-        axes.legend(frameon=False)
+    """:func:`frontier_chart` as a PNG at ``path``."""
+    workload = forecast.workload
+    title = f"{workload.name}, {workload.shape} on {forecast.hardware.name}"
+    save_png(frontier_chart(forecast.problem, ways_of(forecast)), title, path)
 
 
 def plot_timeline(forecast: "Forecast", path: Path) -> None:
-    """The planned step: what computes, waits, leaves and comes back, and the memory that takes, as a PNG at ``path``.
+    """The planned step: the memory it takes, and what computes, waits, leaves and comes back, as a PNG at ``path``.
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if there is no plan.
     """
@@ -60,21 +128,11 @@ def plot_timeline(forecast: "Forecast", path: Path) -> None:
         raise OffloadPlanError(f"There is no plan to draw: {forecast.refusal}")
     problem, solution = forecast.problem, forecast.solution
     timeline = simulate(problem.footprint, solution.placements, problem.channels, solution.windows, details=True)
-    with figure_at(path, 11, 5.5) as figure:
+    one_s, _ = time_unit(timeline.step_s)
+    with figure_at(path, 11, 6) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-        times = [time for time, _ in timeline.memory]
-        upper.step(times, [nbytes / 2**30 for _, nbytes in timeline.memory], where="post", color="#4c4c4c", linewidth=1)
-        upper.axhline(problem.budget_bytes / 2**30, color="#d55e00", linestyle="--", linewidth=1.2, label="the budget")
-        upper.axhline(
-            problem.footprint.base_bytes / 2**30,
-            color="black",
-            linestyle=":",
-            linewidth=1,
-            label="weights and optimizer",
-        )
-        upper.set_ylabel("memory (GiB)")
-        upper.set_ylim(bottom=0)
-        upper.legend(frameon=False, loc="lower right", fontsize=8)
+        chart = step_chart(problem, solution)
+        draw(chart, upper)
         workload = forecast.workload
         upper.set_title(
             f"{workload.name}, {workload.shape}: one step as planned, "
@@ -82,29 +140,30 @@ def plot_timeline(forecast: "Forecast", path: Path) -> None:
             loc="left",
         )
         for row, channel in enumerate(reversed(_CHANNELS)):
-            bars = [(one.begin_s, one.end_s - one.begin_s) for one in timeline.intervals if one.channel == channel]
+            bars = [
+                (one.begin_s / one_s, (one.end_s - one.begin_s) / one_s)
+                for one in timeline.intervals
+                if one.channel == channel
+            ]
             lower.broken_barh(bars, (row - 0.4, 0.8), color=_COLOURS[channel])
         lower.set_yticks(range(len(_CHANNELS)), list(reversed(_CHANNELS)))
-        lower.set_xlabel("seconds")
-        lower.set_xlim(0, timeline.step_s)
+        lower.set_ylim(-0.6, len(_CHANNELS) - 0.4)
+        upper.set_xlabel("")
+        lower.set_xlabel(chart.x_label)
+        lower.set_xlim(0, timeline.step_s / one_s)
+        figure.legend(loc="outside lower left", ncols=7, frameon=False, fontsize=8)
 
 
 def plot_orders(orders: "Sequence[Order]", title: str, path: Path) -> None:
     """Memory over time of every order, and the bounds of the first and the last, as a PNG at ``path``."""
-    with figure_at(path, 11, 5.5) as figure:
-        axes = figure.add_subplot()
-        for order, colour in zip(orders, _ORDER_COLOURS, strict=False):
-            times = [time for time, _ in order.timeline.memory]
-            memory = [nbytes / 2**30 for _, nbytes in order.timeline.memory]
-            label = f"{order.name}: {order.timeline.peak_bytes / 2**30:.2f} GiB"
-            axes.step(times, memory, where="post", color=colour, linewidth=1.3, label=label)
-        for order, colour in ((orders[0], _ORDER_COLOURS[0]), (orders[-1], _ORDER_COLOURS[len(orders) - 1])):
-            bound = order.bound_bytes / 2**30
-            axes.axhline(
-                bound, color=colour, linestyle=":", linewidth=1.2, label=f"bound of {order.name}: {bound:.2f} GiB"
-            )
-        axes.set_title(title, loc="left")
-        axes.set_xlabel("seconds")
-        axes.set_ylabel("memory (GiB)")
-        axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, fontsize=8, loc="upper right")
+    divisor, unit = byte_unit(max(order.timeline.peak_bytes for order in orders))
+    series = []
+    for order, colour in zip(orders, _ORDER_COLOURS, strict=False):
+        memory = order.timeline.memory
+        times, used = [one.at_s for one in memory], [one.total_bytes / divisor for one in memory]
+        series.append(Series(f"{order.name}: {format_bytes(order.timeline.peak_bytes)}", times, used, colour))
+    for index in (0, len(orders) - 1):
+        bound = orders[index].bound_bytes
+        name = f"bound of {orders[index].name}: {format_bytes(bound)}"
+        series.append(level(name, bound / divisor, series[index].x, _ORDER_COLOURS[index]))
+    save_png(Chart(title, "", "time (s)", f"memory ({unit})", series), title, path)

@@ -146,4 +146,18 @@ def test_details_cover_the_whole_step():
     timeline = play(footprint, Placement.SSD, Channel(2.5e6, 2.5e6), Windows(0, 10 * MB), details=True)
     busy = sum(bar.end_s - bar.begin_s for bar in timeline.intervals if bar.channel in ("compute", "wait", "recompute"))
     assert busy == pytest.approx(timeline.step_s)
-    assert max(memory for _, memory in timeline.memory) == timeline.peak_bytes
+    assert max(one.total_bytes for one in timeline.memory) == timeline.peak_bytes
+
+
+@pytest.mark.parametrize(("placement", "kind"), [(Placement.KEEP, "kept_bytes"), (Placement.SSD, "moving_bytes")])
+def test_details_tell_what_stays_from_what_is_on_its_way(placement, kind):
+    footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
+    segments = [dataclasses.replace(one, gradient_bytes=MB * one.backward) for one in footprint.segments]
+    footprint = dataclasses.replace(footprint, segments=tuple(segments), gradient_bytes=2 * MB)
+    timeline = play(footprint, placement, Channel(2.5e6, 2.5e6), Windows(0, 10 * MB), details=True)
+    assert max(getattr(one, kind) for one in timeline.memory) > 0
+    live = [*(segment.live_bytes for segment in segments), 2 * MB]
+    for one, nbytes in zip(timeline.memory, live, strict=True):
+        assert one.kept_bytes + one.moving_bytes == getattr(one, kind)
+        assert one.total_bytes == footprint.base_bytes + nbytes + getattr(one, kind)
+    assert [one.gradient_bytes for one in timeline.memory] == [0, 0, 0, MB, MB, MB, 2 * MB]
