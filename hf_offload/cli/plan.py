@@ -18,6 +18,7 @@ from hf_offload.cli.plan_tables import levers_table, modes_table, orders_table, 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.options import PLANNED, WorkloadOptions
 from hf_offload.plan.hardware import describe_hardware
+from hf_offload.reports.charts import require_report_libraries
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.outputs import check_output_file
 from hf_offload.settings.recipe_files import recipe_names, resolve_shape
@@ -94,13 +95,19 @@ def run(
     recompute: Annotated[bool, typer.Option(help="Whether blocks may be recomputed in backward.")] = True,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the step time over the budget.")] = None,
     timeline: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the memory of the planned step.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all of it as one page for a browser, with both plots.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Plan where each part of the model keeps its activations, and show what that costs."""
     with clear_errors():
-        pictures = {"--plot": plot, "--timeline": timeline}
-        workload, (hardware,) = _read(source, overrides, model, settings, machine, directory, measure, pictures)
+        if html is not None:
+            require_report_libraries()
+        files = {"--plot": plot, "--timeline": timeline, "--html": html}
+        workload, (hardware,) = _read(source, overrides, model, settings, machine, directory, measure, files)
         from hf_offload.forecast.forecast import make_forecast
+        from hf_offload.reports.plan_page import write_plan_page
         from hf_offload.reports.plan_plots import plot_frontier, plot_timeline
 
         with messages().status("Counting a step, then planning"):
@@ -109,6 +116,9 @@ def run(
             if path is not None:
                 with messages().status(f"Drawing {path}"):
                     draw(forecast, path)
+        if html is not None:
+            with messages().status(f"Writing {html}"):
+                write_plan_page(html, forecast, list(plan_tables(forecast)))
     if json:
         typer.echo(json_format.dumps(forecast.as_dict(), indent=2))
     else:
