@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         OffloadTrainingArguments,
     )
     from hf_offload.integrations.trainer import OffloadCallback
+    from hf_offload.reports.run_page import ReportCallback, write_report
     from hf_offload.session import OffloadSession, attach, offload_activations
     from hf_offload.settings.elementwise import RecomputeElementwiseConfig
     from hf_offload.settings.memory_modes import memory_mode
@@ -38,11 +39,13 @@ _HOMES = {
     "OffloadSeq2SeqTrainingArguments": "hf_offload.integrations.arguments",
     "OffloadSession": "hf_offload.session",
     "OffloadTrainingArguments": "hf_offload.integrations.arguments",
+    "ReportCallback": "hf_offload.reports.run_page",
     "SampledLinearConfig": "hf_offload.settings.sampling",
     "attach": "hf_offload.session",
     "measure_errors": "hf_offload.transforms.sampling.diagnostics",
     "memory_mode": "hf_offload.settings.memory_modes",
     "offload_activations": "hf_offload.session",
+    "write_report": "hf_offload.reports.run_page",
 }
 
 __all__ = [
@@ -56,6 +59,7 @@ __all__ = [
     "OffloadSession",
     "OffloadTrainingArguments",
     "RecomputeElementwiseConfig",
+    "ReportCallback",
     "SampledLinearConfig",
     "SavedTensorModifiedError",
     "StorageError",
@@ -64,6 +68,7 @@ __all__ = [
     "measure_errors",
     "memory_mode",
     "offload_activations",
+    "write_report",
 ]
 
 

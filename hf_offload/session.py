@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from hf_offload.optimizers.streamed import StreamedSetting, clip_grad_norm_
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
 from hf_offload.planning.feedback import Feedback
-from hf_offload.planning.known import Prediction
+from hf_offload.planning.known import Known, Prediction
 from hf_offload.planning.ranks import Ranks, agreed, hardware_of_all
 from hf_offload.settings.environment import unless_disabled
 from hf_offload.settings.schema import OffloadConfig
@@ -246,9 +246,14 @@ class OffloadSession:
             self._feedback.end_forward()
 
     @property
+    def planned(self) -> Known | None:
+        """With tier ``auto``: the current plan and the measured step that it was made of; None before the first one."""
+        return None if self._feedback is None else self._feedback.planned
+
+    @property
     def forecast(self) -> Prediction | None:
-        """With tier ``auto``: prediction and measurements of the current plan; None before the first one."""
-        return None if self._feedback is None else self._feedback.prediction
+        """Prediction and measurements of what is ``planned``."""
+        return None if self.planned is None else self.planned.prediction
 
     @property
     def tiled(self) -> list[str]:
@@ -299,14 +304,9 @@ class OffloadSession:
         """Whether the session was ``active`` when its model went."""
         return self._engine is not None and self._engine.closed
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> AbstractContextManager[None]:
         """Offload all that this thread saves inside the block, the loss outside the model included."""
-        if self._phases is None:
-            yield
-        else:
-            with self._phases.scope():
-                yield
+        return nullcontext() if self._phases is None else self._phases.scope()
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer to train with: the memory mode's, with the lr, betas, eps and weight decays of ``optimizer`` (an

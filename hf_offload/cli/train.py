@@ -10,6 +10,7 @@ from rich.table import Table
 from hf_offload.cli.console import clear_errors, output, visible_log
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.cli.options import Overrides
+from hf_offload.reports.charts import require_report_libraries
 from hf_offload.settings.overrides import text_override
 from hf_offload.settings.recipes import load_recipe, read_recipe
 from hf_offload.settings.sizes import format_bytes
@@ -28,7 +29,11 @@ def train(
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measure memory, and write losses, times and memory to this JSON file."),
+        typer.Option(
+            metavar="FILE",
+            help="Measure memory, and write losses, times and memory to this JSON file; if its name ends in .html, it is "
+            "a page for a browser, with the plan and the drive's life.",
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last checkpoint in the output directory.")
@@ -38,6 +43,9 @@ def train(
     with clear_errors(), visible_log():
         changes = [*(overrides or []), *([] if data_dir is None else [text_override("data.data_dir", str(data_dir))])]
         check_places(read_recipe(recipe, changes), report=report, resume=resume)
+        as_page = report is not None and report.suffix == ".html"
+        if as_page:
+            require_report_libraries()
         if context.obj is not None:
             context.obj()  # restarts with another allocator
         loaded = load_recipe(recipe, changes)
@@ -45,7 +53,14 @@ def train(
 
         given = [*([] if data_dir is None else ["--data-dir", str(data_dir)]), *(["--resume"] if resume else [])]
         command = shlex.join(["hf-offload", "train", recipe, *(overrides or []), *given])
-        result = run_recipe(loaded, report=report, resume=resume, command=command)
+        if report is None or not as_page:
+            result = run_recipe(loaded, report=report, resume=resume, command=command)
+        else:
+            from hf_offload.reports.run_page import ReportCallback, write_report
+
+            seen = ReportCallback()
+            result = run_recipe(loaded, measure=True, resume=resume, command=command, callbacks=[seen])
+            write_report(report, seen.session, result)
     table = Table(title=f"{loaded.name}: {'done' if result.completed else 'stopped'}", show_header=False)
     table.add_row("steps", str(result.steps))
     if result.losses:

@@ -18,7 +18,6 @@ from hf_offload.plan.planner import windows_for
 from hf_offload.planning.correcting import corrected_plan, say
 from hf_offload.planning.known import (
     Known,
-    Prediction,
     find_known,
     known_as_measured,
     known_by_simulating,
@@ -104,17 +103,12 @@ class Feedback:
         self._forward = OneForward()
         self._played: list[_Played] = []  # of the running step
         self._in_force: Known | None = None
-        self._main: Known | None = None  # of the last step, where its peak was predicted
+        self.planned: Known | None = None  # of the last step, where its peak was predicted
         self._last: Situation | None = None
         self._repeated = 0
         self._slow = 0
         self._began_s: float | None = None
         self._waited_s = 0.0
-
-    @property
-    def prediction(self) -> Prediction | None:
-        """Of the last step's plan, or None before there is one."""
-        return None if self._main is None else self._main.prediction
 
     # -- the run's events ---------------------------------------------------------------------------------------------
 
@@ -174,9 +168,9 @@ class Feedback:
         known = [one.known for one in self._played if one.known is not None]
         if not known or len(known) < len(self._played):
             return
-        self._main = max(known, key=lambda one: one.prediction.peak_bytes)
-        once = self._main.footprint.optimizer_step_s
-        self._main.prediction.step_s = sum(one.micro_batch_s for one in known) + once
+        self.planned = max(known, key=lambda one: one.prediction.peak_bytes)
+        once = self.planned.footprint.optimizer_step_s
+        self.planned.prediction.step_s = sum(one.micro_batch_s for one in known) + once
         if not all(one.known is not None and one.known.is_for(one.situation) for one in self._played):
             return  # smaller batches than the plans are for
         for one in {id(one): one for one in known}.values():
@@ -184,7 +178,7 @@ class Feedback:
         if meter is not None:
             self._check_peaks(meter)
         elif all(one.steps > 1 for one in known):
-            self._check_time(self._main, max(self._ranks.gather(seconds)))
+            self._check_time(self.planned, max(self._ranks.gather(seconds)))
         else:
             pace = max(self._ranks.gather(computed_s)) / max(sum(one.compute_s for one in known) + once, 1e-9)
             for one in known:
@@ -327,9 +321,9 @@ class Feedback:
         for one in self._played:
             if one.known is None:
                 one.known = find_known(self._known, one.situation)
-        self._main = max(plans.values(), key=lambda one: one.prediction.peak_bytes)
-        self._main.prediction.step_s = sum(one.known.micro_batch_s for one in self._played if one.known is not None)
-        self._main.prediction.step_s += self._main.footprint.optimizer_step_s
+        self.planned = max(plans.values(), key=lambda one: one.prediction.peak_bytes)
+        self.planned.prediction.step_s = sum(one.known.micro_batch_s for one in self._played if one.known is not None)
+        self.planned.prediction.step_s += self.planned.footprint.optimizer_step_s
         self._played = []
 
     def _find_measured(self, situation: Situation, meter: StepMeter, metered: int) -> Known | None:
@@ -392,7 +386,7 @@ class Feedback:
         self._slow = 0
         kind = "Corrected plan" if known.corrections else "Plan"
         self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self._budget), known.reason)
-        self._main = known
+        self.planned = known
         self._apply_plan(known)
 
     def _log(self, level: int, message: str, *values: object) -> None:

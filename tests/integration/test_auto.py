@@ -154,7 +154,7 @@ def test_the_prediction_follows_the_pace_of_steps_that_nobody_looks_at(tmp_path)
             optimizer.zero_grad()
             session.end_step()
             predicted.append(session.forecast.step_s)
-            pace.append(session._feedback._main.pace)
+            pace.append(session.planned.pace)
         assert pace[1] != 1.0
         assert predicted[2] == pytest.approx(pace[1] * predicted[1])
 

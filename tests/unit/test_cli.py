@@ -123,6 +123,8 @@ WRONG_SETTINGS = [
     ["plan", "gpt/demo", "--tflops", "80"],
     ["plan", "gpt/demo", "--plot", "/proc/x.png"],
     ["plan", "gpt/demo", "--timeline", "/proc"],
+    ["plan", "gpt/demo", "--html", "/proc/x.html"],
+    ["train", "gpt/demo", "--report", "/proc/x.html"],
     ["plan", "gpt/demo", "--memory-budget", "much"],
     ["plan", "gpt/demo", "--batch", "0"],
     ["plan", "gpt/demo", "--dtype", "int8"],
