@@ -10,7 +10,6 @@ from rich.table import Table
 from hf_offload.cli.console import clear_errors, output, visible_log
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.cli.options import Overrides
-from hf_offload.reports.charts import require_report_libraries
 from hf_offload.settings.overrides import text_override
 from hf_offload.settings.recipes import load_recipe, read_recipe
 from hf_offload.settings.sizes import format_bytes
@@ -43,9 +42,6 @@ def train(
     with clear_errors(), visible_log():
         changes = [*(overrides or []), *([] if data_dir is None else [text_override("data.data_dir", str(data_dir))])]
         check_places(read_recipe(recipe, changes), report=report, resume=resume)
-        as_page = report is not None and report.suffix == ".html"
-        if as_page:
-            require_report_libraries()
         if context.obj is not None:
             context.obj()  # restarts with another allocator
         loaded = load_recipe(recipe, changes)
@@ -53,7 +49,7 @@ def train(
 
         given = [*([] if data_dir is None else ["--data-dir", str(data_dir)]), *(["--resume"] if resume else [])]
         command = shlex.join(["hf-offload", "train", recipe, *(overrides or []), *given])
-        if report is None or not as_page:
+        if report is None or report.suffix != ".html":
             result = run_recipe(loaded, report=report, resume=resume, command=command)
         else:
             from hf_offload.reports.run_page import ReportCallback, write_report

@@ -100,8 +100,8 @@ def frontier_chart(problem: "Problem", ways: "Iterable[tuple[str, Timeline | Non
     return Chart(
         "Step time over the memory budget",
         "Line: the fastest plan found for each budget. Squares: the same placement for every unit, at its peak. "
-        "All of it is predicted, of one micro-batch with the optimizer's step.",
-        f"memory, weights and optimizer state included ({unit})",
+        "All of it is predicted, of one micro-batch with the optimizer's step; memory is that of everything on the device.",
+        f"memory budget ({unit})",
         f"predicted step ({seconds})",
         series,
     )

@@ -42,7 +42,7 @@ class ReportCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.session = attached_session(kwargs["model"]) or self.session
+        self.session = attached_session(kwargs["model"])
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
