@@ -220,9 +220,11 @@ def test_whatever_a_page_is_given_stays_text(tmp_path):
     assert "<" not in interactive(chart)
     shown = check_in_browser(path, tmp_path, figures=1)
     assert "<title>run</title>" not in shown
-    path.write_text(path.read_text().replace("</body>", '<img src="https://example.invalid/a.png"></body>'))
+    for tag in ("img", "iframe", "script"):
+        path.write_text(f'{path.read_text()}<{tag} src="https://{tag}.invalid/a"></{tag}>')
     _, console = rendered(path, tmp_path / "with", scripts=True)
-    assert "Content Security Policy" in " ".join(console), "the page may load from a network"
+    refused = [line for line in console if "Content Security Policy" in line]
+    assert all(any(f"{tag}.invalid" in line for line in refused) for tag in ("img", "iframe", "script"))
 
 
 def test_a_long_curve_keeps_its_peak():
