@@ -23,6 +23,7 @@ from hf_offload.cli.main import app
 from hf_offload.cli.plan import PlanGroup
 from hf_offload.integrations.launch import find_config
 from hf_offload.settings.environment import DISABLE_VARIABLE, FIELDS, variable
+from hf_offload.settings.recipes import read_recipe
 from hf_offload.settings.renamed import RENAMED
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,25 @@ def test_command_lines_are_understood(name, monkeypatch):
         if own and not any((ROOT / end).is_file() for end in (file, f"{file}.py", f"{file}/__main__.py")):
             mistakes.append(f"python {shlex.join(words)}: no such file")
     assert not mistakes, "\n".join(mistakes)
+
+
+def trained(words):
+    """The recipe and the changes of a command that trains, or nothing."""
+    if words[:1] == ["launch"] and "hf_offload" in words:
+        words = words[words.index("hf_offload") + 1 :]
+    if words[:1] != ["train"] or len(words) == 1 or words[1].isupper():
+        return None
+    copied = "llama/8b_lora_ssd"  # the copy that docs/recipes.md makes
+    return copied if words[1] == "mine.yaml" else words[1], [word for word in words[2:] if re.match(r"[a-z_.]+=", word)]
+
+
+def test_recipes_that_are_trained_are_good_with_their_changes():
+    found = [trained(words) for name in NAMES for words in commands(ROOT / name, "hf-offload")]
+    found = [one for one in found if one is not None]
+    assert len(found) > 5
+    assert any(changes for _, changes in found)
+    for recipe, changes in found:
+        read_recipe(recipe, changes)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(".sh")])
