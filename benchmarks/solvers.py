@@ -77,5 +77,5 @@ def solvers(
                 progress.update(task, description=name)
                 everyone += map(steps, problems(name, gpu, ssd))
                 progress.advance(task)
-        for line in markdown_table(("search", "problems", "mean", "worst"), compare(everyone)):
-            output().print(line, markup=False, highlight=False)
+        table = markdown_table(("search", "problems", "mean", "worst"), compare(everyone))
+        output().print(table, markup=False, highlight=False, soft_wrap=True)
