@@ -54,7 +54,7 @@ def step_chart(problem: "Problem", solution: "Solution", measured: "Sequence[tup
         ("optimizer state", Colour.SKY, [footprint.state_bytes] * len(used)),
         ("gradients", Colour.BLUE, [one.gradient_bytes for one in used]),
         ("activations kept", Colour.GREEN, [one.kept_bytes for one in used]),
-        ("activations on their way", Colour.AMBER, [one.moving_bytes for one in used]),
+        ("activations moving", Colour.AMBER, [one.moving_bytes for one in used]),
         ("temporaries", Colour.PINK, [temporaries(one) for one in used]),
     ]
     series = [
@@ -66,16 +66,17 @@ def step_chart(problem: "Problem", solution: "Solution", measured: "Sequence[tup
     if len(measured) >= _FEWEST_SAMPLES:
         at, used_then = zip(*((at_s / one_s, nbytes / divisor) for at_s, nbytes in measured), strict=True)
         series.append(Series("measured", at, used_then, Colour.PURPLE, Kind.LINE))
-        overlaid = " Measured: the last step, above the same weights, gradients and optimizer state."
+        overlaid = (
+            " Measured: the last micro-batch, above the same weights, gradients and optimizer state. On a CPU that is all "
+            "the allocator has given out, where budgets count tensors."
+        )
     if problem.budget_bytes <= _SHOWN_ABOVE * timeline.peak_bytes:
         series.append(level("budget", problem.budget_bytes / divisor, times))
     return Chart(
         "One micro-batch as planned",
-        f"Predicted memory by kind: forward, backward and the optimizer's step. The peak is "
+        "Predicted memory by kind: forward, backward and the optimizer's step. The peak is "
         f"{format_bytes(timeline.peak_bytes)} in {timeline.peak_unit}, of a budget of {format_bytes(problem.budget_bytes)}. "
-        "Kept: saved for backward, or recomputed. "
-        "On their way: activations that have not left yet, or were read ahead of their use."
-        f"{overlaid}",
+        f"Kept: saved for backward, or recomputed. Moving: on their way out, or read ahead of their use.{overlaid}",
         f"time ({seconds})",
         f"memory ({unit})",
         series,

@@ -79,7 +79,7 @@ def write_report(
     frontier: list[Block] = []
     if known is not None:
         problem = dataclasses.replace(known.problem, footprint=known.footprint)  # at the pace that was measured since
-        over_time.insert(0, step_chart(problem, known.solution, _last_step(memory, known)))
+        over_time.insert(0, step_chart(problem, known.solution, _last_micro_batch(memory, known)))
         where = [where_table(problem, known.solution), _units_table(problem, known.solution)]
         ways = [(one.name, one.solution.timeline) for one in alternatives(problem) if one.placement and one.solution]
         frontier = [frontier_chart(problem, ways)]
@@ -138,11 +138,13 @@ def _memory_chart(memory: Mapping[str, Any]) -> Chart:
     )
 
 
-def _last_step(memory: Mapping[str, Any] | None, known: "Known") -> list[tuple[float, int]]:
-    """Seconds since the last step began, and bytes as the plan counts them."""
+def _last_micro_batch(memory: Mapping[str, Any] | None, known: "Known") -> list[tuple[float, int]]:
+    """Seconds since the last micro-batch began, and bytes, weights, gradients and optimizer state included."""
     if memory is None or not memory["step_end_s"]:
         return []
     begin_s, end_s = memory["step_start_s"][len(memory["step_end_s"]) - 1], memory["step_end_s"][-1]
+    micro_batches = max(1, round((known.prediction.step_s - known.footprint.optimizer_step_s) / known.micro_batch_s))
+    begin_s = end_s - (end_s - begin_s) / micro_batches
     fixed = known.footprint.base_bytes + known.footprint.gradient_bytes
     return [(at_s - begin_s, above + fixed) for at_s, above in _above_baseline(memory) if begin_s <= at_s <= end_s]
 

@@ -12,12 +12,18 @@ from typer.testing import CliRunner
 from hf_offload import OffloadConfig, OffloadTrainingArguments, ReportCallback, offload_activations, write_report
 from hf_offload.cli.main import app
 from hf_offload.errors import OffloadError
+from hf_offload.plan.hardware import describe_hardware
+from hf_offload.plan.planner import find_plan, make_problem
+from hf_offload.planning.known import Known, Prediction
+from hf_offload.planning.situation import Situation
 from hf_offload.reports.charts import Chart, Kind, Series, interactive, thinned
 from hf_offload.reports.page import Table, write_page
+from hf_offload.reports.run_page import _last_micro_batch
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.wear import drive_of
 from tests.helpers.activation_heavy_models import build
 from tests.helpers.browser import rendered
+from tests.helpers.handmade_footprints import MB, footprint_of
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model
 
 CARD = ["--gpu", "24GB", "--tflops", "80", "--pcie", "25GB/s", "--ssd", "5GB/s", "--ram", "64GB"]
@@ -233,3 +239,25 @@ def test_a_long_curve_keeps_its_peak():
     assert len(short) < len(curve) / 10
     assert (4321, 1000) in short
     assert short == sorted(short)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_is_laid_over_a_planned_micro_batch_is_the_last_one_measured(micro_batches):
+    footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
+    problem = make_problem(footprint, describe_hardware("24GB", tflops=80), 1 << 30)
+    solution = find_plan(problem)
+    prediction = Prediction(
+        solution.timeline.peak_bytes, micro_batches * solution.timeline.step_s, footprint.base_bytes
+    )
+    known = Known(Situation((), 0, 0, 0, "", True), footprint, problem, solution, prediction)
+    memory = {
+        "step_start_s": [0.0, 10.0],
+        "step_end_s": [8.0, 18.0],
+        "timeline_s": [float(second) for second in range(20)],
+        "timeline_bytes": [MB * second for second in range(20)],
+        "timeline_in_use_bytes": None,
+        "baseline_bytes": 5 * MB,
+    }
+    first = 10 if micro_batches == 1 else 14
+    expected = [(second - first, footprint.base_bytes + (second - 5) * MB) for second in range(first, 19)]
+    assert _last_micro_batch(memory, known) == expected
