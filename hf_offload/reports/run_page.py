@@ -87,6 +87,8 @@ def write_report(
         placed = session.plan.placements
         placed = {**placed, "all other units" if placed else "all units": session.plan.default}
         where = [Table(("unit", "placement"), [(name, placement.value) for name, placement in placed.items()])]
+    if session is not None:
+        where += _tiers(session)
     sections: dict[str, Sequence[Block]] = {
         "Memory over time": over_time,
         "What is where": where,
@@ -164,6 +166,23 @@ def _units_table(problem: "Problem", solution: "Solution") -> Table:
     return Table(columns, rows, "Sizes and times are those of one of the units.", columns[3:])
 
 
+def _tiers(session: OffloadSession) -> list[Block]:
+    """What left the device: activations, and with the setting ``optimizer`` its state and gradients."""
+    rows = [
+        (
+            f"{account} in {tier}",
+            *map(format_bytes, (counted.peak_used_bytes, counted.written_bytes, counted.read_bytes)),
+        )
+        for account, tiers in session.stats.accounts.items()
+        for tier, counted in tiers.items()
+    ]
+    columns, caption = (
+        ("away from the device", "at most", "written", "read"),
+        "At once, and in the whole run, by this process.",
+    )
+    return [Table(columns, rows, caption)] if rows else []
+
+
 def _compared(session: OffloadSession | None, measured: "TrainingReport | None") -> list[Block]:
     prediction = None if session is None else session.forecast
     if prediction is None:
@@ -229,7 +248,8 @@ def _by_step(name: str, values: Sequence[float], first: int, colour: str) -> Ser
 
 
 def _drives(session: OffloadSession, measured: "TrainingReport | None") -> Block:
-    rated, steps = session.config.drive_endurance_bytes, max(1, session.stats.ended_steps)
+    rated = session.config.drive_endurance_bytes
+    steps = max(1, session.stats.ended_steps if measured is None else measured.steps)
     times = [] if session.forecast is None else session.forecast.measured_step_s
     step_s = statistics.median(times) if times else None if measured is None else measured.median_step_s
     rows = []

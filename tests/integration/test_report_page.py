@@ -165,6 +165,17 @@ def test_a_training_without_a_plan_is_a_page_of_what_was_measured(tiny_recipe, t
     assert "step, median" in page.texts
 
 
+def test_state_and_gradients_that_left_the_device_are_where_they_went(tiny_recipe, tmp_path):
+    path = tmp_path / "run.html"
+    words = ["offload.tier=none", "offload.optimizer=ssd", "offload.min_bytes=1KiB", "offload.directory=tier"]
+    result = CliRunner().invoke(app, ["train", str(tiny_recipe), *words, "--report", str(path)])
+    assert result.exit_code == 0, result.output + result.stderr
+    page = read(path)
+    for account in ("optimizer state in ssd", "gradients in ssd"):
+        most, written, read_back = (size.split() for size in page.cells[page.cells.index(account) + 1 :][:3])
+        assert all(float(number) > 0 for number, _ in (most, written, read_back))
+
+
 def test_a_trainer_of_ones_own_writes_a_page_with_the_callback(tmp_path, caplog):
     path = tmp_path / "run.html"
     for offload in ({}, {"offload": "ssd", "offload_min_bytes": "1KiB", "offload_directory": str(tmp_path)}):
