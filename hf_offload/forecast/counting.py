@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_offload.engine.selection import WeightIndex, byte_span, record_span
 from hf_offload.errors import OffloadPlanError
-from hf_offload.forecast.fake import any_data, mode_of, with_values
+from hf_offload.forecast.fake import any_data, mode_of, run_backward, with_values
 from hf_offload.plan.footprint import Footprint, Saved
 from hf_offload.planning.recorder import StepRecorder, nbytes_of
 
@@ -82,7 +82,7 @@ def count_footprint(
             with cast, torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack):
                 loss = model(**batch).loss
             counter.backward = True
-            loss.backward()
+            run_backward(loss)
             del loss
     except OffloadPlanError:
         raise
@@ -95,26 +95,32 @@ def count_footprint(
     finally:
         for handle in updates:
             handle.remove()
-    weights = sum(nbytes_of(tensor) for tensor in {*model.parameters(), *model.buffers()})
-    gradients = sum(nbytes_of(tensor) for tensor in model.parameters() if tensor.requires_grad)
     model.zero_grad(set_to_none=True)
-    if update_in_backward:
-        gradients = max((nbytes_of(tensor) for tensor in model.parameters() if tensor.requires_grad), default=0)
     return Footprint(
         segments=tuple(counter.segments),
         saved=tuple(counter.saved()),
         blocks=tuple(counter.block_spans()),
         units=counter.units,
         kinds=counter.kinds,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        base_bytes=weights + optimizer.state_bytes,
-        gradient_bytes=max(gradients, optimizer.gradient_bytes),
         optimizer_step_bytes=optimizer.step_bytes,
         optimizer_step_s=optimizer.step_s,
         source="counted",
         largest_operation_bytes=counter.largest_operation_bytes,
         state_bytes=optimizer.state_bytes,
+        **bytes_of_weights(model, optimizer, update_in_backward=update_in_backward),
     )
+
+
+def bytes_of_weights(model: nn.Module, optimizer: OptimizerNeeds, *, update_in_backward: bool) -> dict[str, Any]:
+    """Fields of a footprint that weights and optimizer decide alone."""
+    weights = sum(nbytes_of(tensor) for tensor in {*model.parameters(), *model.buffers()})
+    trained = [nbytes_of(tensor) for tensor in model.parameters() if tensor.requires_grad]
+    gradients = max(trained, default=0) if update_in_backward else sum(trained)
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "base_bytes": weights + optimizer.state_bytes,
+        "gradient_bytes": max(gradients, optimizer.gradient_bytes),
+    }
 
 
 def _use_up(parameter: torch.Tensor) -> None:

@@ -26,6 +26,16 @@ def any_data(as_on_cuda: bool) -> Iterator[None]:
         yield
 
 
+def run_backward(loss: torch.Tensor) -> None:
+    """``loss.backward()`` inside of :func:`any_data`, with its changes in force, so that a part of forward that is recomputed
+    is what it was. Torch switches function modes off for ``Tensor.backward``, as for every function that they see.
+    """
+    ones = torch.ones_like(loss)
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 @contextlib.contextmanager
 def _rows_that_are_not_packed() -> Iterator[None]:
     """Transformers looks whether several texts share a row, and takes what it cannot look into to be such a row. Its mask

@@ -127,7 +127,7 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         return rows, tokens
 
     rows = []
-    for alternative in alternatives(problem):
+    for alternative in alternatives(problem, solution):
         placement = alternative.placement
 
         def fits(footprint: Footprint, placement: Placement | None = placement) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
 from hf_offload.forecast.fake import fake_mode
+from hf_offload.forecast.repeats import count_repeats
 from hf_offload.forecast.workload_inputs import describe_batch, length_unit, longest_row, make_batch
 from hf_offload.memory_modes.protocol import MemoryMode
 from hf_offload.plan.footprint import Footprint
@@ -21,7 +22,7 @@ from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig, smallest_bytes
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import reason_of
-from hf_offload.transforms.order import transforms_for
+from hf_offload.transforms.order import Transforms, transforms_for
 from hf_offload.transforms.tiling.cut import Cut
 
 if TYPE_CHECKING:
@@ -218,6 +219,16 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the model cannot be counted.
     """
+    transforms, asked = _step_of(workload, hardware)
+    footprint = count_repeats(**asked)
+    if footprint is None:
+        transforms, asked = _step_of(workload, hardware)
+        footprint = count_footprint(**asked)
+    return dataclasses.replace(footprint, tiled=transforms.tiling.names, sampled=transforms.sampling.names)
+
+
+def _step_of(workload: Workload, hardware: Hardware) -> tuple[Transforms, dict[str, Any]]:
+    """What is counted, and how: arguments of :func:`~hf_offload.forecast.counting.count_footprint`."""
     try:
         with fake_mode():
             model = workload.build()
@@ -241,14 +252,13 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
     mode = workload.mode
     for parameter in () if mode is None else mode.waiting(model):
         parameter.requires_grad_(False)
-    footprint = count_footprint(
-        model,
-        batch,
-        cost=hardware.seconds,
-        optimizer=needs,
-        min_bytes=smallest_bytes(workload.min_bytes, hardware.device == "cpu"),
-        as_on_cuda=hardware.device != "cpu",
-        autocast=workload.autocast,
-        update_in_backward=workload.update_in_backward or (mode is not None and mode.updates_in_backward()),
-    )
-    return dataclasses.replace(footprint, tiled=transforms.tiling.names, sampled=transforms.sampling.names)
+    return transforms, {
+        "model": model,
+        "batch": batch,
+        "cost": hardware.seconds,
+        "optimizer": needs,
+        "min_bytes": smallest_bytes(workload.min_bytes, hardware.device == "cpu"),
+        "as_on_cuda": hardware.device != "cpu",
+        "autocast": workload.autocast,
+        "update_in_backward": workload.update_in_backward or (mode is not None and mode.updates_in_backward()),
+    }

@@ -153,14 +153,13 @@ def _about_blocks(footprint: Footprint) -> list[str]:
     ]
 
 
-def alternatives(problem: Problem) -> list[Alternative]:
-    """Every simple way, whether it fits or not, and ``auto``."""
+def alternatives(problem: Problem, best: Solution | None) -> list[Alternative]:
+    """Every simple way, whether it fits or not, and ``auto``, for which :func:`find_plan` has found ``best``."""
     found = []
     for placement in Placement:
         solution = uniform(problem, placement)
         if solution is not None:
             found.append(Alternative(placement.value, placement, solution, problem.fits(solution)))
-    best = solve(problem)
     return [*found, Alternative("auto", None, best, best is not None)]
 
 

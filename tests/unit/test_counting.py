@@ -12,6 +12,8 @@ from hf_offload.forecast.fake import fake_mode
 from hf_offload.structure.units import find_units
 from hf_offload.transforms.rematerialization.apply import Rematerialization
 from hf_offload.transforms.sampling.apply import Sampling
+from hf_offload.transforms.tiling.apply import Tiling
+from hf_offload.transforms.tiling.cut import Cut
 from tests.helpers.activation_heavy_models import CONFIGS, ROWS, TOKENS, batch, build
 from tests.helpers.live_bytes import peak_live_bytes
 from tests.helpers.tables import rows
@@ -160,6 +162,19 @@ def test_cuda_kernels_keep_a_byte_for_what_dropout_does_to_a_number():
     numbers = ROWS * TOKENS * 128
     assert sizes[0].count(numbers) == 0
     assert sizes[1].count(numbers) == 1 + 2 * 3  # behind the embeddings, and twice in each block
+
+
+def test_what_is_recomputed_has_the_dropout_of_cuda_too():
+    """In a tiled MLP, dropout runs once more in backward."""
+    options = {"cost": lambda *_: 0.0, "optimizer": NOTHING, "min_bytes": 4096, "as_on_cuda": True}
+    saved = []
+    for tiled in ("off", "on"):
+        with fake_mode():
+            model, inputs = build("gpt2", 0.1), batch()
+            tiling = Tiling(model, OffloadConfig(tiled_mlp=tiled), Cut(exactly=(4, 4)))
+            tiling.apply()
+        saved.append(count_footprint(model, inputs, **options).saved_bytes["transformer.h.1.mlp"])
+    assert 0 < saved[1] < saved[0]
 
 
 def test_a_forward_that_reads_values_is_refused_with_a_way_out():
