@@ -27,6 +27,8 @@ class Case:
     recipe: str
     batch: int
     sequence: int
+    overrides: tuple[str, ...] = ()
+    """Changes that make the recipe one of the model."""
 
     @property
     def label(self) -> str:

@@ -19,8 +19,9 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.formats import REFERENCE
 from hf_offload.settings.environment import ALLOCATORS
 from hf_offload.settings.load import choose, collect_errors
+from hf_offload.settings.models import measured_recipe
 from hf_offload.settings.overrides import text_override
-from hf_offload.settings.recipe_files import is_recipe_file, resolve_shape
+from hf_offload.settings.recipe_files import is_recipe_file
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.report import TRAINER_BATCH, WARMUP_STEPS
 
@@ -48,6 +49,7 @@ class Plan:
     def case_overrides(self, case: Case) -> tuple[str, ...]:
         """Changes to the recipe that all strategies of a case share."""
         return (
+            *case.overrides,
             *self.overrides,
             f"training.per_device_train_batch_size={case.batch}",
             f"data.sequence_length={case.sequence}",
@@ -222,8 +224,8 @@ class _Run:
 
 
 def _cases(shape: str, overrides: Sequence[str], batches: Sequence[int], sequences: Sequence[int]) -> list[Case]:
-    recipe = resolve_shape(shape)
-    loaded = load_recipe(recipe, overrides)
+    recipe, own = measured_recipe(shape)
+    loaded = load_recipe(recipe, (*own, *overrides))
     if loaded.model.dtype != "float32" and not torch.accelerator.is_available():
         logger.warning(
             f"{shape} computes in {loaded.model.dtype}, which is meant for accelerators: a CPU is slow in it."
@@ -231,7 +233,7 @@ def _cases(shape: str, overrides: Sequence[str], batches: Sequence[int], sequenc
     name = Path(shape).stem if is_recipe_file(shape) else shape
     own_batch = int(loaded.training.get("per_device_train_batch_size") or TRAINER_BATCH)
     return [
-        Case(name, recipe, batch, sequence)
+        Case(name, recipe, batch, sequence, own)
         for batch in batches or [own_batch]
         for sequence in sequences or [loaded.data.sequence_length]
     ]

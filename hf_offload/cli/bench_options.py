@@ -13,7 +13,7 @@ from hf_offload.cli.console import output
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.environment import ALLOCATORS
 from hf_offload.settings.load import choose, collect_errors
-from hf_offload.settings.recipe_files import resolve_shape
+from hf_offload.settings.models import measured_recipe
 from hf_offload.settings.recipes import Recipe, read_recipe
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.training.places import check_directories
@@ -30,7 +30,9 @@ FASTEST = "fastest"
 Shapes = Annotated[
     str,
     typer.Argument(
-        metavar="MODELS", help="Presets (gpt2-small), recipes (gpt/demo) or recipes' files, separated by commas."
+        metavar="MODELS",
+        help="Models by their short names (gpt2-small, qwen3-0.6b), recipes (gpt/demo) or recipes' files, separated by "
+        "commas.",
     ),
 ]
 Strategies = Annotated[str, typer.Option(help=f"Some of {STRATEGIES}, separated by commas; or all.")]
@@ -66,7 +68,8 @@ def check_recipes(
         recipes: list[Recipe] = []
         for shape in (part.strip() for part in shapes.split(",")):
             with check:
-                recipes.append(read_recipe(resolve_shape(shape), changes))
+                recipe, own = measured_recipe(shape)
+                recipes.append(read_recipe(recipe, [*own, *changes]))
         with check:
             check_directories(recipe.offload for recipe in recipes)
 

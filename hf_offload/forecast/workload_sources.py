@@ -99,8 +99,6 @@ def _of_settings(offload: OffloadConfig) -> dict[str, Any]:
 
 
 def _from_recipe(name: str, overrides: Sequence[str], settings: Mapping[str, Any]) -> Workload:
-    from transformers import AutoConfig
-
     recipe = load_recipe(name, overrides)
     offload = recipe.offload
     if settings:  # with tier auto, as a plan is about all tiers
@@ -112,14 +110,8 @@ def _from_recipe(name: str, overrides: Sequence[str], settings: Mapping[str, Any
         architecture, fields = model.architecture, model.config
         if model.published is not None:
             architecture, fields = model.published.architecture, model.published.config
-        values = {"bos_token_id": None, "eos_token_id": None, **fields}
-        if recipe.data.train_bpe is not None:
-            values.setdefault("vocab_size", recipe.data.train_bpe)
-        config = AutoConfig.for_model(str(architecture), **values)
-        if hasattr(config, "use_cache"):
-            config.use_cache = False  # as the Trainer has it
-        if model.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = config.pad_token_id
+        trained = {} if recipe.data.train_bpe is None else {"vocab_size": recipe.data.train_bpe}
+        config = _make_config(str(architecture), trained | dict(fields), model.task)
     training = recipe.training
     autocast = torch.bfloat16 if training.get("bf16") else torch.float16 if training.get("fp16") else None
     return Workload(
@@ -137,6 +129,17 @@ def _from_recipe(name: str, overrides: Sequence[str], settings: Mapping[str, Any
         memory_mode_kwargs=read_mode_settings(recipe.offload.memory_mode_kwargs),
         **_of_settings(offload),
     )
+
+
+def _make_config(architecture: str, fields: Mapping[str, Any], task: str) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(architecture, **{"bos_token_id": None, "eos_token_id": None, **fields})
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # as the Trainer has it
+    if task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id
+    return config
 
 
 def _from_folder(name: str, folder: Path) -> Workload:
@@ -179,10 +182,7 @@ def _header_counts(file: Path) -> dict[str, int]:
 
 
 def _from_known(name: str, model: KnownModel) -> Workload:
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(model.shape.architecture, **model.shape.config)
-    config.use_cache = False
+    config = _make_config(model.shape.architecture, model.shape.config, model.task)
     found = _from_config(name, config, model.task)
     return dataclasses.replace(found, dtype=getattr(torch, model.dtype))
 

@@ -27,8 +27,10 @@ from hf_offload.bench.cell import CRASHED, DONE, NOT_INSTALLED, OUT_OF_MEMORY, C
 from hf_offload.bench.strategies import find_strategy, strategy_names
 from hf_offload.cli import bench_options
 from hf_offload.cli.main import app
+from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.parents import bound
 from hf_offload.reports.plots import plot_memory
+from hf_offload.settings.models import known_model, measured_recipe, model_names
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.settings.sizes import parse_bytes
 from hf_offload.storage.host_memory import ram_bytes
@@ -361,13 +363,47 @@ def test_a_missing_tcmalloc_says_what_to_install(recipe, monkeypatch):
 
 
 def test_a_preset_is_a_shipped_recipe_of_that_name_and_all_mistakes_come_at_once(recipe):
-    assert steps.resolve_shape("gpt2-small") == "bench/gpt2-small"
-    assert steps.resolve_shape("gpt/demo") == "gpt/demo"
+    assert measured_recipe("gpt2-small") == ("bench/gpt2-small", ())
+    assert measured_recipe("gpt/demo") == ("gpt/demo", ())
     Path("gpt2-small").write_text("a file of that name wins")
-    assert steps.resolve_shape("gpt2-small") == "gpt2-small"
+    assert measured_recipe("gpt2-small") == ("gpt2-small", ())
     result = run("bench", "steps", "gpt2-smal,gpt/dmeo", "--allocator", "malloc")
     assert "3 errors" in said(result)
     assert "'bench/gpt2-small'" in said(result)
+
+
+TINY_QWEN = [
+    "model.config.num_hidden_layers=2", "model.config.hidden_size=32", "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=1", "model.config.head_dim=16", "model.config.intermediate_size=64",
+    "model.config.vocab_size=128", "model.dtype=float32",
+]  # fmt: skip
+
+
+def test_a_model_is_measured_by_its_short_name(recipe):
+    """The names that plans take, with random weights on random tokens; a file of that name is a recipe all the same."""
+    plan = steps.plan_steps("qwen3-0.6b", TINY_QWEN, [find_strategy("baseline")], batches=[2], sequences=[16], steps=2)
+    (case,) = plan.cases
+    assert (case.label, case.file_name) == ("qwen3-0.6b 2 x 16", "qwen3-0.6b_2x16")
+    loaded = find_strategy("baseline").load(case.recipe, plan.case_overrides(case))
+    published = known_model("qwen3-0.6b").shape.config
+    assert loaded.model.config["max_position_embeddings"] == published["max_position_embeddings"]
+    report = run_recipe(loaded, save=False)
+    assert (report.steps, report.settings["model"]["architecture"]) == (2, "qwen3")
+    assert "t5-small 4 x 512, baseline" in run("bench", "steps", "t5-small", "--dry-run").stdout
+    Path("qwen3-0.6b").write_text("no recipe")
+    assert "qwen3-0.6b is not a recipe" in said(run("bench", "steps", "qwen3-0.6b", "--dry-run"))
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_short_name_is_one_of_a_recipe_to_measure(name):
+    recipe, overrides = measured_recipe(name)
+    known, model = known_model(name), load_recipe(recipe, overrides).model
+    assert (model.architecture, model.config, model.dtype) == (
+        known.shape.architecture,
+        known.shape.config,
+        known.dtype,
+    )
+    assert model.task == find_workload(name).task
 
 
 def fake_runner(monkeypatch, outcomes):

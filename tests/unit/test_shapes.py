@@ -116,6 +116,7 @@ def test_a_short_name_stands_for_the_published_model(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(PUBLISHED[name], rel=0.02)
     shape = known_model(name).shape
     assert {field for field in shape.config if not hasattr(found.config, field)} == set()
+    assert found.task != "seq2seq-lm" or found.config.decoder_start_token_id == found.config.pad_token_id
     assert [known_model(one).shape for one in shape.of] == [shape] * len(shape.of)
 
 
