@@ -8,7 +8,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, output, print_table, progress_bar
+from hf_offload.cli.console import clear_errors, output, print_table, progress_bar, spinner
 
 if TYPE_CHECKING:
     from hf_offload.bench.overhead import Quartiles
@@ -21,7 +21,8 @@ def overhead(
 ) -> None:
     """Measure the time that Python spends on a saved tensor, without the copies."""
     with clear_errors():
-        from hf_offload.bench.overhead import measure_overhead  # slow: it loads torch
+        with spinner("Loading PyTorch"):
+            from hf_offload.bench.overhead import measure_overhead
 
         with progress_bar() as progress:
             task = progress.add_task("measuring", total=repetitions)

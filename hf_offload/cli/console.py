@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -71,9 +71,18 @@ def print_table(table: Table) -> None:
 
 
 def progress_bar(*, counted: bool = True) -> Progress:
-    """What runs and for how long; with ``counted``, how much of it is done, too."""
+    """What runs and for how long, on a terminal; with ``counted``, how much of it is done, too."""
+    console = messages()
     counters: list[ProgressColumn] = [BarColumn(), MofNCompleteColumn()] if counted else []
-    return Progress(TextColumn("{task.description}"), *counters, TimeElapsedColumn(), console=messages())
+    columns = (TextColumn("{task.description}"), *counters, TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+@contextlib.contextmanager
+def spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """Show ``text`` beside a spinner, on a terminal, while what is inside runs; the function changes the text."""
+    with messages().status(escape(text)) as status:
+        yield lambda text: status.update(escape(text))
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_offload.allocator import best_allocator
-from hf_offload.cli.console import clear_errors, messages, output, progress_bar
+from hf_offload.cli.console import clear_errors, output, progress_bar, spinner
 from hf_offload.cli.exit_codes import EXIT_PROBLEM
-from hf_offload.errors import OffloadError
 from hf_offload.settings.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -111,13 +110,10 @@ def doctor(
     if check:
         _check(directory or [Path.cwd()], json)
         return
-    from hf_offload.planning.machine import SAMPLE_BYTES, probe_machine  # slow: it loads torch
+    with clear_errors(), spinner("Measuring the machine"):
+        from hf_offload.planning.machine import SAMPLE_BYTES, probe_machine  # slow: it loads torch
 
-    try:
         machine = probe_machine(directory or [Path.cwd()], sample_bytes=SAMPLE_BYTES if measure else 0)
-    except OffloadError as error:
-        messages().print(f"[bold red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_PROBLEM) from error
     if json:
         effects = {heading.replace("-", " ").replace(" ", "_"): lines for heading, lines in _HEADINGS.items()}
         facts = dataclasses.asdict(machine) | effects

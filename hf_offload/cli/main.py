@@ -1,6 +1,7 @@
 """The command ``hf-offload``."""
 
 import logging
+import warnings
 from typing import Annotated
 
 import typer
@@ -51,6 +52,15 @@ app.add_typer(recipes, name="recipes")
 
 def main() -> None:
     """Run the command. One that trains restarts with the allocator that suits it, once its settings were checked."""
-    # It recommends a faster kernel for 4-bit weights on a CPU to every command that loads it.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    _silence_others()
     app(obj=restart_with_allocator)
+
+
+def _silence_others() -> None:
+    """Leave out what other libraries say about themselves to everyone who loads them."""
+    # It recommends a faster kernel for 4-bit weights on a CPU.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # Torch uses in torch.utils.mkldnn what it has deprecated.
+    warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
+    # It takes the loss that every GPT-2 has.
+    logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=" not in str(record.msg))

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from hf_offload.cli.console import clear_errors, messages, output, print_table
+from hf_offload.cli.console import clear_errors, messages, output, print_table, spinner
 from hf_offload.cli.exit_codes import EXIT_REFUSED
 from hf_offload.cli.former_plan import with_current_options
 from hf_offload.cli.options import Given, Json, OptionGroup, Overrides, fields_of, with_options
@@ -110,14 +110,14 @@ def run(
         from hf_offload.reports.plan_page import write_plan_page
         from hf_offload.reports.plan_plots import plot_frontier, plot_timeline
 
-        with messages().status("Counting a step, then planning"):
+        with spinner("Counting a step, then planning"):
             forecast = make_forecast(workload, hardware, budget_bytes=workload.budget_bytes, may_recompute=recompute)
         for draw, path in ((plot_frontier, plot), (plot_timeline, timeline)):
             if path is not None:
-                with messages().status(f"Drawing {path}"):
+                with spinner(f"Drawing {path}"):
                     draw(forecast, path)
         if html is not None:
-            with messages().status(f"Writing {html}"):
+            with spinner(f"Writing {html}"):
                 write_plan_page(html, forecast, list(plan_tables(forecast)))
     if json:
         typer.echo(json_format.dumps(forecast.as_dict(), indent=2))
@@ -158,14 +158,14 @@ def modes(
         from hf_offload.forecast.compare_modes import compare_modes
 
         names = None if memory_mode is None else [name.strip() for name in memory_mode.split(",")]
-        with messages().status("Counting") as status:
+        with spinner("Counting") as show:
             modes = compare_modes(
                 workload,
                 hardware,
                 names,
                 settings=of_modes,
                 budget_bytes=workload.budget_bytes,
-                on_mode=lambda name: status.update(f"Counting: {name}"),
+                on_mode=lambda name: show(f"Counting: {name}"),
             )
     if json:
         content = {"model": workload.name, "batch": workload.batch, "sequence": workload.sequence}
@@ -200,8 +200,8 @@ def levers(
         workload, hardware = _read(source, overrides, model, settings, machine, gpus=names)
         from hf_offload.forecast.levers import pull_levers
 
-        with messages().status("Counting") as status:
-            found = pull_levers(workload, hardware, lambda name: status.update(f"Counting: {name}"))
+        with spinner("Counting") as show:
+            found = pull_levers(workload, hardware, lambda name: show(f"Counting: {name}"))
     if json:
         rows = [
             {"lever": one.lever, "tokens": dict(zip((m.name for m in hardware), one.tokens, strict=True))}
@@ -232,8 +232,8 @@ def order(
         from hf_offload.forecast.order import compare_orders
         from hf_offload.reports.plan_plots import plot_orders
 
-        with messages().status("Counting") as status:
-            orders = compare_orders(workload, hardware, lambda name: status.update(f"Counting: {name}"))
+        with spinner("Counting") as show:
+            orders = compare_orders(workload, hardware, lambda name: show(f"Counting: {name}"))
         title = f"{workload.name}, {workload.shape}, no offloading"
         if timeline is not None:
             plot_orders(orders, title, timeline)
@@ -285,18 +285,19 @@ def _read(
             with check:
                 if path is not None:
                     check_output_file(path, option)
-    from transformers.utils import logging as transformers_log  # slow from here on: it loads torch
+    with spinner("Loading PyTorch"):
+        from transformers.utils import logging as transformers_log
 
-    from hf_offload.forecast.workload_sources import find_workload
-    from hf_offload.planning.hardware import measure_hardware
-    from hf_offload.reports.plots import require_matplotlib
+        from hf_offload.forecast.workload_sources import find_workload
+        from hf_offload.planning.hardware import measure_hardware
+        from hf_offload.reports.plots import require_matplotlib
 
     if any((pictures or {}).values()):
         require_matplotlib()
     transformers_log.set_verbosity_error()  # its remarks on configurations are not about the plan
-    with messages().status("Reading the configuration"):
+    with spinner("Reading the configuration"):
         workload = find_workload(source, overrides or [], settings=changed, **asked)
     if not hardware:
-        with messages().status("Measuring the machine"):
+        with spinner("Measuring the machine"):
             hardware = [measure_hardware(directory or [Path.cwd()], fresh=measure)]
     return workload, hardware

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, messages, output, print_table, progress_bar
+from hf_offload.cli.console import clear_errors, messages, output, print_table, progress_bar, spinner
 from hf_offload.cli.exit_codes import EXIT_PROBLEM
 from hf_offload.cli.options import Overrides
 from hf_offload.errors import OffloadConfigError, OffloadError
@@ -84,8 +84,8 @@ def validate(names: Names) -> None:
         for name in names:
             try:
                 read_recipe(name)
-                from hf_offload.training.arguments import build_arguments  # slow: it loads torch
-
+                with spinner("Loading PyTorch"):
+                    from hf_offload.training.arguments import build_arguments
                 build_arguments(_for_any_machine(load_recipe(name)))
             except OffloadError as error:
                 wrong += 1
@@ -149,9 +149,10 @@ def predict(
                     path = find_recipe(name)
                     if write:
                         check_output_file(path, "--write")
-        from transformers.utils import logging as transformers_log  # slow from here on: it loads torch
+        with spinner("Loading PyTorch"):
+            from transformers.utils import logging as transformers_log
 
-        from hf_offload.forecast.predict import predict_recipe
+            from hf_offload.forecast.predict import predict_recipe
 
         transformers_log.set_verbosity_error()  # its remarks on configurations are not about the plan
         wrong = 0

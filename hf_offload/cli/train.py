@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, output, visible_log
+from hf_offload.cli.console import clear_errors, output, spinner, visible_log
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.cli.options import Overrides
 from hf_offload.settings.overrides import text_override
@@ -44,8 +44,9 @@ def train(
         check_places(read_recipe(recipe, changes), report=report, resume=resume)
         if context.obj is not None:
             context.obj()  # restarts with another allocator
-        loaded = load_recipe(recipe, changes)
-        from hf_offload.training.run import run_recipe  # slow: only a good recipe is worth the wait
+        with spinner("Loading PyTorch"):
+            loaded = load_recipe(recipe, changes)
+            from hf_offload.training.run import run_recipe  # slow: only a good recipe is worth the wait
 
         given = [*([] if data_dir is None else ["--data-dir", str(data_dir)]), *(["--resume"] if resume else [])]
         command = shlex.join(["hf-offload", "train", recipe, *(overrides or []), *given])

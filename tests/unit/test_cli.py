@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from hf_offload.cli.console import make_table, print_table
 from hf_offload.cli.main import app
 from hf_offload.settings.models import model_names
 from hf_offload.settings.recipe_files import recipe_names
+from tests.helpers.tables import rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -55,16 +58,74 @@ def test_a_table_keeps_names_and_words_whole(columns, monkeypatch, capsys):
     assert "…" not in shown
 
 
-def test_help_fits_a_narrow_terminal_and_cuts_nothing():
-    commands = (
-        [], ["train"], ["plan"], ["plan", "run"], ["plan", "modes"], ["plan", "levers"], ["plan", "order"], ["launch"],
-        ["doctor"], ["config"], ["card"], ["bench"], ["bench", "steps"], ["recipes"], ["recipes", "predict"],
-    )  # fmt: skip
-    for words in commands:
-        shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).stdout
-        assert "Usage" in shown
-        assert max(map(len, shown.splitlines())) <= 80, words
-        assert "…" not in shown, words
+def commands(command, *words):
+    """All commands and groups, with the words that call them."""
+    yield words, command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from commands(one, *words, name)
+
+
+COMMANDS = dict(commands(get_command(app)))
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_fits_a_narrow_terminal_and_cuts_nothing(words):
+    shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).stdout
+    assert "Usage" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    found = {*shown.replace("│", " ").split()}
+    texts = [COMMANDS[words].help]
+    for parameter in COMMANDS[words].params:
+        texts += [getattr(parameter, "help", None), *(name for name in parameter.opts if name.startswith("-"))]
+    missing = {word for text in texts if text for word in text.split()} - found
+    # A command's help is shown as markup.
+    assert not {word for word in missing if "`" not in word}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_brings_no_warning(words):
+    """Of whichever library, with all of them switched on."""
+    command = [sys.executable, "-W", "default", "-m", "hf_offload", *words, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+TINY = [
+    "model.config.n_layer=2", "model.config.n_embd=32", "model.config.n_head=2", "model.config.vocab_size=128",
+    "data.sequence_length=16", "training.max_steps=2", "training.per_device_train_batch_size=2",
+]  # fmt: skip
+SILENT = {
+    "plan run": ["plan", "gpt2-small", *TINY, "--gpu", "rtx4090", "--memory-mode", "lora"],
+    "plan modes": ["plan", "modes", "gpt2-small", *TINY, "--gpu", "rtx4090", "--memory-mode", "lora,galore"],
+    "plan order": ["plan", "order", "gpt2-small", *TINY, "--gpu", "rtx4090", "--timeline", "orders.png"],
+    "plan levers": ["plan", "levers", "llama-3b", "--gpus", "rtx4090"],
+    "doctor": ["doctor", "--no-measure"],
+    "recipes list": ["recipes", "list", "--family", "gpt"],
+    "recipes show": ["recipes", "show", "gpt/demo"],
+    "recipes validate": ["recipes", "validate", "gpt/demo"],
+    "recipes copy": ["recipes", "copy", "gpt/demo", "mine.yaml"],
+    "recipes predict": ["recipes", "predict", "llama/1b_lora_ssd"],
+    "config": ["config", "--where", "fsdp2"],
+    "bench steps": ["bench", "steps", "gpt2-small", *TINY, "--strategies", "baseline,ours:ssd", "--json"],
+    "bench overhead": ["bench", "overhead", "--tensors", "5", "--repetitions", "2"],
+    "bench disk": ["bench", "disk", "--size", "64MiB", "--block", "4MiB", "--rounds", "1"],
+    "train": ["train", "bench/gpt2-small", *TINY, "--report", "report.json"],
+}
+"""Commands that have nothing to say on standard error; only ``train`` says how it goes."""
+
+
+@pytest.mark.parametrize(
+    "name", rows(SILENT, quick=["plan run", "doctor", "recipes list", "recipes show", "recipes copy", "config"])
+)
+def test_no_library_warns_on_any_command(name, tmp_path):
+    command = [sys.executable, "-W", "default", "-m", "hf_offload", *SILENT[name]]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    if name == "train":
+        assert not [line for line in done.stderr.splitlines() if "Warning" in line or "[transformers]" in line]
+    else:
+        assert done.stderr == ""
 
 
 def test_a_short_name_that_is_wrong_names_the_nearest():
@@ -172,6 +233,46 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip(), done.stdout) == (130, "Stopped.", "")
+
+
+SLOW = {
+    "plan run": (["plan", "llama-8b", "--gpu", "rtx4090"], "Counting a step"),
+    "plan modes": (["plan", "modes", "llama-8b", "--gpu", "rtx4090"], "Counting: lora"),
+    "plan levers": (["plan", "levers", "llama-8b"], "Counting: tiled loss"),
+    "plan order": (["plan", "order", "llama-8b", "--gpu", "rtx4090"], "Counting: update in backward"),
+    "doctor": (["doctor"], "Measuring the machine"),
+    "doctor --check": (["doctor", "--check"], "starting"),
+    "recipes predict": (["recipes", "predict", "--all"], "Predicting bert"),
+    "bench steps": (["bench", "steps", "gpt2-small"], "running gpt2-small"),
+    "bench overhead": (["bench", "overhead"], "measuring"),
+    "bench disk": (["bench", "disk", "--size", "512MiB", "--rounds", "200"], "/200"),
+}  # fmt: skip
+"""Commands that take seconds or more, and what they show on a terminal meanwhile. Not while they import: some library there
+drops a Ctrl-C now and then.
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX")
+@pytest.mark.parametrize("name", rows(SLOW, quick=["plan run", "doctor", "recipes predict"]))
+def test_what_takes_long_shows_it_on_a_terminal_and_ctrl_c_ends_it_with_one_line(name, tmp_path):
+    words, expected = SLOW[name]
+    terminal, standard_error = os.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "200", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "hf_offload", *words]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=standard_error, cwd=tmp_path, env=environment
+    ) as running:
+        os.close(standard_error)
+        shown = ""
+        with contextlib.suppress(OSError):  # the other side was closed: the command has ended
+            while piece := os.read(terminal, 1 << 16):
+                before, shown = shown, shown + piece.decode(errors="replace")
+                if expected in shown and expected not in before:
+                    running.send_signal(signal.SIGINT)
+        code = running.wait()
+    os.close(terminal)
+    assert (code, "Traceback" in shown) == (130, False), shown
+    assert shown.count("Stopped.") == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")

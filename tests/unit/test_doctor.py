@@ -69,7 +69,7 @@ def test_measuring_can_be_left_out(run, tmp_path):
 
 def test_a_bad_directory_ends_with_one_line(run, tmp_path):
     result = run("--json", "-d", tmp_path, "-d", tmp_path / "none")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stdout == ""
     assert len(result.stderr.strip().splitlines()) == 1
     assert "does not exist" in result.stderr
