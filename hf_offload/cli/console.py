@@ -80,7 +80,7 @@ def progress_bar(*, counted: bool = True) -> Progress:
 
 @contextlib.contextmanager
 def spinner(text: str) -> Iterator[Callable[[str], None]]:
-    """Show ``text`` beside a spinner, on a terminal, while what is inside runs; the function changes the text."""
+    """Show ``text`` next to a spinner, on a terminal, while what is inside runs; the function changes the text."""
     with messages().status(escape(text)) as status:
         yield lambda text: status.update(escape(text))
 

@@ -110,10 +110,12 @@ def doctor(
     if check:
         _check(directory or [Path.cwd()], json)
         return
-    with clear_errors(), spinner("Measuring the machine"):
-        from hf_offload.planning.machine import SAMPLE_BYTES, probe_machine  # slow: it loads torch
+    with clear_errors():
+        with spinner("Loading PyTorch"):
+            from hf_offload.planning.machine import SAMPLE_BYTES, probe_machine
 
-        machine = probe_machine(directory or [Path.cwd()], sample_bytes=SAMPLE_BYTES if measure else 0)
+        with spinner("Measuring the machine"):
+            machine = probe_machine(directory or [Path.cwd()], sample_bytes=SAMPLE_BYTES if measure else 0)
     if json:
         effects = {heading.replace("-", " ").replace(" ", "_"): lines for heading, lines in _HEADINGS.items()}
         facts = dataclasses.asdict(machine) | effects

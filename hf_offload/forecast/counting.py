@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from hf_offload.engine.selection import WeightIndex, byte_span, record_span
 from hf_offload.errors import OffloadPlanError
 from hf_offload.forecast.fake import any_data, mode_of, run_backward, with_values
+from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.footprint import Footprint, Saved
 from hf_offload.planning.recorder import StepRecorder, nbytes_of
 
@@ -78,7 +79,8 @@ def count_footprint(
         if update_in_backward and parameter.requires_grad
     ]
     try:
-        with counter.in_fake_mode(), any_data(as_on_cuda):
+        # Raised under a dispatch mode, in the midst of backward's C++, Ctrl-C may end the process with SIGABRT.
+        with signals_deferred, counter.in_fake_mode(), any_data(as_on_cuda):
             with cast, torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack):
                 loss = model(**batch).loss
             counter.backward = True
@@ -183,6 +185,10 @@ class _Counter(StepRecorder):
         self.largest_operation_bytes = 0
         self._drafts: dict[int, list[weakref.ref[_Draft]]] = {}  # id of a storage -> what was saved of it
         self._times: list[_Times] = []
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        signals_deferred.deliver()  # of a step that takes seconds: in forward, where Python has called
+        super()._enter(name, module, args)
 
     def elapsed(self) -> float:
         seconds, self._seconds = self._seconds, 0.0

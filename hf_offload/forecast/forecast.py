@@ -12,7 +12,7 @@ from hf_offload.plan.explain import UnitLine, unit_lines
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import alternatives, find_plan, largest, make_problem
+from hf_offload.plan.planner import Alternative, find_plan, largest, make_problem, simple_ways
 from hf_offload.plan.problem import Problem, Solution
 from hf_offload.plan.search import can_fit, uniform
 from hf_offload.plan.timeline import Timeline
@@ -127,7 +127,7 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         return rows, tokens
 
     rows = []
-    for alternative in alternatives(problem, solution):
+    for alternative in [*simple_ways(problem), Alternative("auto", None, solution, solution is not None)]:
         placement = alternative.placement
 
         def fits(footprint: Footprint, placement: Placement | None = placement) -> bool:

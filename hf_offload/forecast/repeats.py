@@ -103,7 +103,7 @@ def count_repeats(
                 )
     except OffloadPlanError:
         return None  # a forward may count its blocks; if it is another reason, the whole model has it too
-    # What the names and weights of all blocks decide is no sum.
+    # Names and weights are those of all blocks.
     units = find_units(model)
     whole: dict[str, Any] = {
         "units": {name: unit.block for name, unit in units.items()},

@@ -153,14 +153,14 @@ def _about_blocks(footprint: Footprint) -> list[str]:
     ]
 
 
-def alternatives(problem: Problem, best: Solution | None) -> list[Alternative]:
-    """Every simple way, whether it fits or not, and ``auto``, for which :func:`find_plan` has found ``best``."""
+def simple_ways(problem: Problem) -> list[Alternative]:
+    """Every simple way, whether it fits or not."""
     found = []
     for placement in Placement:
         solution = uniform(problem, placement)
         if solution is not None:
             found.append(Alternative(placement.value, placement, solution, problem.fits(solution)))
-    return [*found, Alternative("auto", None, best, best is not None)]
+    return found
 
 
 def largest(fits: Callable[[int], bool], start: int, limit: int) -> int:

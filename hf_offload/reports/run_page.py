@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_offload.plan.explain import unit_lines
-from hf_offload.plan.planner import alternatives
+from hf_offload.plan.planner import simple_ways
 from hf_offload.reports.charts import Chart, Colour, Kind, Series, byte_unit, level, require_report_libraries, thinned
 from hf_offload.reports.page import Block, Table, write_page
 from hf_offload.reports.plan_page import DAY_S, time_until, where_table
@@ -81,7 +81,7 @@ def write_report(
         problem = dataclasses.replace(known.problem, footprint=known.footprint)  # at the pace that was measured since
         over_time.insert(0, step_chart(problem, known.solution, _last_micro_batch(memory, known)))
         where = [where_table(problem, known.solution), _units_table(problem, known.solution)]
-        ways = [(one.name, one.solution.timeline) for one in alternatives(problem) if one.placement and one.solution]
+        ways = [(one.name, one.solution.timeline) for one in simple_ways(problem) if one.solution]
         frontier = [frontier_chart(problem, ways)]
     elif session is not None:
         placed = session.plan.placements
