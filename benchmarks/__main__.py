@@ -10,6 +10,7 @@ from benchmarks.loss import loss
 from benchmarks.modes.command import modes
 from benchmarks.sampling import sampling
 from benchmarks.solvers import solvers
+from benchmarks.state import state
 
 app = typer.Typer(
     name="benchmarks",
@@ -18,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (accuracy, allocators, budgets, limits, loss, modes, sampling, solvers):
+for command in (accuracy, allocators, budgets, limits, loss, modes, sampling, solvers, state):
     app.command()(command)
 
 if __name__ == "__main__":
