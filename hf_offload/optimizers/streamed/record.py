@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from hf_offload.errors import StorageError
 from hf_offload.optimizers.streamed.shadow import CUT_ELEMENTS, pieces
 from hf_offload.optimizers.streamed.stored import Store, Stored, as_bytes
-from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.packing import Packing
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class PartState:
             self._stored = None
             return
         if buffer is None:
-            buffer = empty_at_phase(self._packing.nbytes, 0)
+            buffer = store.new_buffer(self._packing.nbytes)
             self._packing.fill(buffer, state)
         self._stored = store.put(as_bytes(buffer))
 

@@ -2,6 +2,7 @@
 
 import collections
 import logging
+import threading
 import weakref
 from concurrent.futures import Future
 
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from hf_offload.errors import StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.storage.buffers import empty_at_phase
+from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.service import RunStorage
 from hf_offload.storage.tier import Slot, Tier
 
 logger = logging.getLogger(__name__)
+
+_SPARE_BYTES = 1 << 16
+"""Of the smallest buffers that are kept for the next of their size."""
 
 
 class Store:
@@ -39,6 +43,30 @@ class Store:
         )  # slots of objects that have gone, in whatever thread
         self._reading: weakref.WeakSet[Stored] = weakref.WeakSet()
         self._said = False
+        self._spare: dict[tuple[int, int], list[Tensor]] = {}  # by size and phase
+        self._spare_bytes = 0
+        self.lock = threading.Lock()  # of what a thread that writes may do, too
+
+    def new_buffer(self, nbytes: int, phase: int = 0) -> Tensor:
+        """Host memory at an address of this phase, of one that is spare if possible: the system zeroes what is new."""
+        with signals_deferred, self.lock:
+            spare = self._spare.get((nbytes, phase))
+            if spare:
+                self._spare_bytes -= nbytes
+                return spare.pop()
+        return empty_at_phase(nbytes, phase)
+
+    def recycle(self, buffer: Tensor) -> None:
+        """Keep a buffer that nothing refers to any more, if there is room for it and it has a storage of its own."""
+        with signals_deferred, self.lock:
+            self._recycle(buffer)
+
+    def _recycle(self, buffer: Tensor) -> None:
+        nbytes = buffer.numel()
+        fits = nbytes >= _SPARE_BYTES and self._spare_bytes + nbytes <= self.window_bytes // 4
+        if fits and buffer.untyped_storage().nbytes() == nbytes:
+            self._spare.setdefault((nbytes, buffer.data_ptr() % PAGE), []).append(buffer)
+            self._spare_bytes += nbytes
 
     def put(self, buffer: Tensor) -> "Stored":
         """Write ``buffer``, one-dimensional ``uint8`` host memory, which belongs to the result from now on."""
@@ -99,12 +127,13 @@ class Stored:
         nbytes: Bytes of the buffer.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_read", "_slot", "_store", "_write", "nbytes")
+    __slots__ = ("__weakref__", "_buffer", "_read", "_slot", "_store", "_taken", "_write", "nbytes")
 
     def __init__(self, store: Store, buffer: Tensor):
         self.nbytes = buffer.numel()
         self._store = store
         self._buffer: Tensor | None = buffer  # until it has been written
+        self._taken = False  # by a caller, who has the buffer
         self._write: Future[None] | None = None
         self._read: tuple[Tensor, Future[None]] | None = None
         with signals_deferred:
@@ -137,7 +166,9 @@ class Stored:
 
         Raises :class:`~hf_offload.errors.StorageError` if they cannot be read; they can be asked for again.
         """
-        buffer = self._buffer
+        with signals_deferred, self._store.lock:
+            buffer = self._buffer
+            self._taken = last or self._taken
         if buffer is not None:
             if not last:
                 return buffer.clone()
@@ -160,7 +191,7 @@ class Stored:
     def _begin_read(self, urgent: bool) -> None:
         assert self._slot is not None
         tier = self._store.tier
-        buffer = empty_at_phase(self.nbytes, tier.phase(self._slot))
+        buffer = self._store.new_buffer(self.nbytes, tier.phase(self._slot))
         self._read = buffer, tier.read(self._slot, buffer, urgent)
         self._store._reading.add(self)
 
@@ -202,8 +233,14 @@ class _Written:
 
     def __call__(self, future: "Future[None]") -> None:
         stored = self._stored()
-        if stored is not None and not future.cancelled() and future.exception() is None:
-            stored._buffer = None
+        if stored is None or future.cancelled() or future.exception() is not None:
+            return
+        store = stored._store
+        with signals_deferred, store.lock:
+            buffer = stored._buffer
+            if buffer is not None and not stored._taken:
+                stored._buffer = None
+                store._recycle(buffer)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -373,7 +373,10 @@ class Streaming:
                     state.put(after, before, buffer, self.states, device)
                 record.moved = record.moved or bool(after)
                 update.done += 1
-            del gradient, before, buffer, after
+            del before, buffer, after
+            if self.gradients is not None and isinstance(update.gradient, StoredGradient):
+                self.gradients.recycle(as_bytes(gradient))
+            del gradient
         record.update = None
         self._refresh(record, parameter)
 
