@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, output, print_table, progress_bar, spinner
+from hf_offload.cli.console import clear_errors, loading_torch, output, print_table, progress_bar
 from hf_offload.cli.options import Json
 from hf_offload.settings.sizes import format_bytes, parse_bytes
 
@@ -28,7 +28,7 @@ def disk(
 ) -> None:
     """Compare the disk tier with the limit of the drive, measured by fio if that is installed."""
     with clear_errors():
-        with spinner("Loading PyTorch"):
+        with loading_torch():
             from hf_offload.bench.disk import (
                 PASSES_BEFORE_ROUNDS,
                 PASSES_PER_ROUND,

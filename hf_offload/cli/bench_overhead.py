@@ -8,7 +8,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, output, print_table, progress_bar, spinner
+from hf_offload.cli.console import clear_errors, loading_torch, output, print_table, progress_bar
 
 if TYPE_CHECKING:
     from hf_offload.bench.overhead import Quartiles
@@ -21,7 +21,7 @@ def overhead(
 ) -> None:
     """Measure the time that Python spends on a saved tensor, without the copies."""
     with clear_errors():
-        with spinner("Loading PyTorch"):
+        with loading_torch():
             from hf_offload.bench.overhead import measure_overhead
 
         with progress_bar() as progress:

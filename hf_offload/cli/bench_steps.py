@@ -20,7 +20,7 @@ from hf_offload.cli.bench_options import (
     print_written,
     whole_numbers,
 )
-from hf_offload.cli.console import clear_errors, messages, output, print_table, progress_bar, spinner, visible_log
+from hf_offload.cli.console import clear_errors, loading_torch, messages, output, print_table, progress_bar, visible_log
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_PROBLEM
 from hf_offload.cli.options import Json, Overrides
 from hf_offload.settings.outputs import check_output_folder
@@ -66,7 +66,7 @@ def steps(
     with clear_errors(), visible_log():
         check_recipes(shapes, overrides, steps, allocator)
         check_output_folder(output_dir, "--output", *(f"table.{kind}" for kind in ("md", "json", "csv")))
-        with spinner("Loading PyTorch"):
+        with loading_torch():
             from hf_offload.bench.steps import plan_steps
             from hf_offload.bench.strategies import parse_strategies
             from hf_offload.bench.tables import write_results

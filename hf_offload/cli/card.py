@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hf_offload.cli.console import clear_errors, output, spinner
+from hf_offload.cli.console import clear_errors, loading_torch, output
 from hf_offload.settings.outputs import check_output_folder
 
 
@@ -35,7 +35,7 @@ def card(
     """Write the model card of a training: results, memory and time, data and licence, how to reproduce it."""
     with clear_errors():
         check_output_folder(target, "--output")
-        with spinner("Loading PyTorch"):
+        with loading_torch():
             from hf_offload.reports.card import CardFacts, write_card
             from hf_offload.training.report import TrainingReport
 

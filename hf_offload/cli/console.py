@@ -1,7 +1,9 @@
 """What commands share: where they write, and how they end."""
 
 import contextlib
+import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import typer
@@ -28,6 +30,24 @@ def output() -> Console:
 def messages() -> Console:
     """For everything that is not a result."""
     return Console(stderr=True)
+
+
+@contextlib.contextmanager
+def loading_torch() -> Iterator[None]:
+    """For imports that load torch, which takes seconds: a spinner, and no search for garbage in what they make.
+
+    What is loaded stays: looking through it again and again would take a fifth of a plan's time.
+    """
+    is_first = "torch" not in sys.modules
+    if is_first:
+        gc.disable()
+    try:
+        with spinner("Loading PyTorch"):
+            yield
+    finally:
+        if is_first:
+            gc.freeze()
+            gc.enable()
 
 
 def make_table(

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_offload.allocator import best_allocator
-from hf_offload.cli.console import clear_errors, output, progress_bar, spinner
+from hf_offload.cli.console import clear_errors, loading_torch, output, progress_bar, spinner
 from hf_offload.cli.exit_codes import EXIT_PROBLEM
 from hf_offload.settings.sizes import format_bytes
 
@@ -111,7 +111,7 @@ def doctor(
         _check(directory or [Path.cwd()], json)
         return
     with clear_errors():
-        with spinner("Loading PyTorch"):
+        with loading_torch():
             from hf_offload.planning.machine import SAMPLE_BYTES, probe_machine
 
         with spinner("Measuring the machine"):

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from hf_offload.cli.console import clear_errors, messages, output, print_table, spinner
+from hf_offload.cli.console import clear_errors, loading_torch, messages, output, print_table, spinner
 from hf_offload.cli.exit_codes import EXIT_REFUSED
 from hf_offload.cli.former_plan import with_current_options
 from hf_offload.cli.options import Given, Json, OptionGroup, Overrides, fields_of, with_options
@@ -285,7 +285,7 @@ def _read(
             with check:
                 if path is not None:
                     check_output_file(path, option)
-    with spinner("Loading PyTorch"):
+    with loading_torch():
         from transformers.utils import logging as transformers_log
 
         from hf_offload.forecast.workload_sources import find_workload

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, messages, output, print_table, progress_bar, spinner
+from hf_offload.cli.console import clear_errors, loading_torch, messages, output, print_table, progress_bar
 from hf_offload.cli.exit_codes import EXIT_PROBLEM
 from hf_offload.cli.options import Overrides
 from hf_offload.errors import OffloadConfigError, OffloadError
@@ -84,7 +84,7 @@ def validate(names: Names) -> None:
         for name in names:
             try:
                 read_recipe(name)
-                with spinner("Loading PyTorch"):
+                with loading_torch():
                     from hf_offload.training.arguments import build_arguments
                 build_arguments(_for_any_machine(load_recipe(name)))
             except OffloadError as error:
@@ -149,7 +149,7 @@ def predict(
                     path = find_recipe(name)
                     if write:
                         check_output_file(path, "--write")
-        with spinner("Loading PyTorch"):
+        with loading_torch():
             from transformers.utils import logging as transformers_log
 
             from hf_offload.forecast.predict import predict_recipe

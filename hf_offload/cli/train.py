@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, output, spinner, visible_log
+from hf_offload.cli.console import clear_errors, loading_torch, output, visible_log
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.cli.options import Overrides
 from hf_offload.settings.overrides import text_override
@@ -44,7 +44,7 @@ def train(
         check_places(read_recipe(recipe, changes), report=report, resume=resume)
         if context.obj is not None:
             context.obj()  # restarts with another allocator
-        with spinner("Loading PyTorch"):
+        with loading_torch():
             loaded = load_recipe(recipe, changes)
             from hf_offload.training.run import run_recipe  # slow: only a good recipe is worth the wait
 

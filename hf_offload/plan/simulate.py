@@ -146,21 +146,23 @@ class _Player:
         released = _by_segment(self._items, lambda item: item.released)
         base_bytes, behind_bytes = footprint.base_bytes, self._windows.write_behind_bytes
         details = self._details
+        eventful = {*packed, *gone, *needed, *released, *self._recompute_at}
         for index, segment in enumerate(footprint.segments):
-            for item in released.get(index, ()):
-                self._release(item)
-            if index in self._recompute_at:
-                self._recompute_block(self._recompute_at[index], segment)
-            for item in packed.get(index, ()):
-                self._pack(item)
-            for item in gone.get(index, ()):
-                self._settle()
-                if item.held:
-                    self._hold_alone(item)
-                else:
-                    self._left_bytes += item.nbytes
-            for item in needed.get(index, ()):
-                self._need(item, index)
+            if index in eventful:
+                for item in released.get(index, ()):
+                    self._release(item)
+                if index in self._recompute_at:
+                    self._recompute_block(self._recompute_at[index], segment)
+                for item in packed.get(index, ()):
+                    self._pack(item)
+                for item in gone.get(index, ()):
+                    self._settle()
+                    if item.held:
+                        self._hold_alone(item)
+                    else:
+                        self._left_bytes += item.nbytes
+                for item in needed.get(index, ()):
+                    self._need(item, index)
             self._settle()
             memory = base_bytes + segment.live_bytes + self._resident
             # Most segments are no peak, even with all that may wait to be written on top.
@@ -261,7 +263,9 @@ class _Player:
 
     def _settle(self) -> None:
         """Let what has left by now leave memory."""
-        for item in self._stores.left_by(self._now):
+        leaving = self._stores.leaving
+        while leaving and leaving[0].leaves_s <= self._now:
+            item = leaving.popleft()
             if item.leaving:
                 self._left_bytes += item.nbytes if item.resident else 0
                 self._drop(item)

@@ -20,21 +20,25 @@ T = TypeVar("T", bound=Leaving)
 
 
 class Stores(Generic[T]):
-    """Queues of all tiers. Entries leave memory in the order in which they were stored."""
+    """Queues of all tiers.
+
+    Attributes:
+        leaving: What leaves memory, in the order in which it was stored. The player takes out what has left.
+    """
 
     def __init__(self, channels: Mapping[str, Channel]):
         self._channels = channels
         self._free_s = dict.fromkeys(channels, 0.0)
         self._link_free_s = 0.0
         self._queues: dict[str, collections.deque[T]] = {tier: collections.deque() for tier in channels}
-        self._leaving: collections.deque[T] = collections.deque()
+        self.leaving: collections.deque[T] = collections.deque()
         self._ring: collections.deque[tuple[float, int]] = collections.deque()  # when each chunk goes, and its size
         self._ring_used = 0
 
     @property
     def oldest_leaves_s(self) -> float | None:
         """When the oldest entry leaves memory that still is there."""
-        return self._leaving[0].leaves_s if self._leaving else None
+        return self.leaving[0].leaves_s if self.leaving else None
 
     @property
     def copied_s(self) -> float:
@@ -44,11 +48,6 @@ class Stores(Generic[T]):
     def free_s(self, tier: str) -> float:
         """Until when the tier writes."""
         return self._free_s[tier]
-
-    def left_by(self, now_s: float) -> "Iterator[T]":
-        """Take out what has left."""
-        while self._leaving and self._leaving[0].leaves_s <= now_s:
-            yield self._leaving.popleft()
 
     def begin(self, entry: T, tier: str, now_s: float, share: Callable[[float], float]) -> Iterator[float]:
         """Store ``entry``. Yields until when forward has to wait for room in the ring, as often as it has to.
@@ -68,7 +67,7 @@ class Stores(Generic[T]):
             else:
                 self._link_free_s = entry.leaves_s
                 entry.stored_s = now_s  # in stream order it is there: a load waits for the copy by itself
-        self._leaving.append(entry)
+        self.leaving.append(entry)
 
     def _through_the_ring(self, entry: T, tier: str, now_s: float, share: Callable[[float], float]) -> Iterator[float]:
         channel = self._channels[tier]
@@ -112,4 +111,4 @@ class Stores(Generic[T]):
                 self._free_s[tier] -= seconds
                 queue.remove(entry)
                 if self._channels[tier].link_bytes_per_s is None:
-                    self._leaving.remove(entry)
+                    self.leaving.remove(entry)
