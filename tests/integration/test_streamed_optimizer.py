@@ -85,8 +85,8 @@ def test_a_loop_has_the_bits_of_the_run_in_memory(kind, clip, backwards, place, 
     streaming = streaming_of(loop.optimizer)
     moved = [record.state_bytes for record in streaming.records if record.moved]
     assert moved
-    assert streaming.states.tier.stats.written_bytes >= sum(moved)
-    assert streaming.gradients.tier.stats.written_bytes > 0
+    assert streaming.states.store.tier.stats.written_bytes >= sum(moved)
+    assert streaming.gradients.store.tier.stats.written_bytes > 0
     assert same(expected, loop.results())
 
 

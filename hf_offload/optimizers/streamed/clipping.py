@@ -45,7 +45,7 @@ def clip_stored(
             if isinstance(each, Tensor):
                 scaled(each, (factor,))
             elif each.gradient is not None:
-                each.streaming.scale_gradient(each, factor)
+                each.streaming.gradients.scale(each, factor)
             elif factor != 1:
                 raise OffloadError(
                     f"{each.name} was updated in backward, and its gradient is to be clipped only now: set max_grad_norm in "
@@ -64,7 +64,7 @@ def norm_of(gradient: Tensor, norm_type: float) -> Tensor:
 def _of_each(each: Tensor | Record, norm_type: float) -> tuple[Tensor, torch.dtype]:
     if isinstance(each, Tensor):
         return norm_of(each, norm_type), each.dtype
-    return each.streaming.gradient_norm(each, norm_type), each.dtype
+    return each.streaming.gradients.norm(each, norm_type), each.dtype
 
 
 def _total_norm(norms: list[tuple[Tensor, torch.dtype]], norm_type: float) -> Tensor:

@@ -7,8 +7,10 @@ Note: a class for a while
     NumPy arrays that share the parameter's memory and were made before.
 """
 
+import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +36,8 @@ _demands: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
 _GRADIENT: Any = torch.Tensor.grad
 _GET_GRADIENT = _GRADIENT.__get__
 _WRITE_GRADIENT = {_GRADIENT.__set__, _GRADIENT.__delete__}
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_MAKING = nn.Parameter.__new__.__code__
 # They read every gradient only to drop it, or to make zeros of it.
 _ZEROING = {nn.Module.zero_grad.__code__}
 
@@ -98,12 +102,23 @@ class DemandedParameter(nn.Parameter):
     """A parameter that is completed when it is used."""
 
     @classmethod
+    @torch._disable_dynamo  # or it would become part of a graph
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _HARMLESS:
                 for each in _demanded((args, kwargs or {})):
                     _answer(each, func)
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if func is torch.Tensor.detach and _caller().f_code is _MAKING:
+                result.__class__ = nn.Parameter  # which it compares with the class that it was given
+            return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        demand = plain(self)
+        try:
+            return repr(self)
+        finally:
+            demanded(self, demand)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         demand = plain(self)
@@ -130,6 +145,11 @@ def demanded(parameter: nn.Parameter, demand: Demand | None) -> None:
         parameter.__class__ = DemandedParameter
 
 
+def demand_of(parameter: nn.Parameter) -> Demand | None:
+    """What the parameter is waiting for."""
+    return _demands.get(parameter)
+
+
 def plain(parameter: nn.Parameter) -> Demand | None:
     """Complete ``parameter`` and make it a plain one, until the demand that is returned is put back."""
     demand: Demand | None = _demands.get(parameter)
@@ -152,12 +172,32 @@ def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None
         parameter.grad = gradient
 
 
+def ask_in_transforms() -> None:
+    """Ask before ``torch.func`` wraps a parameter: it does so without PyTorch's calling anyone. Idempotent."""
+    from torch._functorch import eager_transforms, vmap
+
+    for module, name in ((eager_transforms, "_wrap_tensor_for_grad"), (vmap, "_add_batch_dim")):
+        wrap = getattr(module, name)
+        if not hasattr(wrap, "__wrapped__"):
+            setattr(module, name, _asking(wrap))
+
+
+def _asking(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wrap)
+    def asking(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(value) is DemandedParameter and (demand := demand_of(value)) is not None:
+            demand.finish()
+        return wrap(value, *args, **kwargs)
+
+    return asking
+
+
 def _answer(parameter: nn.Parameter, func: Any) -> None:
     demand: Demand | None = _demands.get(parameter)
     if demand is None:
         return
+    caller = _caller()
     if func == _GET_GRADIENT:
-        caller = sys._getframe(2)  # of __torch_function__, which C has called
         if caller.f_code in _ZEROING:
             demand.replace_gradient(zeros=not caller.f_locals.get("set_to_none", True))
         else:
@@ -166,6 +206,17 @@ def _answer(parameter: nn.Parameter, func: Any) -> None:
         demand.replace_gradient(zeros=False)
     else:
         demand.finish()
+        if func == _SET_DATA or caller.f_code is _MAKING:
+            demand.reveal_gradient()  # which might not fit any more, or keep the class
+
+
+def _caller() -> FrameType:
+    """The frame that uses a parameter: the first one that is neither here nor in what keeps Dynamo out."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__") in (__name__, "torch._compile", "torch._dynamo.eval_frame"):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame
 
 
 def _demanded(values: Any) -> Iterable[DemandedParameter]:

@@ -2,7 +2,7 @@
 
 import collections
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.streamed.clipping import clip_stored
+from hf_offload.optimizers.streamed.demand import ask_in_transforms
 from hf_offload.optimizers.streamed.record import Record
 from hf_offload.optimizers.streamed.saved import MappedFiles
-from hf_offload.optimizers.streamed.shadow import Shadow, can_be_cut, make_shadow, options_of
+from hf_offload.optimizers.streamed.shadow import Shadow, make_shadow, options_of
 from hf_offload.optimizers.streamed.stored import Store
 from hf_offload.optimizers.streamed.streaming import PART_BYTES, Streaming
+from hf_offload.optimizers.streamed.trial import traits_of
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.tier import Tier
@@ -83,7 +85,9 @@ def stream(
                 f"{names.get(id(parameter), 'A parameter')} is in two optimizers whose state is to be streamed: give each "
                 "parameter to one optimizer."
             )
-    cuts = can_be_cut(optimizer, kind)
+    _check_step(optimizer)
+    traits = traits_of(optimizer, kind)
+    gradients = gradients and not traits.sets_gradients
     resident = StreamedState()
     streaming = Streaming(
         Shadow(optimizer, kind),
@@ -91,24 +95,35 @@ def stream(
         Store(storage, open_tier(GRADIENTS), GRADIENTS, window_bytes) if gradients else None,
         resident,
         smallest_bytes=smallest_bytes,
-        part_bytes=part_bytes if cuts else None,
-        lazy=lazy,
+        part_bytes=part_bytes,
+        lazy=lazy and gradients,
+        all_step=traits.sets_gradients,
     )
     resident.streaming = streaming
     dict.update(resident, optimizer.state)
-    streaming.add(_named(parameters, names))
+    streaming.add(_named(parameters, names), traits.cuts)
     storage.members.add(streaming)
     optimizer.state = resident
     _keep_scheduler(optimizer, extend(optimizer, StreamedOptimizer))
-    reference = weakref.ref(optimizer)
-    streaming.use_groups(lambda: [] if (found := reference()) is None else found.param_groups)
+    streaming.use_optimizer(weakref.ref(optimizer))
     _streamed[optimizer] = streaming
+    if streaming.lazy:
+        ask_in_transforms()
     return streaming
 
 
 def _named(parameters: list[nn.Parameter], names: dict[int, str]) -> Iterator[tuple[str, nn.Parameter]]:
     for number, parameter in enumerate(parameters):
         yield names.get(id(parameter), f"parameter {number}"), parameter
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise OffloadConfigError(
+            f"The step of this {type(optimizer).__name__} was replaced by {step!r}, which would not be called any more: "
+            "prepare the optimizer first, and replace its step then."
+        )
 
 
 def _keep_scheduler(optimizer: Optimizer, _: Undo[Any]) -> None:
@@ -139,7 +154,7 @@ class StreamedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _streamed[self].step(self.param_groups)
+        _streamed[self].step(self)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -199,12 +214,24 @@ class StreamedOptimizer(Optimizer):
         super().add_param_group(param_group)
         streaming = _streamed.get(self)
         if streaming is not None:
-            streaming.add(_named(self.param_groups[-1]["params"], {}))
+            traits = traits_of(self, _own_class(self))
+            if traits.sets_gradients and streaming.streams_gradients:
+                raise OffloadConfigError(
+                    "With the options of the new group, the optimizer sets gradients itself: add the group before the "
+                    "optimizer is prepared."
+                )
+            streaming.add(_named(self.param_groups[-1]["params"], {}), traits.cuts)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        present = vars(self).get("state")
+        if name == "state" and isinstance(present, StreamedState) and value is not present:
+            present.replace(value)
+        else:
+            super().__setattr__(name, value)
 
     def _without_streaming(self) -> Optimizer:
         """One of its own class with the same groups and hooks, and no state."""
-        kind = type(self).__mro__[2]
-        whole = make_shadow(self, kind)
+        whole = make_shadow(self, _own_class(self))
         whole.__dict__ |= {name: value for name, value in vars(self).items() if name.endswith("state_dict_post_hooks")}
         whole.__dict__ |= {
             name: value for name, value in vars(self).items() if name == "_optimizer_state_dict_pre_hooks"
@@ -214,8 +241,13 @@ class StreamedOptimizer(Optimizer):
         return whole
 
 
+def _own_class(optimizer: Optimizer) -> type[Optimizer]:
+    own: type[Optimizer] = type(optimizer).__mro__[2]  # behind StreamedOptimizer
+    return own
+
+
 def _keeper(streaming: Streaming) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    tier = streaming.states.tier
+    tier = streaming.states.store.tier
     if isinstance(tier, DiskTier):
         return MappedFiles(Path(tier.files[0].directory)).state
     return lambda state: state
@@ -242,9 +274,8 @@ class StreamedState(collections.defaultdict[Any, Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self.streaming.finish()
-        keys = list(dict.keys(self))
-        keys += [p for record in self.streaming.records if record.moved and (p := record.parameter_ref()) is not None]
-        return iter(keys)
+        ordered = [p for p in self.streaming.parameters() if p in self]
+        return iter(dict.fromkeys([*ordered, *dict.keys(self)]))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -268,7 +299,26 @@ class StreamedState(collections.defaultdict[Any, Any]):
             return value
         return dict.pop(self, key, *default)
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def popitem(self) -> tuple[Any, Any]:
+        key = list(self)[-1]
+        return key, self.pop(key)
+
+    def copy(self) -> Any:
+        return collections.defaultdict(dict, self.items())
+
+    def replace(self, state: Mapping[Any, Any]) -> None:
+        """Let ``state`` take the place of all that is here."""
+        state = dict(state)
+        self.clear()
+        self.update(state)
+
     def clear(self) -> None:
+        self.streaming.finish()
         self.streaming.forget_states()
         dict.clear(self)
 
@@ -278,6 +328,8 @@ class StreamedState(collections.defaultdict[Any, Any]):
 
     def _is_streamed(self, key: Tensor) -> bool:
         return self.streaming.has_state(key)
+
+    update = MutableMapping.update
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(key, Tensor) and self._is_streamed(key):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload.errors import StorageError
+from hf_offload.optimizers.streamed.contexts import StepContext
+from hf_offload.optimizers.streamed.demand import DemandedParameter, demanded
 from hf_offload.optimizers.streamed.shadow import CUT_ELEMENTS, pieces
 from hf_offload.optimizers.streamed.stored import Store, Stored, as_bytes
 from hf_offload.storage.packing import Packing
@@ -36,10 +38,12 @@ class PartState:
         if self._stored is not None:
             self._stored.read_ahead()
 
-    def take(self, device: torch.device, last: bool) -> tuple[dict[str, Any], Tensor | None]:
-        """The state, whose tensors are views of the buffer that comes with it; the ``last`` time, it is gone from here."""
+    def take(self, device: torch.device, last: bool) -> tuple[dict[str, Any] | None, Tensor | None]:
+        """The state, whose tensors are views of the buffer that comes with it; the ``last`` time, it is gone from here. None
+        before the first one is put here.
+        """
         if self._packing is None:
-            return {}, None
+            return None, None
         if self._stored is None:
             return self._packing.views(torch.empty(0, dtype=torch.uint8)), None
         buffer = self._stored.take(last).to(device)
@@ -48,10 +52,18 @@ class PartState:
         return self._packing.views(buffer), buffer
 
     def put(
-        self, state: dict[str, Any], before: dict[str, Any], buffer: Tensor | None, store: Store, device: torch.device
+        self,
+        state: dict[str, Any] | None,
+        before: dict[str, Any] | None,
+        buffer: Tensor | None,
+        store: Store,
+        device: torch.device,
     ) -> None:
         """Store ``state``, which was ``before``, in ``buffer``."""
-        if self._packing is None or not self._packing.keep(state, before):
+        if state is None:
+            self._packing = self._stored = None
+            return
+        if self._packing is None or before is None or not self._packing.keep(state, before):
             self._packing = Packing(state, _SMALLEST_STATE_BYTES, device)
             buffer = None
         if self._packing.nbytes == 0:
@@ -64,46 +76,49 @@ class PartState:
 
 
 class StoredGradient:
-    """A gradient on the tier, in the parts of its parameter.
+    """A gradient on the tier, in the parts of its parameter. Parts that are None are zeros.
 
     Attributes:
         factors: What it is still to be multiplied with, one after the other: by clipping.
         norm: Its 2-norm without the ``factors``, if it was computed.
     """
 
-    def __init__(self, parts: list[Stored], dtype: torch.dtype, device: torch.device, norm: Tensor | None):
-        self.parts = parts
+    def __init__(
+        self,
+        parts: list[Stored | None],
+        sizes: list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        norm: Tensor | None = None,
+    ):
         self.factors: tuple[Tensor, ...] = ()
         self.norm = norm
-        self._dtype = dtype
-        self._device = device
-
-    def part(self, number: int, last: bool, factors: tuple[Tensor, ...]) -> Tensor:
-        """One part, flat, times ``factors``. The ``last`` time, it is gone from here."""
-        gradient = self.parts[number].take(last).view(self._dtype).to(self._device)
-        return scaled(gradient, factors)
-
-    def read_ahead(self, number: int) -> None:
-        """Begin to read a part."""
-        self.parts[number].read_ahead()
-
-
-class ZeroGradient:
-    """A gradient that ``zero_grad(set_to_none=False)`` has set to zeros: nothing is stored of it."""
-
-    factors: tuple[Tensor, ...] = ()
-    norm: Tensor | None = None
-
-    def __init__(self, sizes: list[int], dtype: torch.dtype, device: torch.device):
+        self._parts = parts
+        self._applied = [0] * len(parts)  # factors that a part was multiplied with before it was stored
         self._sizes = sizes
         self._dtype = dtype
         self._device = device
 
     def part(self, number: int, last: bool, factors: tuple[Tensor, ...]) -> Tensor:
-        return scaled(torch.zeros(self._sizes[number], dtype=self._dtype, device=self._device), factors)
+        """One part, flat, times ``factors``. The ``last`` time, it is gone from here."""
+        stored = self._parts[number]
+        if stored is None:
+            gradient = torch.zeros(self._sizes[number], dtype=self._dtype, device=self._device)
+        else:
+            gradient = stored.take(last).view(self._dtype).to(self._device)
+        return scaled(gradient, factors[self._applied[number] :])
+
+    def rewrite(self, number: int, part: Tensor, factors: tuple[Tensor, ...], store: Store) -> None:
+        """Store what has become of a part, which was multiplied with ``factors``."""
+        self._parts[number] = store.put(as_bytes(part))
+        self._applied[number] = len(factors)
+        self.norm = None
 
     def read_ahead(self, number: int) -> None:
-        pass
+        """Begin to read a part."""
+        stored = self._parts[number]
+        if stored is not None:
+            stored.read_ahead()
 
 
 class LostGradient:
@@ -118,11 +133,14 @@ class LostGradient:
     def part(self, number: int, last: bool, factors: tuple[Tensor, ...]) -> Tensor:
         raise StorageError(f"A gradient was lost in an earlier backward: call zero_grad(). {self._error}")
 
+    def rewrite(self, number: int, part: Tensor, factors: tuple[Tensor, ...], store: Store) -> None:
+        pass
+
     def read_ahead(self, number: int) -> None:
         pass
 
 
-Gradient = StoredGradient | ZeroGradient | LostGradient
+Gradient = StoredGradient | LostGradient
 
 
 def scaled(gradient: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
@@ -139,6 +157,7 @@ class Update:
     ``gradient`` is None where it is in the parameter's ``.grad``. ``done`` is the number of parts that are updated.
     """
 
+    context: StepContext
     options: dict[str, Any]
     gradient: Gradient | None
     factors: tuple[Tensor, ...]
@@ -160,20 +179,44 @@ class Record:
         self.name = name
         self.streaming = streaming
         self.parameter_ref = weakref.ref(parameter)
+        self.moved = False
+        self.gradient: Gradient | None = None
+        self.update: Update | None = None
+        self.spent_norm: Tensor | None = None
+        self.lay_out(parameter, part_elements)
+
+    def lay_out(self, parameter: nn.Parameter, part_elements: int | None) -> None:
+        """Cut it into parts, or leave it whole. There is no state then."""
         self.shape = parameter.shape
         self.dtype = parameter.dtype
         whole = part_elements is None or not parameter.is_contiguous() or parameter.numel() <= part_elements
         self.part_elements = None if whole else part_elements
         self.sizes = [parameter.numel()] if whole else [one.numel() for one in pieces(parameter, part_elements or 0)]
         self.states = [PartState() for _ in self.sizes]
-        self.moved = False
-        self.gradient: Gradient | None = None
-        self.update: Update | None = None
-        self.spent_norm: Tensor | None = None
+
+    def fits(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter still is as it was laid out."""
+        cut = self.part_elements is not None
+        return (
+            parameter.shape == self.shape
+            and parameter.dtype == self.dtype
+            and not (cut and not parameter.is_contiguous())
+        )
+
+    def refresh(self, parameter: nn.Parameter) -> None:
+        """Let PyTorch ask before it uses the parameter, or not any more."""
+        waits = self.update is not None or self.gradient is not None
+        if waits != (type(parameter) is DemandedParameter):
+            demanded(parameter, self if waits else None)
 
     def targets(self, parameter: nn.Parameter) -> list[Tensor]:
-        """What the optimizer updates: the parameter, or its parts."""
-        return [parameter] if self.part_elements is None else pieces(parameter, self.part_elements)
+        """What the optimizer updates: the parameter, or its parts, with what the user has noted on it."""
+        if self.part_elements is None:
+            return [parameter]
+        parts = pieces(parameter, self.part_elements)
+        for part in parts:
+            vars(part).update(vars(parameter))
+        return parts
 
     def parts_of(self, gradient: Tensor) -> list[Tensor]:
         """A gradient in parts, flat, which share its memory if it is contiguous."""
@@ -204,10 +247,16 @@ class Record:
         self.streaming.finish_record(self)
 
     def reveal_gradient(self) -> None:
-        self.streaming.reveal_gradient(self)
+        self.streaming.gradients.reveal(self)
 
     def replace_gradient(self, zeros: bool) -> None:
-        self.streaming.replace_gradient(self, zeros)
+        self.streaming.gradients.replace(self, zeros)
+
+
+def storage_holders(tensor: Tensor) -> int:
+    """How many tensors, and objects such as NumPy's arrays, share the memory of ``tensor``, which counts, too."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # but for ``storage``
 
 
 def part_elements(part_bytes: int, itemsize: int) -> int:

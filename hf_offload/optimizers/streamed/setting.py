@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.optimizers.streamed.fast_paths import keep_fast_paths
 from hf_offload.optimizers.streamed.optimizer import stream, streaming_of
 from hf_offload.optimizers.streamed.streaming import Streaming
 from hf_offload.settings.schema import OffloadConfig
@@ -43,6 +44,8 @@ class StreamedSetting:
         self._place = config.optimizer
         if self._place == "auto":
             self._place = self._choose(model)
+        if self._place != "none":
+            _refuse_scripted(model)
         _refuse_sharded(model)
         self._guards: list[RemovableHandle] = []
         if self._place != "none":
@@ -54,7 +57,7 @@ class StreamedSetting:
         """Stream ``optimizer``, which is the same object afterwards. Idempotent."""
         if self._place == "none":
             return
-        compiled = isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None
+        compiled = any(_is_compiled(module) for module in model.modules())
         in_graph = self._alone and not compiled
         names = {id(p): name for name, p in model.named_parameters()}
         present = streaming_of(optimizer)
@@ -67,6 +70,7 @@ class StreamedSetting:
             gradients=in_graph,
             lazy=in_graph,
         )
+        keep_fast_paths(model)
         for guard in self._guards:
             guard.remove()
         self._guards.clear()
@@ -110,6 +114,8 @@ class StreamedSetting:
 
     def _tell(self, streaming: Streaming, optimizer: Optimizer, compiled: bool) -> None:
         why = "gradients stay in memory, for several processes reduce them there"
+        if self._alone:
+            why = "gradients stay in memory, for the optimizer's class sets them itself"
         if compiled:
             why = "gradients stay in memory, where compiled code expects them"
         if streaming.streams_gradients:
@@ -118,7 +124,7 @@ class StreamedSetting:
             "The state of %s (%d of its weights are large enough) goes to %s; %s.",
             type(optimizer).__name__,
             len(streaming.records),
-            streaming.states.tier.name,
+            streaming.states.store.tier.name,
             why,
         )
 
@@ -135,6 +141,19 @@ def _refuse_gradient(parameter: Any) -> None:
         "OffloadConfig(optimizer=...) is set, but no optimizer was prepared: pass yours to session.prepare_optimizer() "
         "before the first step."
     )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise OffloadConfigError(
+                f"{name or 'The model'} is in TorchScript, which reads weights before their updates are computed: use the "
+                "module that it was made of, or set optimizer='none'."
+            )
 
 
 def _refuse_sharded(model: nn.Module) -> None:

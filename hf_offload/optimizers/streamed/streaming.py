@@ -3,10 +3,12 @@
 Note: one rule for all schedules
     A step notes for each parameter the options of its group, the gradient and its factors as they are now: an
     :class:`~hf_offload.optimizers.streamed.record.Update`. It is computed when the parameter is next used, at the latest
-    before the next step; with ``lazy`` false, at once. A failure or Ctrl-C between two parts leaves the rest noted: the
-    next use of such a parameter completes it, or raises.
+    before the next step. It is computed at once with ``lazy`` false, where others hold the parameter's memory, who would
+    read it without asking, and as the note in :mod:`~hf_offload.optimizers.streamed.contexts` says. A failure or Ctrl-C
+    between two parts leaves the rest noted: the next use of such a parameter completes it, or raises.
 """
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -15,24 +17,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import norm_of
-from hf_offload.optimizers.streamed.demand import DemandedParameter, demanded, gradient_of, set_gradient
+from hf_offload.optimizers.streamed.contexts import StepContext, is_outside, outside
+from hf_offload.optimizers.streamed.demand import demand_of, gradient_of, set_gradient
+from hf_offload.optimizers.streamed.gradients import Gradients
 from hf_offload.optimizers.streamed.order import UpdateOrder
-from hf_offload.optimizers.streamed.parts import joined, split
-from hf_offload.optimizers.streamed.record import (
-    LostGradient,
-    Record,
-    StoredGradient,
-    Update,
-    ZeroGradient,
-    part_elements,
-)
-from hf_offload.optimizers.streamed.shadow import Shadow, options_of
-from hf_offload.optimizers.streamed.stored import Store, as_bytes
+from hf_offload.optimizers.streamed.record import Record, Update, part_elements, storage_holders
+from hf_offload.optimizers.streamed.shadow import Shadow, attributes_of, options_of
+from hf_offload.optimizers.streamed.states import States
+from hf_offload.optimizers.streamed.stored import Store
 
 logger = logging.getLogger(__name__)
 
@@ -45,58 +43,67 @@ class Streaming:
 
     Args:
         shadow: Computes the updates.
-        states, gradients: Where they go; None leaves gradients in memory.
+        state_store, gradient_store: Where they go; None leaves gradients in memory.
         resident: The state that is in memory, by parameter: of all that is not streamed, and of what the user has looked at.
         smallest_bytes: Smaller parameters are not streamed.
         part_bytes: Size of the parts that parameters are cut into; None leaves them whole.
         lazy: Whether updates wait for the next use of their parameter.
+        all_step: Whether a step is one of parameters without a gradient, too.
 
     Attributes:
         in_backward: Whether each parameter is updated as soon as it has a gradient, from the options of that moment. The
             caller promises one backward a step, and that nothing changes gradients in between.
-        wants_norms: Whether gradients are measured as they leave memory, for clipping.
     """
 
     def __init__(
         self,
         shadow: Shadow,
-        states: Store,
-        gradients: Store | None,
+        state_store: Store,
+        gradient_store: Store | None,
         resident: dict[Tensor, dict[str, Any]],
         *,
         smallest_bytes: int,
         part_bytes: int | None = PART_BYTES,
         lazy: bool = True,
+        all_step: bool = False,
     ):
-        self.in_backward = self.wants_norms = False
+        self.in_backward = False
         self.lazy = lazy
-        self.states = states
-        self.gradients = gradients
         self._shadow = shadow
         self._resident = resident
         self._smallest_bytes = smallest_bytes
         self._part_bytes = part_bytes
+        self._all_step = all_step
         self._lock = threading.RLock()
+        self.states = States(state_store, self._lock)
+        self.gradients = Gradients(gradient_store, self._lock)
         self._records: dict[int, Record] = {}  # by id of the parameter, which the record's reference checks
         self._handles: list[RemovableHandle] = []
-        self._groups: Callable[[], list[dict[str, Any]]] = list
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None
         self._order = UpdateOrder()
 
     # -- parameters -----------------------------------------------------------------------------------------------------
 
-    def add(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Stream these parameters from now on, as far as they are large enough and of the plain class."""
+    def add(self, parameters: Iterable[tuple[str, nn.Parameter]], cuts: bool) -> None:
+        """Stream these parameters from now on, as far as they are large enough and of the plain class. If it ``cuts``, a
+        parameter may step in parts, otherwise only as a whole.
+        """
+        if not cuts:
+            self._part_bytes = None
         for name, parameter in parameters:
-            if type(parameter) is not nn.Parameter or parameter.nbytes < self._smallest_bytes:
+            if (demand := demand_of(parameter)) is not None:  # of an optimizer that has gone
+                demand.finish()
+                demand.reveal_gradient()
+            trains = parameter.is_floating_point() or parameter.is_complex()
+            if type(parameter) is not nn.Parameter or not trains or parameter.nbytes < self._smallest_bytes:
                 continue
-            cut = None if self._part_bytes is None else part_elements(self._part_bytes, parameter.itemsize)
-            record = Record(parameter, name, self, cut)
+            record = Record(parameter, name, self, self._part_elements(parameter))
             self._records[id(parameter)] = record
-            if self.gradients is not None:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(_Arrival(weakref.ref(record))))
+            if self.gradients.store is not None:
+                self._handles.append(_register(parameter, _Arrival(weakref.ref(record))))
             state = dict.pop(self._resident, parameter, None)
-            if state:
-                self._move_state(record, parameter, state)
+            if state is not None:
+                self.states.put(record, parameter, state)
             self._order.add(record)
 
     def record_of(self, parameter: Tensor) -> Record | None:
@@ -104,26 +111,44 @@ class Streaming:
         record = self._records.get(id(parameter))
         return record if record is not None and record.parameter_ref() is parameter else None
 
+    def _part_elements(self, parameter: Tensor) -> int | None:
+        return None if self._part_bytes is None else part_elements(self._part_bytes, parameter.itemsize)
+
+    def _match_layout(self, record: Record, parameter: nn.Parameter) -> None:
+        """The user may have given the parameter other memory: ``parameter.data = ...``."""
+        if record.fits(parameter):
+            return
+        state = self.state_of(parameter, last=True) if record.moved else None
+        self.gradients.reveal(record)
+        record.lay_out(parameter, self._part_elements(parameter))
+        if state is not None:
+            dict.setdefault(self._resident, parameter, state)
+
     @property
     def streams_gradients(self) -> bool:
         """Whether gradients leave memory."""
-        return self.gradients is not None
+        return self.gradients.store is not None
 
     @property
     def records(self) -> list[Record]:
         """Those of all parameters that are still there."""
         return [record for record in self._records.values() if record.parameter_ref() is not None]
 
-    def use_groups(self, groups: Callable[[], list[dict[str, Any]]]) -> None:
-        """Where the options of groups are found, for updates in backward."""
-        self._groups = groups
+    def use_optimizer(self, optimizer: Callable[[], Optimizer | None]) -> None:
+        """Where the optimizer is found, if it is still there."""
+        self._optimizer = optimizer
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all groups."""
+        optimizer = self._optimizer()
+        return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
     def close(self) -> None:
         """Complete all updates, bring all gradients back, and stream no more gradients. States stay where they are."""
         with self._lock:
             self.finish()
             for record in self.records:
-                self.reveal_gradient(record)
+                self.gradients.reveal(record)
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
@@ -136,26 +161,17 @@ class Streaming:
         return record is not None and record.moved
 
     def state_of(self, parameter: Tensor, last: bool) -> dict[str, Any]:
-        """A copy of the state on the tier, of the whole parameter. The ``last`` time, it is gone from there.
+        """See :meth:`~hf_offload.optimizers.streamed.states.States.get`."""
+        record = self.record_of(parameter)
+        assert record is not None
+        return self.states.get(record, parameter, last)
 
-        Raises :class:`~hf_offload.errors.StorageError` if it cannot be read: then it still is there.
-        """
-        with self._lock:
-            record = self.record_of(parameter)
-            assert record is not None
-            found = [state.take(parameter.device, last=False)[0] for state in record.states]
-            whole = joined(found, record)
-            if last:
-                self._forget_state(record)
-            return whole
-
-    def put_state(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Let ``state`` of the whole parameter take the place of what is there."""
-        with self._lock:
-            record = self.record_of(parameter)
-            assert record is not None
-            self._forget_state(record)
-            self._move_state(record, parameter, state)
+    def put_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        """See :meth:`~hf_offload.optimizers.streamed.states.States.put`."""
+        record = self.record_of(parameter)
+        assert record is not None
+        self._match_layout(record, parameter)
+        self.states.put(record, parameter, state)
 
     def loaded(self, parameter: Tensor, options: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """``state`` as the optimizer's class loads it for this parameter."""
@@ -164,114 +180,42 @@ class Streaming:
 
     def forget_states(self, but: Iterable[Tensor] = ()) -> None:
         """Drop the states of all parameters ``but`` these."""
-        with self._lock:
-            kept = {id(parameter) for parameter in but}
-            for record in self.records:
-                if id(record.parameter_ref()) not in kept:
-                    self._forget_state(record)
-
-    def _forget_state(self, record: Record) -> None:
-        record.states = [type(state)() for state in record.states]
-        record.moved = False
-
-    def _move_state(self, record: Record, parameter: Tensor, state: dict[str, Any]) -> None:
-        for number, part in enumerate(split(state, record)):
-            record.states[number].put(part, {}, None, self.states, parameter.device)
-        record.moved = True
+        kept = {id(parameter) for parameter in but}
+        for record in self.records:
+            if id(record.parameter_ref()) not in kept:
+                self.states.forget(record)
 
     # -- gradients ------------------------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo
     def gradient_arrived(self, record: Record, parameter: nn.Parameter) -> None:
         """Backward has put or added a gradient: it leaves memory."""
         gradient = gradient_of(parameter)
-        if gradient is None or gradient.requires_grad:  # with create_graph
+        if gradient is None:
             return
         if gradient.layout != torch.strided:
             raise OffloadError(
                 f"The gradient of {record.name} is sparse, which cannot be streamed: make the embedding with sparse=False, "
                 "or set optimizer='none'."
             )
-        if record.gradient is None and not gradient.is_contiguous():
-            return  # its norm depends on the order of its elements in memory
-        with self._lock, torch.no_grad():
+        del gradient  # other references are counted
+        with self._lock, outside():
             self.finish_record(record)  # of a graph that is older than the last step
+            self._match_layout(record, parameter)
             if self.in_backward:
                 self._update_in_backward(record, parameter)
-                return
-            self._store_gradient(record, gradient)
-            set_gradient(parameter, None)
-            self._refresh(record, parameter)
-
-    def _store_gradient(self, record: Record, gradient: Tensor) -> None:
-        gradient = gradient.contiguous()
-        parts = record.parts_of(gradient)
-        before = record.gradient
-        if before is not None:
-            try:
-                for number, part in enumerate(parts):
-                    earlier = before.part(number, last=True, factors=before.factors)
-                    torch.add(earlier, part, out=part)  # what autograd's own accumulation computes
-                    del earlier
-            except StorageError as error:
-                record.gradient = LostGradient(error)
-                raise
-        assert self.gradients is not None
-        norm = norm_of(gradient, 2.0) if self.wants_norms else None
-        dtype, device = gradient.dtype, gradient.device
-        record.gradient = None
-        stored = [self.gradients.put(as_bytes(part)) for part in parts]
-        record.gradient = StoredGradient(stored, dtype, device, norm)
-
-    def reveal_gradient(self, record: Record) -> None:
-        """Put a gradient that is on the tier into ``.grad``."""
-        with self._lock, torch.no_grad():
-            parameter, gradient = record.parameter_ref(), record.gradient
-            if parameter is None or gradient is None:
-                return
-            shared = record.update is not None and record.update.gradient is gradient
-            whole = record.whole(gradient, last=not shared)
-            record.gradient = None
-            set_gradient(parameter, whole)
-            self._refresh(record, parameter)
-
-    def replace_gradient(self, record: Record, zeros: bool) -> None:
-        """Drop the gradient on the tier, for ``zeros`` or nothing."""
-        with self._lock:
-            parameter, gradient = record.parameter_ref(), record.gradient
-            if parameter is not None and gradient is not None:
-                record.gradient = ZeroGradient(record.sizes, parameter.dtype, parameter.device) if zeros else None
-                self._refresh(record, parameter)
+            else:
+                self.gradients.leave(record, parameter)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop all gradients on the tier."""
         for record in self.records:
-            self.replace_gradient(record, zeros=not set_to_none)
-
-    def gradient_norm(self, record: Record, norm_type: float) -> Tensor:
-        """The norm of a gradient on the tier. From now on, gradients are measured as they leave memory."""
-        with self._lock:
-            self.wants_norms = self.wants_norms or norm_type == 2.0
-            gradient = record.gradient
-            if gradient is None:
-                assert record.spent_norm is not None
-                if norm_type != 2.0:
-                    raise OffloadError(
-                        f"{record.name} was updated in backward: of its gradient, only the 2-norm is known."
-                    )
-                return record.spent_norm
-            if gradient.norm is not None and norm_type == 2.0 and not gradient.factors:
-                return gradient.norm
-            return norm_of(record.whole(gradient, last=False), norm_type)
-
-    def scale_gradient(self, record: Record, factor: Tensor) -> None:
-        """Multiply a gradient on the tier when it is used."""
-        with self._lock:
-            if record.gradient is not None:
-                record.gradient.factors += (factor,)
+            self.gradients.replace(record, zeros=not set_to_none)
 
     # -- steps ----------------------------------------------------------------------------------------------------------
 
-    def step(self, groups: list[dict[str, Any]]) -> None:
+    @torch._disable_dynamo
+    def step(self, optimizer: Optimizer) -> None:
         """One step of all parameters that have a gradient.
 
         Raises :class:`~hf_offload.errors.StorageError` if something cannot be read: the step can then be completed, or no
@@ -279,23 +223,27 @@ class Streaming:
         """
         with self._lock, torch.no_grad():
             self.finish()
-            waiting: list[tuple[Record, nn.Parameter]] = []
-            with signals_deferred:
-                noted = self._note(groups)
+            context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
+            may_wait = self.lazy and is_outside()
+            at_once: list[Record] = []
+            with signals_deferred, torch._C.DisableTorchFunctionSubclass():
+                noted = self._note(optimizer.param_groups, context)
                 for record in self._records.values():
                     record.spent_norm = None
                 for record, parameter, update in noted:
                     record.update = update
-                    self._refresh(record, parameter)
-                    waiting.append((record, parameter))
-            # A gradient in memory is the user's, who may change it from now on.
-            at_once = [r for r, _ in waiting if r.update is not None and (not self.lazy or r.update.gradient is None)]
+                    record.refresh(parameter)
+                    # A gradient in memory is the user's, who may change it from now on.
+                    if may_wait and update.gradient is not None and not _held_elsewhere(parameter):
+                        torch.autograd.graph.increment_version(parameter)  # backward of older graphs is an error
+                    else:
+                        at_once.append(record)
             self._order.begin_step()
             for record in self._order.sorted(at_once):
-                self.finish_record(record)
+                self._finish(record, contextlib.nullcontext())
             self._order.read_ahead(None)
 
-    def _note(self, groups: list[dict[str, Any]]) -> list[tuple[Record, nn.Parameter, Update]]:
+    def _note(self, groups: list[dict[str, Any]], context: StepContext) -> list[tuple[Record, nn.Parameter, Update]]:
         noted: list[tuple[Record, nn.Parameter, Update]] = []
         small: list[dict[str, Any]] = []
         for group in groups:
@@ -303,18 +251,20 @@ class Streaming:
             staying: list[Tensor] = []
             for parameter in group["params"]:
                 record = self.record_of(parameter)
-                live = gradient_of(parameter)
                 if record is None:
                     staying.append(parameter)
-                elif live is not None:
-                    noted.append((record, parameter, Update(options, None, ())))
+                    continue
+                self._match_layout(record, parameter)
+                if gradient_of(parameter) is not None or (self._all_step and record.gradient is None):
+                    noted.append((record, parameter, Update(context, options, None, ())))
                 elif record.gradient is not None:
-                    noted.append((record, parameter, Update(options, record.gradient, record.gradient.factors)))
+                    update = Update(context, options, record.gradient, record.gradient.factors)
+                    noted.append((record, parameter, update))
             if staying:
                 small.append({**options, "params": staying})
         if small:
             state = {p: its for one in small for p in one["params"] if (its := dict.get(self._resident, p)) is not None}
-            dict.update(self._resident, self._shadow.step(small, state))
+            dict.update(self._resident, self._shadow.step(small, state, context.attributes))
         return noted
 
     def finish(self) -> None:
@@ -323,40 +273,44 @@ class Streaming:
             for record in self._order.sorted([r for r in self.records if r.update is not None]):
                 self.finish_record(record)
 
+    @torch._disable_dynamo
     def finish_record(self, record: Record) -> None:
         """Compute the update that a parameter waits for, if there is one."""
         with self._lock:
-            parameter = record.parameter_ref()
-            if record.update is None or parameter is None:
-                return
-            try:
-                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                    self._compute(record, parameter, record.update)
-            except StorageError as error:
-                raise StorageError(
-                    f"The last step of {record.name} cannot be completed, so its value must not be used: go on from the last "
-                    f"checkpoint. {error}"
-                ) from error
-            self._order.updated(record)
-            self._order.read_ahead(record)
+            if record.update is not None:
+                self._finish(record, record.update.context.restored())
+
+    def _finish(self, record: Record, context: contextlib.AbstractContextManager[None]) -> None:
+        parameter = record.parameter_ref()
+        if record.update is None or parameter is None:
+            return
+        try:
+            with context, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._compute(record, parameter, record.update)
+                self._order.updated(record)
+                self._order.read_ahead(record)
+        except StorageError as error:
+            raise StorageError(
+                f"The last step of {record.name} cannot be completed, so its value must not be used: go on from the last "
+                f"checkpoint. {error}"
+            ) from error
 
     def _compute(self, record: Record, parameter: nn.Parameter, update: Update) -> None:
         live = gradient_of(parameter)
         whole_state = dict.pop(self._resident, parameter, None)
-        if whole_state:  # the user has looked at it, and may have changed it
-            self._move_state(record, parameter, whole_state)
+        if whole_state is not None:  # the user has looked at it, and may have changed it
+            self.states.put(record, parameter, whole_state)
         targets = record.targets(parameter)
-        lives = None if update.gradient is not None or live is None else record.parts_of(live)
+        lives: list[Any] = [None] * len(targets) if live is None else record.parts_of(live)
         device = parameter.device
         while update.done < len(targets):
             number = update.done
             target, state = targets[number], record.states[number]
+            last = record.gradient is not update.gradient
+            gradient = lives[number]
             if update.gradient is not None:
-                last = record.gradient is not update.gradient
                 gradient = update.gradient.part(number, last, update.factors)
-            else:
-                assert lives is not None
-                gradient = lives[number]
+            version = None if gradient is None else gradient._version
             before, buffer = state.take(device, last=True)
             with signals_deferred:
                 if target is not parameter:
@@ -366,19 +320,33 @@ class Streaming:
                 after = before
                 try:
                     groups = [{**update.options, "params": [target]}]
-                    after = self._shadow.step(groups, {target: dict(before)} if before else {}).get(target, {})
+                    its_state = {} if before is None else {target: dict(before)}
+                    after = self._shadow.step(groups, its_state, update.context.attributes).get(target)
+                except Exception:
+                    self._give_up(update.context)
+                    raise
                 finally:
-                    if target is parameter and update.gradient is not None:
+                    if target is not parameter:
+                        target.grad = None
+                    elif update.gradient is not None:
                         set_gradient(parameter, live)
-                    state.put(after, before, buffer, self.states, device)
-                record.moved = record.moved or bool(after)
+                    state.put(after, before, buffer, self.states.store, device)
+                if update.gradient is not None:
+                    written = gradient._version != version and not last
+                    self.gradients.used(update, number, gradient, written)
+                record.moved = record.moved or after is not None
                 update.done += 1
-            del before, buffer, after
-            if self.gradients is not None and isinstance(update.gradient, StoredGradient):
-                self.gradients.recycle(as_bytes(gradient))
-            del gradient
+            del gradient, before, buffer, after
         record.update = None
-        self._refresh(record, parameter)
+        record.refresh(parameter)
+
+    def _give_up(self, context: StepContext) -> None:
+        """The class has raised an error, as it does in memory, where the rest of the step is not taken either."""
+        for record in self.records:
+            parameter = record.parameter_ref()
+            if record.update is not None and record.update.context is context and parameter is not None:
+                record.update = None
+                record.refresh(parameter)
 
     def _update_in_backward(self, record: Record, parameter: nn.Parameter) -> None:
         if record.spent_norm is not None:
@@ -386,19 +354,29 @@ class Streaming:
                 f"{record.name} has got a second gradient before the optimizer's step, and was updated with the first one: "
                 "its value is not that of any step. Set max_grad_norm to update after backward, and go on from a checkpoint."
             )
-        gradient = gradient_of(parameter)
+        gradient, optimizer = gradient_of(parameter), self._optimizer()
+        if optimizer is None:
+            return
         assert gradient is not None
         record.spent_norm = norm_of(gradient, 2.0)
-        group = next(g for g in self._groups() if any(p is parameter for p in g["params"]))
-        record.update = Update(options_of(group), None, ())
+        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
+        record.update = Update(context, options_of(group), None, ())
         self.finish_record(record)
         set_gradient(parameter, None)
 
-    def _refresh(self, record: Record, parameter: nn.Parameter) -> None:
-        """Let PyTorch ask before it uses the parameter, or not any more."""
-        waits = record.update is not None or record.gradient is not None
-        if waits != (type(parameter) is DemandedParameter):
-            demanded(parameter, record if waits else None)
+
+def _held_elsewhere(parameter: nn.Parameter) -> bool:
+    """Whether others may read the parameter's memory without asking: views of it, NumPy arrays, other processes."""
+    return storage_holders(parameter) > 1 or (parameter.device.type == "cpu" and parameter.is_shared())
+
+
+def _register(parameter: nn.Parameter, hook: Any) -> RemovableHandle:
+    trains = parameter.requires_grad
+    try:
+        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(trains)
 
 
 class _Arrival:

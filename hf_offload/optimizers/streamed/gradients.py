@@ -1,0 +1,145 @@
+"""The gradients of one optimizer's parameters, which leave memory in backward and come back when they are used."""
+
+import sys
+import threading
+
+import torch
+from torch import Tensor, nn
+
+from hf_offload.errors import OffloadError, StorageError
+from hf_offload.optimizers.streamed.clipping import norm_of
+from hf_offload.optimizers.streamed.contexts import is_outside, outside
+from hf_offload.optimizers.streamed.demand import gradient_of, set_gradient
+from hf_offload.optimizers.streamed.record import LostGradient, Record, StoredGradient, Update, storage_holders
+from hf_offload.optimizers.streamed.stored import Store, Stored, as_bytes
+
+
+class Gradients:
+    """What happens to them. ``lock`` is held by all calls.
+
+    Attributes:
+        store: Where they go; None leaves them in memory.
+        wants_norms: Whether gradients are measured as they leave memory, for clipping.
+    """
+
+    def __init__(self, store: Store | None, lock: "threading.RLock"):
+        self.store = store
+        self.wants_norms = False
+        self._lock = lock
+
+    def leave(self, record: Record, parameter: nn.Parameter) -> None:
+        """Move the gradient that backward has put into ``.grad`` to the tier, where it is added to one that is there.
+
+        A gradient stays in memory where others hold it, who may change it from now on, and where its norm depends on the
+        order of its elements in memory.
+        """
+        gradient = gradient_of(parameter)
+        assert gradient is not None
+        if gradient.requires_grad:  # with create_graph
+            if record.gradient is not None:
+                earlier = record.whole(record.gradient, last=True)
+                record.gradient = None
+                with torch.enable_grad():
+                    set_gradient(parameter, earlier + gradient)
+                record.refresh(parameter)
+            return
+        if record.gradient is None and not gradient.is_contiguous():
+            return
+        set_gradient(parameter, None)
+        if _references(gradient) > _own_references():
+            if record.gradient is None:
+                set_gradient(parameter, gradient)
+                return
+            gradient = gradient.clone()
+        self._add(record, gradient.contiguous())
+        record.refresh(parameter)
+
+    def _add(self, record: Record, gradient: Tensor) -> None:
+        assert self.store is not None
+        parts, before = record.parts_of(gradient), record.gradient
+        if before is not None:
+            try:
+                for number, part in enumerate(parts):
+                    earlier = before.part(number, last=True, factors=before.factors)
+                    torch.add(earlier, part, out=part)  # what autograd's own accumulation computes
+                    del earlier
+            except StorageError as error:
+                record.gradient = LostGradient(error)
+                raise
+            record.gradient = None
+        norm = norm_of(gradient, 2.0) if self.wants_norms else None
+        stored: list[Stored | None] = [self.store.put(as_bytes(part)) for part in parts]
+        record.gradient = StoredGradient(stored, record.sizes, gradient.dtype, gradient.device, norm)
+
+    @torch._disable_dynamo
+    def reveal(self, record: Record) -> None:
+        """Put a gradient that is on the tier into ``.grad``."""
+        with self._lock, outside():
+            parameter, gradient = record.parameter_ref(), record.gradient
+            if parameter is None or gradient is None:
+                return
+            _finish(record)
+            whole = record.whole(gradient, last=True)
+            record.gradient = None
+            set_gradient(parameter, whole)
+            record.refresh(parameter)
+
+    def used(self, update: Update, number: int, part: Tensor, written: bool) -> None:
+        """An update has used a part of its gradient, or has ``written`` into it, which those see who look at it later."""
+        assert self.store is not None
+        assert update.gradient is not None
+        if written:
+            update.gradient.rewrite(number, part, update.factors, self.store)
+        elif part.device.type == "cpu":
+            self.store.recycle(as_bytes(part))
+
+    @torch._disable_dynamo
+    def replace(self, record: Record, zeros: bool) -> None:
+        """Drop the gradient on the tier, for ``zeros`` or nothing."""
+        with self._lock:
+            parameter, gradient = record.parameter_ref(), record.gradient
+            if parameter is not None and gradient is not None:
+                nothing = StoredGradient([None] * len(record.sizes), record.sizes, record.dtype, parameter.device)
+                record.gradient = nothing if zeros else None
+                record.refresh(parameter)
+
+    def norm(self, record: Record, norm_type: float) -> Tensor:
+        """The norm of a gradient on the tier. From now on, gradients are measured as they leave memory."""
+        with self._lock:
+            self.wants_norms = self.wants_norms or norm_type == 2.0
+            gradient = record.gradient
+            if gradient is None:
+                assert record.spent_norm is not None
+                if norm_type != 2.0:
+                    raise OffloadError(
+                        f"{record.name} was updated in backward: of its gradient, only the 2-norm is known."
+                    )
+                return record.spent_norm
+            _finish(record)
+            if gradient.norm is not None and norm_type == 2.0 and not gradient.factors and is_outside():
+                return gradient.norm
+            return norm_of(record.whole(gradient, last=False), norm_type)
+
+    def scale(self, record: Record, factor: Tensor) -> None:
+        """Multiply a gradient on the tier when it is used."""
+        with self._lock:
+            if record.gradient is not None:
+                _finish(record)
+                record.gradient.factors += (factor,)
+
+
+def _finish(record: Record) -> None:
+    """An update with the gradient that is about to be read comes first: some classes write into gradients."""
+    if record.update is not None and record.update.gradient is record.gradient:
+        record.finish()
+
+
+def _references(gradient: Tensor) -> int:
+    """How many hold a gradient, or memory of it."""
+    return sys.getrefcount(gradient) + storage_holders(gradient)
+
+
+def _own_references() -> int:
+    """``_references`` of a gradient that only a variable of the caller holds."""
+    gradient = torch.empty(0)
+    return _references(gradient)

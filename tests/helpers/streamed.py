@@ -1,0 +1,104 @@
+"""Runs with an optimizer in memory or streamed, whose logs are compared."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_offload import OffloadConfig
+from hf_offload.optimizers.streamed import setting
+from hf_offload.optimizers.streamed.optimizer import stream
+from hf_offload.session import OffloadSession, attach
+
+PART_BYTES = 4 * 4096 * 2
+"""Small enough for matrices of tests to step in several parts."""
+
+
+def stream_in_parts(monkeypatch) -> None:
+    """Let parameters of more than :data:`PART_BYTES` step in parts."""
+    monkeypatch.setattr(setting, "stream", functools.partial(stream, part_bytes=PART_BYTES))
+
+
+class Run:
+    """A run on ``place``: ``none``, ``ram`` or ``ssd``. What it logs is compared with the log of another one."""
+
+    def __init__(self, place: str, directory: Any, **settings: Any):
+        self.place = place
+        self.settings = {"tier": "none", "min_bytes": 256, **settings}
+        if place == "ssd":
+            self.settings["directory"] = directory
+        self.session: OffloadSession | None = None
+        self.logged: list[Any] = []
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer, streamed unless it is to stay in memory."""
+        if self.place != "none":
+            if self.session is None or self.session.model is not model:
+                self.session = attach(model, OffloadConfig(optimizer=self.place, **self.settings))
+            assert self.session.prepare_optimizer(optimizer) is optimizer
+        return optimizer
+
+    def clip(self, model: nn.Module, max_norm: float, **options: Any) -> torch.Tensor:
+        """The norm of all gradients, before it was clipped."""
+        if self.session is None:
+            return nn.utils.clip_grad_norm_(list(model.parameters()), max_norm, **options)
+        return self.session.clip_grad_norm_(max_norm, **options)
+
+    def log(self, *values: Any) -> None:
+        """Copies of these values."""
+        self.logged += [copied(value) for value in values]
+
+    def log_all(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """All weights, and the whole state of the optimizer."""
+        self.log(model.state_dict(), optimizer.state_dict())
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    return [copied(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two logs are the same to the bit."""
+    if isinstance(one, torch.Tensor):
+        alike = isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape
+        return alike and torch.equal(bits(one), bits(other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def mlp(width: int = 96, bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, 128, bias), nn.GELU(), nn.Linear(128, 160, bias), nn.GELU(), nn.Linear(160, width, bias)]
+    return nn.Sequential(*layers)
+
+
+def batch(number: int, width: int = 96) -> torch.Tensor:
+    return torch.randn(8, width, generator=torch.Generator().manual_seed(number))
+
+
+def train(run, model, optimizer, steps=3, first=0, loss=None, before=None, after=None, zero=True) -> None:
+    """Steps that log their losses; ``before`` and ``after`` a step, with its number."""
+    for number in range(first, first + steps):
+        inputs = batch(number)
+        value = model(inputs).square().mean() if loss is None else loss(model, inputs)
+        run.log(value)
+        value.backward()
+        if before is not None:
+            before(number)
+        optimizer.step()
+        if after is not None:
+            after(number)
+        if zero:
+            optimizer.zero_grad()
