@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.optimizers.streamed import gradient_of
 from hf_offload.plan.footprint import BlockSpan, Segment
 from hf_offload.planning.workspace import workspace_bytes
 from hf_offload.structure.effects import Effects
@@ -185,7 +186,7 @@ class StepRecorder(TorchDispatchMode):
 
     def _count_gradient(self, parameter: torch.Tensor) -> None:
         self._reached.add(id(parameter))
-        if parameter.grad is None:
+        if gradient_of(parameter) is None:  # or in a file: asked for, it would come back to memory
             self._used_up.add(id(parameter))
         else:
             self._gradients += nbytes_of(parameter)

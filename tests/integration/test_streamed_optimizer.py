@@ -166,3 +166,26 @@ def test_an_optimizer_that_is_not_prepared_is_noticed(tmp_path):
     tokens = torch.zeros(1, 8, dtype=torch.long)
     with pytest.raises(OffloadError, match="prepare_optimizer"):
         model(input_ids=tokens, labels=tokens).loss.backward()
+
+
+@pytest.mark.parametrize("place", ["none", "ssd"])
+def test_a_plan_for_a_budget_counts_what_stays_in_memory(place, tmp_path):
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    weights = sum(p.nbytes for p in model.parameters())
+    config = OffloadConfig(tier="auto", memory_budget="1GiB", optimizer=place, min_bytes=SMALLEST, directory=tmp_path)
+    session = attach(model, config)
+    session.prepare_optimizer(optimizer)
+    for step in range(4):
+        tokens = torch.full((2, 32), step)
+        with session.scope():
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        session.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+    footprint = session.planned.footprint
+    if place == "ssd":
+        assert footprint.base_bytes + footprint.gradient_bytes < 1.2 * weights
+    else:
+        assert footprint.base_bytes + footprint.gradient_bytes >= 4 * weights

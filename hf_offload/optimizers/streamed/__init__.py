@@ -1,5 +1,6 @@
 """The optimizer that the user has chosen, with its state and gradients in RAM or on an SSD, bit for bit."""
 
+from hf_offload.optimizers.streamed.demand import gradient_of
 from hf_offload.optimizers.streamed.optimizer import (
     StreamedOptimizer,
     StreamedState,
@@ -9,4 +10,12 @@ from hf_offload.optimizers.streamed.optimizer import (
 )
 from hf_offload.optimizers.streamed.setting import StreamedSetting
 
-__all__ = ["StreamedOptimizer", "StreamedSetting", "StreamedState", "clip_grad_norm_", "stream", "streaming_of"]
+__all__ = [
+    "StreamedOptimizer",
+    "StreamedSetting",
+    "StreamedState",
+    "clip_grad_norm_",
+    "gradient_of",
+    "stream",
+    "streaming_of",
+]

@@ -160,7 +160,7 @@ def plain(parameter: nn.Parameter) -> Demand | None:
     return demand
 
 
-def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient that is in memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.grad

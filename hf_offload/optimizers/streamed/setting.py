@@ -82,6 +82,10 @@ class StreamedSetting:
         """See :meth:`hf_offload.session.OffloadSession.update_in_backward`."""
         for streaming in list(self._streamings):
             streaming.in_backward = in_backward and streaming.streams_gradients
+            if streaming.in_backward:
+                logger.info(
+                    "Each weight is updated in backward: nothing is accumulated, scaled or clipped before a step."
+                )
 
     def close(self) -> None:
         """Compute what is noted, and let gradients be without an optimizer. Streamed optimizers stay so. Idempotent."""
