@@ -12,10 +12,18 @@ class Unusual(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.update(parameter, self.state[parameter], group)
+                self.visit(parameter, group)
+        return loss
+
+    def visit(self, parameter, group):
+        if parameter.grad is not None:
+            self.update(parameter, self.state[parameter], group)
 
     def update(self, parameter, state, group):
         raise NotImplementedError
@@ -89,13 +97,10 @@ class WritesGradients(Unusual):
 class FillsGradients(Unusual):
     """Steps without a gradient, too."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-        super().step()
+    def visit(self, parameter, group):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        super().visit(parameter, group)
 
     def update(self, parameter, state, group):
         state["mean"] = state.get("mean", 0) * 0.9 + parameter.grad

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Demand(Protocol):
@@ -31,7 +30,8 @@ class Demand(Protocol):
         """``.grad`` is about to be written, or set to zeros, and what it was does not matter."""
 
 
-_demands: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
+# The demand belongs to the parameter, so that the garbage collector finds both: what it refers to may refer to the parameter.
+_DEMAND = "_hf_offload_demand"
 
 _GRADIENT: Any = torch.Tensor.grad
 _GET_GRADIENT = _GRADIENT.__get__
@@ -139,24 +139,24 @@ def demanded(parameter: nn.Parameter, demand: Demand | None) -> None:
     """Let ``demand`` know of all that is done with ``parameter`` from now on; None ends that."""
     if demand is None:
         parameter.__class__ = nn.Parameter
-        _demands.pop(parameter, None)
+        vars(parameter).pop(_DEMAND, None)
     else:
-        _demands[parameter] = demand
+        vars(parameter)[_DEMAND] = demand
         parameter.__class__ = DemandedParameter
 
 
 def demand_of(parameter: nn.Parameter) -> Demand | None:
     """What the parameter is waiting for."""
-    return _demands.get(parameter)
+    return vars(parameter).get(_DEMAND)
 
 
 def plain(parameter: nn.Parameter) -> Demand | None:
     """Complete ``parameter`` and make it a plain one, until the demand that is returned is put back."""
-    demand: Demand | None = _demands.get(parameter)
+    demand = demand_of(parameter)
     if demand is not None:
         demand.finish()
-    demand = _demands.get(parameter)  # whose gradient is still elsewhere
-    parameter.__class__ = nn.Parameter
+    demand = demand_of(parameter)  # whose gradient is still elsewhere
+    demanded(parameter, None)
     return demand
 
 
@@ -193,7 +193,7 @@ def _asking(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _answer(parameter: nn.Parameter, func: Any) -> None:
-    demand: Demand | None = _demands.get(parameter)
+    demand = demand_of(parameter)
     if demand is None:
         return
     caller = _caller()

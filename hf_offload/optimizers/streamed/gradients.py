@@ -2,9 +2,13 @@
 
 import sys
 import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.optimizers.streamed.clipping import norm_of
@@ -143,3 +147,31 @@ def _own_references() -> int:
     """``_references`` of a gradient that only a variable of the caller holds."""
     gradient = torch.empty(0)
     return _references(gradient)
+
+
+def watch_gradients(record: Record, parameter: nn.Parameter) -> RemovableHandle:
+    """Let the record's streaming know of each gradient that backward has put into ``.grad``, once the parameter trains."""
+    trains = parameter.requires_grad
+    try:
+        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(_Arrival(weakref.ref(record)))
+    finally:
+        parameter.requires_grad_(trains)
+
+
+class _Arrival:
+    """The hook that autograd calls. A parameter holds it, and it does not hold the parameter's record."""
+
+    def __init__(self, record: "weakref.ref[Record]"):
+        self._record = record
+
+    def __call__(self, parameter: Tensor) -> None:
+        record = self._record()
+        if record is not None and isinstance(parameter, nn.Parameter):
+            record.streaming.gradient_arrived(record, parameter)
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> Callable[..., None]:
+    return lambda *_: None

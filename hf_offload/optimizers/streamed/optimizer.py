@@ -1,6 +1,7 @@
 """The user's own optimizer, whose state and gradients are on a tier: :func:`stream`."""
 
 import collections
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -78,13 +79,14 @@ def stream(
         return present
     kind = type(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in parameters:
-        other = next((one for one in _streamed.values() if one.record_of(parameter) is not None), None)
-        if other is not None:
-            raise OffloadConfigError(
-                f"{names.get(id(parameter), 'A parameter')} is in two optimizers whose state is to be streamed: give each "
-                "parameter to one optimizer."
-            )
+    if _first_streamed(parameters) is not None:
+        gc.collect()  # an optimizer and its scheduler refer to each other
+    twice = _first_streamed(parameters)
+    if twice is not None:
+        raise OffloadConfigError(
+            f"{names.get(id(twice), 'A parameter')} is in two optimizers whose state is to be streamed: give each parameter "
+            "to one optimizer."
+        )
     _check_step(optimizer)
     traits = traits_of(optimizer, kind)
     gradients = gradients and not traits.sets_gradients
@@ -110,6 +112,12 @@ def stream(
     if streaming.lazy:
         ask_in_transforms()
     return streaming
+
+
+def _first_streamed(parameters: list[nn.Parameter]) -> nn.Parameter | None:
+    """The first one that is in a streamed optimizer."""
+    streamings = list(_streamed.values())
+    return next((p for p in parameters if any(one.record_of(p) is not None for one in streamings)), None)
 
 
 def _named(parameters: list[nn.Parameter], names: dict[int, str]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -11,7 +11,6 @@ Note: one rule for all schedules
 import contextlib
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +24,7 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import norm_of
 from hf_offload.optimizers.streamed.contexts import StepContext, is_outside, outside
 from hf_offload.optimizers.streamed.demand import demand_of, gradient_of, set_gradient
-from hf_offload.optimizers.streamed.gradients import Gradients
+from hf_offload.optimizers.streamed.gradients import Gradients, watch_gradients
 from hf_offload.optimizers.streamed.order import UpdateOrder
 from hf_offload.optimizers.streamed.record import Record, Update, part_elements, storage_holders
 from hf_offload.optimizers.streamed.shadow import Shadow, attributes_of, options_of
@@ -100,7 +99,7 @@ class Streaming:
             record = Record(parameter, name, self, self._part_elements(parameter))
             self._records[id(parameter)] = record
             if self.gradients.store is not None:
-                self._handles.append(_register(parameter, _Arrival(weakref.ref(record))))
+                self._handles.append(watch_gradients(record, parameter))
             state = dict.pop(self._resident, parameter, None)
             if state is not None:
                 self.states.put(record, parameter, state)
@@ -156,8 +155,10 @@ class Streaming:
     # -- state ----------------------------------------------------------------------------------------------------------
 
     def has_state(self, parameter: Tensor) -> bool:
-        """Whether there is a state on the tier."""
+        """Whether there is a state on the tier, after all steps that were taken."""
         record = self.record_of(parameter)
+        if record is not None:
+            self.finish_record(record)
         return record is not None and record.moved
 
     def state_of(self, parameter: Tensor, last: bool) -> dict[str, Any]:
@@ -202,6 +203,8 @@ class Streaming:
         with self._lock, outside():
             self.finish_record(record)  # of a graph that is older than the last step
             self._match_layout(record, parameter)
+            if record.gradient is None and self._optimizer() is None:
+                return
             if self.in_backward:
                 self._update_in_backward(record, parameter)
             else:
@@ -231,7 +234,7 @@ class Streaming:
                 for record in self._records.values():
                     record.spent_norm = None
                 for record, parameter, update in noted:
-                    record.update = update
+                    self._take_down(record, parameter, update)
                     record.refresh(parameter)
                     # A gradient in memory is the user's, who may change it from now on.
                     if may_wait and update.gradient is not None and not _held_elsewhere(parameter):
@@ -242,6 +245,12 @@ class Streaming:
             for record in self._order.sorted(at_once):
                 self._finish(record, contextlib.nullcontext())
             self._order.read_ahead(None)
+
+    def _take_down(self, record: Record, parameter: nn.Parameter, update: Update) -> None:
+        seen = dict.pop(self._resident, parameter, None)
+        if seen is not None:  # by the user, who may have changed it
+            self.states.put(record, parameter, seen)
+        record.update = update
 
     def _note(self, groups: list[dict[str, Any]], context: StepContext) -> list[tuple[Record, nn.Parameter, Update]]:
         noted: list[tuple[Record, nn.Parameter, Update]] = []
@@ -297,9 +306,6 @@ class Streaming:
 
     def _compute(self, record: Record, parameter: nn.Parameter, update: Update) -> None:
         live = gradient_of(parameter)
-        whole_state = dict.pop(self._resident, parameter, None)
-        if whole_state is not None:  # the user has looked at it, and may have changed it
-            self.states.put(record, parameter, whole_state)
         targets = record.targets(parameter)
         lives: list[Any] = [None] * len(targets) if live is None else record.parts_of(live)
         device = parameter.device
@@ -355,13 +361,12 @@ class Streaming:
                 "its value is not that of any step. Set max_grad_norm to update after backward, and go on from a checkpoint."
             )
         gradient, optimizer = gradient_of(parameter), self._optimizer()
-        if optimizer is None:
-            return
         assert gradient is not None
+        assert optimizer is not None
         record.spent_norm = norm_of(gradient, 2.0)
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
-        record.update = Update(context, options_of(group), None, ())
+        self._take_down(record, parameter, Update(context, options_of(group), None, ()))
         self.finish_record(record)
         set_gradient(parameter, None)
 
@@ -369,30 +374,3 @@ class Streaming:
 def _held_elsewhere(parameter: nn.Parameter) -> bool:
     """Whether others may read the parameter's memory without asking: views of it, NumPy arrays, other processes."""
     return storage_holders(parameter) > 1 or (parameter.device.type == "cpu" and parameter.is_shared())
-
-
-def _register(parameter: nn.Parameter, hook: Any) -> RemovableHandle:
-    trains = parameter.requires_grad
-    try:
-        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
-    finally:
-        parameter.requires_grad_(trains)
-
-
-class _Arrival:
-    """The hook that autograd calls. A parameter holds it, and it does not hold the parameter's record."""
-
-    def __init__(self, record: "weakref.ref[Record]"):
-        self._record = record
-
-    def __call__(self, parameter: Tensor) -> None:
-        record = self._record()
-        if record is not None and isinstance(parameter, nn.Parameter):
-            record.streaming.gradient_arrived(record, parameter)
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()
-
-
-def _nothing() -> Callable[..., None]:
-    return lambda *_: None
