@@ -94,6 +94,13 @@ def test_state_is_not_in_memory_between_steps(tmp_path):
     loop = Loop("ssd", tmp_path)
     streaming = streaming_of(loop.optimizer)
     streaming.finish()
+    assert_on_tier(loop)
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+    assert_on_tier(loop)
+
+
+def assert_on_tier(loop):
+    streaming = streaming_of(loop.optimizer)
     large = [p for p in loop.model.parameters() if p.nbytes >= SMALLEST]
     assert large
     assert all(not dict.__contains__(loop.optimizer.state, p) for p in large)

@@ -8,6 +8,7 @@ from torch.nn.utils.clip_grad import _has_foreach_support
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from hf_offload.errors import OffloadError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.demand import gradient_of
 from hf_offload.optimizers.streamed.record import Record, scaled
 
@@ -25,7 +26,7 @@ def clip_stored(
     Raises :class:`~hf_offload.errors.OffloadError` if these were to be scaled.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    with torch.no_grad():
+    with signals_deferred, torch.no_grad():  # all gradients are scaled, or none
         found: list[Tensor | Record] = []
         for parameter in parameters:
             record, live = record_of(parameter), gradient_of(parameter)

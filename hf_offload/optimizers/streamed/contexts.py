@@ -16,6 +16,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from hf_offload.interrupts import signals_deferred
+
 
 @dataclasses.dataclass(frozen=True)
 class StepContext:
@@ -53,8 +55,10 @@ def is_outside() -> bool:
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """Outside of autocast, inference, modes, transforms and traces, and without a graph."""
-    with contextlib.ExitStack() as stack:
+    """Outside of autocast, inference, modes, transforms and traces, and without a graph. Signals are deferred: they would
+    leave switched what is about to be.
+    """
+    with signals_deferred, contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # which switches gradients on
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C.DisableTorchFunction())

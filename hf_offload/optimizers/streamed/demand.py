@@ -23,6 +23,9 @@ class Demand(Protocol):
     def finish(self) -> None:
         """The parameter is about to be used: its update has to come first."""
 
+    def overwrite(self) -> None:
+        """The parameter is about to get another value, whatever it was."""
+
     def reveal_gradient(self) -> None:
         """``.grad`` is about to be read: put it there."""
 
@@ -107,7 +110,7 @@ class DemandedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _HARMLESS:
                 for each in _demanded((args, kwargs or {})):
-                    _answer(each, func)
+                    _answer(each, func, args)
             result = func(*args, **(kwargs or {}))
             if func is torch.Tensor.detach and _caller().f_code is _MAKING:
                 result.__class__ = nn.Parameter  # which it compares with the class that it was given
@@ -192,7 +195,7 @@ def _asking(wrap: Callable[..., Any]) -> Callable[..., Any]:
     return asking
 
 
-def _answer(parameter: nn.Parameter, func: Any) -> None:
+def _answer(parameter: nn.Parameter, func: Any, args: Any) -> None:
     demand = demand_of(parameter)
     if demand is None:
         return
@@ -204,6 +207,8 @@ def _answer(parameter: nn.Parameter, func: Any) -> None:
             demand.reveal_gradient()
     elif func in _WRITE_GRADIENT:
         demand.replace_gradient(zeros=False)
+    elif func is torch.Tensor.copy_ and args[0] is parameter and all(each is not parameter for each in args[1:]):
+        demand.overwrite()
     else:
         demand.finish()
         if func == _SET_DATA or caller.f_code is _MAKING:

@@ -11,10 +11,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadError, StorageError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import norm_of
 from hf_offload.optimizers.streamed.contexts import is_outside, outside
 from hf_offload.optimizers.streamed.demand import gradient_of, set_gradient
-from hf_offload.optimizers.streamed.record import LostGradient, Record, StoredGradient, Update, storage_holders
+from hf_offload.optimizers.streamed.record import (
+    Gradient,
+    LostGradient,
+    Record,
+    StoredGradient,
+    Update,
+    storage_holders,
+)
 from hf_offload.optimizers.streamed.stored import Store, Stored, as_bytes
 
 
@@ -49,31 +57,37 @@ class Gradients:
             return
         if record.gradient is None and not gradient.is_contiguous():
             return
-        set_gradient(parameter, None)
-        if _references(gradient) > _own_references():
-            if record.gradient is None:
-                set_gradient(parameter, gradient)
-                return
-            gradient = gradient.clone()
-        self._add(record, gradient.contiguous())
-        record.refresh(parameter)
-
-    def _add(self, record: Record, gradient: Tensor) -> None:
         assert self.store is not None
-        parts, before = record.parts_of(gradient), record.gradient
+        before = record.gradient
+        with signals_deferred:
+            set_gradient(parameter, None)
+            if _references(gradient) > _own_references():
+                if before is None:
+                    set_gradient(parameter, gradient)
+                    return
+                gradient = gradient.clone()
+            record.gradient = LostGradient(record.name, "It was interrupted.")  # until all parts are added
+            record.refresh(parameter)
+        try:
+            stored = self._added(record, gradient.contiguous(), before)
+        except StorageError as error:
+            record.gradient = LostGradient(record.name, str(error))
+            raise
+        record.gradient = stored
+        stored.send()
+        self.store.throttle()
+
+    def _added(self, record: Record, gradient: Tensor, before: Gradient | None) -> StoredGradient:
+        assert self.store is not None
+        parts = record.parts_of(gradient)
         if before is not None:
-            try:
-                for number, part in enumerate(parts):
-                    earlier = before.part(number, last=True, factors=before.factors)
-                    torch.add(earlier, part, out=part)  # what autograd's own accumulation computes
-                    del earlier
-            except StorageError as error:
-                record.gradient = LostGradient(error)
-                raise
-            record.gradient = None
+            for number, part in enumerate(parts):
+                earlier = before.part(number, last=True, factors=before.factors)
+                torch.add(earlier, part, out=part)  # what autograd's own accumulation computes
+                del earlier
         norm = norm_of(gradient, 2.0) if self.wants_norms else None
-        stored: list[Stored | None] = [self.store.put(as_bytes(part)) for part in parts]
-        record.gradient = StoredGradient(stored, record.sizes, gradient.dtype, gradient.device, norm)
+        stored: list[Stored | None] = [Stored(self.store, as_bytes(part)) for part in parts]
+        return StoredGradient(stored, record.sizes, gradient.dtype, gradient.device, norm)
 
     @torch._disable_dynamo
     def reveal(self, record: Record) -> None:
@@ -83,10 +97,11 @@ class Gradients:
             if parameter is None or gradient is None:
                 return
             _finish(record)
-            whole = record.whole(gradient, last=True)
-            record.gradient = None
-            set_gradient(parameter, whole)
-            record.refresh(parameter)
+            whole = record.whole(gradient, last=False)
+            with signals_deferred:
+                record.gradient = None
+                set_gradient(parameter, whole)
+                record.refresh(parameter)
 
     def used(self, update: Update, number: int, part: Tensor, written: bool) -> None:
         """An update has used a part of its gradient, or has ``written`` into it, which those see who look at it later."""
@@ -100,7 +115,7 @@ class Gradients:
     @torch._disable_dynamo
     def replace(self, record: Record, zeros: bool) -> None:
         """Drop the gradient on the tier, for ``zeros`` or nothing."""
-        with self._lock:
+        with self._lock, signals_deferred:
             parameter, gradient = record.parameter_ref(), record.gradient
             if parameter is not None and gradient is not None:
                 nothing = StoredGradient([None] * len(record.sizes), record.sizes, record.dtype, parameter.device)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import clip_stored
 from hf_offload.optimizers.streamed.demand import ask_in_transforms
 from hf_offload.optimizers.streamed.record import Record
@@ -173,13 +174,14 @@ class StreamedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state dict of the optimizer's own class. State on disk is copied to files that are mapped into memory."""
         streaming = _streamed[self]
+        streaming.damage.check_states(streaming.records)
         streaming.finish()
         keep = _keeper(streaming)
         whole = self._without_streaming()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if streaming.has_state(parameter):
-                    whole.state[parameter] = keep(streaming.state_of(parameter, last=False))
+                    whole.state[parameter] = keep(streaming.state_of(parameter))
                 elif dict.__contains__(self.state, parameter):
                     whole.state[parameter] = dict.__getitem__(self.state, parameter)
         return whole.state_dict()
@@ -198,22 +200,23 @@ class StreamedOptimizer(Optimizer):
         groups = [group for group in whole.param_groups for _ in group["params"]]
         fresh: dict[Any, dict[str, Any]] = {}
         loaded: list[nn.Parameter] = []
-        for parameter, place, group in zip(parameters, places, groups, strict=True):
-            state = state_dict["state"].get(place)
-            if state is None:
-                continue
-            state = streaming.loaded(parameter, options_of(group), state)
-            if streaming.record_of(parameter) is None:
-                fresh[parameter] = state
-            else:
-                streaming.put_state(parameter, state)
-                loaded.append(parameter)
-        known = set(places)
-        fresh |= {key: value for key, value in state_dict["state"].items() if key not in known}
-        streaming.forget_states(but=loaded)
-        dict.clear(self.state)
-        dict.update(self.state, fresh)
-        self.__setstate__({"state": self.state, "param_groups": whole.param_groups})
+        with streaming.damage.loading():
+            for parameter, place, group in zip(parameters, places, groups, strict=True):
+                state = state_dict["state"].get(place)
+                if state is None:
+                    continue
+                state = streaming.loaded(parameter, options_of(group), state)
+                if streaming.record_of(parameter) is None:
+                    fresh[parameter] = state
+                else:
+                    streaming.put_state(parameter, state)
+                    loaded.append(parameter)
+            known = set(places)
+            fresh |= {key: value for key, value in state_dict["state"].items() if key not in known}
+            streaming.forget_states(but=loaded)
+            dict.clear(self.state)
+            dict.update(self.state, fresh)
+            self.param_groups = whole.param_groups  # not __setstate__, which looks at the state of each parameter
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -272,8 +275,10 @@ class StreamedState(collections.defaultdict[Any, Any]):
     def __missing__(self, key: Any) -> Any:
         if isinstance(key, Tensor) and self._is_streamed(key):
             self.streaming.finish()
-            value = self.streaming.state_of(key, last=True)
-            dict.__setitem__(self, key, value)
+            value = self.streaming.state_of(key)
+            with signals_deferred:
+                dict.__setitem__(self, key, value)
+                self.streaming.forget_state(key)
             return value
         return super().__missing__(key)
 
@@ -342,7 +347,10 @@ class StreamedState(collections.defaultdict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(key, Tensor) and self._is_streamed(key):
             self.streaming.finish()
-            self.streaming.state_of(key, last=True)
+            with signals_deferred:
+                self.streaming.forget_state(key)
+                dict.__setitem__(self, key, value)
+            return
         dict.__setitem__(self, key, value)
 
     def __delitem__(self, key: Any) -> None:

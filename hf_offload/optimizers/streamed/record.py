@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_offload.errors import StorageError
+from hf_offload.errors import OffloadError, StorageError
 from hf_offload.optimizers.streamed.contexts import StepContext
 from hf_offload.optimizers.streamed.demand import DemandedParameter, demanded
 from hf_offload.optimizers.streamed.shadow import CUT_ELEMENTS, pieces
@@ -38,6 +38,11 @@ class PartState:
         if self._stored is not None:
             self._stored.read_ahead()
 
+    def load(self) -> None:
+        """Wait until it is in host memory: :meth:`take` then waits for nothing."""
+        if self._stored is not None:
+            self._stored.load()
+
     def take(self, device: torch.device, last: bool) -> tuple[dict[str, Any] | None, Tensor | None]:
         """The state, whose tensors are views of the buffer that comes with it; the ``last`` time, it is gone from here. None
         before the first one is put here.
@@ -59,7 +64,7 @@ class PartState:
         store: Store,
         device: torch.device,
     ) -> None:
-        """Store ``state``, which was ``before``, in ``buffer``."""
+        """Let ``state``, which was ``before``, in ``buffer``, be what :meth:`send` sends."""
         if state is None:
             self._packing = self._stored = None
             return
@@ -72,7 +77,12 @@ class PartState:
         if buffer is None:
             buffer = store.new_buffer(self._packing.nbytes)
             self._packing.fill(buffer, state)
-        self._stored = store.put(as_bytes(buffer))
+        self._stored = Stored(store, as_bytes(buffer))
+
+    def send(self) -> None:
+        """Begin to write it, once."""
+        if self._stored is not None:
+            self._stored.send()
 
 
 class StoredGradient:
@@ -108,9 +118,21 @@ class StoredGradient:
             gradient = stored.take(last).view(self._dtype).to(self._device)
         return scaled(gradient, factors[self._applied[number] :])
 
+    def load(self, number: int) -> None:
+        """Wait until a part is in host memory: :meth:`part` then waits for nothing."""
+        stored = self._parts[number]
+        if stored is not None:
+            stored.load()
+
+    def send(self) -> None:
+        """Begin to write all parts, once."""
+        for stored in self._parts:
+            if stored is not None:
+                stored.send()
+
     def rewrite(self, number: int, part: Tensor, factors: tuple[Tensor, ...], store: Store) -> None:
-        """Store what has become of a part, which was multiplied with ``factors``."""
-        self._parts[number] = store.put(as_bytes(part))
+        """Keep what has become of a part, which was multiplied with ``factors``: in memory, for it is rarely needed."""
+        self._parts[number] = Stored(store, as_bytes(part))
         self._applied[number] = len(factors)
         self.norm = None
 
@@ -122,16 +144,27 @@ class StoredGradient:
 
 
 class LostGradient:
-    """A gradient that could not be read when another one was added to it."""
+    """A gradient that was lost, or is incomplete, since another one could not be added to it."""
 
     factors: tuple[Tensor, ...] = ()
     norm: Tensor | None = None
 
-    def __init__(self, error: StorageError):
-        self._error = error
+    def __init__(self, name: str, why: str):
+        self._name = name
+        self._why = why
+
+    @property
+    def error(self) -> StorageError:
+        """What is to be done."""
+        return StorageError(
+            f"A part of the gradient of {self._name} was lost in backward: call zero_grad() and repeat it. {self._why}"
+        )
 
     def part(self, number: int, last: bool, factors: tuple[Tensor, ...]) -> Tensor:
-        raise StorageError(f"A gradient was lost in an earlier backward: call zero_grad(). {self._error}")
+        raise self.error
+
+    def load(self, number: int) -> None:
+        pass
 
     def rewrite(self, number: int, part: Tensor, factors: tuple[Tensor, ...], store: Store) -> None:
         pass
@@ -205,9 +238,16 @@ class Record:
 
     def refresh(self, parameter: nn.Parameter) -> None:
         """Let PyTorch ask before it uses the parameter, or not any more."""
-        waits = self.update is not None or self.gradient is not None
+        waits = self.update is not None or self.gradient is not None or self.spent_norm is not None
         if waits != (type(parameter) is DemandedParameter):
             demanded(parameter, self if waits else None)
+
+    def end_backward(self) -> None:
+        """What was updated in backward belongs to a step now."""
+        parameter = self.parameter_ref()
+        self.spent_norm = None
+        if parameter is not None:
+            self.refresh(parameter)
 
     def targets(self, parameter: nn.Parameter) -> list[Tensor]:
         """What the optimizer updates: the parameter, or its parts, with what the user has noted on it."""
@@ -245,11 +285,31 @@ class Record:
 
     def finish(self) -> None:
         self.streaming.finish_record(self)
+        self.check_stepped()
+
+    def overwrite(self) -> None:
+        self.streaming.overwrite(self)
+
+    def _finish_step(self) -> None:
+        """A step that was interrupted still needs what is in ``.grad``."""
+        if self.update is not None and self.update.gradient is None:
+            self.streaming.finish_record(self)
+
+    def check_stepped(self) -> None:
+        """Raise :class:`~hf_offload.errors.OffloadError` for a parameter that was updated in a backward without a step."""
+        if self.spent_norm is not None:
+            raise OffloadError(
+                f"{self.name} was updated in a backward that no step of the optimizer has followed, so that the weights are "
+                "those of half a step: go on from the last checkpoint. If backward was not interrupted, something reads "
+                "weights before the step: set max_grad_norm, which then updates after backward."
+            )
 
     def reveal_gradient(self) -> None:
+        self._finish_step()
         self.streaming.gradients.reveal(self)
 
     def replace_gradient(self, zeros: bool) -> None:
+        self._finish_step()
         self.streaming.gradients.replace(self, zeros)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.contexts import outside
 from hf_offload.optimizers.streamed.parts import joined, split
 from hf_offload.optimizers.streamed.record import PartState, Record
@@ -22,28 +23,29 @@ class States:
         self.store = store
         self._lock = lock
 
-    def get(self, record: Record, parameter: Tensor, last: bool) -> dict[str, Any]:
-        """A copy of the state of the whole parameter. The ``last`` time, it is gone from here.
+    def get(self, record: Record, parameter: Tensor) -> dict[str, Any]:
+        """A copy of the state of the whole parameter.
 
-        Raises :class:`~hf_offload.errors.StorageError` if it cannot be read: then it still is here.
+        Raises :class:`~hf_offload.errors.StorageError` if it cannot be read.
         """
         with self._lock, outside():
             found = [state.take(parameter.device, last=False)[0] or {} for state in record.states]
-            whole = joined(found, record)
-            if last:
-                self.forget(record)
-            return whole
+            return joined(found, record)
 
     def put(self, record: Record, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Let ``state`` of the whole parameter take the place of what is here."""
+        """Let ``state`` of the whole parameter take the place of what is here, once all of it is on its way."""
         with self._lock, outside():
-            self.forget(record)
-            for number, part in enumerate(split(state, record)):
-                record.states[number].put(part, None, None, self.store, parameter.device)
-            record.moved = True
+            states = [PartState() for _ in record.states]
+            for each, part in zip(states, split(state, record), strict=True):
+                each.put(part, None, None, self.store, parameter.device)
+                each.send()
+                self.store.throttle()
+            with signals_deferred:
+                record.states = states
+                record.moved = True
 
     def forget(self, record: Record) -> None:
         """Drop the state of a parameter."""
-        with self._lock:
+        with self._lock, signals_deferred:
             record.states = [PartState() for _ in record.states]
             record.moved = False

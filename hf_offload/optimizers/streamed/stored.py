@@ -38,9 +38,9 @@ class Store:
         self._storage = storage
         self._what = what
         self._writing: collections.deque[weakref.ref[Stored]] = collections.deque()
-        self._dropped: collections.deque[Slot] = (
-            collections.deque()
-        )  # slots of objects that have gone, in whatever thread
+        self._held: set[_HeldSlot] = set()
+        self._dropped: collections.deque[_HeldSlot] = collections.deque()  # their objects have gone, in whatever thread
+        self._failed: collections.deque[Stored] = collections.deque()  # to be noted in the thread of the calls
         self._reading: weakref.WeakSet[Stored] = weakref.WeakSet()
         self._said = False
         self._spare: dict[tuple[int, int], list[Tensor]] = {}  # by size and phase
@@ -68,11 +68,10 @@ class Store:
             self._spare.setdefault((nbytes, buffer.data_ptr() % PAGE), []).append(buffer)
             self._spare_bytes += nbytes
 
-    def put(self, buffer: Tensor) -> "Stored":
-        """Write ``buffer``, one-dimensional ``uint8`` host memory, which belongs to the result from now on."""
+    def throttle(self) -> None:
+        """Wait for the drive where too much is on its way to it."""
         self.collect()
-        self._wait_for_room(buffer.numel())
-        return Stored(self, buffer)
+        self._wait_for_room()
 
     def has_room_to_read(self, nbytes: int) -> bool:
         """Whether so many bytes may be read ahead now."""
@@ -85,22 +84,28 @@ class Store:
             self._wait_for_oldest()
 
     def collect(self) -> None:
-        """Free the room of what has gone."""
-        while self._dropped:
-            self.tier.free(self._dropped.popleft())
+        """Free the room of what has gone, and of what could not be written."""
+        with signals_deferred:
+            while self._dropped:
+                held = self._dropped.popleft()
+                self._held.discard(held)
+                self.tier.free(held.slot)
+            while self._failed:
+                self._failed.popleft()._note_failure()
 
-    def _wait_for_room(self, nbytes: int) -> None:
+    def _wait_for_room(self) -> None:
         while self._writing:
             alive = [each for reference in self._writing if (each := reference()) is not None and each.is_being_written]
-            if sum(each.nbytes for each in alive) + nbytes <= self.window_bytes // 2:
+            if sum(each.nbytes for each in alive) <= self.window_bytes // 2:
                 return
             del alive
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        oldest = self._writing.popleft()()
+        oldest = self._writing[0]()
         if oldest is not None:
             oldest.wait_until_written()
+        self._writing.popleft()
 
     def _reserve(self, nbytes: int) -> Slot | None:
         try:
@@ -117,33 +122,53 @@ class Store:
         """Say, once, that something stays in memory."""
         if not self._said:
             self._said = True
-            logger.warning("Some %s stays in memory, and the run goes on: %s", self._what, error)
+            logger.warning("A part of the %s stays in memory, and the run goes on: %s", self._what, error)
 
 
 class Stored:
-    """One buffer of a :class:`Store`: in memory while it is written, on the tier, or in memory again. Dropping it frees all.
+    """One buffer of a :class:`Store`: in memory until it was sent and written, on the tier, or in memory again. Dropping it
+    frees all.
+
+    Args:
+        store: Where it is to go.
+        buffer: One-dimensional ``uint8`` host memory, which belongs to this object from now on.
 
     Attributes:
         nbytes: Bytes of the buffer.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_read", "_slot", "_store", "_taken", "_write", "nbytes")
+    __slots__ = ("__weakref__", "_buffer", "_held", "_kept", "_loaded", "_read", "_store", "_taken", "_write", "nbytes")
 
     def __init__(self, store: Store, buffer: Tensor):
         self.nbytes = buffer.numel()
         self._store = store
         self._buffer: Tensor | None = buffer  # until it has been written
-        self._taken = False  # by a caller, who has the buffer
+        self._loaded: Tensor | None = None  # for the next call of take()
+        self._taken = False  # by a caller, who has the buffer or is about to take it
+        self._kept = False
+        self._held: _HeldSlot | None = None
         self._write: Future[None] | None = None
         self._read: tuple[Tensor, Future[None]] | None = None
+
+    def send(self) -> None:
+        """Begin to write. Should that be interrupted or fail, the bytes stay in memory.
+
+        It comes after all bookkeeping, for it may wait for the drive: what Ctrl-C raises then has nothing to undo.
+        """
+        store, buffer = self._store, self._buffer
+        assert buffer is not None
+        store.collect()
         with signals_deferred:
-            self._slot = store._reserve(self.nbytes)
-            if self._slot is None:
-                store.kept_bytes += self.nbytes
+            slot = store._reserve(self.nbytes)
+            if slot is None:
+                self._keep()
                 return
-            self._write = store.tier.write(self._slot, buffer)
+            self._held = _HeldSlot(self, store._dropped.append)
+            self._held.slot = slot
+            store._held.add(self._held)
+            self._write = store.tier.write(slot, buffer)
             store._writing.append(weakref.ref(self))
-        self._write.add_done_callback(_Written(self))
+            self._write.add_done_callback(_Written(self))
 
     @property
     def is_being_written(self) -> bool:
@@ -158,24 +183,25 @@ class Stored:
 
     def read_ahead(self) -> None:
         """Begin to read what is on the tier, if there is room in the window."""
-        if self._buffer is None and self._read is None and self._store.has_room_to_read(self.nbytes):
+        waits = self._buffer is None and self._loaded is None and self._read is None
+        if waits and self._store.has_room_to_read(self.nbytes):
             self._begin_read(urgent=False)
 
-    def take(self, last: bool) -> Tensor:
-        """The bytes, in memory that is the caller's. They stay here as well, unless this is the ``last`` time.
+    def load(self) -> None:
+        """Wait until the bytes are in memory that nothing else uses: :meth:`take` then waits for nothing, and cannot fail.
 
         Raises :class:`~hf_offload.errors.StorageError` if they cannot be read; they can be asked for again.
         """
         with signals_deferred, self._store.lock:
             buffer = self._buffer
-            self._taken = last or self._taken
+            self._taken = True
+        if self._loaded is not None:
+            return
         if buffer is not None:
-            if not last:
-                return buffer.clone()
-            if self._write is not None and not self._write.cancel():
+            if self._write is not None and not self._cancel():
                 self._store.tier.wait_until_done(self._write)  # the drive still reads it, and the caller may change it
-            self._drop()
-            return buffer
+            self._loaded = buffer
+            return
         if self._read is None:
             self._begin_read(urgent=True)
         assert self._read is not None
@@ -184,16 +210,38 @@ class Stored:
         self._read = None
         self._store._reading.discard(self)
         future.result()
-        if last:
-            self._drop()
-        return buffer
+        self._loaded = buffer
+
+    def take(self, last: bool) -> Tensor:
+        """The bytes, in memory that is the caller's. They stay here as well, unless this is the ``last`` time.
+
+        Raises :class:`~hf_offload.errors.StorageError` if they cannot be read; they can be asked for again.
+        """
+        with signals_deferred, self._store.lock:
+            buffer = self._buffer
+            if buffer is not None and not last:
+                return buffer.clone()
+        self.load()
+        with signals_deferred:
+            buffer, self._loaded = self._loaded, None
+            assert buffer is not None
+            if last:
+                self._drop()
+            elif buffer is self._buffer:
+                return buffer.clone()
+            return buffer
+
+    def _cancel(self) -> bool:
+        with signals_deferred:  # which Future.cancel() is not for itself
+            return self._write is not None and self._write.cancel()
 
     def _begin_read(self, urgent: bool) -> None:
-        assert self._slot is not None
-        tier = self._store.tier
-        buffer = self._store.new_buffer(self.nbytes, tier.phase(self._slot))
-        self._read = buffer, tier.read(self._slot, buffer, urgent)
-        self._store._reading.add(self)
+        assert self._held is not None
+        tier, slot = self._store.tier, self._held.slot
+        with signals_deferred:
+            buffer = self._store.new_buffer(self.nbytes, tier.phase(slot))
+            self._read = buffer, tier.read(slot, buffer, urgent)
+            self._store._reading.add(self)
 
     def _note_failure(self) -> None:
         write, buffer = self._write, self._buffer
@@ -202,27 +250,36 @@ class Stored:
         error = None if write.cancelled() else write.exception()
         if error is not None:
             self._store.say(error)
-            self._store.kept_bytes += self.nbytes
+            self._keep()
             self._write = None
             self._free_slot()
 
+    def _keep(self) -> None:
+        self._kept = True
+        self._store.kept_bytes += self.nbytes
+
     def _drop(self) -> None:
-        self._buffer = None
-        if self._slot is None:
+        self._buffer = self._loaded = None
+        if self._kept:
+            self._kept = False
             self._store.kept_bytes -= self.nbytes
         self._write = None
         self._free_slot()
 
     def _free_slot(self) -> None:
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            self._store.tier.free(slot)
+        held, self._held = self._held, None
+        if held is not None:
+            self._store._held.discard(held)
+            self._store.tier.free(held.slot)
 
-    def __del__(self) -> None:
-        # Perhaps from the garbage collector, in the midst of anything: no lock is taken here.
-        slot = getattr(self, "_slot", None)
-        if slot is not None:
-            self._store._dropped.append(slot)
+
+class _HeldSlot(weakref.ref[Stored]):
+    """The slot of an object that may go at any moment. What is called then is a function of C: it takes no lock, and runs no
+    signal handler, whose error Python would discard there.
+    """
+
+    __slots__ = ("slot",)
+    slot: Slot
 
 
 class _Written:
@@ -233,7 +290,10 @@ class _Written:
 
     def __call__(self, future: "Future[None]") -> None:
         stored = self._stored()
-        if stored is None or future.cancelled() or future.exception() is not None:
+        if stored is None or future.cancelled():
+            return
+        if future.exception() is not None:
+            stored._store._failed.append(stored)
             return
         store = stored._store
         with signals_deferred, store.lock:

@@ -23,6 +23,7 @@ from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import norm_of
 from hf_offload.optimizers.streamed.contexts import StepContext, is_outside, outside
+from hf_offload.optimizers.streamed.damage import Damage
 from hf_offload.optimizers.streamed.demand import demand_of, gradient_of, set_gradient
 from hf_offload.optimizers.streamed.gradients import Gradients, watch_gradients
 from hf_offload.optimizers.streamed.order import UpdateOrder
@@ -80,6 +81,7 @@ class Streaming:
         self._handles: list[RemovableHandle] = []
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
         self._order = UpdateOrder()
+        self.damage = Damage()
 
     # -- parameters -----------------------------------------------------------------------------------------------------
 
@@ -100,9 +102,7 @@ class Streaming:
             self._records[id(parameter)] = record
             if self.gradients.store is not None:
                 self._handles.append(watch_gradients(record, parameter))
-            state = dict.pop(self._resident, parameter, None)
-            if state is not None:
-                self.states.put(record, parameter, state)
+            self._move_state(record, parameter)
             self._order.add(record)
 
     def record_of(self, parameter: Tensor) -> Record | None:
@@ -117,11 +117,13 @@ class Streaming:
         """The user may have given the parameter other memory: ``parameter.data = ...``."""
         if record.fits(parameter):
             return
-        state = self.state_of(parameter, last=True) if record.moved else None
+        if record.moved:
+            state = self.state_of(parameter)
+            with signals_deferred:
+                dict.setdefault(self._resident, parameter, state)
+                self.states.forget(record)
         self.gradients.reveal(record)
         record.lay_out(parameter, self._part_elements(parameter))
-        if state is not None:
-            dict.setdefault(self._resident, parameter, state)
 
     @property
     def streams_gradients(self) -> bool:
@@ -142,16 +144,6 @@ class Streaming:
         optimizer = self._optimizer()
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
-    def close(self) -> None:
-        """Complete all updates, bring all gradients back, and stream no more gradients. States stay where they are."""
-        with self._lock:
-            self.finish()
-            for record in self.records:
-                self.gradients.reveal(record)
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-
     # -- state ----------------------------------------------------------------------------------------------------------
 
     def has_state(self, parameter: Tensor) -> bool:
@@ -161,11 +153,11 @@ class Streaming:
             self.finish_record(record)
         return record is not None and record.moved
 
-    def state_of(self, parameter: Tensor, last: bool) -> dict[str, Any]:
+    def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """See :meth:`~hf_offload.optimizers.streamed.states.States.get`."""
         record = self.record_of(parameter)
         assert record is not None
-        return self.states.get(record, parameter, last)
+        return self.states.get(record, parameter)
 
     def put_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         """See :meth:`~hf_offload.optimizers.streamed.states.States.put`."""
@@ -173,6 +165,19 @@ class Streaming:
         assert record is not None
         self._match_layout(record, parameter)
         self.states.put(record, parameter, state)
+
+    def forget_state(self, parameter: Tensor) -> None:
+        """Drop the state of a parameter."""
+        record = self.record_of(parameter)
+        if record is not None:
+            self.states.forget(record)
+
+    def _move_state(self, record: Record, parameter: Tensor) -> None:
+        """The user has looked at a state, and may have changed it, or it was there before."""
+        state = dict.get(self._resident, parameter)
+        if state is not None:
+            self.states.put(record, parameter, state)
+            dict.pop(self._resident, parameter)
 
     def loaded(self, parameter: Tensor, options: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """``state`` as the optimizer's class loads it for this parameter."""
@@ -224,17 +229,19 @@ class Streaming:
         Raises :class:`~hf_offload.errors.StorageError` if something cannot be read: the step can then be completed, or no
         parameter that is not complete can be used.
         """
-        with self._lock, torch.no_grad():
+        with signals_deferred, self._lock, torch.no_grad():
+            self.damage.check_step(self.records)
             self.finish()
             context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
             may_wait = self.lazy and is_outside()
             at_once: list[Record] = []
-            with signals_deferred, torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():
+                self._take_over(self.parameters())
                 noted = self._note(optimizer.param_groups, context)
-                for record in self._records.values():
-                    record.spent_norm = None
+                for record in self.records:
+                    record.end_backward()
                 for record, parameter, update in noted:
-                    self._take_down(record, parameter, update)
+                    record.update = update
                     record.refresh(parameter)
                     # A gradient in memory is the user's, who may change it from now on.
                     if may_wait and update.gradient is not None and not _held_elsewhere(parameter):
@@ -246,11 +253,14 @@ class Streaming:
                 self._finish(record, contextlib.nullcontext())
             self._order.read_ahead(None)
 
-    def _take_down(self, record: Record, parameter: nn.Parameter, update: Update) -> None:
-        seen = dict.pop(self._resident, parameter, None)
-        if seen is not None:  # by the user, who may have changed it
-            self.states.put(record, parameter, seen)
-        record.update = update
+    def _take_over(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Layouts and states are what the user has made of them. This may wait for a drive, and changes no value yet."""
+        for parameter in parameters:
+            record = self.record_of(parameter)
+            if record is not None:
+                self._match_layout(record, parameter)
+                if gradient_of(parameter) is not None or record.gradient is not None or self._all_step:
+                    self._move_state(record, parameter)
 
     def _note(self, groups: list[dict[str, Any]], context: StepContext) -> list[tuple[Record, nn.Parameter, Update]]:
         noted: list[tuple[Record, nn.Parameter, Update]] = []
@@ -262,13 +272,12 @@ class Streaming:
                 record = self.record_of(parameter)
                 if record is None:
                     staying.append(parameter)
-                    continue
-                self._match_layout(record, parameter)
-                if gradient_of(parameter) is not None or (self._all_step and record.gradient is None):
+                elif gradient_of(parameter) is not None or (self._all_step and record.gradient is None):
                     noted.append((record, parameter, Update(context, options, None, ())))
                 elif record.gradient is not None:
-                    update = Update(context, options, record.gradient, record.gradient.factors)
-                    noted.append((record, parameter, update))
+                    noted.append(
+                        (record, parameter, Update(context, options, record.gradient, record.gradient.factors))
+                    )
             if staying:
                 small.append({**options, "params": staying})
         if small:
@@ -294,7 +303,7 @@ class Streaming:
         if record.update is None or parameter is None:
             return
         try:
-            with context, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with signals_deferred, context, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._compute(record, parameter, record.update)
                 self._order.updated(record)
                 self._order.read_ahead(record)
@@ -304,6 +313,11 @@ class Streaming:
                 f"checkpoint. {error}"
             ) from error
 
+    def overwrite(self, record: Record) -> None:
+        """A parameter is about to get another value."""
+        with self._lock:
+            self.damage.overwrite(record, self)
+
     def _compute(self, record: Record, parameter: nn.Parameter, update: Update) -> None:
         live = gradient_of(parameter)
         targets = record.targets(parameter)
@@ -312,39 +326,46 @@ class Streaming:
         while update.done < len(targets):
             number = update.done
             target, state = targets[number], record.states[number]
+            if update.gradient is not None:
+                update.gradient.load(number)
+            state.load()
+            # Nothing waits from here until the part is done: so no signal is delivered in its midst.
             last = record.gradient is not update.gradient
             gradient = lives[number]
             if update.gradient is not None:
                 gradient = update.gradient.part(number, last, update.factors)
             version = None if gradient is None else gradient._version
             before, buffer = state.take(device, last=True)
-            with signals_deferred:
+            if target is not parameter:
+                target.grad = gradient
+            elif update.gradient is not None:
+                set_gradient(parameter, gradient.view(record.shape))
+            after = before
+            try:
+                groups = [{**update.options, "params": [target]}]
+                its_state = {} if before is None else {target: dict(before)}
+                after = self._shadow.step(groups, its_state, update.context.attributes).get(target)
+            except Exception:
+                self._give_up(update.context)
+                raise
+            finally:
                 if target is not parameter:
-                    target.grad = gradient
+                    target.grad = None
                 elif update.gradient is not None:
-                    set_gradient(parameter, gradient.view(record.shape))
-                after = before
-                try:
-                    groups = [{**update.options, "params": [target]}]
-                    its_state = {} if before is None else {target: dict(before)}
-                    after = self._shadow.step(groups, its_state, update.context.attributes).get(target)
-                except Exception:
-                    self._give_up(update.context)
-                    raise
-                finally:
-                    if target is not parameter:
-                        target.grad = None
-                    elif update.gradient is not None:
-                        set_gradient(parameter, live)
-                    state.put(after, before, buffer, self.states.store, device)
-                if update.gradient is not None:
-                    written = gradient._version != version and not last
-                    self.gradients.used(update, number, gradient, written)
-                record.moved = record.moved or after is not None
-                update.done += 1
+                    set_gradient(parameter, live)
+                state.put(after, before, buffer, self.states.store, device)
+            if update.gradient is not None:
+                written = gradient._version != version and not last
+                self.gradients.used(update, number, gradient, written)
+            record.moved = record.moved or after is not None
+            update.done += 1
+            if update.done == len(targets):
+                record.update = None
+                record.refresh(parameter)
             del gradient, before, buffer, after
-        record.update = None
-        record.refresh(parameter)
+            state.send()
+            self.states.store.throttle()
+            signals_deferred.deliver()
 
     def _give_up(self, context: StepContext) -> None:
         """The class has raised an error, as it does in memory, where the rest of the step is not taken either."""
@@ -363,10 +384,14 @@ class Streaming:
         gradient, optimizer = gradient_of(parameter), self._optimizer()
         assert gradient is not None
         assert optimizer is not None
-        record.spent_norm = norm_of(gradient, 2.0)
+        norm = norm_of(gradient, 2.0)
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
-        self._take_down(record, parameter, Update(context, options_of(group), None, ()))
+        self._move_state(record, parameter)
+        with signals_deferred:
+            record.spent_norm = norm
+            record.update = Update(context, options_of(group), None, ())
+            record.refresh(parameter)
         self.finish_record(record)
         set_gradient(parameter, None)
 
