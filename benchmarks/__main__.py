@@ -10,7 +10,7 @@ from benchmarks.loss import loss
 from benchmarks.modes.command import modes
 from benchmarks.sampling import sampling
 from benchmarks.solvers import solvers
-from benchmarks.state import state
+from benchmarks.state.command import state
 
 app = typer.Typer(
     name="benchmarks",

@@ -1,10 +1,14 @@
 """``python -m benchmarks state``."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.state.kernel import memory_group
+from benchmarks.state.peers import LIMITED
 
 SMALL = "--layers 1 --width 64 --vocabulary 2048 --tokens 32 --steps 3 --rounds 1"
 
@@ -26,3 +30,61 @@ def test_a_comparison_needs_the_run_in_memory():
     result = CliRunner().invoke(app, ["state", "--ways", "ssd"])
     assert result.exit_code == 2
     assert "memory must be among them" in result.output
+
+
+def _rows(directory: Path, ways: str) -> dict[str, dict]:
+    result = CliRunner().invoke(app, ["state", *SMALL.split(), "--directory", str(directory), "--json", "--ways", ways])
+    assert result.exit_code == 0, result.output
+    assert list(directory.iterdir()) == []
+    return {row["way"]: row for row in json.loads(result.stdout)["rows"]}
+
+
+def test_a_peer_that_is_not_installed_is_a_row_with_its_reason_and_others_run(tmp_path):
+    rows = _rows(tmp_path, "mapped,memory,deepspeed-2-cpu,torchao")
+    assert list(rows) == ["mapped", "memory", "deepspeed-2-cpu", "torchao"]
+    assert rows["memory"]["same_bits"] is rows["mapped"]["same_bits"] is True
+    assert rows["mapped"]["loss_difference"] == rows["mapped"]["weight_difference"] == 0
+    for way in ("deepspeed-2-cpu", "torchao"):
+        package = way.partition("-")[0]
+        if importlib.util.find_spec(package) is None:
+            assert f"{package} is not installed: docs/benchmarks.md says how." in rows[way]["error"]
+
+
+def test_ways_with_a_limit_keep_it_or_say_why_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path / "no-programs"))  # no mkswap: the machine's swap is left alone
+    rows = _rows(tmp_path, "memory,ssd,swap,mapped-limited")
+    refusal = _refusal_of_groups()
+    if refusal is not None:
+        assert all(refusal in rows[way]["error"] for way in LIMITED)
+        return
+    assert "No such file or directory: 'mkswap'" in rows["swap"]["error"]
+    assert rows["mapped-limited"]["same_bits"] is True
+    limit = rows["ssd"]["rounds"][0]["group_peak"]
+    assert 0 < rows["mapped-limited"]["rounds"][0]["group_peak"] <= limit
+
+
+def _refusal_of_groups() -> str | None:
+    try:
+        with memory_group() as group:
+            made = group
+    except OSError as error:
+        return str(error)
+    assert not made.exists()
+    return None
+
+
+def test_a_peer_that_takes_too_long_is_a_row(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.state.runs.PEER_TIMEOUT_S", 1e-3)
+    assert "TimeoutExpired" in _rows(tmp_path, "memory,mapped")["mapped"]["error"]
+
+
+def test_a_limit_needs_the_way_whose_memory_it_is():
+    result = CliRunner().invoke(app, ["state", "--ways", "memory,swap"])
+    assert result.exit_code == 2
+    assert "ssd must be among them" in " ".join(result.output.split())
+
+
+def test_an_unknown_way_is_refused_with_all_names():
+    result = CliRunner().invoke(app, ["state", "--ways", "memory,deepspeed"])
+    assert result.exit_code == 2
+    assert "deepspeed-2-cpu" in " ".join(result.output.split())
