@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.state.kernel import drive_bytes, group_peak, reset_group_peak
+from benchmarks.state.kernel import NO_LIMIT, drive_bytes, group_limit, group_peak, limit_memory, reset_group_peak
 from benchmarks.state.peers import PEERS
 from benchmarks.state.ways import IN_BACKWARD, LAZY, train_in_torch
 from hf_offload import OffloadConfig
@@ -90,7 +90,12 @@ def measure(cell: Cell) -> dict[str, Any]:
         peaks.append(gauge.peak())
         losses.append(loss.item())
     on_drive = drive_bytes() - before
-    peak_of_group = None if cell.group is None else group_peak(Path(cell.group))
+    in_group = {}
+    if cell.group is not None:
+        group = Path(cell.group)
+        in_group = {"group_peak": group_peak(group), "group_limit": group_limit(group)}
+        # Saving is not measured, and fails where dirty pages of mapped files fill the group.
+        limit_memory(group, NO_LIMIT)
     weights = [p.detach() for p in loop.weights()]
     torch.save(weights, weights_in(Path(cell.directory)))
     moved = {
@@ -103,7 +108,7 @@ def measure(cell: Cell) -> dict[str, Any]:
         "seconds": seconds,
         "processor_seconds": processor,
         "peaks": peaks,
-        "group_peak": peak_of_group,
+        **in_group,
         "losses": losses,
         "weights_bytes": sum(p.nbytes for p in weights),
         "drive_bytes_per_step": on_drive / cell.steps,

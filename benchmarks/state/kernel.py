@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+NO_LIMIT = -1
+
 
 @contextlib.contextmanager
 def memory_group() -> Iterator[Path]:
@@ -33,6 +35,11 @@ def in_group(group: Path, command: list[str]) -> list[str]:
 def limit_memory(group: Path, n_bytes: int) -> None:
     """Memory beyond the limit is swapped or written to its file; where that is impossible, the process is killed."""
     (group / "memory.limit_in_bytes").write_text(str(n_bytes))
+
+
+def group_limit(group: Path) -> int:
+    """The limit in bytes."""
+    return int((group / "memory.limit_in_bytes").read_text())
 
 
 def reset_group_peak(group: Path) -> None:

@@ -59,8 +59,8 @@ def test_ways_with_a_limit_keep_it_or_say_why_not(tmp_path, monkeypatch):
         return
     assert "No such file or directory: 'mkswap'" in rows["swap"]["error"]
     assert rows["mapped-limited"]["same_bits"] is True
-    limit = rows["ssd"]["rounds"][0]["group_peak"]
-    assert 0 < rows["mapped-limited"]["rounds"][0]["group_peak"] <= limit
+    limited = rows["mapped-limited"]["rounds"][0]
+    assert 0 < limited["group_peak"] <= limited["group_limit"] == rows["ssd"]["rounds"][0]["group_peak"]
 
 
 def _refusal_of_groups() -> str | None:
