@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,docs,bench,peft,trl,oracles]'
 	touch $@
 
-demo: $(STAMP)  ## Train the same small model without, with recompute and with offloading; table and plots in runs/demo (two minutes)
+demo: $(STAMP)  ## Train the same small model without, with recompute and with offloading; table and plots in runs/demo (a few minutes)
 	$(BIN)/hf-offload bench steps gpt/demo --steps 5 --strategies baseline,recompute,ours:ssd,ours:auto@960MiB --allocator auto --output runs/demo
 
 # Test files run side by side, each in one process, in the order of the tree: those of single units end it, so that no

@@ -42,8 +42,8 @@ hardware = measure_hardware([work.name])
 workload = find_workload(work.name, [], batch=BATCH, sequence=SEQUENCE, dtype="float32")
 forecast = make_forecast(workload, hardware)
 footprint = forecast.problem.footprint
-keep = next(row for row in forecast.rows if row.name == "keep")
-whole = keep.timeline.peak_bytes
+baseline = next(row for row in forecast.rows if row.name == "baseline")
+whole = baseline.timeline.peak_bytes
 state = footprint.base_bytes + footprint.gradient_bytes
 budget = int(SHARE * whole)
 
@@ -53,7 +53,7 @@ print(f"saved for backward           {format_bytes(sum(footprint.saved_bytes.val
 for kind in sorted(set(footprint.kinds.values())):
     saved = sum(footprint.saved_bytes[unit] for unit, own in footprint.kinds.items() if own == kind)
     print(f"    of it by {kind:20}{format_bytes(saved):>12}")
-print(f"peak of a step               {format_bytes(whole):>12}, in {keep.timeline.peak_unit}")
+print(f"peak of a step               {format_bytes(whole):>12}, in {baseline.timeline.peak_unit}")
 print(f"budget                       {format_bytes(budget):>12}")
 
 # %% [markdown]
@@ -114,7 +114,7 @@ def train(**flags: str) -> tuple[int, float, float]:
 
 
 WAYS = {
-    "keep": {},
+    "baseline": {},
     "ssd": {"offload": "ssd", "offload_directory": work.name},
     "ssd, tiled loss": {"offload": "ssd", "offload_directory": work.name, "tiled_loss": "on"},
     "auto": {"offload": "auto", "offload_memory_budget": str(budget), "offload_directory": work.name},
@@ -128,7 +128,7 @@ for way, flags in WAYS.items():
         print(f"{way:18}refused. {refusal}")
         continue
     print(f"{way:18}{format_bytes(peak):>12}{'yes' if peak <= budget else 'no':>6}{step_s:>8.2f}s{loss:>11.6f}")
-print(f"offloading changed the loss: {measured['ssd'][2] != measured['keep'][2]}")
+print(f"offloading changed the loss: {measured['ssd'][2] != measured['baseline'][2]}")
 
 # %% [markdown]
 # ## 4. If weights and optimizer state are too large
@@ -156,7 +156,7 @@ fits = [way for way in measured if measured[way][0] <= budget]
 exact = [way for way in fits if "tiled" not in way]
 if fits:
     chosen = min(exact or fits, key=lambda way: measured[way][1])
-    slower = measured[chosen][1] / measured["keep"][1]
+    slower = measured[chosen][1] / measured["baseline"][1]
     print(
         f"Decision: {chosen}, {format_bytes(measured[chosen][0])} of {format_bytes(whole)}, {slower:.2f} x baseline step:"
     )

@@ -1,6 +1,6 @@
 """LoRA with peft: adapters shrink gradients and optimizer state, offloading the activations they leave.
 
-python examples/peft_lora.py
+python examples/peft_lora.py     # after: pip install 'hf-offload[peft]'
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer: a class of arguments that knows both.
 
-python examples/trl_sft.py
+python examples/trl_sft.py     # after: pip install 'hf-offload[trl]'
 """
 
 import dataclasses

@@ -20,6 +20,8 @@ from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_REFUSED
 from hf_offload.errors import OffloadError
 
 _UNLIMITED_WIDTH = 10_000
+_SENTENCE_WIDTH = 28
+"""Characters below which a column of sentences is a ladder of words, and paragraphs are easier to read."""
 
 
 def output() -> Console:
@@ -72,6 +74,12 @@ def make_table(
 def print_table(table: Table) -> None:
     """Print results with all names whole: where the terminal is too narrow for the columns, each row becomes a paragraph."""
     console = output()
+    for column in table.columns:
+        if not column.no_wrap:  # Rich narrows such columns to less than a word
+            cells = [str(cell) for cell in (column.header, *column.cells)]
+            words = max((len(word) for cell in cells for word in cell.split()), default=0)
+            sentences = min(_SENTENCE_WIDTH, max(map(len, cells))) if column.justify == "left" else 0
+            column.min_width = max(words, sentences)
     unlimited = console.options.update(max_width=_UNLIMITED_WIDTH)
     if Measurement.get(console, unlimited, table).minimum <= console.width:
         console.print(table, highlight=False)

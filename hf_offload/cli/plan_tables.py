@@ -142,7 +142,7 @@ def _alternative_table(forecast: "Forecast") -> Table:
     table = make_table(
         "Predicted, with the same placement for every unit, and with the plan (auto)",
         ("", "peak", "fits", "step", "waiting", "moved", "batch", "tokens"),
-        "peak, moved: GiB. keep: no offloading. ram, ssd: everything that is saved is moved there. recompute: activation "
+        "peak, moved: GiB. baseline: no offloading. ram, ssd: everything that is saved is moved there. recompute: activation "
         "checkpointing of every block; +ram, +ssd: the blocks' inputs are moved there. batch, tokens: the largest batch and "
         "the longest rows that fit (*: the model takes no longer ones).",
     )

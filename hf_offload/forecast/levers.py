@@ -33,7 +33,7 @@ class Lever:
 
 
 LEVERS = (
-    Lever("keep everything", {}, (Placement.KEEP,)),
+    Lever("no offloading", {}, (Placement.KEEP,)),
     Lever("checkpoint every block", {}, (Placement.RECOMPUTE,)),
     Lever("the blocks' inputs in RAM or on SSD", {}, _BOUNDARIES),
     Lever("tiled loss", {"tiled_loss": "on"}, _BOUNDARIES),

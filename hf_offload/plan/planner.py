@@ -24,6 +24,10 @@ _WINDOWS: tuple[tuple[int, int | None], ...] = (
 )
 
 
+BASELINE = "baseline"
+"""Name of the simple way that keeps everything: no offloading."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Alternative:
     """What one simple way (``placement`` for all), or ``auto`` (None), is predicted to do; no solution where nothing fits."""
@@ -159,7 +163,8 @@ def simple_ways(problem: Problem) -> list[Alternative]:
     for placement in Placement:
         solution = uniform(problem, placement)
         if solution is not None:
-            found.append(Alternative(placement.value, placement, solution, problem.fits(solution)))
+            name = BASELINE if placement is Placement.KEEP else placement.value
+            found.append(Alternative(name, placement, solution, problem.fits(solution)))
     return found
 
 

@@ -50,7 +50,7 @@ def open_tier(
             disk.close()
             raise
     if not config.directories:
-        logger.warning("No directory was named for %s: they go to %s.", account, directories[0])
+        logger.warning("No directory was named for %s: files are in %s.", account, directories[0])
     return SpillTier(open_ram(), disk) if storage.ram.limit_bytes else disk
 
 

@@ -46,7 +46,7 @@ def build_arguments(recipe: Recipe) -> "TrainingArguments":
     try:
         make = Seq2SeqTrainingArguments if recipe.model.task == "seq2seq-lm" else TrainingArguments
         with _own_precision():
-            arguments = make(**values)
+            arguments = make(**_with_present_names(values, make))
     except Exception as error:  # whatever TrainingArguments raises for values it cannot take
         raise OffloadConfigError(f"{recipe.name}, section training: {cropped(str(error), 2 * LONGEST)}") from error
     _check_reporters(arguments)
@@ -56,6 +56,19 @@ def build_arguments(recipe: Recipe) -> "TrainingArguments":
     if mode is not None:
         check_arguments(mode, recipe.offload.memory_mode, arguments)
     return arguments
+
+
+def _with_present_names(values: dict[str, Any], make: type["TrainingArguments"]) -> dict[str, Any]:
+    """Transformers 5.23 renamed ``gradient_checkpointing`` and warns about that name, which recipes have for the sake of
+    versions before it. Where both are given, the new one counts, as it does there.
+    """
+    values = dict(values)
+    for end in ("checkpointing", "checkpointing_kwargs"):
+        new = f"activation_{end}"
+        if hasattr(make, new) and f"gradient_{end}" in values:
+            former = values.pop(f"gradient_{end}")
+            values[new] = former if values.get(new) is None else values[new]
+    return values
 
 
 def _check_reporters(arguments: "TrainingArguments") -> None:

@@ -36,13 +36,13 @@ def test_a_recipe_on_a_described_machine():
     assert (found["batch"], found["sequence"], found["task"]) == (2, 128, "causal-lm")
     assert set(found["placements"].values()) == {"keep"}
     assert [row["name"] for row in found["predicted"]] == [
-        "keep", "ram", "ssd", "recompute", "recompute+ram", "recompute+ssd", "auto",
+        "baseline", "ram", "ssd", "recompute", "recompute+ram", "recompute+ssd", "auto",
     ]  # fmt: skip
-    keep, auto = found["predicted"][0], found["predicted"][-1]
-    assert keep["peak_bytes"] == auto["peak_bytes"]
-    assert keep["fits"]
-    assert keep["largest_batch"] >= 2
-    assert keep["longest_sequence"] == 1024  # all the positions there are
+    baseline, auto = found["predicted"][0], found["predicted"][-1]
+    assert baseline["peak_bytes"] == auto["peak_bytes"]
+    assert baseline["fits"]
+    assert baseline["largest_batch"] >= 2
+    assert baseline["longest_sequence"] == 1024  # all the positions there are
     assert all(line["reason"] for line in found["units"])
 
 
@@ -57,7 +57,7 @@ def test_the_table_says_why():
 def test_a_budget_decides():
     roomy, _ = run_json("gpt2-small", *SMALL, *CARD, "--batch", "8", "--sequence", "512")
     peaks = {row["name"]: row["peak_bytes"] for row in roomy["predicted"]}
-    budget = (peaks["keep"] + peaks["recompute"]) // 2
+    budget = (peaks["baseline"] + peaks["recompute"]) // 2
     tight, result = run_json(
         "gpt2-small", *SMALL, *CARD, "--batch", "8", "--sequence", "512", "--memory-budget", str(budget)
     )

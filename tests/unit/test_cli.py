@@ -58,6 +58,17 @@ def test_a_table_keeps_names_and_words_whole(columns, monkeypatch, capsys):
     assert "…" not in shown
 
 
+def test_a_column_of_sentences_is_never_a_ladder_of_words(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    reason = "15.5 ms again; moving takes 37 ms"
+    table = make_table("Units", ("unit", "saves", "compute", "placement", "reason"), left=("placement", "reason"))
+    table.add_row("model.layers.0-15.self_attn (16 x)", "112.00 MiB", "8.83 ms", "recompute", reason)
+    print_table(table)
+    shown = capsys.readouterr().out
+    assert reason in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def commands(command, *words):
     """All commands and groups, with the words that call them."""
     yield words, command

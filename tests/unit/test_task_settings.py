@@ -148,3 +148,15 @@ def test_a_missing_library_is_named_with_what_to_install(monkeypatch):
     with pytest.raises(OffloadConfigError, match=r"bleu needs sacrebleu: pip install 'hf-offload\[metrics\]'"):
         metrics.check_installed(["bleu"])
     metrics.check_installed(["accuracy", "perplexity", "token_accuracy"])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("values", "expected"), [
+    (["training.gradient_checkpointing=true"], (True, None)),
+    (["training.gradient_checkpointing_kwargs={use_reentrant: true}", "training.gradient_checkpointing=true"],
+     (True, {"use_reentrant": True})),
+    (["training.gradient_checkpointing=true", "training.activation_checkpointing=false"], (False, None)),
+])  # fmt: skip
+def test_checkpointing_by_its_former_name_warns_of_nothing(tiny_recipe, values, expected):
+    arguments = build_arguments(load_recipe(tiny_recipe, values))
+    assert (arguments.gradient_checkpointing, arguments.gradient_checkpointing_kwargs) == expected
