@@ -404,14 +404,16 @@ class OffloadSession:
         self._transforms.remove()
         if self._mode is not None:
             self._mode.close()
-        if self._streamed is not None:
-            self._streamed.close()
         if phases is not None:
             phases.remove()
         if model is not None:
             _attached.pop(model, None)
-        if engine is not None:
-            engine.close()
+        try:
+            if engine is not None:
+                engine.close()
+        finally:
+            if self._streamed is not None:
+                self._streamed.close()  # last, for updates that cannot be completed are an error
 
 
 def _detach_former(model: nn.Module, run_id: object, owner: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.surgery import extend
@@ -25,6 +25,9 @@ class Summarizing(Protocol):
     """A callback with the ``summary`` of its last training; empty if nothing was offloaded."""
 
     summary: list[str]
+
+    def streams_optimizer(self, args: TrainingArguments) -> bool:
+        """Whether the optimizer's state is to leave memory."""
 
 
 def extend_calling_trainer(callback: Summarizing) -> Trainer | None:
@@ -68,6 +71,9 @@ class _Resuming(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not getattr(self, _CALLBACK).streams_optimizer(self.args):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
         # Mapped into memory, a state is read as it is moved on, one parameter after the other.
         with torch.utils.serialization.config.patch({"load.mmap": True}):  # type: ignore[attr-defined]
             super()._load_optimizer_and_scheduler(checkpoint)

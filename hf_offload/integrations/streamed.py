@@ -8,7 +8,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.streamed import clip_grad_norm_, streaming_of
+from hf_offload.optimizers.streamed import StreamedState, clip_grad_norm_, streaming_of
 from hf_offload.session import OffloadSession
 from hf_offload.settings.schema import OffloadConfig
 
@@ -28,6 +28,17 @@ def stream_prepared(session: OffloadSession, optimizer: Any) -> None:
         # It has kept the method of the class that the optimizer had.
         wrapper._optimizer_original_step_method = optimizer.step
         wrapper._optimizer_patched_step_method = patch_optimizer_step(wrapper, optimizer.step)
+
+
+def own_resident_state(optimizer: Any) -> None:
+    """Copy what stays in memory of the state: it may lie in a checkpoint's file, which another one can take the place of."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    present = optimizer.state
+    for state in present.resident() if isinstance(present, StreamedState) else list(present.values()):
+        for name, value in state.items():
+            if type(value) is Tensor:
+                state[name] = value.clone()
 
 
 def refuse_own_optimizers(accelerator: Accelerator, config: OffloadConfig) -> None:

@@ -12,7 +12,12 @@ from transformers.training_args import ParallelMode
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.extended_trainer import extend_calling_trainer
-from hf_offload.integrations.streamed import ClipsStreamedGradients, refuse_own_optimizers, stream_prepared
+from hf_offload.integrations.streamed import (
+    ClipsStreamedGradients,
+    own_resident_state,
+    refuse_own_optimizers,
+    stream_prepared,
+)
 from hf_offload.integrations.summary import card_lines, log_entries, show_summary, summary_lines
 from hf_offload.planning.known import Prediction
 from hf_offload.session import OffloadSession, attach
@@ -90,6 +95,7 @@ class OffloadCallback(TrainerCallback):
             if not isinstance(trainer.accelerator, ClipsStreamedGradients):
                 extend(trainer.accelerator, ClipsStreamedGradients)
         stream_prepared(self.session, optimizer)
+        own_resident_state(optimizer)
         scaler = None if trainer is None else trainer.accelerator.scaler
         # What a step needs is known when a gradient arrives: nothing adds up, is scaled or clipped before the step.
         one_backward = args.gradient_accumulation_steps == 1 and scaler is None and trainer is not None
@@ -148,6 +154,11 @@ class OffloadCallback(TrainerCallback):
             if state.is_world_process_zero:
                 show_summary(lines, logger)
         self._detach()
+
+    def streams_optimizer(self, args: TrainingArguments) -> bool:
+        """Whether the optimizer's state is to leave memory."""
+        config = self._config(args)
+        return config is not None and config.optimizer != "none"
 
     def _config(self, args: TrainingArguments) -> OffloadConfig | None:
         if self.config is not None:

@@ -1,9 +1,11 @@
 """Optimizer state and gradients on a tier: the bits of the run that keeps them in memory."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments
 from hf_offload.optimizers.streamed import streaming_of
@@ -113,6 +115,15 @@ def data():
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
+class Mapped(TrainerCallback):
+    """Notes whether a state is mapped from a file while the run goes on."""
+
+    found = False
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.found = self.found or "optimizer.pt" in Path("/proc/self/maps").read_text()
+
+
 def trained(folder, place, resume=None, **arguments):
     directory = {"offload_directory": str(folder.parent)} if place == "ssd" else {}
     args = OffloadTrainingArguments(
@@ -132,7 +143,10 @@ def trained(folder, place, resume=None, **arguments):
         **({"save_steps": 3} | directory | arguments),
     )
     trainer = Trainer(model=gpt2(), args=args, train_dataset=data(), eval_dataset=data()[:8])
+    mapped = Mapped()
+    trainer.add_callback(mapped)
     trainer.train(resume_from_checkpoint=resume)
+    assert not mapped.found
     kept = ("loss", "grad_norm", "eval_loss", "learning_rate", "step")
     logs = [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_offload.optimizers.streamed.record import Record
+from hf_offload.optimizers.streamed.record import SMALLEST_STATE_BYTES, Record
 
 
 def split(state: Mapping[str, Any], record: Record) -> list[dict[str, Any]]:
     """A state in parts: tensors of the parameter's shape are cut, everything else belongs to each part."""
     if len(record.sizes) == 1:
-        return [dict(state)]
+        return [{name: _own(value) if _stays(value) else value for name, value in state.items()}]
     parts: list[dict[str, Any]] = [{} for _ in record.sizes]
     for name, value in state.items():
         of_elements = isinstance(value, Tensor) and value.shape == record.shape
@@ -33,6 +33,11 @@ def joined(states: list[dict[str, Any]], record: Record) -> dict[str, Any]:
         else:
             whole[name] = _own(first)
     return whole
+
+
+def _stays(value: Any) -> bool:
+    """Whether a part of a state is kept in memory, where it must not be a part of anything else."""
+    return isinstance(value, Tensor) and value.nbytes < SMALLEST_STATE_BYTES
 
 
 def _own(value: Any) -> Any:

@@ -17,7 +17,7 @@ from hf_offload.storage.packing import Packing
 if TYPE_CHECKING:
     from hf_offload.optimizers.streamed.streaming import Streaming
 
-_SMALLEST_STATE_BYTES = 4096
+SMALLEST_STATE_BYTES = 4096
 """Smaller parts of a state, such as counters, stay in memory."""
 
 
@@ -69,7 +69,7 @@ class PartState:
             self._packing = self._stored = None
             return
         if self._packing is None or before is None or not self._packing.keep(state, before):
-            self._packing = Packing(state, _SMALLEST_STATE_BYTES, device)
+            self._packing = Packing(state, SMALLEST_STATE_BYTES, device)
             buffer = None
         if self._packing.nbytes == 0:
             self._stored = None
