@@ -36,8 +36,10 @@ class UpdateOrder:
         """``records`` in this order."""
         return sorted(records, key=lambda record: self._places[id(record)])
 
-    def read_ahead(self, record: Record | None) -> None:
-        """Begin to read what those that come after ``record`` need, or the first ones."""
-        place = -1 if record is None else self._places[id(record)]
-        for other in self._order[place + 1 : place + 1 + _AHEAD]:
-            other.read_ahead()
+    def read_ahead(self, record: Record | None, all_states: bool = False) -> None:
+        """Begin to read what the rest of ``record`` and those after it need, or the first ones: for updates that are noted,
+        and with ``all_states`` also for those that are not yet.
+        """
+        place = 0 if record is None else self._places[id(record)]
+        for other in self._order[place : place + _AHEAD]:
+            other.read_ahead(all_states)

@@ -273,13 +273,16 @@ class Record:
         """Bytes of its state on the tier."""
         return sum(state.nbytes for state in self.states)
 
-    def read_ahead(self) -> None:
-        """Begin to read what its update needs, as far as the window has room."""
-        if self.update is not None:
-            for number in range(self.update.done, len(self.states)):
-                self.states[number].read_ahead()
-                if self.update.gradient is not None:
-                    self.update.gradient.read_ahead(number)
+    def read_ahead(self, state_for_later: bool = False) -> None:
+        """Begin to read what its update needs, as far as the window has room; without an update, with
+        ``state_for_later``, its state.
+        """
+        if self.update is None and not state_for_later:
+            return
+        for number in range(0 if self.update is None else self.update.done, len(self.states)):
+            self.states[number].read_ahead()
+            if self.update is not None and self.update.gradient is not None:
+                self.update.gradient.read_ahead(number)
 
     # -- Demand ---------------------------------------------------------------------------------------------------------
 

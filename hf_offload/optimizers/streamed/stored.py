@@ -183,7 +183,7 @@ class Stored:
 
     def read_ahead(self) -> None:
         """Begin to read what is on the tier, if there is room in the window."""
-        waits = self._buffer is None and self._loaded is None and self._read is None
+        waits = self._held is not None and self._buffer is None and self._loaded is None and self._read is None
         if waits and self._store.has_room_to_read(self.nbytes):
             self._begin_read(urgent=False)
 

@@ -251,7 +251,7 @@ class Streaming:
             self._order.begin_step()
             for record in self._order.sorted(at_once):
                 self._finish(record, contextlib.nullcontext())
-            self._order.read_ahead(None)
+            self._order.read_ahead(None, all_states=self.in_backward)
 
     def _take_over(self, parameters: Iterable[nn.Parameter]) -> None:
         """Layouts and states are what the user has made of them. This may wait for a drive, and changes no value yet."""
@@ -306,7 +306,6 @@ class Streaming:
             with signals_deferred, context, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._compute(record, parameter, record.update)
                 self._order.updated(record)
-                self._order.read_ahead(record)
         except StorageError as error:
             raise StorageError(
                 f"The last step of {record.name} cannot be completed, so its value must not be used: go on from the last "
@@ -322,20 +321,20 @@ class Streaming:
         live = gradient_of(parameter)
         targets = record.targets(parameter)
         lives: list[Any] = [None] * len(targets) if live is None else record.parts_of(live)
-        device = parameter.device
         while update.done < len(targets):
             number = update.done
             target, state = targets[number], record.states[number]
             if update.gradient is not None:
                 update.gradient.load(number)
             state.load()
-            # Nothing waits from here until the part is done: so no signal is delivered in its midst.
+            self._order.read_ahead(record, all_states=self.in_backward)  # arrives while this part is computed
+            # Nothing waits from here until the part is done: no signal is delivered in its midst.
             last = record.gradient is not update.gradient
             gradient = lives[number]
             if update.gradient is not None:
                 gradient = update.gradient.part(number, last, update.factors)
             version = None if gradient is None else gradient._version
-            before, buffer = state.take(device, last=True)
+            before, buffer = state.take(parameter.device, last=True)
             if target is not parameter:
                 target.grad = gradient
             elif update.gradient is not None:
@@ -353,7 +352,7 @@ class Streaming:
                     target.grad = None
                 elif update.gradient is not None:
                     set_gradient(parameter, live)
-                state.put(after, before, buffer, self.states.store, device)
+                state.put(after, before, buffer, self.states.store, parameter.device)
             if update.gradient is not None:
                 written = gradient._version != version and not last
                 self.gradients.used(update, number, gradient, written)
