@@ -295,6 +295,11 @@ class OffloadSession:
         return self._engine is not None and not self._engine.closed
 
     @property
+    def streams_optimizer(self) -> bool:
+        """Whether the state of an optimizer is on a tier."""
+        return self._streamed is not None and self._streamed.is_used
+
+    @property
     def model(self) -> nn.Module | None:
         """The model, if there still is one."""
         return self._model()

@@ -175,7 +175,8 @@ class OffloadedAccelerator:
         """Log what was offloaded. With ``together``, all processes call this, and the figures are those of all of them."""
         for session in self.sessions:
             session.finish(together)
-            lines = summary_lines(session, together) if session.active or session.orphaned else []
+            reports = session.active or session.orphaned or session.streams_optimizer
+            lines = summary_lines(session, together) if reports else []
             if session.ranks.is_first:
                 show_summary(lines, logger)
 

@@ -9,6 +9,7 @@ from hf_offload.engine.stats import OffloadStats, StepStats, added
 from hf_offload.planning.known import Prediction
 from hf_offload.session import OffloadSession
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
 from hf_offload.storage.wear import Written
 
 _GIB = 2**30
@@ -49,8 +50,12 @@ def show_summary(lines: Sequence[str], logger: logging.Logger) -> None:
 
 def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
     """Lines to log where ``session.ranks.is_first``. With ``together``, all processes call this, or none."""
-    everyone = session.ranks.gather(session.stats.total) if together else [session.stats.total]
-    lines = [_moved(everyone, max(1, session.stats.ended_steps))]
+    lines = []
+    if session.active or session.orphaned or not session.streams_optimizer:
+        everyone = session.ranks.gather(session.stats.total) if together else [session.stats.total]
+        lines.append(_moved(everyone, max(1, session.stats.ended_steps)))
+    if session.streams_optimizer:
+        lines.append(_state(session, together))
     if session.forecast is not None:
         lines.append(_compared(session.forecast))
     written = session.written()  # every process keeps its count first
@@ -58,6 +63,19 @@ def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
     return lines + _worn(
         written, session.ranks.gather(mine) if together else [mine], session.config.drive_endurance_bytes
     )
+
+
+def _state(session: OffloadSession, together: bool) -> str:
+    """What an optimizer's state and gradients have moved, of all processes."""
+    found = []
+    for name in (OPTIMIZER_STATE, GRADIENTS):
+        for tier, counted in session.stats.accounts.get(name, {}).items():
+            mine = (counted.written_bytes, counted.read_bytes)
+            everyone = session.ranks.gather(mine) if together else [mine]
+            written, read = map(sum, zip(*everyone, strict=True))
+            found.append(f"{name}: {format_bytes(written)} written to {tier}, {format_bytes(read)} read")
+    line = "; ".join(found)
+    return f"{line[:1].upper()}{line[1:]}."
 
 
 def _worn(
@@ -82,7 +100,13 @@ def _worn(
 
 def card_lines(session: OffloadSession, summary: list[str]) -> list[str]:
     """Lines for the card of the trained model, with the ``summary`` of the run."""
-    lines = [f"Activations were offloaded with hf_offload ({session.plan.reason}), which changes no bit of a gradient."]
+    lines = []
+    if session.active:
+        lines.append(
+            f"Activations were offloaded with hf_offload ({session.plan.reason}), which changes no bit of a gradient."
+        )
+    if session.streams_optimizer:
+        lines.append("The optimizer's state was offloaded with hf_offload, which changes no bit of a weight.")
     if session.sampled:
         lines.append(f"The weight gradients of {len(session.sampled)} linear layers were estimated from sampled rows.")
     if session.tiled:

@@ -146,7 +146,7 @@ class OffloadCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.session is not None and self.session.active:
+        if self.session is not None and (self.session.active or self.session.streams_optimizer):
             # After an interruption the other processes may not come here.
             finished = control.should_training_stop or state.global_step >= state.max_steps
             lines = summary_lines(self.session, together=finished)

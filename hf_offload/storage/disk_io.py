@@ -101,7 +101,7 @@ def probe_direct_io(directory: Path, file_system: str) -> DirectIo:
     if not hasattr(os, "O_DIRECT"):
         return DirectIo(False, 1, "this platform has no O_DIRECT")
     try:
-        buffered_fd = _open_nameless(directory)
+        buffered_fd = open_nameless(directory)
         try:
             fd = _open_again(buffered_fd, os.O_DIRECT)
         finally:
@@ -156,7 +156,7 @@ def check_can_hold_files(directory: str | os.PathLike[str]) -> None:
     """Raise the :class:`OffloadConfigError` that :class:`DataFile` would, and leave nothing behind."""
     check_directory(directory, quiet=True)
     try:
-        os.close(_open_nameless(Path(directory)))
+        os.close(open_nameless(Path(directory)))
     except OSError as error:
         raise _no_file_in(directory, error) from error
 
@@ -168,7 +168,7 @@ def _no_file_in(directory: str | os.PathLike[str], error: OSError) -> OffloadCon
     )
 
 
-def _open_nameless(directory: Path) -> int:
+def open_nameless(directory: Path) -> int:
     """A new, empty file that no other process can open, without a name from the start: a process that is killed at any
     moment leaves nothing. Where the file system cannot do that, the name is there for an instant.
     """
@@ -223,7 +223,7 @@ class DataFile:
         through the second, buffered descriptor.
         """
         try:
-            self._fd = self._buffered_fd = _open_nameless(self.directory)
+            self._fd = self._buffered_fd = open_nameless(self.directory)
             if self.direct.usable:
                 self._fd = _open_again(self._buffered_fd, os.O_DIRECT)
         except OSError:

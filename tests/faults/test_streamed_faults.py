@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -208,3 +209,18 @@ def test_a_model_that_is_dropped_with_updates_noted_is_freed(tmp_path):
     del made
     gc.collect()
     assert model() is None
+
+
+def test_a_saved_state_is_mapped_from_files_without_a_name(tmp_path):
+    model = torch.nn.Linear(256, 256)
+    session = attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=tmp_path, min_bytes=SMALLEST))
+    optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert saved["state"][0]["exp_avg"].untyped_storage().filename.startswith("/proc/self/fd/")
+    assert list(tmp_path.iterdir()) == []
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert mapped
+    assert not any("hf_offload-state" in line for line in mapped)
+    session.detach()

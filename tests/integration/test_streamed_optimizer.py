@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
-from hf_offload import OffloadConfig, OffloadTrainingArguments
+from hf_offload import OffloadCallback, OffloadConfig, OffloadTrainingArguments
 from hf_offload.optimizers.streamed import streaming_of
 from hf_offload.session import attach
 
@@ -147,6 +147,9 @@ def trained(folder, place, resume=None, **arguments):
     trainer.add_callback(mapped)
     trainer.train(resume_from_checkpoint=resume)
     assert not mapped.found
+    (callback,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, OffloadCallback)] or [None]
+    if place != "none":
+        assert any(line.startswith("Optimizer state: ") and f"written to {place}" in line for line in callback.summary)
     kept = ("loss", "grad_norm", "eval_loss", "learning_rate", "step")
     logs = [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}

@@ -1,7 +1,6 @@
 """The state of an optimizer as ``state_dict`` returns it, without holding it in memory."""
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_offload.errors import StorageError
+from hf_offload.storage.disk_io import open_nameless
 
 _SMALLEST_BYTES = 1 << 16
 
@@ -31,16 +31,16 @@ class MappedFiles:
         if type(value) is not Tensor or value.nbytes < _SMALLEST_BYTES or not value.is_contiguous():
             return value
         host = value.detach().to("cpu")
-        descriptor, path = tempfile.mkstemp(prefix="hf_offload-state-", dir=self._directory)
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            # Without a name: a process that is killed leaves nothing. The system finds the file by its descriptor.
+            with os.fdopen(open_nameless(self._directory), "wb") as file:
                 file.write(host.reshape(-1).view(torch.uint8).numpy().data)
-            storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=value.nbytes)
+                file.flush()
+                path = f"/proc/self/fd/{file.fileno()}"
+                storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=value.nbytes)
         except OSError as error:
             raise StorageError(
                 f"The optimizer's state cannot be gathered to be saved: {error}. {self._directory} needs room for a copy of "
                 "it: free some space there, or name another directory."
             ) from error
-        finally:
-            Path(path).unlink()
         return torch.empty(0, dtype=value.dtype).set_(storage, 0, value.shape, value.stride())

@@ -78,6 +78,11 @@ class StreamedSetting:
         if present is None:
             self._tell(streaming, optimizer, compiled)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether an optimizer is streamed."""
+        return bool(self._streamings)
+
     def update_in_backward(self, in_backward: bool) -> None:
         """See :meth:`hf_offload.session.OffloadSession.update_in_backward`."""
         for streaming in list(self._streamings):
