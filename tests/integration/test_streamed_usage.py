@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.streamed import streaming_of
@@ -213,7 +214,8 @@ def weights_get_other_memory(run):
 
 @scenario
 def a_backward_is_older_than_the_step(run):
-    model = mlp()
+    torch.manual_seed(0)  # a convolution saves its weight, not a view of it
+    model = nn.Sequential(nn.Unflatten(1, (6, 4, 4)), nn.Conv2d(6, 256, 3))
     optimizer = adamw(run, model)
     for _ in range(2):
         inputs = batch(0).requires_grad_()
@@ -367,8 +369,8 @@ def state_is_replaced(run):
 def state_is_read_and_written(run):
     model = mlp()
     optimizer = adamw(run, model)
-    train(run, model, optimizer)
     state, weight = optimizer.state, model[0].weight
+    train(run, model, optimizer, after=lambda _: run.log(weight in state, state.get(weight)))
     run.log(state.setdefault(weight, {})["exp_avg"], [one["exp_avg"] for one in state.values()])
     state.update({weight: {name: value * 2 for name, value in state[weight].items()}})
     del state[model[4].weight]
@@ -408,9 +410,20 @@ def _of_class(kind, **options):
         optimizer = kind(model.parameters(), **options)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 3)  # begins with 0
         run.prepare(model, optimizer)
-        train(run, model, optimizer, loss=lambda model, inputs: model[0](inputs).square().mean(), zero=False)
+
+        def schedule(number):
+            scheduler.step()
+
+        train(
+            run,
+            model,
+            optimizer,
+            loss=lambda model, inputs: model[0](inputs).square().mean(),
+            after=schedule,
+            zero=False,
+        )
         optimizer.factor = 0.5
-        train(run, model, optimizer, steps=4, after=lambda _: scheduler.step())
+        train(run, model, optimizer, steps=4, after=schedule)
         run.log(model[0].weight.grad)
         run.log_all(model, optimizer)
 
@@ -508,3 +521,29 @@ def _with_own_step(model):
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.step = lambda closure=None: None
     return optimizer
+
+
+@pytest.mark.parametrize("mode", ["lora_fa", "lisa", "badam", "apollo_mini", "frugal"])
+def test_memory_modes_whose_optimizers_cannot_be_streamed_say_so(mode, tmp_path):
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=512, n_positions=32)
+    model = GPT2LMHeadModel(config)
+    run = Run("ssd", tmp_path, memory_mode=mode)
+    with pytest.raises(OffloadConfigError, match=f"memory_mode='{mode}' trains with, cannot be streamed"):
+        run.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_activations_leave_memory_with_the_optimizer(tmp_path, monkeypatch):
+    stream_in_parts(monkeypatch)
+    logs = []
+    for run in (Run("none", tmp_path), Run("ssd", tmp_path, tier="ssd", min_bytes=16)):
+        model = mlp()
+        optimizer = adamw(run, model)
+        train(run, model, optimizer)
+        run.log_all(model, optimizer)
+        logs.append(run.logged)
+        if run.session is not None:
+            assert run.session.stats.total.offloaded_bytes > 0
+            model(batch(0)).mean().backward()
+            optimizer.step()
+            assert all(record.update is not None for record in streaming_of(optimizer).records)
+    assert same(*logs)

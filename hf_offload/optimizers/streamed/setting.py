@@ -14,6 +14,7 @@ from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.optimizers.streamed.fast_paths import keep_fast_paths
 from hf_offload.optimizers.streamed.optimizer import stream, streaming_of
 from hf_offload.optimizers.streamed.streaming import Streaming
+from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.host_memory import ram_bytes
@@ -61,15 +62,25 @@ class StreamedSetting:
         in_graph = self._alone and not compiled
         names = {id(p): name for name, p in model.named_parameters()}
         present = streaming_of(optimizer)
-        streaming = stream(
-            optimizer,
-            self._storage,
-            self._open,
-            names,
-            smallest_bytes=self._config.smallest_bytes(self._on_host),
-            gradients=in_graph,
-            lazy=in_graph,
-        )
+        try:
+            streaming = stream(
+                optimizer,
+                self._storage,
+                self._open,
+                names,
+                smallest_bytes=self._config.smallest_bytes(self._on_host),
+                gradients=in_graph,
+                lazy=in_graph,
+            )
+        except OffloadConfigError as error:
+            if self._config.memory_mode == NONE:
+                raise
+            own = type(optimizer).__module__.startswith("hf_offload.")
+            raise OffloadConfigError(
+                f"The state of {type(optimizer).__name__}, which memory_mode={self._config.memory_mode!r} trains with, "
+                "cannot be streamed: set optimizer='none', or another memory mode. "
+                f"{'It decides about all weights together.' if own else error}"
+            ) from error
         keep_fast_paths(model)
         for guard in self._guards:
             guard.remove()

@@ -9,7 +9,6 @@ Note: one rule for all schedules
 """
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,8 +30,6 @@ from hf_offload.optimizers.streamed.record import Record, Update, part_elements,
 from hf_offload.optimizers.streamed.shadow import Shadow, attributes_of, options_of
 from hf_offload.optimizers.streamed.states import States
 from hf_offload.optimizers.streamed.stored import Store
-
-logger = logging.getLogger(__name__)
 
 PART_BYTES = 8 << 20
 """Of a parameter, where it can be cut: a step then needs memory for the state of so much."""
@@ -275,9 +272,8 @@ class Streaming:
                 elif gradient_of(parameter) is not None or (self._all_step and record.gradient is None):
                     noted.append((record, parameter, Update(context, options, None, ())))
                 elif record.gradient is not None:
-                    noted.append(
-                        (record, parameter, Update(context, options, record.gradient, record.gradient.factors))
-                    )
+                    update = Update(context, options, record.gradient, record.gradient.factors)
+                    noted.append((record, parameter, update))
             if staying:
                 small.append({**options, "params": staying})
         if small:

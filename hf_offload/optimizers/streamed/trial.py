@@ -43,6 +43,12 @@ def traits_of(optimizer: Optimizer, kind: type[Optimizer]) -> Traits:
         )
     cuts, sets_gradients = True, False
     for group in _different(optimizer.param_groups):
+        for name, value in group.items():
+            if name not in _NOT_COMPARED and isinstance(value, list) and len(value) == len(group["params"]):
+                raise OffloadConfigError(
+                    f"{kind.__name__} keeps {name!r} in its parameter groups, an entry for each parameter, and updates "
+                    "several together: its state cannot be streamed. Use another optimizer, or optimizer='none'."
+                )
         trial = _Trial(optimizer, kind, group)
         try:
             with torch.random.fork_rng(devices=[]):
