@@ -119,6 +119,46 @@ def test_a_loop_computes_the_same_bits(settings, prepare, plugin):
     assert stats.ended_steps == 4 // settings.get("gradient_accumulation_steps", 1)  # optimizers end steps
 
 
+@pytest.mark.parametrize("prepare", [together, one_by_one, backwards, by_their_own_methods])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}],
+    ids=["plain", "accumulation", "bf16"],
+)
+def test_streamed_state_has_the_same_bits(settings, prepare, tmp_path):
+    expected = loop(Accelerator(cpu=True, **settings), prepare)
+    plugin = OffloadPlugin(tier="none", optimizer="ssd", directory=tmp_path, min_bytes=0)
+    accelerator = plugin.accelerator(cpu=True, **settings)
+    found = loop(accelerator, prepare)
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+    accounts = session_of(accelerator).stats.accounts
+    assert all(accounts[name]["ssd"].written_bytes > 0 for name in ("optimizer state", "gradients"))
+
+
+def test_streamed_state_is_saved_and_resumed(tmp_path):
+    expected = loop(Accelerator(cpu=True), together, steps=6, dropout=0.0)
+    settings = {"tier": "none", "optimizer": "ssd", "directory": tmp_path, "min_bytes": 0}
+    accelerator = OffloadPlugin(**settings).accelerator(cpu=True)
+
+    def save(step):
+        if step == 1:
+            accelerator.save_state(str(tmp_path / "state"))
+
+    found = loop(accelerator, together, steps=6, after_step=save, dropout=0.0)
+    assert found[0] == expected[0]
+    for again in (OffloadPlugin(**settings).accelerator(cpu=True), Accelerator(cpu=True)):
+
+        def prepare_and_load(accelerator, *objects):
+            model, optimizer, loader, scheduler = accelerator.prepare(*objects)
+            accelerator.load_state(str(tmp_path / "state"))
+            return model, optimizer, accelerator.skip_first_batches(loader, 2), scheduler
+
+        resumed = loop(again, prepare_and_load, steps=6, dropout=0.0)
+        assert resumed[0] == expected[0][2:]
+        assert all(torch.equal(resumed[1][name], tensor) for name, tensor in expected[1].items())
+
+
 def test_attaching_after_prepare(plugin):
     accelerator = Accelerator(cpu=True)
 

@@ -61,6 +61,33 @@ def replicated(rank, folder):
     assert_same(run(None), run(settings(folder)))
 
 
+def streamed(rank, folder):
+    """Optimizer state on a drive. Gradients stay: they are reduced in memory."""
+
+    def run(place):
+        model = tiny_model("llama")
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+        files = {} if place == "none" else {"directory": folder}
+        session = attach(model, OffloadConfig(tier="none", optimizer=place, min_bytes=0, **files))
+        session.prepare_optimizer(optimizer)
+        torch.manual_seed(rank)
+        for step in range(4):
+            wrapped(**tiny_batch("llama", seed=10 * rank + step)).loss.backward()
+            session.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        moved = session.stats.accounts.get("optimizer state", {}).get("ssd")
+        return weights(model), optimizer.state_dict()["state"], 0 if moved is None else moved.written_bytes
+
+    expected, found = run("none"), run("ssd")
+    assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
+    for place, state in expected[1].items():
+        assert all(torch.equal(found[1][place][name], value) for name, value in state.items())
+    assert expected[2] == 0
+    assert found[2] > 0
+
+
 def sharded(rank, folder):
     from torch.distributed.fsdp import fully_shard
 
@@ -173,6 +200,15 @@ def different_settings_are_refused(rank, folder):
     with pytest.raises(OffloadConfigError, match=r"verify='off' on rank 0, 'checksum' on rank 1"):
         offload_activations(model, settings(folder, verify=["off", "checksum"][rank])).__enter__()
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def streamed_shards_are_refused(rank, folder):
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny_model("llama")
+    fully_shard(model)
+    with pytest.raises(OffloadConfigError, match="CPUOffloadPolicy"):
+        attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=folder))
 
 
 def one_alone_is_refused(rank, folder):
@@ -310,6 +346,7 @@ def gone_in_one_of_them(rank, folder):
 
 IN_TWO = (
     replicated,
+    streamed,
     sharded,
     sampled,
     norms_are_shared,
@@ -322,6 +359,7 @@ IN_TWO = (
     one_plan_for_all,
     one_plan_for_shards,
     gone_in_one_of_them,
+    streamed_shards_are_refused,
     one_alone_is_refused,
 )
 

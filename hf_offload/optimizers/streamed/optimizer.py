@@ -15,6 +15,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import clip_stored
 from hf_offload.optimizers.streamed.demand import ask_in_transforms
+from hf_offload.optimizers.streamed.parts import joined
 from hf_offload.optimizers.streamed.record import Record
 from hf_offload.optimizers.streamed.saved import MappedFiles
 from hf_offload.optimizers.streamed.shadow import Shadow, make_shadow, options_of
@@ -23,6 +24,7 @@ from hf_offload.optimizers.streamed.streaming import PART_BYTES, Streaming
 from hf_offload.optimizers.streamed.trial import traits_of
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
+from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
 from hf_offload.surgery import Undo, extend
 
@@ -176,12 +178,16 @@ class StreamedOptimizer(Optimizer):
         streaming = _streamed[self]
         streaming.damage.check_states(streaming.records)
         streaming.finish()
-        keep = _keeper(streaming)
+        files = _mapped_files(streaming)
         whole = self._without_streaming()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if streaming.has_state(parameter):
-                    whole.state[parameter] = keep(streaming.state_of(parameter))
+                record = streaming.record_of(parameter)
+                if record is not None and record.moved:
+                    parts = streaming.states.parts(record, parameter)
+                    whole.state[parameter] = (
+                        joined(list(parts), record) if files is None else files.state(parts, record)
+                    )
                 elif dict.__contains__(self.state, parameter):
                     whole.state[parameter] = dict.__getitem__(self.state, parameter)
         return whole.state_dict()
@@ -257,11 +263,10 @@ def _own_class(optimizer: Optimizer) -> type[Optimizer]:
     return own
 
 
-def _keeper(streaming: Streaming) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _mapped_files(streaming: Streaming) -> MappedFiles | None:
     tier = streaming.states.store.tier
-    if isinstance(tier, DiskTier):
-        return MappedFiles(Path(tier.files[0].directory)).state
-    return lambda state: state
+    tier = tier.then if isinstance(tier, SpillTier) else tier
+    return MappedFiles(Path(tier.files[0].directory)) if isinstance(tier, DiskTier) else None
 
 
 class StreamedState(collections.defaultdict[Any, Any]):

@@ -1,6 +1,7 @@
 """The states of one optimizer's parameters between updates, on a tier."""
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +32,13 @@ class States:
         with self._lock, outside():
             found = [state.take(parameter.device, last=False)[0] or {} for state in record.states]
             return joined(found, record)
+
+    def parts(self, record: Record, parameter: Tensor) -> Iterator[dict[str, Any]]:
+        """The state of one part after the other, each until the next one is asked for."""
+        for state in record.states:
+            with self._lock, outside():
+                found = state.take(parameter.device, last=False)[0] or {}
+            yield found
 
     def put(self, record: Record, parameter: Tensor, state: dict[str, Any]) -> None:
         """Let ``state`` of the whole parameter take the place of what is here, once all of it is on its way."""
