@@ -311,6 +311,9 @@ def test_commands_are_found():
         understand(["limtis"], benchmarks)
 
 
+STATE_WAYS = {"memory": "in memory", "ssd": "on the drive", "ssd-in-backward": "on the drive, in backward"}
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
@@ -326,6 +329,20 @@ def test_the_table_of_the_demo_is_of_its_file():
     assert all(row["losses_identical"] and row["parameters_identical"] for row in rows)
     section = (ROOT / "README.md").read_text().split("| strategy |")[1].split("\n\n")[0]
     assert dict(re.findall(r"^\| `(\S+)` \| (.*) \| (?:-|identical) \|$", section, re.MULTILINE)) == expected
+
+
+def test_the_table_of_streamed_state_is_of_its_file():
+    runs = json.loads((ROOT / "model_cards" / "bench" / "cpu_state_gpt2_12_layers.json").read_text())
+    rows = [row for run in runs for row in run["rows"]]
+    assert all(row["same_bits"] is not False for row in rows)
+    expected = [
+        f"{row['tokens']} | {STATE_WAYS[row['way']]} | {row['peak_mb']:.0f} | {row['left_ratio']:.3f} | "
+        f"{row['step_s']:.2f} | {row['step_ratio']:.3f} | {row['moved_mb']:.0f}"
+        for row in rows
+    ]
+    text = (ROOT / "docs" / "optimizer_state.md").read_text()
+    section = text.split("## What it costs\n")[1].split("\n## ")[0]
+    assert re.findall(r"^\| (\d+ \| .*) \|$", section, re.MULTILINE) == expected
 
 
 def test_the_table_of_the_longest_rows_is_of_its_file():
