@@ -18,7 +18,7 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from hf_offload import OffloadConfig, offload_activations
+from hf_offload import OffloadConfig, attach, offload_activations
 
 LONGEST_S = 0.6
 
@@ -34,10 +34,29 @@ def make_model() -> nn.Module:
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())])
 
 
+def streamed_steps(directory: Path | None) -> list[torch.Tensor]:
+    """Weights after steps of an optimizer, whose state and gradients are in files if there is a directory, and is saved."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = OffloadConfig(tier="none")
+    if directory is not None:
+        config = OffloadConfig(tier="none", optimizer="ssd", directory=directory, min_bytes=0)
+    session = attach(model, config)
+    session.prepare_optimizer(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 64 * 64).reshape(64, 64)).square().mean().backward()
+        session.clip_grad_norm_(0.1)
+        optimizer.step()
+    saved = optimizer.state_dict()["state"]
+    session.detach()
+    return [*(p.detach().clone() for p in model.parameters()), *(saved[place]["exp_avg"] for place in sorted(saved))]
+
+
 def train(directory: Path, sessions: int) -> bool:
     """Whether steps of that many sessions, one after the other, are right."""
     model = make_model()
-    expected = one_step(model)
+    expected, expected_of_optimizer = one_step(model), streamed_steps(None)
     config = OffloadConfig(tier="ssd", directory=directory, min_bytes=0, read_ahead_bytes=1)
     for _ in range(sessions):
         with offload_activations(model, config) as session:
@@ -46,6 +65,8 @@ def train(directory: Path, sessions: int) -> bool:
                 session.end_step()
                 if not all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)):
                     return False
+        if not all(map(torch.equal, expected_of_optimizer, streamed_steps(directory))):
+            return False
     return True
 
 

@@ -56,6 +56,7 @@ def trainer_in(folder, offloaded, callbacks=(), **others):
         args = OffloadTrainingArguments(
             **plain,
             offload="ssd",
+            offload_optimizer="ssd",
             offload_directory=str(folder.parent / "tier"),
             offload_min_bytes="0",
             offload_read_ahead_bytes="1",
