@@ -98,7 +98,7 @@ class OffloadArguments(_Declared):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == argument("memory_mode") and value != NONE:
+        if name == argument("memory_mode") and isinstance(value, str) and value != NONE:
             _watch_trainers()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

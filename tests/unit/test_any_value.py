@@ -351,6 +351,11 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("some text\n")
 
 
+def test_a_value_that_cannot_be_compared_is_refused_as_a_memory_mode():
+    with pytest.raises(OffloadConfigError, match="memory_mode"):
+        OffloadArguments(memory_mode=Odd())
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @settings(max_examples=120, **RELAXED)
 @given(data=st.data())
