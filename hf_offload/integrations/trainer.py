@@ -94,7 +94,13 @@ class OffloadCallback(TrainerCallback):
             refuse_own_optimizers(trainer.accelerator, self.session.config)
             if not isinstance(trainer.accelerator, ClipsStreamedGradients):
                 extend(trainer.accelerator, ClipsStreamedGradients)
-        stream_prepared(self.session, optimizer)
+        try:
+            stream_prepared(self.session, optimizer)
+        except OffloadConfigError as error:
+            mode = getattr(args, "memory_mode", NONE)  # which the Trainer was made with, and the session does not know
+            if mode == NONE:
+                raise
+            raise OffloadConfigError(f"memory_mode={mode!r}: {error}") from error
         own_resident_state(optimizer)
         scaler = None if trainer is None else trainer.accelerator.scaler
         # What a step needs is known when a gradient arrives: nothing adds up, is scaled or clipped before the step.

@@ -73,13 +73,13 @@ class StreamedSetting:
                 lazy=in_graph,
             )
         except OffloadConfigError as error:
-            if self._config.memory_mode == NONE:
+            mode, own = self._config.memory_mode, type(optimizer).__module__.startswith("hf_offload.")
+            if mode == NONE and not own:
                 raise
-            own = type(optimizer).__module__.startswith("hf_offload.")
+            of_mode = "that of a memory mode" if mode == NONE else f"which memory_mode={mode!r} trains with"
             raise OffloadConfigError(
-                f"The state of {type(optimizer).__name__}, which memory_mode={self._config.memory_mode!r} trains with, "
-                "cannot be streamed: set optimizer='none', or another memory mode. "
-                f"{'It decides about all weights together.' if own else error}"
+                f"The state of {type(optimizer).__name__}, {of_mode}, cannot be streamed: set optimizer='none', or another "
+                f"memory mode. {'It decides about all weights together.' if own else error}"
             ) from error
         keep_fast_paths(model)
         for guard in self._guards:
