@@ -90,6 +90,7 @@ class Run:
 
     def check(self):
         """Nothing of an interrupted step is left, and the next one is right."""
+        gc.collect()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert not signals_deferred.is_on
         torch.autocast_increment_nesting()
@@ -108,7 +109,7 @@ class Run:
 
 
 @pytest.fixture(params=list(SETTINGS))
-def run(request, tmp_path):
+def run(request, tmp_path, no_collections):
     threads = OurThreads()
     run = Run(tmp_path, request.param)
     yield run

@@ -179,7 +179,7 @@ class Interrupted:
 
 
 @pytest.fixture
-def interrupted(kind, tmp_path):
+def interrupted(kind, tmp_path, no_collections):
     return Interrupted(kind, tmp_path)
 
 
