@@ -285,6 +285,29 @@ def gradients_are_set_and_changed(run):
 
 
 @scenario
+def hooks_of_the_user_come_before(run):
+    """They see the sum of all gradients so far, and change it."""
+    model = mlp()
+    for number, weight in enumerate(model.parameters()):
+        weight.register_post_accumulate_grad_hook(
+            [
+                lambda weight: setattr(weight, "grad", weight.grad * 0.5),
+                lambda weight: run.log(weight.grad.mul_(0.5)),
+                lambda weight: run.log(weight.grad),
+                lambda weight: setattr(weight, "grad", None),
+            ][number % 4]
+        )
+    optimizer = adamw(run, model)
+    for number in range(3):
+        for part in range(3):
+            model(batch(3 * number + part)).square().mean().backward()
+        run.log([weight.grad for weight in model.parameters() if weight.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+    run.log_all(model, optimizer)
+
+
+@scenario
 def gradients_are_clipped_in_all_ways(run):
     model = mlp()
     optimizer = adamw(run, model)

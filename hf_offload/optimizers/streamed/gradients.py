@@ -98,6 +98,9 @@ class Gradients:
                 return
             _finish(record)
             whole = record.whole(gradient, last=False)
+            arrived = gradient_of(parameter)
+            if arrived is not None:  # in backward, before it could leave: a hook of the user's looks at their sum
+                whole.add_(arrived)
             with signals_deferred:
                 record.gradient = None
                 set_gradient(parameter, whole)
