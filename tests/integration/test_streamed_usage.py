@@ -308,6 +308,59 @@ def hooks_of_the_user_come_before(run):
 
 
 @scenario
+def hooks_of_the_user_come_before_a_graph_of_the_gradient(run):
+    model = mlp()
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(lambda weight: run.log(weight.grad))
+    optimizer = adamw(run, model)
+    model(batch(0)).square().mean().backward()
+    model(batch(1)).square().mean().backward(create_graph=True)
+    sum(weight.grad.square().sum() for weight in model.parameters()).backward()
+    optimizer.step()
+    run.log_all(model, optimizer)
+
+
+@scenario
+def hooks_of_the_user_come_before_and_step(run):
+    """Every other time, each with an optimizer of its own."""
+    model = mlp()
+    optimizers, calls = {}, collections.Counter()
+
+    def step(weight):
+        calls[weight] += 1
+        if calls[weight] % 2 == 0:
+            optimizers[weight].step()
+            if calls[weight] % 4 == 0:
+                optimizers[weight].zero_grad()
+
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(step)
+    for weight in model.parameters():
+        optimizers[weight] = run.prepare(model, torch.optim.AdamW([weight], lr=1e-2))
+    for number in range(8):
+        loss = model(batch(number)).square().mean()
+        run.log(loss)
+        loss.backward()
+    run.log([weight.grad for weight in model.parameters() if weight.grad is not None])
+    for optimizer in optimizers.values():
+        run.log_all(model, optimizer)
+
+
+@scenario
+def hooks_of_the_user_come_before_and_clip(run):
+    model = mlp()
+    for weight in (model[0].weight, model[2].weight, model[4].weight):
+        weight.register_post_accumulate_grad_hook(lambda _: run.log(run.clip(model, 0.1)))
+    optimizer = adamw(run, model)
+    for number in range(3):
+        for part in range(3):
+            model(batch(3 * number + part)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.log_all(model, optimizer)
+
+
+@scenario
 def gradients_are_clipped_in_all_ways(run):
     model = mlp()
     optimizer = adamw(run, model)

@@ -29,7 +29,10 @@ def clip_stored(
     with signals_deferred, torch.no_grad():  # all gradients are scaled, or none
         found: list[Tensor | Record] = []
         for parameter in parameters:
-            record, live = record_of(parameter), gradient_of(parameter)
+            record = record_of(parameter)
+            if record is not None:
+                record.streaming.gradients.join(record)
+            live = gradient_of(parameter)
             if live is not None:
                 found.append(live)
             elif record is not None and (record.gradient is not None or record.spent_norm is not None):

@@ -48,12 +48,7 @@ class Gradients:
         gradient = gradient_of(parameter)
         assert gradient is not None
         if gradient.requires_grad:  # with create_graph
-            if record.gradient is not None:
-                earlier = record.whole(record.gradient, last=True)
-                record.gradient = None
-                with torch.enable_grad():
-                    set_gradient(parameter, earlier + gradient)
-                record.refresh(parameter)
+            self.reveal(record)
             return
         if record.gradient is None and not gradient.is_contiguous():
             return
@@ -91,20 +86,25 @@ class Gradients:
 
     @torch._disable_dynamo
     def reveal(self, record: Record) -> None:
-        """Put a gradient that is on the tier into ``.grad``."""
+        """Put a gradient that is on the tier into ``.grad``, or add it to the one that is there."""
         with self._lock, outside():
             parameter, gradient = record.parameter_ref(), record.gradient
             if parameter is None or gradient is None:
                 return
             _finish(record)
-            whole = record.whole(gradient, last=False)
-            arrived = gradient_of(parameter)
-            if arrived is not None:  # in backward, before it could leave: a hook of the user's looks at their sum
-                whole.add_(arrived)
+            whole = _accumulated(record.whole(gradient, last=False), gradient_of(parameter))
             with signals_deferred:
                 record.gradient = None
                 set_gradient(parameter, whole)
                 record.refresh(parameter)
+
+    def join(self, record: Record) -> None:
+        """Put both into ``.grad`` if one gradient is on the tier, and another one in memory. It has just arrived then: hooks
+        that were there before the optimizer was prepared come before it leaves.
+        """
+        parameter = record.parameter_ref()
+        if parameter is not None and gradient_of(parameter) is not None:
+            self.reveal(record)
 
     def used(self, update: Update, number: int, part: Tensor, written: bool) -> None:
         """An update has used a part of its gradient, or has ``written`` into it, which those see who look at it later."""
@@ -148,6 +148,16 @@ class Gradients:
             if record.gradient is not None:
                 _finish(record)
                 record.gradient.factors += (factor,)
+
+
+def _accumulated(earlier: Tensor, arrived: Tensor | None) -> Tensor:
+    """What autograd makes of two gradients; ``earlier`` may be changed."""
+    if arrived is None:
+        return earlier
+    if arrived.requires_grad:  # with create_graph
+        with torch.enable_grad():
+            return earlier + arrived
+    return earlier.add_(arrived)
 
 
 def _finish(record: Record) -> None:

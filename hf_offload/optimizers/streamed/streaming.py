@@ -256,6 +256,7 @@ class Streaming:
             record = self.record_of(parameter)
             if record is not None:
                 self._match_layout(record, parameter)
+                self.gradients.join(record)
                 if gradient_of(parameter) is not None or record.gradient is not None or self._all_step:
                     self._move_state(record, parameter)
 
