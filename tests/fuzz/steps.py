@@ -56,6 +56,31 @@ class Stumbled(Exception):
     """An error of the user's own."""
 
 
+def _look(log: list[Any], weight: torch.Tensor) -> None:
+    log.append(copied(weight.grad))
+
+
+def _change(log: list[Any], weight: torch.Tensor) -> None:
+    if weight.grad is not None:  # it may be frozen by now
+        weight.grad.mul_(0.5)
+
+
+def _replace(log: list[Any], weight: torch.Tensor) -> None:
+    if weight.grad is not None:
+        weight.grad = weight.grad * 0.5
+
+
+def _clip(log: list[Any], weight: torch.Tensor) -> None:
+    log.append(nn.utils.clip_grad_norm_([weight], 0.1))
+
+
+def _drop(log: list[Any], weight: torch.Tensor) -> None:
+    weight.grad = None
+
+
+HOOKS: list[Callable[[list[Any], torch.Tensor], None] | None] = [_look, _change, _replace, _clip, _drop, None]
+
+
 class Model(nn.Module):
     """Two matrices that may be left out, one that is used twice, and small parameters."""
 
@@ -91,6 +116,8 @@ class Player:
         self._losses: list[torch.Tensor] = []
         self._saved: list[Any] = []
         self._dead = False
+        # Of weights, by their number: they are there before the optimizer is prepared.
+        self._hooks = [rng.choice(HOOKS) for _ in Model().parameters()] if rng.random() < 0.3 else []
         torch.manual_seed(rng.randrange(1000))
         self.model = Model().to(self._dtype)
         self._make_optimizer()
@@ -116,6 +143,9 @@ class Player:
 
     def _make_optimizer(self) -> None:
         parameters: Any = list(self.model.parameters())
+        for hook, parameter in zip(self._hooks, parameters, strict=False):
+            if hook is not None and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(hook, self.log))
         if self._grouped:
             parameters = [{"params": parameters[:3], "lr": 0.02}, {"params": parameters[3:]}]
         self.optimizer = self._kind(parameters, lr=0.01)
