@@ -376,10 +376,10 @@ def test_a_block_that_did_not_run_when_a_step_was_measured_is_within_the_budget(
             model(batch(512)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            forecast = session.forecast  # a plan that turns out slower than it was is made again as the step ends
             session.end_step()
-        measured = session.forecast.measured_peak_bytes
-    assert measured is not None, "the plan was made again"
-    assert measured <= budget
+    assert forecast.measured_peak_bytes is not None
+    assert forecast.measured_peak_bytes <= budget
 
 
 class ConditionedBlock(Block):
