@@ -22,11 +22,14 @@ from hf_offload.former_names import FormerName, renamed_arguments
 from hf_offload.interrupts import signals_deferred
 from hf_offload.memory_modes.applied import AppliedMode, apply_mode
 from hf_offload.optimizers.streamed import StreamedSetting, clip_grad_norm_
+from hf_offload.parameters.demand import as_plain, is_demanded
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
 from hf_offload.planning.feedback import Feedback
 from hf_offload.planning.known import Known, Prediction
 from hf_offload.planning.ranks import Ranks, agreed, hardware_of_all
+from hf_offload.residency.residency import Residency
+from hf_offload.residency.setting import park_weights, residency_of
 from hf_offload.settings.environment import unless_disabled
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
@@ -133,6 +136,7 @@ class OffloadSession:
         self._storage = storage_of(model)  # the optimizer's, too
         self._storage.members.add(self)
         self._streamed: StreamedSetting | None = None
+        self._residency: Residency | None = None
         self.stats = OffloadStats(None, self._storage.accounts)
         self._stepped = False
 
@@ -151,6 +155,8 @@ class OffloadSession:
         automatic = config.tier == "auto"
         self.plan = safest_plan(config, on_host) if automatic else plan_from_settings(config, list(blocks), on_host)
         self._storage.begin_run(config, on_host, self.ranks.local_count)
+        if config.params != "none" or residency_of(model) is not None:
+            self._residency = park_weights(model, config, self._storage, processes=self.ranks.count)
         if config.optimizer != "none":
             self._streamed = StreamedSetting(model, config, self._storage, processes=self.ranks.count)
         if not self.plan.moves or not trains_anything(model):
@@ -286,7 +292,7 @@ class OffloadSession:
     @property
     def changes_model(self) -> bool:
         """Whether anything is offloaded, computed in another way, or trained in a memory mode."""
-        changed = self._mode is not None or self._streamed is not None
+        changed = self._mode is not None or self._streamed is not None or self._residency is not None
         return self.active or changed or any(transform.names for transform in self._transforms)
 
     @property
@@ -329,6 +335,22 @@ class OffloadSession:
         if self._streamed is not None:
             self._streamed.prepare(model, optimizer)
         return optimizer
+
+    @property
+    def residency(self) -> Residency | None:
+        """Which weights are in memory; None where all of them are."""
+        return self._residency
+
+    @contextmanager
+    def weights(self, *modules: nn.Module) -> Iterator[None]:
+        """Let the weights of ``modules``, by default of the whole model, be in memory inside the block, as plain parameters:
+        for code that takes their memory without PyTorch's knowing. What it changes there stays.
+        """
+        model = self._model()
+        found = modules or (() if model is None else (model,))
+        parameters = {id(p): p for module in found for p in module.parameters() if is_demanded(p)}
+        with as_plain(list(parameters.values()), changed=True):
+            yield
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -19,14 +19,14 @@ from torch import nn
 from hf_offload.engine.device import Device
 from hf_offload.engine.movers import HostMover
 from hf_offload.engine.prefetch import Prefetcher
-from hf_offload.engine.record import KeptTensor, PackedView, Record
+from hf_offload.engine.record import PackedView, Record
 from hf_offload.engine.selection import WeightIndex, byte_span, is_plain, record_span
 from hf_offload.engine.staged import StagedMover
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.engine.tape import Tape
 from hf_offload.engine.transfer import Transfer
-from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.interrupts import signals_deferred
+from hf_offload.parameters.saved import KeptTensor, modified
 from hf_offload.plan import rules
 from hf_offload.plan.plan import Plan
 from hf_offload.settings.sizes import format_bytes
@@ -182,10 +182,7 @@ class Engine:
         if torch.is_grad_enabled():
             self._made_graph = True
         if isinstance(handle, KeptTensor):
-            tensor = handle.tensor
-            if tensor._version != handle.version:
-                raise _modified(tensor._version, handle.version, tensor.type(), tensor.size(), "kept in memory")
-            return tensor
+            return handle.unpack()
         with signals_deferred:
             return self._unpack_view(handle)
 
@@ -193,7 +190,7 @@ class Engine:
         record = handle.record
         version = record.probe._version
         if version != record.version:
-            raise _modified(version, record.version, str(handle.dtype), handle.size, record.unit)
+            raise modified(version, record.version, str(handle.dtype), handle.size, record.unit)
         is_first = not record.tape.in_backward
         if is_first:
             self._report_room(record.tape)
@@ -375,12 +372,3 @@ def _keep(tensor: torch.Tensor) -> KeptTensor:
 def _keep_plain(tensor: torch.Tensor) -> KeptTensor:
     # is_plain() has ruled a Parameter out already, and isinstance() of a Parameter runs in Python.
     return KeptTensor(tensor.detach(), tensor._version)
-
-
-def _modified(found: int, expected: int, kind: str, size: torch.Size, unit: str) -> SavedTensorModifiedError:
-    """Autograd's own check, which saved-tensor hooks switch off."""
-    return SavedTensorModifiedError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(size)}] ({unit}) is at version {found}; expected version {expected} instead. "
-        "Use the out-of-place form of the operation that changed it, or clone the tensor before changing it."
-    )

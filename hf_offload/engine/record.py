@@ -208,13 +208,3 @@ class PackedView:
         if self.neg:
             tensor = torch._neg_view(tensor)
         return tensor
-
-
-class KeptTensor:
-    """What autograd holds for a tensor that stays where it is."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, version: int):
-        self.tensor = tensor
-        self.version = version

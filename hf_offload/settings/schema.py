@@ -78,6 +78,13 @@ class OffloadConfig:
         'accelerator), "ssd" (files; with {ram_budget}, RAM first), "auto" (only if weights, gradients and state would take '
         'more than half of {memory_budget}) or "none" (with the weights). Results keep their bits.',
     )
+    params: str = setting(
+        "none",
+        one_of(TIERS, TIER_ALIASES),
+        'Where weights are while no operation uses them: "ram" (pinned memory on an accelerator), "ssd" (files; with '
+        '{ram_budget}, RAM first), "auto" (only if weights would take more than half of {memory_budget}) or "none" (in '
+        "memory). As many stay as fit into half of {memory_budget}; without one, two blocks. Results keep their bits.",
+    )
     memory_budget: int | str | None = setting(
         None,
         size(),
@@ -228,7 +235,7 @@ class OffloadConfig:
         name = check.name
         tier = name("tier")
         with check:
-            if self.memory_budget is not None and self.tier != "auto" and self.optimizer != "auto":
+            if self.memory_budget is not None and "auto" not in (self.tier, self.optimizer) and self.params == "none":
                 raise OffloadConfigError(
                     f"{name('memory_budget')} is given, but {tier}={self.tier!r} does not use it: set {tier}='auto'."
                 )
@@ -246,7 +253,7 @@ class OffloadConfig:
                 )
         with check:
             given = [name(field) for field in self.drive_settings if self.tier == "ram" or field == "directory"]
-            files_are_known = check.good("memory_mode", "memory_mode_kwargs", "optimizer")
+            files_are_known = check.good("memory_mode", "memory_mode_kwargs", "optimizer", "params")
             if self.tier in ("none", "ram") and given and files_are_known and not self._state_goes_to_files():
                 raise OffloadConfigError(
                     f"{', '.join(given)} given, but {tier}={self.tier!r} writes no files: set {tier}='ssd', or leave it out."
@@ -262,7 +269,12 @@ class OffloadConfig:
         """Whether these settings change anything."""
         changes_step = self.tier != "none" or self.tiles or self.sampling is not None or self.elementwise is not None
         limits_files = self.disk_budget is not None or self.max_disk_write_bytes is not None  # those of a mode, too
-        return changes_step or limits_files or self.memory_mode != NONE or self.optimizer != "none"
+        return changes_step or limits_files or self.memory_mode != NONE or self.parks_state
+
+    @property
+    def parks_state(self) -> bool:
+        """Whether weights, or gradients and the optimizer's state, leave memory."""
+        return self.optimizer != "none" or self.params != "none"
 
     def mode(self) -> "MemoryMode | None":
         """The memory mode, if one is set. Loads its libraries.
@@ -277,7 +289,7 @@ class OffloadConfig:
 
     def _state_goes_to_files(self) -> bool:
         mode = self.mode()
-        return self.optimizer in ("ssd", "auto") or (mode is not None and mode.writes_files())
+        return bool({self.optimizer, self.params} & {"ssd", "auto"}) or (mode is not None and mode.writes_files())
 
     @property
     def sampling(self) -> SampledLinearConfig | None:

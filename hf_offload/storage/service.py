@@ -29,6 +29,7 @@ from hf_offload.storage.wear import Wear
 ACTIVATIONS = "activations"
 OPTIMIZER_STATE = "optimizer state"
 GRADIENTS = "gradients"
+WEIGHTS = "weights"
 
 
 class RunStorage:
@@ -67,7 +68,11 @@ class RunStorage:
         each limit.
         """
         self.ram.limit_bytes = _bytes(config.ram_budget)
-        if config.ram_budget is None and not on_host and {"ram", "auto"} & {config.tier, config.optimizer}:
+        if (
+            config.ram_budget is None
+            and not on_host
+            and {"ram", "auto"} & {config.tier, config.optimizer, config.params}
+        ):
             self.ram.limit_bytes = default_ram_budget(processes)
         self.disk.limit_bytes = _bytes(config.disk_budget)
         self.disk_writes.restart(_bytes(config.max_disk_write_bytes))

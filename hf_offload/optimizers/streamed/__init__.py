@@ -1,6 +1,5 @@
 """The optimizer that the user has chosen, with its state and gradients in RAM or on an SSD, bit for bit."""
 
-from hf_offload.optimizers.streamed.demand import gradient_of
 from hf_offload.optimizers.streamed.optimizer import (
     StreamedOptimizer,
     StreamedState,
@@ -9,6 +8,7 @@ from hf_offload.optimizers.streamed.optimizer import (
     streaming_of,
 )
 from hf_offload.optimizers.streamed.setting import StreamedSetting
+from hf_offload.parameters.demand import gradient_of
 
 __all__ = [
     "StreamedOptimizer",

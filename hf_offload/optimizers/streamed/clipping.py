@@ -9,8 +9,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from hf_offload.errors import OffloadError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.optimizers.streamed.demand import gradient_of
 from hf_offload.optimizers.streamed.record import Record, scaled
+from hf_offload.parameters.demand import gradient_of
 
 
 def clip_stored(

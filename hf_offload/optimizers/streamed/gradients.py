@@ -13,17 +13,17 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import norm_of
-from hf_offload.optimizers.streamed.contexts import is_outside, outside
-from hf_offload.optimizers.streamed.demand import gradient_of, set_gradient
 from hf_offload.optimizers.streamed.record import (
     Gradient,
     LostGradient,
     Record,
     StoredGradient,
     Update,
-    storage_holders,
 )
-from hf_offload.optimizers.streamed.stored import Store, Stored, as_bytes
+from hf_offload.parameters.contexts import is_outside, outside
+from hf_offload.parameters.demand import gradient_of, set_gradient
+from hf_offload.parameters.holders import storage_holders
+from hf_offload.storage.stored import Store, Stored, as_bytes
 
 
 class Gradients:

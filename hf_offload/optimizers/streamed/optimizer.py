@@ -14,17 +14,17 @@ from torch.optim import Optimizer
 from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import clip_stored
-from hf_offload.optimizers.streamed.demand import ask_in_transforms
 from hf_offload.optimizers.streamed.parts import joined
 from hf_offload.optimizers.streamed.record import Record
-from hf_offload.optimizers.streamed.saved import MappedFiles
+from hf_offload.optimizers.streamed.saved import StateFiles
 from hf_offload.optimizers.streamed.shadow import Shadow, make_shadow, options_of
-from hf_offload.optimizers.streamed.stored import Store
 from hf_offload.optimizers.streamed.streaming import PART_BYTES, Streaming
 from hf_offload.optimizers.streamed.trial import traits_of
+from hf_offload.parameters.demand import ask_in_transforms
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.spill import SpillTier
+from hf_offload.storage.stored import Store
 from hf_offload.storage.tier import Tier
 from hf_offload.surgery import Undo, extend
 
@@ -263,10 +263,10 @@ def _own_class(optimizer: Optimizer) -> type[Optimizer]:
     return own
 
 
-def _mapped_files(streaming: Streaming) -> MappedFiles | None:
+def _mapped_files(streaming: Streaming) -> StateFiles | None:
     tier = streaming.states.store.tier
     tier = tier.then if isinstance(tier, SpillTier) else tier
-    return MappedFiles(Path(tier.files[0].directory)) if isinstance(tier, DiskTier) else None
+    return StateFiles(Path(tier.files[0].directory)) if isinstance(tier, DiskTier) else None
 
 
 class StreamedState(collections.defaultdict[Any, Any]):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload.errors import OffloadError, StorageError
-from hf_offload.optimizers.streamed.contexts import StepContext
-from hf_offload.optimizers.streamed.demand import DemandedParameter, demanded
 from hf_offload.optimizers.streamed.shadow import CUT_ELEMENTS, pieces
-from hf_offload.optimizers.streamed.stored import Store, Stored, as_bytes
+from hf_offload.parameters.contexts import StepContext
+from hf_offload.parameters.demand import demand_of, demanded
 from hf_offload.storage.packing import Packing
+from hf_offload.storage.stored import Store, Stored, as_bytes
 
 if TYPE_CHECKING:
     from hf_offload.optimizers.streamed.streaming import Streaming
@@ -239,7 +239,7 @@ class Record:
     def refresh(self, parameter: nn.Parameter) -> None:
         """Let PyTorch ask before it uses the parameter, or not any more."""
         waits = self.update is not None or self.gradient is not None or self.spent_norm is not None
-        if waits != (type(parameter) is DemandedParameter):
+        if waits != (demand_of(parameter) is not None):
             demanded(parameter, self if waits else None)
 
     def end_backward(self) -> None:
@@ -314,12 +314,6 @@ class Record:
     def replace_gradient(self, zeros: bool) -> None:
         self._finish_step()
         self.streaming.gradients.replace(self, zeros)
-
-
-def storage_holders(tensor: Tensor) -> int:
-    """How many tensors, and objects such as NumPy's arrays, share the memory of ``tensor``, which counts, too."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # but for ``storage``
 
 
 def part_elements(part_bytes: int, itemsize: int) -> int:

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.optimizers.streamed.fast_paths import keep_fast_paths
 from hf_offload.optimizers.streamed.optimizer import stream, streaming_of
 from hf_offload.optimizers.streamed.streaming import Streaming
+from hf_offload.parameters.fast_paths import keep_fast_paths
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes

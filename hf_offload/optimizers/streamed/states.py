@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from hf_offload.interrupts import signals_deferred
-from hf_offload.optimizers.streamed.contexts import outside
 from hf_offload.optimizers.streamed.parts import joined, split
 from hf_offload.optimizers.streamed.record import PartState, Record
-from hf_offload.optimizers.streamed.stored import Store
+from hf_offload.parameters.contexts import outside
+from hf_offload.storage.stored import Store
 
 
 class States:

@@ -4,7 +4,7 @@ Note: one rule for all schedules
     A step notes for each parameter the options of its group, the gradient and its factors as they are now: an
     :class:`~hf_offload.optimizers.streamed.record.Update`. It is computed when the parameter is next used, at the latest
     before the next step. It is computed at once with ``lazy`` false, where others hold the parameter's memory, who would
-    read it without asking, and as the note in :mod:`~hf_offload.optimizers.streamed.contexts` says. A failure or Ctrl-C
+    read it without asking, and as the note in :mod:`~hf_offload.parameters.contexts` says. A failure or Ctrl-C
     between two parts leaves the rest noted: the next use of such a parameter completes it, or raises.
 """
 
@@ -21,15 +21,15 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import norm_of
-from hf_offload.optimizers.streamed.contexts import StepContext, is_outside, outside
 from hf_offload.optimizers.streamed.damage import Damage
-from hf_offload.optimizers.streamed.demand import demand_of, gradient_of, set_gradient
 from hf_offload.optimizers.streamed.gradients import Gradients, watch_gradients
 from hf_offload.optimizers.streamed.order import UpdateOrder
-from hf_offload.optimizers.streamed.record import Record, Update, part_elements, storage_holders
+from hf_offload.optimizers.streamed.record import Record, Update, part_elements
 from hf_offload.optimizers.streamed.shadow import Shadow, attributes_of, options_of
 from hf_offload.optimizers.streamed.states import States
-from hf_offload.optimizers.streamed.stored import Store
+from hf_offload.parameters.contexts import StepContext, is_outside, outside
+from hf_offload.parameters.demand import demand_of, gradient_of, held_elsewhere, in_memory, own_class, set_gradient
+from hf_offload.storage.stored import Store
 
 PART_BYTES = 8 << 20
 """Of a parameter, where it can be cut: a step then needs memory for the state of so much."""
@@ -93,7 +93,7 @@ class Streaming:
                 demand.finish()
                 demand.reveal_gradient()
             trains = parameter.is_floating_point() or parameter.is_complex()
-            if type(parameter) is not nn.Parameter or not trains or parameter.nbytes < self._smallest_bytes:
+            if own_class(parameter) is not nn.Parameter or not trains or parameter.nbytes < self._smallest_bytes:
                 continue
             record = Record(parameter, name, self, self._part_elements(parameter))
             self._records[id(parameter)] = record
@@ -241,7 +241,7 @@ class Streaming:
                     record.update = update
                     record.refresh(parameter)
                     # A gradient in memory is the user's, who may change it from now on.
-                    if may_wait and update.gradient is not None and not _held_elsewhere(parameter):
+                    if may_wait and update.gradient is not None and not held_elsewhere(parameter):
                         torch.autograd.graph.increment_version(parameter)  # backward of older graphs is an error
                     else:
                         at_once.append(record)
@@ -279,7 +279,8 @@ class Streaming:
                 small.append({**options, "params": staying})
         if small:
             state = {p: its for one in small for p in one["params"] if (its := dict.get(self._resident, p)) is not None}
-            dict.update(self._resident, self._shadow.step(small, state, context.attributes))
+            with in_memory([p for one in small for p in one["params"]], changed=True):
+                dict.update(self._resident, self._shadow.step(small, state, context.attributes))
         return noted
 
     def finish(self) -> None:
@@ -300,7 +301,13 @@ class Streaming:
         if record.update is None or parameter is None:
             return
         try:
-            with signals_deferred, context, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with (
+                signals_deferred,
+                context,
+                torch.no_grad(),
+                torch._C.DisableTorchFunctionSubclass(),
+                in_memory([parameter], changed=True),
+            ):
                 self._compute(record, parameter, record.update)
                 self._order.updated(record)
         except StorageError as error:
@@ -390,8 +397,3 @@ class Streaming:
             record.refresh(parameter)
         self.finish_record(record)
         set_gradient(parameter, None)
-
-
-def _held_elsewhere(parameter: nn.Parameter) -> bool:
-    """Whether others may read the parameter's memory without asking: views of it, NumPy arrays, other processes."""
-    return storage_holders(parameter) > 1 or (parameter.device.type == "cpu" and parameter.is_shared())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_offload.optimizers.streamed.demand import DemandedParameter, demanded, plain
+from hf_offload.parameters.demand import as_plain, is_demanded
 from hf_offload.surgery import ReplacedForward
 
 _WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -21,20 +21,15 @@ class WithPlainParameters(ReplacedForward):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.module.training or torch.is_grad_enabled():
             return self.own_forward(*args, **kwargs)
-        waiting = [p for p in self.module.parameters() if type(p) is DemandedParameter]
-        demands = [plain(parameter) for parameter in waiting]
-        try:
+        with as_plain([p for p in self.module.parameters() if is_demanded(p)]):
             return self.own_forward(*args, **kwargs)
-        finally:
-            for parameter, demand in zip(waiting, demands, strict=True):
-                demanded(parameter, demand)
 
 
 def keep_fast_paths(model: nn.Module) -> None:
     """Let the modules of ``model`` that have a fast path take it as in a run in memory. Idempotent."""
     for name, module in model.named_modules():
         if isinstance(module, _WITH_FAST_PATHS) and not _is_kept(module):
-            WithPlainParameters(name, module).install()  # for good: optimizers stay streamed without a session, too
+            WithPlainParameters(name, module).install()  # for good: parameters stay demanded without a session, too
 
 
 def _is_kept(module: nn.Module) -> bool:

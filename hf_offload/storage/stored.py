@@ -181,11 +181,14 @@ class Stored:
             self._store.tier.wait_until_done(self._write)
             self._note_failure()
 
-    def read_ahead(self) -> None:
-        """Begin to read what is on the tier, if there is room in the window."""
+    def read_ahead(self) -> bool:
+        """Begin to read what is on the tier, if there is room in the window; false if there is none."""
         waits = self._held is not None and self._buffer is None and self._loaded is None and self._read is None
-        if waits and self._store.has_room_to_read(self.nbytes):
+        if waits and not self._store.has_room_to_read(self.nbytes):
+            return False
+        if waits:
             self._begin_read(urgent=False)
+        return True
 
     def load(self) -> None:
         """Wait until the bytes are in memory that nothing else uses: :meth:`take` then waits for nothing, and cannot fail.
@@ -230,6 +233,37 @@ class Stored:
             elif buffer is self._buffer:
                 return buffer.clone()
             return buffer
+
+    def lend(self) -> Tensor:
+        """The bytes, without a copy, while they stay here as well: until :meth:`give_back`, or for good if they are changed,
+        and this object is dropped.
+
+        Raises :class:`~hf_offload.errors.StorageError` if they cannot be read; they can be asked for again.
+        """
+        with signals_deferred, self._store.lock:
+            buffer = self._buffer
+            self._taken = True  # the end of a write does not let it go
+        if buffer is None:
+            self.load()
+        with signals_deferred:
+            if buffer is None:
+                buffer, self._loaded = self._loaded, None
+            assert buffer is not None
+            return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """What was lent is not used any more, and is as it was."""
+        with signals_deferred, self._store.lock:
+            self._taken = False
+            if self._buffer is None:
+                self._store._recycle(buffer)
+            elif self._is_written():
+                self._buffer = None
+                self._store._recycle(buffer)
+
+    def _is_written(self) -> bool:
+        write = self._write
+        return write is not None and write.done() and not write.cancelled() and write.exception() is None
 
     def _cancel(self) -> bool:
         with signals_deferred:  # which Future.cancel() is not for itself

@@ -1,0 +1,1 @@
+"""Parameters whose value, gradient or memory comes when it is used."""

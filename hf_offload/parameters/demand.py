@@ -1,0 +1,347 @@
+"""Parameters whose memory, next value or gradient is elsewhere, and comes when it is used.
+
+Note: another class
+    Such a parameter is the same object as ever, of a subclass of its class whose ``__torch_function__`` PyTorch calls before
+    any operation with it. The operation then finds the parameter as a run in memory would have it. What autograd saves of a
+    parameter whose memory comes and goes is noted by :mod:`~hf_offload.parameters.saved`, and comes when backward asks for
+    it. What PyTorch does not see are views and NumPy arrays that share the parameter's memory and were made before: a
+    parameter that has any waits for no update, and its memory stays.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hf_offload.interrupts import signals_deferred
+from hf_offload.parameters.holders import storage_holders
+from hf_offload.parameters.saved import Residence, saving_hooks
+
+
+class Demand(Protocol):
+    """What a demanded parameter is waiting for."""
+
+    def finish(self) -> None:
+        """The parameter is about to be used: its update has to come first."""
+
+    def overwrite(self) -> None:
+        """The parameter is about to get another value, whatever it was."""
+
+    def reveal_gradient(self) -> None:
+        """``.grad`` is about to be read: put it there."""
+
+    def replace_gradient(self, zeros: bool) -> None:
+        """``.grad`` is about to be written, or set to zeros, and what it was does not matter."""
+
+
+# They belong to the parameter, so that the garbage collector finds both: what they refer to may refer to the parameter.
+_DEMAND = "_hf_offload_demand"
+_RESIDENCE = "_hf_offload_residence"
+
+_GRADIENT: Any = torch.Tensor.grad
+_GET_GRADIENT = _GRADIENT.__get__
+_WRITE_GRADIENT = {_GRADIENT.__set__, _GRADIENT.__delete__}
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_MAKING = nn.Parameter.__new__.__code__
+_SAVING = nn.Module._save_to_state_dict.__code__
+_ADDRESSES = {torch.Tensor.data_ptr}
+# They read every gradient only to drop it, or to make zeros of it.
+_ZEROING = {nn.Module.zero_grad.__code__}
+
+_PROPERTIES = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "itemsize",
+    "nbytes",
+    "is_cpu",
+    "is_cuda",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "is_mkldnn",
+    "retains_grad",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+]
+_METHODS = [
+    "__hash__",
+    "__len__",
+    "size",
+    "stride",
+    "numel",
+    "nelement",
+    "dim",
+    "ndimension",
+    "element_size",
+    "get_device",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "is_signed",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+]
+
+
+def _harmless() -> Iterator[Any]:
+    """Functions that neither read nor write values."""
+    for name in _PROPERTIES:
+        if hasattr(torch.Tensor, name):
+            yield getattr(torch.Tensor, name).__get__
+    yield vars(torch._C.TensorBase)["requires_grad"].__set__
+    for name in _METHODS:
+        yield getattr(torch.Tensor, name)
+    yield from (torch.is_floating_point, torch.is_complex, torch.numel)
+
+
+_HARMLESS = frozenset(_harmless())
+
+
+class DemandedParameter(nn.Parameter):
+    """A parameter that is completed when it is used."""
+
+    @classmethod
+    @torch._disable_dynamo  # or it would become part of a graph
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _HARMLESS:
+                return func(*args, **kwargs)
+            asked = list(dict.fromkeys(_demanded((args, kwargs))))
+            for each in asked:
+                _answer(each, func, args)
+        others = any(not issubclass(each, DemandedParameter) for each in types)
+        if others or _has_functions_of_its_own(cls):
+            with as_plain(asked):
+                return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.Tensor.detach and _caller().f_code is _SAVING:
+                residence = residence_of(asked[0])
+                if residence is not None and (copy := residence.saved()) is not None:
+                    return copy
+            with in_memory(asked):
+                if func in _ADDRESSES and (residence := residence_of(asked[0])) is not None:
+                    residence.note_address()
+                result = func(*args, **kwargs)
+            if func is torch.Tensor.detach and _caller().f_code is _MAKING:
+                result.__class__ = nn.Parameter  # which it compares with the class that it was given
+            return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        with as_plain([self]):
+            return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with as_plain([self]):
+            return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with as_plain([self]):
+            return self.__reduce_ex__(protocol)
+
+
+@functools.cache
+def demanded_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class for parameters of class ``kind`` while they are demanded."""
+    if kind is nn.Parameter:
+        return DemandedParameter
+    return type(kind.__name__, (DemandedParameter, kind), {"__module__": kind.__module__, "_hf_offload_class": kind})
+
+
+def own_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """The class that a parameter has while nobody demands anything."""
+    kind = type(parameter)
+    if not issubclass(kind, DemandedParameter):
+        return kind
+    return getattr(kind, "_hf_offload_class", nn.Parameter)
+
+
+def _has_functions_of_its_own(kind: type) -> bool:
+    """Whether the class below is asked by PyTorch, too."""
+    below: Any = getattr(kind, "_hf_offload_class", nn.Parameter)
+    return below.__torch_function__ is not nn.Parameter.__torch_function__
+
+
+def is_demanded(value: Any) -> bool:
+    """Whether ``value`` is a parameter that is completed when it is used."""
+    return issubclass(type(value), DemandedParameter)  # isinstance() of a Parameter runs in Python
+
+
+def demanded(parameter: nn.Parameter, demand: Demand | None) -> None:
+    """Let ``demand`` know of all that is done with ``parameter`` from now on; None ends that."""
+    _note(parameter, _DEMAND, demand)
+
+
+def housed(parameter: nn.Parameter, residence: Residence | None) -> None:
+    """Let ``residence`` bring the memory of ``parameter`` for all that is done with it from now on; None ends that."""
+    _note(parameter, _RESIDENCE, residence)
+
+
+def _note(parameter: nn.Parameter, name: str, value: Any) -> None:
+    if value is None:
+        vars(parameter).pop(name, None)
+    else:
+        vars(parameter)[name] = value
+    kind = own_class(parameter)
+    waits = _DEMAND in vars(parameter) or _RESIDENCE in vars(parameter)
+    wanted = demanded_class(kind) if waits else kind
+    if type(parameter) is not wanted:
+        parameter.__class__ = wanted
+
+
+def demand_of(parameter: nn.Parameter) -> Demand | None:
+    """What the parameter is waiting for."""
+    return vars(parameter).get(_DEMAND)
+
+
+def residence_of(parameter: nn.Parameter) -> Residence | None:
+    """Where the parameter's memory comes from, if it comes and goes."""
+    return vars(parameter).get(_RESIDENCE)
+
+
+def complete(parameter: nn.Parameter) -> None:
+    """Compute the update that ``parameter`` waits for, if it does."""
+    demand = demand_of(parameter)
+    if demand is not None:
+        demand.finish()
+
+
+@contextlib.contextmanager
+def as_plain(parameters: Sequence[nn.Parameter], changed: bool = False) -> Iterator[None]:
+    """Complete ``parameters``, and let them be plain ones inside the block, in memory. It may have ``changed`` them in a way
+    that does not show.
+    """
+    for parameter in parameters:
+        complete(parameter)
+    with in_memory(parameters, changed):
+        demands = [
+            (each, demand_of(each), residence_of(each)) for each in parameters
+        ]  # a gradient may still be elsewhere
+        try:
+            for parameter in parameters:
+                demanded(parameter, None)
+                housed(parameter, None)
+            yield
+        finally:
+            with signals_deferred:
+                for parameter, demand, residence in demands:
+                    housed(parameter, residence)
+                    demanded(parameter, demand)
+
+
+@contextlib.contextmanager
+def in_memory(parameters: Iterable[nn.Parameter], changed: bool = False) -> Iterator[None]:
+    """Let the memory of ``parameters`` be there inside the block, which may have ``changed`` it in a way that does not show.
+    What autograd saves of it inside the block does not hold it.
+    """
+    residences = [found for each in parameters if (found := residence_of(each)) is not None]
+    if not residences:
+        yield
+        return
+    entered: list[Residence] = []
+    try:
+        for residence in residences:
+            residence.enter()
+            entered.append(residence)
+        with saving_hooks():
+            yield
+    finally:
+        for residence in entered:
+            residence.leave(changed)
+
+
+def held_elsewhere(parameter: nn.Parameter) -> bool:
+    """Whether others may read the parameter's memory without asking: views of it, NumPy arrays, other processes."""
+    residence = residence_of(parameter)
+    if residence is not None:
+        return residence.is_held
+    return storage_holders(parameter) > 1 or (parameter.device.type == "cpu" and parameter.is_shared())
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that is in memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Set the gradient that is in memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = gradient
+
+
+def ask_in_transforms() -> None:
+    """Ask before ``torch.func`` wraps a parameter: it does so without PyTorch's calling anyone. Idempotent."""
+    from torch._functorch import eager_transforms, vmap
+
+    for module, name in ((eager_transforms, "_wrap_tensor_for_grad"), (vmap, "_add_batch_dim")):
+        wrap = getattr(module, name)
+        if not hasattr(wrap, "__wrapped__"):
+            setattr(module, name, _asking(wrap))
+
+
+def _asking(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wrap)
+    def asking(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_demanded(value):
+            complete(value)
+            if (residence := residence_of(value)) is not None:
+                with in_memory([value]):
+                    residence.note_address()
+        return wrap(value, *args, **kwargs)
+
+    return asking
+
+
+def _answer(parameter: nn.Parameter, func: Any, args: Any) -> None:
+    demand = demand_of(parameter)
+    if demand is None:
+        return
+    caller = _caller()
+    if func == _GET_GRADIENT:
+        if caller.f_code in _ZEROING:
+            demand.replace_gradient(zeros=not caller.f_locals.get("set_to_none", True))
+        else:
+            demand.reveal_gradient()
+    elif func in _WRITE_GRADIENT:
+        demand.replace_gradient(zeros=False)
+    elif func is torch.Tensor.copy_ and args[0] is parameter and all(each is not parameter for each in args[1:]):
+        demand.overwrite()
+    else:
+        demand.finish()
+        if func == _SET_DATA or caller.f_code is _MAKING:
+            demand.reveal_gradient()  # which might not fit any more, or keep the class
+
+
+def _caller() -> FrameType:
+    """The frame that uses a parameter: the first one that is neither here nor in what keeps Dynamo out."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__") in (__name__, "torch._compile", "torch._dynamo.eval_frame"):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame
+
+
+def _demanded(values: Any) -> Iterable[DemandedParameter]:
+    """The demanded parameters among arguments, also those in lists and tuples."""
+    if is_demanded(values):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _demanded(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _demanded(value)

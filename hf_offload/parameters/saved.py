@@ -1,0 +1,233 @@
+"""What autograd saves of a parameter whose memory comes and goes: which one it is, and how to look at it.
+
+Note: hooks for one operation
+    An operation saves its weight, or a view of it, and would hold its memory until backward. So the hooks of
+    :func:`saving_hooks` are there while an operation runs that uses such a parameter. They note the parameter and the view,
+    and let it come to memory when backward asks. What else the operation saves goes to the hooks that were there before, or
+    is kept as autograd keeps it.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_offload.errors import SavedTensorModifiedError
+from hf_offload.interrupts import signals_deferred
+
+
+class Residence(Protocol):
+    """Where the memory of a parameter comes from, and goes to between uses."""
+
+    def enter(self) -> None:
+        """Let the parameter be in memory until :meth:`leave`. Calls may be nested."""
+
+    def leave(self, changed: bool = False) -> None:
+        """The parameter was used, and ``changed`` perhaps in a way that does not show."""
+
+    def note_address(self) -> None:
+        """The address of the parameter's memory is about to be known."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether others may read the parameter's memory without asking."""
+
+    def saved(self) -> Tensor | None:
+        """What a state dict is to hold instead of the parameter's memory; None for that."""
+
+
+class KeptTensor:
+    """What autograd holds for a tensor that stays where it is."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int):
+        self.tensor = tensor
+        self.version = version
+
+    def unpack(self) -> Tensor:
+        """The tensor. Raises :class:`~hf_offload.errors.SavedTensorModifiedError` if it was changed in place."""
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise modified(tensor._version, self.version, tensor.type(), tensor.size(), "kept in memory")
+        return tensor
+
+
+class SavedWeight:
+    """What autograd holds for a parameter, or a view of one, whose memory comes and goes.
+
+    It holds the parameter, which as a leaf holds no graph.
+    """
+
+    __slots__ = ("conj", "dtype", "neg", "offset", "parameter", "residence", "size", "stride", "version", "whole")
+
+    def __init__(self, parameter: nn.Parameter, residence: Residence, tensor: Tensor):
+        self.parameter = parameter
+        self.residence = residence
+        self.whole = tensor is parameter
+        self.version = tensor._version
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset() * tensor.element_size() - (
+            parameter.storage_offset() * parameter.element_size()
+        )
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+
+    def unpack(self) -> Tensor:
+        """What was saved, in memory.
+
+        Raises :class:`~hf_offload.errors.SavedTensorModifiedError` if the parameter was changed since, and
+        :class:`~hf_offload.errors.StorageError` if it cannot be read.
+        """
+        parameter = self.parameter
+        with torch._C.DisableTorchFunctionSubclass():
+            version = parameter._version
+            if version != self.version:
+                raise modified(version, self.version, str(self.dtype), self.size, "a weight")
+            self.residence.enter()
+            try:
+                if self.whole:
+                    _in_use.hold(self.residence)
+                    return parameter
+                return self._view(parameter)
+            finally:
+                self.residence.leave()
+
+    def _view(self, parameter: nn.Parameter) -> Tensor:
+        offset = parameter.storage_offset() * parameter.element_size() + self.offset
+        data = torch.empty(0, dtype=self.dtype, device=parameter.device)
+        data.set_(parameter.untyped_storage(), offset // data.element_size(), self.size, self.stride)
+        tensor = parameter.detach()  # shares the version counter
+        tensor.data = data
+        if self.conj:
+            tensor = torch._conj(tensor)
+        if self.neg:
+            tensor = torch._neg_view(tensor)
+        return tensor
+
+
+class _InUse(threading.local):
+    """The parameters that this thread's backward has asked for in its present operation: they stay until the next one asks."""
+
+    def __init__(self) -> None:
+        self._operation: tuple[int, int] | None = None
+        self._residences: list[Residence] = []
+
+    def hold(self, residence: Residence) -> None:
+        node: Any = torch._C._current_autograd_node()
+        operation = (torch._C._current_graph_task_id(), -1 if node is None else node._sequence_nr())
+        with signals_deferred:
+            if operation != self._operation:
+                self.release()
+                self._operation = operation
+            residence.enter()
+            self._residences.append(residence)
+
+    def release(self) -> None:
+        """The operation is over."""
+        while self._residences:
+            self._residences.pop().leave()
+
+
+_in_use = _InUse()
+
+
+class Whereabouts:
+    """Which memory belongs to which parameter, of those whose memory comes and goes and is there now."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, tuple[weakref.ref[nn.Parameter], Residence]] = {}
+
+    def put(self, parameter: nn.Parameter, residence: Residence) -> int:
+        """The parameter is in memory, whose number is returned."""
+        number = int(parameter.untyped_storage()._cdata)
+        self._parameters[number] = weakref.ref(parameter), residence
+        return number
+
+    def remove(self, number: int) -> None:
+        """The memory of this number is a parameter's no longer."""
+        self._parameters.pop(number, None)
+
+    def find(self, tensor: Tensor) -> SavedWeight | None:
+        """What to save instead of ``tensor``, if it is such a parameter or a view of one, and counts its changes."""
+        if not self._parameters or tensor.layout is not torch.strided or _has_no_memory(tensor):
+            return None
+        number = int(tensor.untyped_storage()._cdata)
+        found = self._parameters.get(number)
+        if found is None:
+            return None
+        parameter, base = found[0](), tensor._base
+        if parameter is None or parameter is not (tensor if base is None else base):
+            return None
+        if parameter.untyped_storage()._cdata != number:
+            return None
+        return SavedWeight(parameter, found[1], tensor)
+
+
+whereabouts = Whereabouts()
+"""Of the process: operations do not know whose parameters they use."""
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    return (
+        tensor.is_meta
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or (type(tensor) not in (Tensor, nn.Parameter) and not issubclass(type(tensor), nn.Parameter))
+    )
+
+
+class _Hooks:
+    """A pair of hooks on top of the ``outer`` ones, if there are any."""
+
+    def __init__(self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None):
+        self._outer = outer
+
+    def pack(self, tensor: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            weight = whereabouts.find(tensor)
+        if weight is not None:
+            return weight.unpack
+        if self._outer is not None:
+            pack, unpack = self._outer
+            handle = pack(tensor)
+            return lambda: unpack(handle)
+        # A leaf holds no graph. Anything else does, and would hold itself.
+        return KeptTensor(tensor if tensor.is_leaf else tensor.detach(), tensor._version).unpack
+
+    @staticmethod
+    def unpack(saved: Callable[[], Tensor]) -> Tensor:
+        return saved()
+
+
+@contextlib.contextmanager
+def saving_hooks() -> Iterator[None]:
+    """Parameters of :data:`whereabouts` are not held by what autograd saves inside the block."""
+    autograd: Any = torch._C._autograd
+    if not torch.is_grad_enabled() or not autograd._saved_tensors_hooks_is_enabled():
+        yield
+        return
+    outer = autograd._top_saved_tensors_default_hooks(False)
+    if outer is not None and isinstance(getattr(outer[0], "__self__", None), _Hooks):
+        yield
+        return
+    hooks = _Hooks(outer)
+    autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+    try:
+        yield
+    finally:
+        autograd._pop_saved_tensors_default_hooks()
+
+
+def modified(found: int, expected: int, kind: str, size: torch.Size, unit: str) -> SavedTensorModifiedError:
+    """Autograd's own check, which saved-tensor hooks switch off."""
+    return SavedTensorModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(size)}] ({unit}) is at version {found}; expected version {expected} instead. "
+        "Use the out-of-place form of the operation that changed it, or clone the tensor before changing it."
+    )

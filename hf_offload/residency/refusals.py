@@ -1,0 +1,63 @@
+"""Models whose weights cannot leave memory, each with what to do instead."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_offload.errors import OffloadConfigError
+
+
+def refuse(model: nn.Module, processes: int) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for a model whose weights cannot leave memory."""
+    if processes > 1:
+        raise OffloadConfigError(
+            f"params=... moves the weights of one process, and {processes} train together, which exchange gradients of "
+            "weights in memory: shard them with FSDP2 and its CPUOffloadPolicy (`hf-offload config fsdp2`), or with DeepSpeed's "
+            "ZeRO-3 (`hf-offload config zero3`), or set params='none'."
+        )
+    if getattr(model, "hf_device_map", None):
+        raise OffloadConfigError(
+            "The model was loaded with a device_map (hf_device_map), so accelerate's hooks move its weights already: load it "
+            "without, or set params='none'."
+        )
+    for name, module in model.named_modules():
+        _refuse_module(name or "The model", module)
+    for name, parameter in model.named_parameters():
+        _refuse_parameter(name, parameter)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of the module run compiled code."""
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def _refuse_module(name: str, module: Any) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise OffloadConfigError(
+            f"{name} is in TorchScript, which reads weights without asking for them: use the module that it was made of, or "
+            "set params='none'."
+        )
+    if isinstance(module, nn.DataParallel):
+        raise OffloadConfigError(
+            f"{name} is an nn.DataParallel, which copies all weights to each GPU: start one process, or set params='none'."
+        )
+    if is_compiled(module):
+        raise OffloadConfigError(
+            f"{name} is compiled, and compiled code reads weights without asking for them: leave torch.compile out, or set "
+            "params='none'."
+        )
+
+
+def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
+    if hasattr(parameter, "ds_id"):
+        raise OffloadConfigError(
+            f"{name} belongs to DeepSpeed's ZeRO-3, which moves weights itself: use its offload_param, or set params='none'."
+        )
+    if isinstance(parameter, DTensor) or type(parameter).__name__ == "FlatParameter":
+        raise OffloadConfigError(
+            f"{name} is sharded by FSDP: use FSDP2's CPUOffloadPolicy (fsdp_offload_params: true), or set params='none'."
+        )
+    if parameter.is_meta:
+        raise OffloadConfigError(f"{name} is on the meta device, without values: load the model first.")

@@ -1,0 +1,147 @@
+"""Which weights of a model are in memory: those that are used, and as many as fit of those that are used next."""
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from hf_offload.parameters.contexts import outside
+from hf_offload.parameters.demand import housed
+from hf_offload.residency.order import UseOrder
+from hf_offload.residency.weight import Weight
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.mapped import MappedFiles
+from hf_offload.storage.stored import Store
+
+logger = logging.getLogger(__name__)
+
+_AHEAD = 16
+"""Of how many weights at most the next use is looked at to read it ahead."""
+
+
+class Residency:
+    """The weights of one model. A parameter holds its weight, and that the residency, which keeps neither alive.
+
+    Args:
+        store: Where they go.
+        limit_bytes: What may be in memory of them, unless what is used at once takes more.
+        files: Where copies go that a state dict holds; None for copies in memory.
+
+    Attributes:
+        most_bytes: Most bytes of them that were in memory at any time.
+    """
+
+    def __init__(self, store: Store, limit_bytes: int, files: MappedFiles | None = None):
+        self.store = store
+        self.limit_bytes = limit_bytes
+        self.most_bytes = 0
+        self._files = files
+        self._lock = threading.RLock()
+        self._weights: list[weakref.ref[Weight]] = []
+        self._order = UseOrder(0)
+
+    def park(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Let these parameters leave memory from now on, but for as many as fit."""
+        with self._lock, outside():
+            for name, parameter in parameters:
+                weight = Weight(parameter, name, len(self._weights), self)
+                self._weights.append(weakref.ref(weight))
+                housed(parameter, weight)
+                self._make_room(0)
+            self._order = UseOrder(len(self._weights))
+
+    def weights(self) -> list[Weight]:
+        """Those whose parameters are alive."""
+        return [weight for reference in self._weights if (weight := reference()) is not None]
+
+    @property
+    def bytes_in_memory(self) -> int:
+        """Bytes of the weights that are in memory."""
+        return sum(weight.nbytes for weight in self.weights() if weight.is_in_memory)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(weight.nbytes for weight in self.weights())
+
+    # -- uses -----------------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo
+    def enter(self, weight: Weight) -> None:
+        """Let ``weight`` be in memory until it is left as often."""
+        with self._lock:
+            if weight.uses == 0:
+                self._order.used(weight.number)
+            if not weight.is_in_memory:
+                with outside():
+                    self._make_room(weight.nbytes)
+                    weight.bring()
+                    self.most_bytes = max(self.most_bytes, self.bytes_in_memory)
+            weight.uses += 1
+            if weight.uses == 1:
+                self._read_ahead()
+
+    def leave(self, weight: Weight, changed: bool) -> None:
+        """``weight`` was used."""
+        with self._lock:
+            with torch._C.DisableTorchFunctionSubclass():
+                weight.note_changes(changed)
+            weight.uses -= 1
+
+    def saved(self, weight: Weight) -> Tensor | None:
+        """What a state dict holds of ``weight``: a copy on the drive, where not all weights may be in memory."""
+        if self._files is None or self.total_bytes <= self.limit_bytes:
+            return None
+        with self._lock, outside():
+            return weight.copy(self._files)
+
+    def bring_all(self) -> None:
+        """Let all weights be in memory, for good, as if they had never left."""
+        with self._lock, outside():
+            for weight in self.weights():
+                weight.bring()
+                weight.release()
+
+    def _make_room(self, nbytes: int) -> None:
+        """Let weights leave that are used last, until so many bytes may come."""
+        excess = self.bytes_in_memory + nbytes - self.limit_bytes
+        if excess <= 0:
+            return
+        for weight in self._farthest_first():
+            if weight.may_leave():
+                excess -= weight.nbytes
+                weight.send(self.store)
+                self.store.throttle()
+                if excess <= 0:
+                    return
+
+    def _farthest_first(self) -> list[Weight]:
+        next_use: dict[int, int] = {}
+        for place, number in enumerate(self._order.coming()):
+            next_use.setdefault(number, place)
+        present = [weight for weight in self.weights() if weight.is_in_memory]
+        never = len(next_use) * 1000 + 1000
+        return sorted(present, key=lambda weight: next_use.get(weight.number, never), reverse=True)
+
+    def _read_ahead(self) -> None:
+        looked_at: set[int] = set()
+        for number in self._order.coming():
+            if number in looked_at:
+                continue
+            looked_at.add(number)
+            weight = self._weights[number]()
+            if len(looked_at) > _AHEAD or (weight is not None and not weight.read_ahead()):
+                return
+
+    def tell(self) -> None:
+        """Say in the log what has left memory."""
+        logger.info(
+            "%d weights with %s are on %s when they are not used; %s of them may be in memory.",
+            len(self._weights),
+            format_bytes(self.total_bytes),
+            self.store.tier.name,
+            format_bytes(min(self.limit_bytes, self.total_bytes)),
+        )

@@ -1,0 +1,219 @@
+"""One parameter whose memory comes and goes.
+
+Note: a hull
+    Between uses, the parameter has the memory of a hull: a tensor of the same shape, strides and dtype without any bytes. Its
+    identity, version, gradient and hooks stay. PyTorch keeps what still needs the former memory: a view that is alive keeps
+    it, and the parameter stays in memory then.
+"""
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hf_offload.errors import StorageError
+from hf_offload.parameters.demand import housed, residence_of
+from hf_offload.parameters.holders import storage_holders
+from hf_offload.parameters.saved import whereabouts
+from hf_offload.storage.buffers import whole_storage
+from hf_offload.storage.mapped import MappedFiles
+from hf_offload.storage.stored import Store, Stored
+
+if TYPE_CHECKING:
+    from hf_offload.residency.residency import Residency
+
+
+class Weight:
+    """The memory of one parameter: there, or on the tier. Calls hold the lock of ``residency``, or take it.
+
+    Attributes:
+        name: For messages.
+        number: That of the weight in the order of uses.
+        uses: How many use it now; it stays in memory then.
+        stays: It is not to leave memory any more: its address is known.
+        nbytes: Bytes of its memory.
+    """
+
+    def __init__(self, parameter: nn.Parameter, name: str, number: int, residency: "Residency"):
+        self.name = name
+        self.number = number
+        self.residency = residency
+        self.uses = 0
+        self.stays = False
+        self._parameter = weakref.ref(parameter)
+        self._stored: Stored | None = None
+        self._buffer: Tensor | None = None  # what the parameter lies in, and the tier has, too
+        self._changed = True  # since it was on the tier
+        self._hull: Tensor | None = None
+        self._copy: weakref.ref[Tensor] | None = None
+        self._memory: int | None = None  # where it is; None while it is on the tier only
+        self._version = 0
+        self._note_memory(parameter)
+
+    # -- Residence ------------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        self.residency.enter(self)
+
+    def leave(self, changed: bool = False) -> None:
+        self.residency.leave(self, changed)
+
+    def note_address(self) -> None:
+        if self.uses == 1:  # else an operation that goes on uses it
+            self.stays = True
+
+    def saved(self) -> Tensor | None:
+        return self.residency.saved(self)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether others may read its memory without asking: views of it, NumPy arrays, other processes."""
+        parameter = self._parameter()
+        if parameter is None or self._memory is None:
+            return False
+        if parameter.device.type == "cpu" and parameter.is_shared():
+            return True
+        return storage_holders(parameter) > (1 if self._buffer is None else 2)
+
+    # -- what residency asks --------------------------------------------------------------------------------------------
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether its memory is there."""
+        return self._memory is not None
+
+    def may_leave(self) -> bool:
+        """Whether nothing needs its memory now."""
+        parameter = self._parameter()
+        return (
+            self.uses == 0
+            and not self.stays
+            and self._memory is not None
+            and parameter is not None
+            and residence_of(parameter) is self
+            and not self.is_held
+            and is_dense(parameter)
+        )
+
+    def note_changes(self, changed: bool) -> None:
+        """It was used, and ``changed`` perhaps in a way that does not show."""
+        parameter = self._parameter()
+        if parameter is None:
+            return
+        replaced = parameter.untyped_storage()._cdata != self._memory
+        if replaced:
+            if self._memory is not None:
+                whereabouts.remove(self._memory)
+            self._buffer = self._stored = self._hull = None
+            self._note_memory(parameter)
+        if changed or replaced or parameter._version != self._version or self.is_held:
+            self._changed = True
+            self._version = parameter._version
+
+    def send(self, store: Store) -> None:
+        """Give its memory up for a hull, and write what has changed of it."""
+        parameter = self._parameter()
+        if parameter is None or self._memory is None:
+            return
+        buffer, stored = self._buffer, self._stored
+        if self._changed:
+            buffer = self._bytes(parameter) if buffer is None else buffer
+            self._stored = Stored(store, buffer)
+        hull = self._hull
+        if hull is None or hull.shape != parameter.shape or hull.dtype != parameter.dtype:
+            hull = _make_hull(parameter)
+            self._hull = None if parameter.device.type == "cpu" else hull
+        whereabouts.remove(self._memory)
+        parameter.data = hull
+        self._memory = self._buffer = None
+        if self._changed:
+            self._changed = False
+            del stored  # its room is free
+            assert self._stored is not None
+            self._stored.send()
+        elif buffer is not None and stored is not None:
+            stored.give_back(buffer)
+
+    def bring(self) -> None:
+        """Let its memory be there.
+
+        Raises :class:`~hf_offload.errors.StorageError` if it cannot be read; it can be asked for again.
+        """
+        parameter = self._parameter()
+        if parameter is None or self._memory is not None:
+            return
+        assert self._stored is not None
+        try:
+            buffer = self._stored.lend()
+        except StorageError as error:
+            raise StorageError(
+                f"The weight {self.name} cannot be read back: go on from the last checkpoint. {error}"
+            ) from error
+        flat = buffer.view(parameter.dtype)
+        if parameter.device.type == "cpu":
+            self._buffer = buffer
+        else:
+            flat = flat.to(parameter.device)
+            self._stored.give_back(buffer)
+        parameter.data = flat.as_strided(parameter.size(), parameter.stride(), 0)
+        self._note_memory(parameter)
+
+    def read_ahead(self) -> bool:
+        """Begin to read it, if there is room for that; false otherwise."""
+        return self._memory is not None or self._stored is None or self._stored.read_ahead()
+
+    def copy(self, files: MappedFiles) -> Tensor:
+        """A copy in a file that is mapped into memory: the same one while it is alive."""
+        found = None if self._copy is None else self._copy()
+        if found is None:
+            self.residency.enter(self)
+            try:
+                parameter = self._parameter()
+                assert parameter is not None
+                found = files.copy(parameter)
+            finally:
+                self.residency.leave(self, False)
+            self._copy = weakref.ref(found)
+        return found
+
+    def release(self) -> None:
+        """Let the parameter be a plain one, which is in memory for good."""
+        parameter = self._parameter()
+        if parameter is not None and self._memory is not None and residence_of(parameter) is self:
+            whereabouts.remove(self._memory)
+            housed(parameter, None)
+
+    def _note_memory(self, parameter: nn.Parameter) -> None:
+        self.nbytes = parameter.nbytes
+        self._version = parameter._version
+        self._memory = whereabouts.put(parameter, self)
+
+    def _bytes(self, parameter: nn.Parameter) -> Tensor:
+        """Its memory as bytes on the host, without a copy where it has a storage of its own there."""
+        data = parameter.detach()
+        if data.device.type == "cpu" and data.untyped_storage().nbytes() == self.nbytes:
+            return whole_storage(data)
+        flat = data.as_strided((data.numel(),), (1,))
+        return (flat.clone() if data.device.type == "cpu" else flat.to("cpu")).view(torch.uint8)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie one behind the other, in whichever order."""
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return tensor.numel() > 0
+
+
+def _make_hull(parameter: Tensor) -> Tensor:
+    hull = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=parameter.device)
+    hull.untyped_storage().resize_(0)
+    torch._C._set_throw_on_mutable_data_ptr(hull)  # an error, where PyTorch looks, instead of a crash
+    return hull
