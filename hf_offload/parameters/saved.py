@@ -113,7 +113,7 @@ class SavedWeight:
 
 
 class _InUse(threading.local):
-    """The parameters that this thread's backward has asked for in its present operation: they stay until the next one asks."""
+    """The parameters that this thread's backward has asked for in its present operation: they stay until another asks."""
 
     def __init__(self) -> None:
         self._operation: tuple[int, int] | None = None

@@ -44,8 +44,8 @@ class StateFiles:
                 }
             except OSError as error:
                 raise StorageError(
-                    f"The optimizer's state cannot be gathered to be saved: {error}. {self._files.directory} needs room for a "
-                    "copy of it: free some space there, or name another directory."
+                    f"The optimizer's state cannot be gathered to be saved: {error}. {self._files.directory} needs room for "
+                    "a copy of it: free some space there, or name another directory."
                 ) from error
 
     def _is_large(self, value: Any, record: Record) -> bool:
