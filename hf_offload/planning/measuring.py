@@ -13,9 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.parameters.demand import residence_of
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.planning.optimizer_state import missing_state, state_of
 from hf_offload.planning.recorder import StepRecorder, nbytes_of
+from hf_offload.residency.setting import residency_of
 
 # Share of the saved bytes up to which it may be that another backward needs them again, and is not looked at.
 _AGAIN = 0.02
@@ -313,8 +315,10 @@ class StepMeter(StepRecorder):
     # -- what was found -----------------------------------------------------------------------------------------------
 
     def _base_bytes(self) -> int:
-        weights = sum(nbytes_of(tensor) for tensor in {*self.model.parameters(), *self.model.buffers()})
-        return weights + self._state_bytes
+        residency = residency_of(self.model)
+        resident = (p for p in self.model.parameters() if residence_of(p) is None)
+        weights = sum(nbytes_of(tensor) for tensor in {*resident, *self.model.buffers()})
+        return weights + (0 if residency is None else residency.budget_bytes) + self._state_bytes
 
     def footprint(self, micro_batch: int) -> Footprint:
         """One micro-batch of the step that was observed."""

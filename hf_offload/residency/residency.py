@@ -63,6 +63,11 @@ class Residency:
         return sum(weight.nbytes for weight in self.weights() if weight.is_in_memory)
 
     @property
+    def budget_bytes(self) -> int:
+        """Most bytes of memory that they take, with those on their way to the tier and back."""
+        return min(self.total_bytes, self.limit_bytes) + self.store.window_bytes
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all of them."""
         return sum(weight.nbytes for weight in self.weights())

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 _KEPT_SHARE = 0.5
 """The part of a memory budget that weights may take."""
-_LEAST_WINDOW_BYTES = 64 << 20
-"""On the way to the tier and back at any time, at least."""
+_WINDOW_BYTES = 64 << 20
+"""On the way to the tier and back at any time, unless single weights need more."""
 _BLOCKS = 2
 
 _residencies: "weakref.WeakKeyDictionary[nn.Module, Residency]" = weakref.WeakKeyDictionary()
@@ -66,7 +66,7 @@ def park_weights(model: nn.Module, config: OffloadConfig, storage: RunStorage, p
     directories = named_directories(config) if place == "ssd" else ()
     tier = open_tier(storage, config, on_host, WEIGHTS, directories)
     largest = max((p.nbytes for p in model.parameters()), default=0)
-    store = Store(storage, tier, WEIGHTS, max(_LEAST_WINDOW_BYTES, 2 * largest))
+    store = Store(storage, tier, WEIGHTS, max(2 * largest, min(_WINDOW_BYTES, limit_bytes)))
     residency = Residency(store, limit_bytes, _files(tier))
     storage.members.add(residency)
     keep_fast_paths(model)

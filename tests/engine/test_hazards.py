@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from hf_offload.engine.record import KeptTensor, Settling
+from hf_offload.engine.record import Settling
 from hf_offload.errors import OffloadError, SavedTensorModifiedError
+from hf_offload.parameters.saved import KeptTensor
 from tests.helpers.controlled_tier import ControlledTier, Rig
 
 
