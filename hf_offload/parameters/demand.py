@@ -162,7 +162,7 @@ def demanded_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def own_class(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """The class that a parameter has while nobody demands anything."""
+    """The class that a parameter has when it waits for nothing."""
     kind = type(parameter)
     if not issubclass(kind, DemandedParameter):
         return kind
