@@ -49,7 +49,9 @@ _WRITE_GRADIENT = {_GRADIENT.__set__, _GRADIENT.__delete__}
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _MAKING = nn.Parameter.__new__.__code__
 _SAVING = nn.Module._save_to_state_dict.__code__
-_ADDRESSES = {torch.Tensor.data_ptr}
+_ADDRESSES = {torch.Tensor.data_ptr, vars(torch.Tensor)["__cuda_array_interface__"].__get__}
+# They change tensors without counting it as a version.
+_UNCOUNTED = {getattr(torch, name) for name in dir(torch) if name.startswith("_fused_") and name.endswith("_")}
 # They read every gradient only to drop it, or to make zeros of it.
 _ZEROING = {nn.Module.zero_grad.__code__}
 
@@ -125,14 +127,14 @@ class DemandedParameter(nn.Parameter):
                 _answer(each, func, args)
         others = any(not issubclass(each, DemandedParameter) for each in types)
         if others or _has_functions_of_its_own(cls):
-            with as_plain(asked):
+            with as_plain(asked, _changes_uncounted(func)):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.Tensor.detach and _caller().f_code is _SAVING:
                 residence = residence_of(asked[0])
                 if residence is not None and (copy := residence.saved()) is not None:
                     return copy
-            with in_memory(asked):
+            with in_memory(asked, _changes_uncounted(func)):
                 if func in _ADDRESSES and (residence := residence_of(asked[0])) is not None:
                     residence.note_address()
                 result = func(*args, **kwargs)
@@ -304,6 +306,15 @@ def _asking(wrap: Callable[..., Any]) -> Callable[..., Any]:
         return wrap(value, *args, **kwargs)
 
     return asking
+
+
+def _changes_uncounted(func: Any) -> bool:
+    """Whether ``func`` may change its arguments without a change of their versions, as fused optimizers do. Operators that
+    were defined elsewhere do so, too, unless their authors have thought of it.
+    """
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return any(schema.is_mutable for schema in func._schemas.values())
+    return func._schema.is_mutable if isinstance(func, torch._ops.OpOverload) else func in _UNCOUNTED
 
 
 def _answer(parameter: nn.Parameter, func: Any, args: Any) -> None:

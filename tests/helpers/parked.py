@@ -1,0 +1,27 @@
+"""Models whose weights are on a tier whenever no operation uses them."""
+
+from torch import nn
+
+from hf_offload import OffloadConfig, attach
+from hf_offload.parameters.contexts import outside
+from hf_offload.session import OffloadSession
+
+
+def parked(model: nn.Module, folder, params: str = "ssd", **settings) -> OffloadSession:
+    """Weights of ``model`` leave memory after each use."""
+    session = attach(model, OffloadConfig(tier="none", params=params, min_bytes=1, directory=folder, **settings))
+    session.residency.limit_bytes = 1
+    return session
+
+
+def in_memory(session: OffloadSession) -> set[str]:
+    return {weight.name for weight in session.residency.weights() if weight.is_in_memory}
+
+
+def leave_memory(session: OffloadSession) -> None:
+    """All weights are written, and leave."""
+    residency = session.residency
+    with residency._lock, outside():
+        residency._make_room(0)
+    residency.store.settle()
+    assert not in_memory(session)

@@ -1,0 +1,72 @@
+"""Changes of weights on a tier that PyTorch counts as no new version are kept: those of fused optimizers, and of others."""
+
+import pytest
+import torch
+
+from tests.helpers.parked import leave_memory, parked
+from tests.helpers.streamed import mlp, same
+
+FUSED = {
+    "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
+    "SGD": torch.optim.SGD,
+    "Adagrad": torch.optim.Adagrad,
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_fused_step_is_kept(kind, tmp_path):
+    found = []
+    for place in ("none", "ssd"):
+        model = mlp()
+        session = parked(model, tmp_path) if place == "ssd" else None
+        optimizer = FUSED[kind](model.parameters(), lr=0.1, fused=True)
+        for _ in range(3):
+            model(torch.ones(4, 96)).square().mean().backward()
+            if session is not None:
+                leave_memory(session)
+            optimizer.step()
+            optimizer.zero_grad()
+            if session is not None:
+                leave_memory(session)
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert same(*found)
+
+
+@pytest.fixture
+def doubles():
+    library = torch.library.Library("hf_offload_test", "DEF")
+    library.define("double_(Tensor(a!) weight) -> ()")
+    library.impl("double_", _double, "CPU")
+    yield torch.ops.hf_offload_test.double_
+    library._destroy()
+
+
+def _double(weight):
+    weight.numpy().__imul__(2)
+
+
+@pytest.mark.parametrize("overload", [False, True])
+def test_what_an_operator_of_another_library_changes_is_kept(overload, doubles, tmp_path):
+    model = mlp()
+    expected = {name: value.clone() * 2 for name, value in model.state_dict().items()}
+    session = parked(model, tmp_path)
+    with torch.no_grad():
+        for weight in model.parameters():
+            leave_memory(session)
+            version = weight._version
+            (doubles.default if overload else doubles)(weight)
+            assert weight._version == version
+    leave_memory(session)
+    assert same(expected, {name: value.clone() for name, value in model.state_dict().items()})
+
+
+def test_a_version_that_is_set_back_hides_no_change(tmp_path):
+    model = mlp()
+    session = parked(model, tmp_path)
+    for weight in model.parameters():
+        leave_memory(session)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+            weight.fill_(3.0)
+        leave_memory(session)
+        assert (weight == 3.0).all()
