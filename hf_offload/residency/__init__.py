@@ -1,1 +1,4 @@
-"""Weights on a tier, of which those are in memory that an operation uses, and as many more as fit."""
+"""Weights on a tier: which of them are in memory, in which order they are used, and which models cannot do without.
+
+Nothing here knows optimizers or steps: a weight comes when an operation or backward asks for it.
+"""
