@@ -3,7 +3,7 @@
 Note: another class
     Such a parameter is the same object as ever, of a subclass of its class whose ``__torch_function__`` PyTorch calls before
     any operation with it. The operation then finds the parameter as a run in memory would have it. What autograd saves of a
-    parameter whose memory comes and goes is noted by :mod:`~hf_offload.parameters.saved`, and comes when backward asks for
+    parameter whose memory comes and goes is noted by :mod:`~hf_offload.parameters.hooks`, and comes when backward asks for
     it. What PyTorch does not see are views and NumPy arrays that share the parameter's memory and were made before: a
     parameter that has any waits for no update, and its memory stays.
 """
@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from hf_offload.interrupts import signals_deferred
+from hf_offload.parameters.casts import fill_cast
 from hf_offload.parameters.holders import storage_holders
-from hf_offload.parameters.saved import Residence, saving_hooks
+from hf_offload.parameters.hooks import saving_hooks
+from hf_offload.parameters.saved import Residence
 
 
 class Demand(Protocol):
@@ -249,16 +251,17 @@ def in_memory(parameters: Iterable[nn.Parameter], changed: bool = False) -> Iter
     """Let the memory of ``parameters`` be there inside the block, which may have ``changed`` it in a way that does not show.
     What autograd saves of it inside the block does not hold it.
     """
-    residences = [found for each in parameters if (found := residence_of(each)) is not None]
-    if not residences:
+    residents = [(each, found) for each in parameters if (found := residence_of(each)) is not None]
+    if not residents:
         yield
         return
     entered: list[Residence] = []
     try:
-        for residence in residences:
+        for parameter, residence in residents:
             residence.enter()
             entered.append(residence)
-        with saving_hooks():
+            fill_cast(parameter)
+        with saving_hooks([parameter for parameter, _ in residents]):
             yield
     finally:
         for residence in entered:

@@ -1,16 +1,7 @@
-"""What autograd saves of a parameter whose memory comes and goes: which one it is, and how to look at it.
+"""What autograd saves of a parameter whose memory comes and goes: which one it is, and how to look at it."""
 
-Note: hooks for one operation
-    An operation saves its weight, or a view of it, and would hold its memory until backward. So the hooks of
-    :func:`saving_hooks` are there while an operation runs that uses such a parameter. They note the parameter and the view,
-    and let it come to memory when backward asks. What else the operation saves goes to the hooks that were there before, or
-    is kept as autograd keeps it.
-"""
-
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -156,7 +147,7 @@ class Whereabouts:
 
     def find(self, tensor: Tensor) -> SavedWeight | None:
         """What to save instead of ``tensor``, if it is such a parameter or a view of one, and counts its changes."""
-        if not self._parameters or tensor.layout is not torch.strided or _has_no_memory(tensor):
+        if not self._parameters or tensor.layout is not torch.strided or has_no_memory(tensor):
             return None
         number = int(tensor.untyped_storage()._cdata)
         found = self._parameters.get(number)
@@ -169,59 +160,23 @@ class Whereabouts:
             return None
         return SavedWeight(parameter, found[1], tensor)
 
+    def residence(self, parameter: nn.Parameter) -> Residence | None:
+        """That of a parameter that is in memory now."""
+        found = self._parameters.get(int(parameter.untyped_storage()._cdata))
+        return found[1] if found is not None and found[0]() is parameter else None
+
 
 whereabouts = Whereabouts()
 """Of the process: operations do not know whose parameters they use."""
 
 
-def _has_no_memory(tensor: Tensor) -> bool:
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is a wrapper of others, or has no bytes."""
     return (
         tensor.is_meta
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         or (type(tensor) not in (Tensor, nn.Parameter) and not issubclass(type(tensor), nn.Parameter))
     )
-
-
-class _Hooks:
-    """A pair of hooks on top of the ``outer`` ones, if there are any."""
-
-    def __init__(self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None):
-        self._outer = outer
-
-    def pack(self, tensor: Tensor) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            weight = whereabouts.find(tensor)
-        if weight is not None:
-            return weight.unpack
-        if self._outer is not None:
-            pack, unpack = self._outer
-            handle = pack(tensor)
-            return lambda: unpack(handle)
-        # A leaf holds no graph. Anything else does, and would hold itself.
-        return KeptTensor(tensor if tensor.is_leaf else tensor.detach(), tensor._version).unpack
-
-    @staticmethod
-    def unpack(saved: Callable[[], Tensor]) -> Tensor:
-        return saved()
-
-
-@contextlib.contextmanager
-def saving_hooks() -> Iterator[None]:
-    """Parameters of :data:`whereabouts` are not held by what autograd saves inside the block."""
-    autograd: Any = torch._C._autograd
-    if not torch.is_grad_enabled() or not autograd._saved_tensors_hooks_is_enabled():
-        yield
-        return
-    outer = autograd._top_saved_tensors_default_hooks(False)
-    if outer is not None and isinstance(getattr(outer[0], "__self__", None), _Hooks):
-        yield
-        return
-    hooks = _Hooks(outer)
-    autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
-    try:
-        yield
-    finally:
-        autograd._pop_saved_tensors_default_hooks()
 
 
 def modified(found: int, expected: int, kind: str, size: torch.Size, unit: str) -> SavedTensorModifiedError:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload.errors import StorageError
+from hf_offload.parameters.casts import fill_cast
 from hf_offload.parameters.demand import housed, residence_of
-from hf_offload.parameters.holders import storage_holders
+from hf_offload.parameters.holders import hull_of, storage_holders
 from hf_offload.parameters.saved import whereabouts
 from hf_offload.storage.buffers import whole_storage
 from hf_offload.storage.mapped import MappedFiles
@@ -122,7 +123,7 @@ class Weight:
             self._stored = Stored(store, buffer)
         hull = self._hull
         if hull is None or hull.shape != parameter.shape or hull.dtype != parameter.dtype:
-            hull = _make_hull(parameter)
+            hull = hull_of(parameter)
             self._hull = None if parameter.device.type == "cpu" else hull
         whereabouts.remove(self._memory)
         parameter.data = hull
@@ -181,6 +182,7 @@ class Weight:
         """Let the parameter be a plain one, which is in memory for good."""
         parameter = self._parameter()
         if parameter is not None and self._memory is not None and residence_of(parameter) is self:
+            fill_cast(parameter)
             whereabouts.remove(self._memory)
             housed(parameter, None)
 
@@ -210,10 +212,3 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return tensor.numel() > 0
-
-
-def _make_hull(parameter: Tensor) -> Tensor:
-    hull = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-    hull.untyped_storage().resize_(0)
-    torch._C._set_throw_on_mutable_data_ptr(hull)  # an error, where PyTorch looks, instead of a crash
-    return hull

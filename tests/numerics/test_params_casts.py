@@ -1,0 +1,98 @@
+"""Under autocast, copies of weights that leave memory go, too, and nothing changes by a bit."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_offload.errors import OffloadError
+from hf_offload.parameters.casts import _CASTS
+from tests.helpers.parked import parked
+
+
+class Repeated(nn.Module):
+    """Uses one weight three times, another one once, and a third one only in the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.once, self.last = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        x = self.shared(x).relu()
+        x = self.once(x) + self.shared(x)
+        with torch.no_grad():  # autocast takes the copy here, too
+            y = self.shared(x)
+        return self.last(x + y) @ self.shared.weight.t()
+
+
+def run(folder, frozen=(), checkpointed=False, offloaded=True, steps=3):
+    torch.manual_seed(0)
+    model = Repeated()
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    if offloaded:
+        parked(model, folder)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    found = []
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):
+                x = torch.randn(8, 64, requires_grad=True)
+                if checkpointed:
+                    y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+                else:
+                    y = model(x)
+                loss = y.float().square().mean()
+        loss.backward()
+        found += [loss.detach(), x.grad, *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("frozen", [(), ("shared.weight", "once.weight")], ids=["trained", "frozen"])
+def test_weights_under_autocast_have_the_bits_of_the_run_in_memory(tmp_path, frozen, checkpointed):
+    plain = run(tmp_path, frozen, checkpointed, offloaded=False)
+    offloaded = run(tmp_path, frozen, checkpointed)
+    assert len(plain) == len(offloaded)
+    assert all(torch.equal(one, other) for one, other in zip(plain, offloaded, strict=True))
+
+
+def test_the_copy_of_a_weight_has_no_memory_between_two_uses(tmp_path):
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    parked(model, tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(torch.randn(2, 64, requires_grad=True))
+        copies = [vars(layer.weight)[_CASTS][0]() for layer in model]
+        assert [copy.dtype for copy in copies] == [torch.bfloat16] * 3
+        assert [copy.untyped_storage().nbytes() for copy in copies] == [0] * 3
+        model(torch.randn(2, 64, requires_grad=True))
+        assert [vars(layer.weight)[_CASTS][0]() is copy for layer, copy in zip(model, copies, strict=True)] == [
+            True
+        ] * 3
+    del copies
+    assert [vars(layer.weight)[_CASTS][0]() for layer in model] == [None] * 3, "the graph holds a copy"
+    output.float().sum().backward()
+
+
+def test_a_weight_that_is_changed_where_autocast_keeps_its_copy_is_an_error(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 64))
+    parked(model, tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(2, 64, requires_grad=True)).float().sum().backward()
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        with pytest.raises(OffloadError, match="let the block end before the optimizer steps"):
+            model(torch.randn(2, 64, requires_grad=True))
+
+
+def test_a_copy_that_is_held_keeps_its_memory(tmp_path):
+    model = nn.Linear(64, 64)
+    parked(model, tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(torch.randn(2, 64, requires_grad=True))
+        held = [node for node, _ in output.grad_fn.next_functions if node is not None]
+        copy = model.weight.to(torch.bfloat16)
+        torch.nn.functional.linear(torch.randn(2, 64, requires_grad=True), copy).float().sum().backward()
+    assert held
+    assert torch.equal(copy, model.weight.detach().to(torch.bfloat16))
