@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_offload.errors import OffloadError
 from hf_offload.parameters.holders import hull_of, storage_holders
 from hf_offload.parameters.saved import Residence, SavedWeight, has_no_memory, whereabouts
 
@@ -47,7 +46,9 @@ class Casts:
         self._parameters = parameters
         self._made: dict[int, tuple[nn.Parameter, Tensor]] = {}
         for parameter in parameters:
-            if (copy := _copy_of(parameter)) is not None:
+            copy, version = _copy_of(parameter)
+            # After a change of the parameter, autocast goes on with the copy of its former value.
+            if copy is not None and version == parameter._version:
                 self._made[id(copy)] = parameter, copy
 
     def find(self, tensor: Tensor) -> SavedCast | None:
@@ -62,11 +63,13 @@ class Casts:
             residence = whereabouts.residence(parameter)
             if residence is None:
                 continue
-            if node is None:
-                if not parameter.requires_grad and _is_cast(tensor, parameter):
-                    return SavedCast(parameter, residence, tensor)
-            elif node.name() == "ToCopyBackward0" and _variable(node) is parameter:
-                self._made[id(copy)] = parameter, copy
+            trained = node is not None and node.name() == "ToCopyBackward0" and _variable(node) is parameter
+            frozen = node is None and not parameter.requires_grad
+            if not trained and not frozen:
+                continue
+            if id(copy) in self._made or _is_cast(tensor, parameter):
+                if trained:  # and in autocast's cache
+                    self._made[id(copy)] = parameter, copy
                 return SavedCast(parameter, residence, tensor)
         return None
 
@@ -83,20 +86,11 @@ class Casts:
 
 
 def fill_cast(parameter: nn.Parameter) -> None:
-    """Let autocast find a copy of ``parameter``, which is in memory, where it has made one.
-
-    Raises :class:`~hf_offload.errors.OffloadError` if the parameter was changed since: PyTorch would use the former value.
-    """
-    copy = _copy_of(parameter)
-    if copy is None or copy.untyped_storage().nbytes():
-        return
-    if vars(parameter)[_CASTS][1] != parameter._version:
-        raise OffloadError(
-            "A weight was changed inside a block of torch.autocast, in which PyTorch goes on with its former value: let the "
-            "block end before the optimizer steps."
-        )
-    with torch.no_grad():
-        copy.data = parameter.detach().to(copy.dtype)
+    """Let autocast find a copy of ``parameter``, which is in memory, where it has made one. It comes before any change."""
+    copy, _ = _copy_of(parameter)
+    if copy is not None and copy.untyped_storage().nbytes() == 0:
+        with torch.no_grad():
+            copy.data = parameter.detach().to(copy.dtype)
 
 
 @functools.cache
@@ -108,9 +102,14 @@ def _references_of_the_library() -> int:
     return sys.getrefcount(tensor) - alone if view._base is tensor else 0
 
 
-def _copy_of(parameter: nn.Parameter) -> Tensor | None:
-    found = vars(parameter).get(_CASTS)
-    return None if found is None else found[0]()
+def _copy_of(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
+    """The copy that autocast has, if it has one, and the version of the parameter that it was made of."""
+    reference, version = vars(parameter).get(_CASTS, (_nothing, 0))
+    return reference(), version
+
+
+def _nothing() -> None:
+    return None
 
 
 def _variable(node: Any) -> Any:
@@ -119,7 +118,7 @@ def _variable(node: Any) -> Any:
 
 
 def _is_cast(tensor: Tensor, parameter: nn.Parameter) -> bool:
-    """Whether ``tensor`` has the bits of ``parameter`` in its dtype: one that does not train leaves no trace of its cast."""
+    """Whether ``tensor`` has the bits of ``parameter`` in its dtype."""
     with torch.no_grad():
         cast = parameter.detach().to(tensor.dtype)
         if tensor.numel() != cast.numel():

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload.errors import OffloadError
 from hf_offload.parameters.casts import _CASTS
 from tests.helpers.parked import parked
 
@@ -75,15 +74,27 @@ def test_the_copy_of_a_weight_has_no_memory_between_two_uses(tmp_path):
     output.float().sum().backward()
 
 
-def test_a_weight_that_is_changed_where_autocast_keeps_its_copy_is_an_error(tmp_path):
-    model = nn.Sequential(nn.Linear(64, 64))
-    parked(model, tmp_path)
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.randn(2, 64, requires_grad=True)).float().sum().backward()
-        with torch.no_grad():
-            model[0].weight.mul_(2)
-        with pytest.raises(OffloadError, match="let the block end before the optimizer steps"):
-            model(torch.randn(2, 64, requires_grad=True))
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_a_weight_that_is_changed_inside_of_autocast_is_used_with_its_former_value_as_in_memory(
+    tmp_path, needs_gradient
+):
+    def outputs(offloaded):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        if offloaded:
+            parked(model, tmp_path)
+        found = []
+        with torch.autocast("cpu", torch.bfloat16):
+            for needs in (needs_gradient, True, True):
+                x = torch.randn(2, 64, requires_grad=needs)
+                output = model(x)
+                output.float().square().sum().backward()
+                found += [output.detach(), x.grad if needs else x]
+                with torch.no_grad():
+                    model.weight.mul_(2)
+        return found
+
+    assert all(torch.equal(one, other) for one, other in zip(outputs(False), outputs(True), strict=True))
 
 
 def test_a_copy_that_is_held_keeps_its_memory(tmp_path):
