@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.interrupts import signals_deferred
+from hf_offload.parameters.demand import own_class
 from hf_offload.surgery import ReplacedForward
 from hf_offload.transforms.autocast import autocast_as_now, autocast_dtype
 from hf_offload.transforms.linear_of_part import LinearOfPart, Part
@@ -174,7 +175,7 @@ class RebuiltInputLinear(OneTensorModule):
         transposed = isinstance(layer, Conv1D)
         formula = None
         # Plain weights only: sharded ones (DTensor) have operations of their own.
-        if layer.weight.requires_grad and type(layer.weight) in _PLAIN and inputs.dim() > 1:
+        if layer.weight.requires_grad and own_class(layer.weight) in _PLAIN and inputs.dim() > 1:
             formula = self.formulas.of(inputs) if inputs.is_contiguous() else None
         if formula is None:
             return self.own_forward(inputs)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_offload.checkpointing import checkpoint
 from hf_offload.interrupts import signals_deferred
+from hf_offload.parameters.demand import own_class
 from hf_offload.transforms.tiling.cut import Cut
 from hf_offload.transforms.tiling.sums import WideSum, product, wide_dtype, widened
 
@@ -79,7 +80,7 @@ class HeadProjection:
         """The head, if it is a plain linear layer whose products can be made here."""
         head: Any = self.head
         plain = type(head) is nn.Linear and getattr(self.forward, "__func__", None) is nn.Linear.forward
-        return head if plain and type(head.weight) in (nn.Parameter, Tensor, FakeTensor) else None
+        return head if plain and own_class(head.weight) in (nn.Parameter, Tensor, FakeTensor) else None
 
 
 def tiled_cross_entropy(
