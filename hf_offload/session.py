@@ -387,6 +387,8 @@ class OffloadSession:
         with signals_deferred:
             if self._engine is not None:
                 self._engine.end_step()
+            else:
+                self.stats.end_step(0)  # which counts it
             self._stepped = False
 
     def optimizer_stepped(self) -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_offload.engine.unsupported import compiled_error
 from hf_offload.errors import OffloadConfigError
-from hf_offload.integrations.streamed import ClipsStreamedGradients, refuse_own_optimizers, stream_prepared
-from hf_offload.integrations.summary import show_summary, summary_lines
+from hf_offload.integrations.streamed import ClipsStreamedGradients, refuse_own_state, stream_prepared
+from hf_offload.integrations.summary import has_summary, show_summary, summary_lines
 from hf_offload.memory_modes.applied import apply_mode
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
 from hf_offload.settings.environment import FIELDS, settings_with, variable
@@ -175,8 +175,7 @@ class OffloadedAccelerator:
         """Log what was offloaded. With ``together``, all processes call this, and the figures are those of all of them."""
         for session in self.sessions:
             session.finish(together)
-            reports = session.active or session.orphaned or session.streams_optimizer
-            lines = summary_lines(session, together) if reports else []
+            lines = summary_lines(session, together) if has_summary(session) else []
             if session.ranks.is_first:
                 show_summary(lines, logger)
 
@@ -298,7 +297,7 @@ def _refuse(accelerator: Accelerator, config: OffloadConfig, by: str) -> None:
             f"memory_mode={config.memory_mode!r} brings an optimizer, and {accelerator.distributed_type.value} makes or "
             "shards its own: use one process for each GPU (DDP), or drop memory_mode."
         )
-    refuse_own_optimizers(accelerator, config)
+    refuse_own_state(accelerator, config)
     if config.memory_mode != NONE and accelerator._models:
         raise OffloadConfigError(
             f"memory_mode={config.memory_mode!r} changes models before the Accelerator prepares them, and some are prepared: "

@@ -12,7 +12,17 @@ from hf_offload.optimizers.streamed import StreamedState, clip_grad_norm_, strea
 from hf_offload.session import OffloadSession
 from hf_offload.settings.schema import OffloadConfig
 
-_OWN_OPTIMIZERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.XLA, DistributedType.MEGATRON_LM)
+_OWN_STATE = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.XLA, DistributedType.MEGATRON_LM)
+
+_OF_FSDP = "use FSDP2's CPUOffloadPolicy, fsdp_offload_params: true in the file of `hf-offload config --where fsdp2`"
+_INSTEAD = {
+    ("params", DistributedType.DEEPSPEED): "use ZeRO-3, with offload_param_device: cpu in the file of "
+    "`hf-offload config --where zero3`",
+    ("params", DistributedType.FSDP): _OF_FSDP,
+    ("optimizer", DistributedType.DEEPSPEED): "use offload_optimizer_device: cpu in the file of "
+    "`hf-offload config --where zero2`",
+    ("optimizer", DistributedType.FSDP): _OF_FSDP,
+}
 
 
 def stream_prepared(session: OffloadSession, optimizer: Any) -> None:
@@ -41,19 +51,21 @@ def own_resident_state(optimizer: Any) -> None:
                 state[name] = value.clone()
 
 
-def refuse_own_optimizers(accelerator: Accelerator, config: OffloadConfig) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` where the state belongs to another library."""
+def refuse_own_state(accelerator: Accelerator, config: OffloadConfig) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` where weights, or the optimizer's state, belong to another
+    library.
+    """
     kind = accelerator.distributed_type
-    if config.optimizer == "none" or kind not in _OWN_OPTIMIZERS:
+    if kind not in _OWN_STATE:
         return
-    instead = {
-        DistributedType.DEEPSPEED: "use offload_optimizer of its config (`hf-offload config zero2`)",
-        DistributedType.FSDP: "use FSDP2's CPUOffloadPolicy (fsdp_offload_params: true)",
-    }.get(kind, "leave it there")
-    raise OffloadConfigError(
-        f"optimizer={config.optimizer!r} moves the optimizer's state, and {kind.value} makes or shards its own: {instead}, "
-        "or set optimizer='none'."
-    )
+    for setting, what in (("params", "the model's weights"), ("optimizer", "the optimizer's state")):
+        place = getattr(config, setting)
+        if place != "none":
+            instead = _INSTEAD.get((setting, kind), "leave that to it")
+            raise OffloadConfigError(
+                f"{setting}={place!r} moves {what}, which {kind.value} makes or shards in its own way: {instead}, or set "
+                f"{setting}='none'."
+            )
 
 
 class ClipsStreamedGradients(Accelerator):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hf_offload.engine.stats import OffloadStats, StepStats, added
 from hf_offload.planning.known import Prediction
+from hf_offload.residency.residency import Residency
 from hf_offload.session import OffloadSession
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
@@ -51,9 +52,11 @@ def show_summary(lines: Sequence[str], logger: logging.Logger) -> None:
 def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
     """Lines to log where ``session.ranks.is_first``. With ``together``, all processes call this, or none."""
     lines = []
-    if session.active or session.orphaned or not session.streams_optimizer:
+    if session.active or session.orphaned or not moves_state(session):
         everyone = session.ranks.gather(session.stats.total) if together else [session.stats.total]
         lines.append(_moved(everyone, max(1, session.stats.ended_steps)))
+    if session.residency is not None:
+        lines.append(_weights(session.residency, max(1, session.stats.ended_steps)))
     if session.streams_optimizer:
         lines.append(_state(session, together))
     if session.forecast is not None:
@@ -62,6 +65,25 @@ def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
     mine = {each.drive.key: each.accounts for each in written}
     return lines + _worn(
         written, session.ranks.gather(mine) if together else [mine], session.config.drive_endurance_bytes
+    )
+
+
+def moves_state(session: OffloadSession) -> bool:
+    """Whether weights, or the optimizer's state, leave memory."""
+    return session.streams_optimizer or session.residency is not None
+
+
+def has_summary(session: OffloadSession) -> bool:
+    """Whether there is anything to say of the run."""
+    return session.active or session.orphaned or moves_state(session)
+
+
+def _weights(residency: Residency, steps: int) -> str:
+    """What weights have moved; there is one process."""
+    written, read = (format_bytes(moved / steps) for moved in residency.moved_bytes)
+    return (
+        f"Weights: {format_bytes(residency.total_bytes)} on {residency.store.tier.name}, at most "
+        f"{format_bytes(residency.most_bytes)} of them in memory at once; {read} read and {written} written a step."
     )
 
 
@@ -107,6 +129,8 @@ def card_lines(session: OffloadSession, summary: list[str]) -> list[str]:
         )
     if session.streams_optimizer:
         lines.append("The optimizer's state was offloaded with hf_offload, which changes no bit of a weight.")
+    if session.residency is not None:
+        lines.append("Weights were offloaded with hf_offload, which changes no bit of them.")
     if session.sampled:
         lines.append(f"The weight gradients of {len(session.sampled)} linear layers were estimated from sampled rows.")
     if session.tiled:

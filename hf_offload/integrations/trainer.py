@@ -15,10 +15,10 @@ from hf_offload.integrations.extended_trainer import extend_calling_trainer
 from hf_offload.integrations.streamed import (
     ClipsStreamedGradients,
     own_resident_state,
-    refuse_own_optimizers,
+    refuse_own_state,
     stream_prepared,
 )
-from hf_offload.integrations.summary import card_lines, log_entries, show_summary, summary_lines
+from hf_offload.integrations.summary import card_lines, has_summary, log_entries, show_summary, summary_lines
 from hf_offload.planning.known import Prediction
 from hf_offload.session import OffloadSession, attach
 from hf_offload.settings.memory_modes import NONE
@@ -76,10 +76,12 @@ class OffloadCallback(TrainerCallback):
                 "it in OffloadTrainingArguments."
             )
         _refuse_data_parallel(args)
+        trainer = extend_calling_trainer(self)  # for a callback that was added after the constructor
+        if trainer is not None:
+            refuse_own_state(trainer.accelerator, config)
         self.session = attach(model, config, run_id=state, owner="the Trainer's OffloadCallback")
         self.stats = self.session.stats
         self.summary = []
-        trainer = extend_calling_trainer(self)  # for a callback that was added after the constructor
         if config.optimizer != "none":
             self._stream_optimizer(args, optimizer, trainer)
         if self.session.active:
@@ -90,10 +92,8 @@ class OffloadCallback(TrainerCallback):
 
     def _stream_optimizer(self, args: TrainingArguments, optimizer: Any, trainer: Trainer | None) -> None:
         assert self.session is not None
-        if trainer is not None:
-            refuse_own_optimizers(trainer.accelerator, self.session.config)
-            if not isinstance(trainer.accelerator, ClipsStreamedGradients):
-                extend(trainer.accelerator, ClipsStreamedGradients)
+        if trainer is not None and not isinstance(trainer.accelerator, ClipsStreamedGradients):
+            extend(trainer.accelerator, ClipsStreamedGradients)
         try:
             stream_prepared(self.session, optimizer)
         except OffloadConfigError as error:
@@ -152,7 +152,7 @@ class OffloadCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.session is not None and (self.session.active or self.session.streams_optimizer):
+        if self.session is not None and has_summary(self.session):
             # After an interruption the other processes may not come here.
             finished = control.should_training_stop or state.global_step >= state.max_steps
             lines = summary_lines(self.session, together=finished)

@@ -14,8 +14,9 @@ def refuse(model: nn.Module, processes: int) -> None:
     if processes > 1:
         raise OffloadConfigError(
             f"params=... moves the weights of one process, and {processes} train together, which exchange gradients of "
-            "weights in memory: shard them with FSDP2 and its CPUOffloadPolicy (`hf-offload config fsdp2`), or with "
-            "DeepSpeed's ZeRO-3 (`hf-offload config zero3`), or set params='none'."
+            "weights in memory: shard them with FSDP2 and its CPUOffloadPolicy (fsdp_offload_params: true in the file of "
+            "`hf-offload config --where fsdp2`), or with DeepSpeed's ZeRO-3 (offload_param_device: cpu in that of "
+            "`hf-offload config --where zero3`), or set params='none'."
         )
     if getattr(model, "hf_device_map", None):
         raise OffloadConfigError(

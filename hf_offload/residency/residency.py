@@ -31,7 +31,7 @@ class Residency:
         files: Where copies go that a state dict holds; None for copies in memory.
 
     Attributes:
-        most_bytes: Most bytes of them that were in memory at any time.
+        most_bytes: Most bytes of them that were in memory at any time of the present run.
     """
 
     def __init__(self, store: Store, limit_bytes: int, files: MappedFiles | None = None):
@@ -42,6 +42,24 @@ class Residency:
         self._lock = threading.RLock()
         self._weights: list[weakref.ref[Weight]] = []
         self._order = UseOrder(0)
+        self._moved_before = (0, 0)
+
+    def begin_run(self, limit_bytes: int) -> None:
+        """Another run begins."""
+        self.limit_bytes = limit_bytes
+        self.most_bytes = self.bytes_in_memory
+        self._moved_before = self._moved_in_all
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes written to the tier and read from it in the present run."""
+        (written, read), (written_before, read_before) = self._moved_in_all, self._moved_before
+        return written - written_before, read - read_before
+
+    @property
+    def _moved_in_all(self) -> tuple[int, int]:
+        stats = self.store.tier.stats
+        return stats.written_bytes, stats.read_bytes
 
     def park(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Let these parameters leave memory from now on, but for as many as fit."""

@@ -61,7 +61,7 @@ def park_weights(model: nn.Module, config: OffloadConfig, storage: RunStorage, p
     refuse(model, processes)
     limit_bytes = weights_at_a_time(model, config)
     if present is not None:
-        present.limit_bytes = limit_bytes
+        present.begin_run(limit_bytes)
         return present
     directories = named_directories(config) if place == "ssd" else ()
     tier = open_tier(storage, config, on_host, WEIGHTS, directories)

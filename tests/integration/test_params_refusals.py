@@ -1,0 +1,179 @@
+"""Models whose weights cannot leave memory are refused before anything is changed: what, where, what to do."""
+
+import logging
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_offload import OffloadCallback, OffloadConfig, OffloadPlugin, attach
+from hf_offload.errors import OffloadConfigError
+from hf_offload.parameters.demand import is_demanded
+from hf_offload.residency.refusals import refuse
+from hf_offload.residency.setting import residency_of
+from hf_offload.session import attached_session
+from tests.helpers.parked import leave_memory, parked
+from tests.helpers.streamed import mlp
+from tests.helpers.tiny_models import ExampleDataset, tiny_model
+
+
+def with_device_map():
+    model = mlp()
+    model.hf_device_map = {"0": 0, "2": "cpu"}
+    return model
+
+
+def compiled_in_part():
+    model = mlp()
+    model[2].compile(backend="eager")
+    return model
+
+
+def scripted_in_part():
+    model = mlp()
+    model[2] = torch.jit.script(model[2])
+    return model
+
+
+def of_zero_3():
+    model = mlp()
+    model[2].weight.ds_id = 3
+    return model
+
+
+def flat():
+    model = mlp()
+    kind = type("FlatParameter", (nn.Parameter,), {})
+    model[2].weight = kind(model[2].weight.detach())
+    return model
+
+
+def on_meta():
+    model = mlp()
+    model[2].to("meta")
+    return model
+
+
+MODELS = {
+    "hf_device_map": (with_device_map, r"hf_device_map.*load it without"),
+    "compiled": (lambda: torch.compile(mlp(), backend="eager"), r"The model is compiled.*leave torch\.compile out"),
+    "compiled_in_part": (compiled_in_part, r"^2 is compiled"),
+    "scripted": (lambda: torch.jit.script(mlp()), r"The model is in TorchScript.*the module that it was made of"),
+    "scripted_in_part": (scripted_in_part, "^2 is in TorchScript"),
+    "data_parallel": (lambda: nn.Sequential(nn.DataParallel(mlp())), r"^0 is an nn\.DataParallel.*start one process"),
+    "of_zero_3": (of_zero_3, r"2\.weight belongs to DeepSpeed's ZeRO-3.*offload_param"),
+    "flat": (flat, r"2\.weight is sharded by FSDP.*CPUOffloadPolicy"),
+    "on_meta": (on_meta, r"2\.weight is on the meta device.*load the model first"),
+}
+
+
+def assert_untouched(model):
+    assert attached_session(model) is None
+    assert residency_of(model) is None
+    assert not any(map(is_demanded, model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_is_refused_by_name_and_stays_as_it_is(kind, tmp_path):
+    make, message = MODELS[kind]
+    model = make()
+    with pytest.raises(OffloadConfigError, match=message) as refused:
+        attach(model, OffloadConfig(tier="none", params="ssd", directory=tmp_path, min_bytes=1))
+    assert "params='none'" in str(refused.value) or kind == "on_meta"
+    assert_untouched(model)
+
+
+def test_a_sharded_parameter_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = mlp()
+        mesh = init_device_mesh("cpu", (1,))
+        model[2].weight = nn.Parameter(distribute_tensor(model[2].weight.detach(), mesh, [Replicate()]))
+        with pytest.raises(OffloadConfigError, match=r"2\.weight is sharded by FSDP"):
+            attach(model, OffloadConfig(tier="none", params="ssd", directory=tmp_path, min_bytes=1))
+        assert_untouched(model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_several_processes_are_handed_over():
+    with pytest.raises(OffloadConfigError, match=r"2 train together.*--where fsdp2.*--where zero3.*params='none'"):
+        refuse(mlp(), processes=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "instead"),
+    [
+        (DistributedType.DEEPSPEED, r"DEEPSPEED.*offload_param_device: cpu.*--where zero3"),
+        (DistributedType.FSDP, r"FSDP.*fsdp_offload_params: true.*--where fsdp2"),
+        (DistributedType.XLA, r"XLA.*leave that to it"),
+    ],
+)
+def test_weights_of_other_libraries_are_left_to_them(kind, instead, tmp_path, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(Accelerator, "distributed_type", kind)
+    with pytest.raises(OffloadConfigError, match=instead):
+        OffloadPlugin(tier="none", params="ssd", directory=tmp_path).attach(accelerator)
+
+
+def test_the_trainer_leaves_weights_of_other_libraries_to_them(tmp_path, monkeypatch):
+    class Shards(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+
+    callback = OffloadCallback(OffloadConfig(tier="none", params="ssd", directory=tmp_path, min_bytes=1))
+    arguments = TrainingArguments(output_dir=tmp_path / "out", max_steps=1, use_cpu=True, report_to=[])
+    model = tiny_model("gpt2")
+    trainer = Trainer(model, arguments, train_dataset=ExampleDataset("gpt2", 8), callbacks=[Shards(), callback])
+    with pytest.raises(OffloadConfigError, match="fsdp_offload_params"):
+        trainer.train()
+    assert_untouched(model)
+
+
+COMPILED_LATER = {
+    "model": lambda model, backend: model.compile(backend=backend),
+    "block": lambda model, backend: model[2].compile(backend=backend),
+    "wrapper": lambda model, backend: torch.compile(model, backend=backend),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("part", COMPILED_LATER)
+def test_what_is_compiled_later_computes_the_same(part, backend, tmp_path):
+    torch._dynamo.reset()
+    inputs = torch.ones(4, 96)
+    expected_model = mlp()
+    expected = expected_model(inputs)
+    expected.sum().backward()
+    model = mlp()
+    session = parked(model, tmp_path)
+    leave_memory(session)
+    called = COMPILED_LATER[part](model, backend) or model
+    for _ in range(2):
+        model.zero_grad()
+        found = called(inputs)
+        leave_memory(session)
+        found.sum().backward()
+    assert torch.equal(expected, found)
+    for one, other in zip(expected_model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_weights_without_room_on_the_drive_stay_in_memory_with_one_warning(tmp_path, caplog):
+    expected = mlp()
+    model = mlp()
+    with caplog.at_level(logging.WARNING):
+        session = parked(model, tmp_path, disk_budget="64KiB")
+        for _ in range(2):
+            assert torch.equal(expected(torch.ones(4, 96)), model(torch.ones(4, 96)))
+    said = [record.getMessage() for record in caplog.records if "stays in memory" in record.getMessage()]
+    assert len(said) == 1
+    assert "weights" in said[0]
+    assert "disk_budget" in said[0]
+    assert session.residency.store.kept_bytes > 0
