@@ -31,6 +31,8 @@ class Effect:
 
 
 _RUNS = ("arguments", "memory mode", "callback", "plugin", "plain loop", "auto", "hf_offload.run", "autoload")
+_STATE = ("optimizer", "weights")
+_TRANSFORMS = ("torch._functorch.eager_transforms._wrap_tensor_for_grad", "torch._functorch.vmap._add_batch_dim")
 _ACCELERATOR = ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")
 
 # All of them: tests/integration/test_effects.py compares the state of processes with this list.
@@ -50,12 +52,27 @@ EFFECTS = (
     Effect(
         "disk tier, on first use",
         "one os.register_at_fork() handler, so that no direct read runs during a fork",
-        dict.fromkeys(_RUNS, ("fork handlers",)),
+        dict.fromkeys((*_RUNS, *_STATE), ("fork handlers",)),
     ),
     Effect(
         "CPU, on first use",
         "mallopt() keeps freed memory in glibc's heap; a preloaded allocator is left alone",
         dict.fromkeys(_RUNS, ("mallopt",)),
+    ),
+    Effect(
+        "weights or optimizer state that leave memory, on first use",
+        "torch.func's wrappers, and with weights torch.autograd.Function.apply, torch.tensor, torch.as_tensor and "
+        "torch.asarray, let a weight come that is elsewhere, and change nothing for other tensors",
+        {
+            "optimizer": _TRANSFORMS,
+            "weights": (
+                *_TRANSFORMS,
+                "torch.autograd.function.Function.apply",
+                "torch.tensor",
+                "torch.as_tensor",
+                "torch.asarray",
+            ),
+        },
     ),
     Effect(
         "tier auto, until it is detached",
@@ -75,6 +92,7 @@ EFFECTS = (
 
 WITHIN_A_STEP = (
     "forward of a model that offloads, or a block of offload_activations: hooks for saved tensors, in its thread",
+    "operation with a weight that is elsewhere: hooks for saved tensors, in its thread",
     "bookkeeping of the engine, microseconds at a time: handlers of signals such as Ctrl-C's run right after it",
     "tier auto, in a step that is measured: hooks around every optimizer's step, and a dispatch mode that counts tensors",
 )

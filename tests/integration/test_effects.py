@@ -52,6 +52,7 @@ def plain_loop(**settings):
     model = tiny_model("gpt2")
     optimizer = torch.optim.AdamW(model.parameters())
     with hf_offload.offload_activations(model, hf_offload.OffloadConfig(**settings)) as session:
+        optimizer = session.prepare_optimizer(optimizer)
         for _ in range(4):
             model(**tiny_batch("gpt2")).loss.backward()
             optimizer.step()
@@ -82,6 +83,8 @@ WAYS = {
     "callback": "trainer(TrainingArguments, [hf_offload.OffloadCallback(hf_offload.OffloadConfig(**SSD))])",
     "plugin": "loop(hf_offload.OffloadPlugin(**SSD).accelerator(cpu=True))",
     "plain loop": "plain_loop(**SSD)",
+    "optimizer": "plain_loop(tier='none', optimizer='ssd', directory=os.getcwd(), min_bytes=0)",
+    "weights": "plain_loop(tier='none', params='ssd', directory=os.getcwd(), min_bytes=0)",
     "auto": "plain_loop(tier='auto', memory_budget='1GiB', directory=os.getcwd())",
     "hf_offload.run": """
 from hf_offload.run import main
@@ -132,4 +135,4 @@ def test_doctor_names_what_each_way_changes_and_nothing_else(way, tmp_path):
 
 
 def test_there_are_few():
-    assert len(EFFECTS) <= 6
+    assert len(EFFECTS) <= 7
