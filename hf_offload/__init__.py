@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         OffloadTrainingArguments,
     )
     from hf_offload.integrations.trainer import OffloadCallback
+    from hf_offload.pretrained.load import create_from_config, load_pretrained
     from hf_offload.reports.run_page import ReportCallback, write_report
     from hf_offload.session import OffloadSession, attach, offload_activations
     from hf_offload.settings.elementwise import RecomputeElementwiseConfig
@@ -42,6 +43,8 @@ _HOMES = {
     "ReportCallback": "hf_offload.reports.run_page",
     "SampledLinearConfig": "hf_offload.settings.sampling",
     "attach": "hf_offload.session",
+    "create_from_config": "hf_offload.pretrained.load",
+    "load_pretrained": "hf_offload.pretrained.load",
     "measure_errors": "hf_offload.transforms.sampling.diagnostics",
     "memory_mode": "hf_offload.settings.memory_modes",
     "offload_activations": "hf_offload.session",
@@ -65,6 +68,8 @@ __all__ = [
     "StorageError",
     "TierFullError",
     "attach",
+    "create_from_config",
+    "load_pretrained",
     "measure_errors",
     "memory_mode",
     "offload_activations",

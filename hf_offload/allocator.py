@@ -140,6 +140,16 @@ def tune_running_allocator() -> str:
     return "glibc with a heap that is kept" if done else name
 
 
+def release_free_memory() -> None:
+    """Ask the C allocator, tcmalloc, mimalloc or glibc's, to give free memory back to the kernel."""
+    process = ctypes.CDLL(None)
+    # glibc's function is there in any process, also when another allocator does the work.
+    for name, arguments in (("MallocExtension_ReleaseFreeMemory", ()), ("mi_collect", (1,)), ("malloc_trim", (0,))):
+        if hasattr(process, name):
+            getattr(process, name)(*arguments)
+            return
+
+
 def say_what_is_better() -> None:
     """Log once in a process on glibc what another allocator would gain and how to start with it.
 

@@ -29,12 +29,11 @@ from hf_offload.planning.feedback import Feedback
 from hf_offload.planning.known import Known, Prediction
 from hf_offload.planning.ranks import Ranks, agreed, hardware_of_all
 from hf_offload.residency.residency import Residency
-from hf_offload.residency.setting import park_weights, residency_of
+from hf_offload.residency.setting import park_weights, residency_of, run_storage
 from hf_offload.settings.environment import unless_disabled
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.opening import open_tier
-from hf_offload.storage.service import storage_of
 from hf_offload.storage.wear import Written
 from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.transforms.order import transforms_for
@@ -133,7 +132,7 @@ class OffloadSession:
         self._feedback: Feedback | None = None
         self._recompute: Recompute | None = None
         self._watch: ModelWatch | None = None
-        self._storage = storage_of(model)  # the optimizer's, too
+        self._storage = run_storage(model)  # the optimizer's, too
         self._storage.members.add(self)
         self._streamed: StreamedSetting | None = None
         self._residency: Residency | None = None

@@ -141,7 +141,7 @@ class DemandedParameter(nn.Parameter):
                     residence.note_address()
                 result = func(*args, **kwargs)
             if func is torch.Tensor.detach and _caller().f_code is _MAKING:
-                result.__class__ = nn.Parameter  # which it compares with the class that it was given
+                result.__class__ = type(asked[0])  # with which it is compared
             return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
@@ -323,6 +323,8 @@ def _changes_uncounted(func: Any) -> bool:
 def _answer(parameter: nn.Parameter, func: Any, args: Any) -> None:
     demand = demand_of(parameter)
     if demand is None:
+        if residence_of(parameter) is None:  # a new one, made of another
+            parameter.__class__ = own_class(parameter)
         return
     caller = _caller()
     if func == _GET_GRADIENT:

@@ -32,12 +32,14 @@ class Residency:
 
     Attributes:
         most_bytes: Most bytes of them that were in memory at any time of the present run.
+        is_home: The model was made with its weights on the tier: settings that leave them in memory do not bring them there.
     """
 
     def __init__(self, store: Store, limit_bytes: int, files: MappedFiles | None = None):
         self.store = store
         self.limit_bytes = limit_bytes
         self.most_bytes = 0
+        self.is_home = False
         self._files = files
         self._lock = threading.RLock()
         self._weights: list[weakref.ref[Weight]] = []
@@ -65,11 +67,22 @@ class Residency:
         """Let these parameters leave memory from now on, but for as many as fit."""
         with self._lock, outside():
             for name, parameter in parameters:
-                weight = Weight(parameter, name, len(self._weights), self)
-                self._weights.append(weakref.ref(weight))
-                housed(parameter, weight)
-                self._make_room(0)
+                self.receive(name, parameter)
+            self._make_room(0)
             self._order = UseOrder(len(self._weights))
+
+    def receive(self, name: str, parameter: nn.Parameter) -> None:
+        """Let one parameter leave memory later: it stays until another needs room, for its values may be about to come."""
+        with self._lock, outside():
+            self._make_room(parameter.nbytes)
+            weight = Weight(parameter, name, len(self._weights), self)
+            self._weights.append(weakref.ref(weight))
+            housed(parameter, weight)
+
+    @property
+    def count(self) -> int:
+        """How many weights there were."""
+        return len(self._weights)
 
     def weights(self) -> list[Weight]:
         """Those whose parameters are alive."""

@@ -12,14 +12,14 @@ from hf_offload.parameters.fast_paths import keep_fast_paths
 from hf_offload.parameters.unasked import ask_everywhere
 from hf_offload.residency.refusals import refuse
 from hf_offload.residency.residency import Residency
-from hf_offload.residency.weight import is_dense
+from hf_offload.residency.weight import Weight, is_dense
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.storage.mapped import MappedFiles
 from hf_offload.storage.opening import named_directories, open_tier
-from hf_offload.storage.service import WEIGHTS, RunStorage
+from hf_offload.storage.service import WEIGHTS, RunStorage, share_storage, storage_of
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.stored import Store
 from hf_offload.storage.tier import Tier
@@ -37,8 +37,20 @@ _residencies: "weakref.WeakKeyDictionary[nn.Module, Residency]" = weakref.WeakKe
 
 
 def residency_of(model: nn.Module) -> Residency | None:
-    """The residency of a model whose weights leave memory."""
-    return _residencies.get(model)
+    """The residency of a model whose weights leave memory, or of the model that it wraps."""
+    found = _residencies.get(model)
+    if found is None:
+        homes = (residence_of(parameter) for parameter in model.parameters())
+        found = next((each.residency for each in homes if isinstance(each, Weight) and each.residency.is_home), None)
+    return found
+
+
+def run_storage(model: nn.Module) -> RunStorage:
+    """The storage of the run that trains ``model``: that of its weights, if they are on a tier already."""
+    present = residency_of(model)
+    if present is not None:
+        share_storage(model, present.store.storage)
+    return storage_of(model)
 
 
 def park_weights(model: nn.Module, config: OffloadConfig, storage: RunStorage, processes: int) -> Residency | None:
@@ -49,34 +61,67 @@ def park_weights(model: nn.Module, config: OffloadConfig, storage: RunStorage, p
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a model whose weights cannot.
     """
     on_host = next((p.device.type == "cpu" for p in model.parameters()), True)
+    present = residency_of(model)
     place = config.params
-    if place == "auto":
-        place = _choose(model, config, on_host)
-    present = _residencies.get(model)
+    if present is not None and present.is_home:
+        place = "there"
+    elif place == "auto":
+        place = place_for(sum(p.nbytes for p in model.parameters()), config, on_host)
     if place == "none":
         if present is not None:
             present.bring_all()
             del _residencies[model]
         return None
     refuse(model, processes)
-    limit_bytes = weights_at_a_time(model, config)
-    if present is not None:
-        present.begin_run(limit_bytes)
-        return present
+    if present is None:
+        largest = max((p.nbytes for p in model.parameters()), default=0)
+        present = open_residency(config, place, storage, on_host, weights_at_a_time(model, config), largest)
+    return settle(model, present, config)
+
+
+def open_residency(
+    config: OffloadConfig, place: str, storage: RunStorage, on_host: bool, limit_bytes: int, largest_bytes: int
+) -> Residency:
+    """The residency of a model to come, whose largest parameter has ``largest_bytes``."""
     directories = named_directories(config) if place == "ssd" else ()
     tier = open_tier(storage, config, on_host, WEIGHTS, directories)
-    largest = max((p.nbytes for p in model.parameters()), default=0)
-    store = Store(storage, tier, WEIGHTS, max(2 * largest, min(_WINDOW_BYTES, limit_bytes)))
+    window_bytes = max(2 * largest_bytes, min(_WINDOW_BYTES, limit_bytes or _WINDOW_BYTES))
+    store = Store(storage, tier, WEIGHTS, window_bytes)
     residency = Residency(store, limit_bytes, _files(tier))
     storage.members.add(residency)
-    keep_fast_paths(model)
     ask_in_transforms()
     ask_everywhere()
-    smallest = config.smallest_bytes(on_host)
-    residency.park((name, p) for name, p in model.named_parameters() if p.nbytes >= smallest and _may_leave(p))
-    _residencies[model] = residency
-    residency.tell()
     return residency
+
+
+def settle(model: nn.Module, residency: Residency, config: OffloadConfig) -> Residency:
+    """Let ``residency`` have all weights of ``model`` that may leave memory, and as many of them in memory as ``config``
+    says.
+    """
+    if _residencies.get(model) is not residency:
+        _residencies[model] = residency
+        keep_fast_paths(model)
+    wanted = weights_at_a_time(model, config) if config.params != "none" else residency.limit_bytes
+    residency.begin_run(wanted)
+    before = residency.count
+    residency.park((name, p) for name, p in model.named_parameters() if may_leave(p, config))
+    for name, parameter in model.named_parameters():
+        weight = residence_of(parameter)
+        if isinstance(weight, Weight):
+            weight.name = name
+    if residency.count > before:
+        residency.tell()
+    return residency
+
+
+def is_large(parameter: nn.Parameter, config: OffloadConfig) -> bool:
+    """Whether ``config`` lets tensors of this size leave memory."""
+    return parameter.nbytes >= config.smallest_bytes(parameter.device.type == "cpu")
+
+
+def memory_for_weights(config: OffloadConfig) -> int:
+    """Bytes of the memory budget that weights may take; 0 without a budget."""
+    return 0 if config.memory_budget is None else int(_KEPT_SHARE * int(config.memory_budget))
 
 
 def weights_at_a_time(model: nn.Module, config: OffloadConfig) -> int:
@@ -84,12 +129,11 @@ def weights_at_a_time(model: nn.Module, config: OffloadConfig) -> int:
     blocks = find_blocks(model)
     sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks.values()]
     single = max((p.nbytes for p in model.parameters()), default=0)
-    least = _BLOCKS * max([single, *sizes])
-    return least if config.memory_budget is None else max(least, int(_KEPT_SHARE * int(config.memory_budget)))
+    return max(_BLOCKS * max([single, *sizes]), memory_for_weights(config))
 
 
-def _choose(model: nn.Module, config: OffloadConfig, on_host: bool) -> str:
-    weights = sum(p.nbytes for p in model.parameters())
+def place_for(weights: int, config: OffloadConfig, on_host: bool) -> str:
+    """Where ``params="auto"`` lets so many bytes of weights be."""
     if config.memory_budget is not None:
         limit = int(config.memory_budget)
     else:
@@ -106,7 +150,10 @@ def _choose(model: nn.Module, config: OffloadConfig, on_host: bool) -> str:
     return place
 
 
-def _may_leave(parameter: nn.Parameter) -> bool:
+def may_leave(parameter: nn.Parameter, config: OffloadConfig) -> bool:
+    """Whether the memory of ``parameter`` may come and go, and does not yet."""
+    if not is_large(parameter, config):
+        return False
     with torch._C.DisableTorchFunctionSubclass():
         shared = parameter.device.type == "cpu" and parameter.is_shared()
         return residence_of(parameter) is None and is_dense(parameter) and not shared and not parameter.is_inference()

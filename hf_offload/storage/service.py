@@ -204,3 +204,8 @@ def storage_of(model: Any) -> RunStorage:
     if storage is None or not storage.members:
         storage = _storages[model] = RunStorage()
     return storage
+
+
+def share_storage(model: Any, storage: RunStorage) -> None:
+    """Let ``storage`` be that of the run that trains ``model``: weights are there already."""
+    _storages[model] = storage

@@ -29,20 +29,21 @@ class Store:
 
     Attributes:
         kept_bytes: Bytes that stay in memory for want of room.
+        refusal: Why something stayed in memory, if anything did.
     """
 
     def __init__(self, storage: RunStorage, tier: Tier, what: str, window_bytes: int):
         self.tier = tier
         self.window_bytes = window_bytes
         self.kept_bytes = 0
-        self._storage = storage
+        self.storage = storage
         self._what = what
         self._writing: collections.deque[weakref.ref[Stored]] = collections.deque()
         self._held: set[_HeldSlot] = set()
         self._dropped: collections.deque[_HeldSlot] = collections.deque()  # their objects have gone, in whatever thread
         self._failed: collections.deque[Stored] = collections.deque()  # to be noted in the thread of the calls
         self._reading: weakref.WeakSet[Stored] = weakref.WeakSet()
-        self._said = False
+        self.refusal: BaseException | None = None
         self._spare: dict[tuple[int, int], list[Tensor]] = {}  # by size and phase
         self._spare_bytes = 0
         self.lock = threading.Lock()  # of what a thread that writes may do, too
@@ -112,7 +113,7 @@ class Store:
             try:
                 return self.tier.reserve(nbytes)
             except TierFullError:
-                self._storage.free_unneeded()
+                self.storage.free_unneeded()
                 return self.tier.reserve(nbytes)
         except (TierFullError, StorageError) as error:  # a write limit that is met, too
             self.say(error)
@@ -120,8 +121,8 @@ class Store:
 
     def say(self, error: BaseException) -> None:
         """Say, once, that something stays in memory."""
-        if not self._said:
-            self._said = True
+        if self.refusal is None:
+            self.refusal = error.with_traceback(None)  # whose frames hold what was to be written
             logger.warning("A part of the %s stays in memory, and the run goes on: %s", self._what, error)
 
 

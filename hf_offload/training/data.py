@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.pretrained.errors import loading
 from hf_offload.settings.recipe_data import DataRecipe, HubData
 from hf_offload.settings.shown import cropped, listed, nearest, shown
 from hf_offload.settings.text_files import check_text, is_file
 from hf_offload.settings.values import expand
-from hf_offload.training.loading import loading
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

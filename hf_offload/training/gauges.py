@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from hf_offload.allocator import current_allocator
+from hf_offload.allocator import current_allocator, release_free_memory
 from hf_offload.errors import OffloadError
 
 logger = logging.getLogger(__name__)
@@ -135,16 +135,6 @@ def choose_gauge(device: torch.device) -> Gauge:
         else:
             return gauge
     return Gauge()
-
-
-def release_free_memory() -> None:
-    """Ask the C allocator, tcmalloc, mimalloc or glibc's, to give free memory back to the kernel."""
-    process = ctypes.CDLL(None)
-    # glibc's function is there in any process, also when another allocator does the work.
-    for name, arguments in (("MallocExtension_ReleaseFreeMemory", ()), ("mi_collect", (1,)), ("malloc_trim", (0,))):
-        if hasattr(process, name):
-            getattr(process, name)(*arguments)
-            return
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.pretrained.errors import loading
 from hf_offload.settings.recipes import Recipe
 from hf_offload.settings.shown import LONGEST
 from hf_offload.settings.text_files import reason_of
-from hf_offload.training.loading import loading
 from hf_offload.training.tasks.table import find_task
 
 if TYPE_CHECKING:

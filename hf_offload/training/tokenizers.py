@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_offload.pretrained.errors import loading
 from hf_offload.settings.recipe_data import DataRecipe, HubData
 from hf_offload.training.data import find_files, load_parts, reading
-from hf_offload.training.loading import loading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from hf_offload.errors import OffloadConfigError
+from hf_offload.errors import OffloadConfigError, OffloadError
 
 _LONGEST_REASON = 300
 _OUT_OF_REACH = (
@@ -11,6 +11,14 @@ _OUT_OF_REACH = (
     "unauthorized", "doesn't exist on the hub",
 )  # fmt: skip
 _HINTS = (
+    (
+        ("size mismatch", "mismatched", "ignore_mismatched_sizes"),
+        " The checkpoint is of a model with other shapes: take the configuration that belongs to it.",
+    ),
+    (
+        ("no such file", "does not appear to have a file named"),
+        " A file of it is missing: was all of it copied or downloaded?",
+    ),
     (
         ("dataset scripts are no longer supported",),
         " `datasets` runs no programs that come with a data set: take one whose rows are Parquet files, or convert it "
@@ -33,7 +41,7 @@ def loading(setting: str, name: str, hint: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except OffloadConfigError:
+    except OffloadError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
