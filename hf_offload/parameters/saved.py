@@ -1,5 +1,6 @@
 """What autograd saves of a parameter whose memory comes and goes: which one it is, and how to look at it."""
 
+import functools
 import threading
 import weakref
 from typing import Any, Protocol
@@ -112,18 +113,24 @@ class _InUse(threading.local):
 
     def hold(self, residence: Residence) -> None:
         node: Any = torch._C._current_autograd_node()
-        operation = (torch._C._current_graph_task_id(), -1 if node is None else node._sequence_nr())
+        task = torch._C._current_graph_task_id()
+        operation = (task, -1 if node is None else node._sequence_nr())
         with signals_deferred:
             if operation != self._operation:
-                self.release()
+                _release(self._residences)
+                if task >= 0 and (self._operation is None or self._operation[0] != task):
+                    self._residences = []
+                    callback = functools.partial(_release, self._residences)
+                    torch.autograd.Variable._execution_engine.queue_callback(callback)
                 self._operation = operation
             residence.enter()
             self._residences.append(residence)
 
-    def release(self) -> None:
-        """The operation is over."""
-        while self._residences:
-            self._residences.pop().leave()
+
+def _release(residences: list[Residence]) -> None:
+    """The operation is over, or all of backward."""
+    while residences:
+        residences.pop().leave()
 
 
 _in_use = _InUse()
@@ -133,12 +140,21 @@ class Whereabouts:
     """Which memory belongs to which parameter, of those whose memory comes and goes and is there now."""
 
     def __init__(self) -> None:
-        self._parameters: dict[int, tuple[weakref.ref[nn.Parameter], Residence]] = {}
+        self._parameters: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Residence]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
     def put(self, parameter: nn.Parameter, residence: Residence) -> int:
-        """The parameter is in memory, whose number is returned."""
+        """The parameter is in memory, whose number is returned. It keeps its residence alive, which this does not."""
         number = int(parameter.untyped_storage()._cdata)
-        self._parameters[number] = weakref.ref(parameter), residence
+
+        def gone(reference: "weakref.ref[nn.Parameter]") -> None:
+            found = self._parameters.get(number)
+            if found is not None and found[0] is reference:
+                del self._parameters[number]
+
+        self._parameters[number] = weakref.ref(parameter, gone), weakref.ref(residence)
         return number
 
     def remove(self, number: int) -> None:
@@ -153,17 +169,17 @@ class Whereabouts:
         found = self._parameters.get(number)
         if found is None:
             return None
-        parameter, base = found[0](), tensor._base
-        if parameter is None or parameter is not (tensor if base is None else base):
+        parameter, residence, base = found[0](), found[1](), tensor._base
+        if parameter is None or residence is None or parameter is not (tensor if base is None else base):
             return None
         if parameter.untyped_storage()._cdata != number:
             return None
-        return SavedWeight(parameter, found[1], tensor)
+        return SavedWeight(parameter, residence, tensor)
 
     def residence(self, parameter: nn.Parameter) -> Residence | None:
         """That of a parameter that is in memory now."""
         found = self._parameters.get(int(parameter.untyped_storage()._cdata))
-        return found[1] if found is not None and found[0]() is parameter else None
+        return found[1]() if found is not None and found[0]() is parameter else None
 
 
 whereabouts = Whereabouts()

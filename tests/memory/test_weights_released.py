@@ -1,0 +1,58 @@
+"""Nothing keeps weights, or what holds them, longer than a run in memory would."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from hf_offload.parameters.saved import whereabouts
+from tests.helpers.parked import in_memory, parked
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.LayerNorm(64))
+
+
+@pytest.mark.parametrize("with_backward", [False, True])
+def test_files_go_with_the_model_although_weights_were_in_memory(tmp_path, with_backward):
+    known = len(whereabouts)
+    model = _model()
+    session = parked(model, tmp_path)
+    result = model(torch.randn(3, 64)).sum()
+    if with_backward:
+        result.backward()
+    assert len(whereabouts) > known
+    store = weakref.ref(session.residency.store)
+    del model, session, result
+    gc.collect()
+    assert store() is None
+    assert len(whereabouts) <= known
+
+
+def test_the_last_weight_that_backward_asks_for_may_leave_when_it_is_over(tmp_path):
+    model = _model()
+    session = parked(model, tmp_path)
+    inputs = torch.randn(3, 64, requires_grad=True)
+    model(inputs).sum().backward()
+    assert all(weight.uses == 0 for weight in session.residency.weights())
+    assert in_memory(session)
+
+
+def test_backward_that_fails_does_not_keep_the_next_one_from_asking(tmp_path):
+    model = _model()
+    session = parked(model, tmp_path)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("once")
+
+    result = model[0](torch.randn(3, 64, requires_grad=True))
+    handle = result.register_hook(fail)
+    loss = model[2](model[1](result)).sum()
+    with pytest.raises(ValueError, match="once"):
+        loss.backward()
+    handle.remove()
+    model(torch.randn(3, 64)).sum().backward()
+    assert all(weight.uses == 0 for weight in session.residency.weights())
