@@ -158,7 +158,7 @@ class OffloadSession:
             self._residency = park_weights(model, config, self._storage, processes=self.ranks.count)
         if config.optimizer != "none":
             self._streamed = StreamedSetting(model, config, self._storage, processes=self.ranks.count)
-        if not self.plan.moves or not trains_anything(model):
+        if not self.plan.moves or not trains_anything(model) or not self._saves_anything:
             return
         device = open_device(device_of(model))
         if automatic:
@@ -184,6 +184,10 @@ class OffloadSession:
             self._phases.install(model, units, self.begin_forward, self.end_forward)
             # When the model goes, what the session holds is given back as if it had been detached.
             self._watch = ModelWatch(model, self._leave_thread, self._close_without_model)
+
+    @property
+    def _saves_anything(self) -> bool:
+        return self._mode is None or self._mode.uses_gradients
 
     def _plan_while_training(self, model: nn.Module, hardware: Hardware, recompute: Recompute) -> None:
         """Let measured steps decide about the plan from now on."""
@@ -356,7 +360,11 @@ class OffloadSession:
     ) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` for all parameters of the model, bit for bit, without bringing gradients that
         have left memory back. Returns the norm before clipping.
+
+        Raises :class:`~hf_offload.errors.OffloadError` in a memory mode that has no gradients.
         """
+        if self._mode is not None:
+            self._mode.check_gradients("clip_grad_norm_")
         model = self._model()
         parameters = [] if model is None else list(model.parameters())
         return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

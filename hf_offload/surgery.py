@@ -80,16 +80,16 @@ def _swap_back(kind: type, usual: type, attributes: tuple[str, ...], target: obj
         vars(target).pop(attribute, None)
 
 
-def extend(target: T, before: type, behind: type | None = None) -> Undo[T]:
+def extend(target: T, before: type | None, behind: type | None = None) -> Undo[T]:
     """Give ``target`` alone the methods of ``before``, which come before those of its class and reach them by ``super()``.
 
     Those of ``behind``, a subclass of the last class of the target's own that has them, come in front of that one. What
     ``target`` holds stays the same. Its copies, pickled ones included, are of its own class again.
     """
     usual = type(target)
-    bases: tuple[type, ...] = (before, usual)
+    bases: tuple[type, ...] = (usual,) if before is None else (before, usual)
     if behind is not None:
-        bases = (before, behind) if issubclass(behind, usual) else (before, usual, behind)
+        bases = (*bases[:-1], behind) if issubclass(behind, usual) else (*bases, behind)
 
     def reduce(self: T, protocol: Any) -> Any:
         reduced: Any = usual.__reduce_ex__(self, protocol)

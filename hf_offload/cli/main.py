@@ -15,6 +15,7 @@ from hf_offload.cli.doctor import doctor
 from hf_offload.cli.launch import EPILOG, METAVAR, PASSED_ON, launch_script
 from hf_offload.cli.plan import plan
 from hf_offload.cli.recipes import recipes
+from hf_offload.cli.replay import replay
 from hf_offload.cli.train import train
 
 app = typer.Typer(
@@ -46,6 +47,7 @@ app.command()(doctor)
 app.command("launch", context_settings=PASSED_ON, epilog=EPILOG, options_metavar=METAVAR)(launch_script)
 app.command()(config)
 app.command()(card)
+app.command()(replay)
 app.add_typer(bench, name="bench")
 app.add_typer(recipes, name="recipes")
 

@@ -30,7 +30,8 @@ class ModeRow:
         weights_bytes: Weights and buffers, frozen ones too.
         gradient_bytes: Of all gradients that are there at once, at the end of backward.
         state_bytes: The optimizer's, float32 copies of weights among it.
-        activation_bytes: The rest of the peak: saved activations and temporaries, or what the optimizer's step needs.
+        activation_bytes: The rest of the peak: saved activations and temporaries, and what the optimizer has for the time of
+            a step.
         peak_bytes: Predicted, with everything kept.
         fits: Whether that is within the budget.
         largest_batch: With everything kept; 0 where not even one row fits.
@@ -139,12 +140,13 @@ def _row(workload: Workload, footprint: Footprint, hardware: Hardware, budget: i
     peak = kept.timeline.peak_bytes
     return ModeRow(
         mode=workload.memory_mode,
-        weights_bytes=footprint.base_bytes - footprint.state_bytes,
+        weights_bytes=footprint.base_bytes - footprint.state_bytes - footprint.buffer_bytes,
         gradient_bytes=footprint.gradient_bytes,
         state_bytes=footprint.state_bytes,
-        activation_bytes=peak - footprint.base_bytes - footprint.gradient_bytes,
+        activation_bytes=peak - footprint.base_bytes - footprint.gradient_bytes + footprint.buffer_bytes,
         peak_bytes=peak,
         fits=peak <= budget,
         largest_batch=reach(Placement.KEEP),
-        largest_batch_recomputed=reach(Placement.RECOMPUTE),
+        # Without backward, nothing is saved and nothing recomputed.
+        largest_batch_recomputed=reach(Placement.RECOMPUTE if footprint.saved else Placement.KEEP),
     )

@@ -34,12 +34,15 @@ class OptimizerNeeds:
     """Memory of an optimizer: bytes that stay, bytes during its step, and how long that takes.
 
     ``gradient_bytes`` is what the gradients need at most, where other weights than those of the counted step may need more.
+    ``buffer_bytes`` are there while losses are computed, too. Without ``has_backward``, the step is two forwards.
     """
 
     state_bytes: int
     step_bytes: int
     step_s: float
     gradient_bytes: int = 0
+    buffer_bytes: int = 0
+    has_backward: bool = True
 
 
 def count_footprint(
@@ -81,11 +84,17 @@ def count_footprint(
     try:
         # Raised under a dispatch mode, in the midst of backward's C++, Ctrl-C may end the process with SIGABRT.
         with signals_deferred, counter.in_fake_mode(), any_data(as_on_cuda):
-            with cast, torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack):
-                loss = model(**batch).loss
-            counter.backward = True
-            run_backward(loss)
-            del loss
+            if optimizer.has_backward:
+                with cast, torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack):
+                    loss = model(**batch).loss
+                counter.backward = True
+                run_backward(loss)
+                del loss
+            else:
+                model.eval()
+                for _ in range(2):
+                    with cast, torch.no_grad():
+                        model(**batch)
     except OffloadPlanError:
         raise
     except Exception as error:  # whatever an architecture trips over: data-dependent shapes, custom kernels, C++
@@ -109,6 +118,7 @@ def count_footprint(
         source="counted",
         largest_operation_bytes=counter.largest_operation_bytes,
         state_bytes=optimizer.state_bytes,
+        buffer_bytes=optimizer.buffer_bytes,
         **bytes_of_weights(model, optimizer, update_in_backward=update_in_backward),
     )
 
@@ -117,10 +127,10 @@ def bytes_of_weights(model: nn.Module, optimizer: OptimizerNeeds, *, update_in_b
     """Fields of a footprint that weights and optimizer decide alone."""
     weights = sum(nbytes_of(tensor) for tensor in {*model.parameters(), *model.buffers()})
     trained = [nbytes_of(tensor) for tensor in model.parameters() if tensor.requires_grad]
-    gradients = max(trained, default=0) if update_in_backward else sum(trained)
+    gradients = max(trained, default=0) if update_in_backward else sum(trained) * optimizer.has_backward
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "base_bytes": weights + optimizer.state_bytes,
+        "base_bytes": weights + optimizer.state_bytes + optimizer.buffer_bytes,
         "gradient_bytes": max(gradients, optimizer.gradient_bytes),
     }
 

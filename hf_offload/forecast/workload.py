@@ -199,7 +199,9 @@ def optimizer_needs(workload: Workload, model: nn.Module, hardware: Hardware) ->
     if mode is not None:
         found = mode.optimizer_bytes(model, on_cpu=hardware.device == "cpu", fused=workload.fused)
         step_s = found.moved / hardware.memory_bytes_per_s.value
-        return OptimizerNeeds(found.state, found.step, step_s, found.gradients)
+        return OptimizerNeeds(
+            found.state, found.step, step_s, found.gradients, found.buffers, has_backward=mode.uses_gradients
+        )
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
     state = round(weights * state_elements(workload.optimizer))
@@ -220,7 +222,7 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the model cannot be counted.
     """
     transforms, asked = _step_of(workload, hardware)
-    footprint = count_repeats(**asked)
+    footprint = count_repeats(**asked) if asked["optimizer"].has_backward else count_footprint(**asked)
     if footprint is None:
         transforms, asked = _step_of(workload, hardware)
         footprint = count_footprint(**asked)

@@ -13,6 +13,7 @@ from hf_offload.engine.unsupported import compiled_error
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.streamed import ClipsStreamedGradients, refuse_own_state, stream_prepared
 from hf_offload.integrations.summary import has_summary, show_summary, summary_lines
+from hf_offload.integrations.without_gradients import check_gradients, check_step
 from hf_offload.memory_modes.applied import apply_mode
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
 from hf_offload.settings.environment import FIELDS, settings_with, variable
@@ -116,6 +117,11 @@ class OffloadedAccelerator:
         """One for each model that is offloaded, or was when it was freed without ``free_memory()``."""
         return list(self._sessions)
 
+    @property
+    def config(self) -> OffloadConfig:
+        """The settings in effect."""
+        return self._config
+
     def detach(self) -> None:
         """Restore the accelerator, its models and optimizers. Idempotent."""
         for session in self.sessions:
@@ -141,6 +147,7 @@ class OffloadedAccelerator:
         mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for session in self.sessions:
             if session.model is not None and any(id(one) in mine for one in session.model.parameters()):
+                check_step(self._accelerator(), self._config)
                 return session.prepare_optimizer(optimizer)
         raise OffloadConfigError(
             f"memory_mode={self._config.memory_mode!r}: an optimizer is prepared before its model: prepare the model first, "
@@ -262,6 +269,19 @@ class _Offloading(ClipsStreamedGradients):
         # DeepSpeed steps inside backward, where no hook of an optimizer sees it.
         if offloaded is not None and self.distributed_type == DistributedType.DEEPSPEED and self.sync_gradients:
             offloaded.stepped()
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_gradients("clip_grad_norm_")
+        return super().clip_grad_norm_(*args, **kwargs)
+
+    def clip_grad_value_(self, *args: Any, **kwargs: Any) -> None:
+        self._check_gradients("clip_grad_value_")
+        super().clip_grad_value_(*args, **kwargs)
+
+    def _check_gradients(self, method: str) -> None:
+        offloaded = _attached.get(self)
+        if offloaded is not None:
+            check_gradients(offloaded.config, method)
 
     def end_training(self) -> None:
         end = super().end_training  # detach() takes this class away

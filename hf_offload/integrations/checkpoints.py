@@ -12,13 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_offload.optimizers.mezo import LOG_FILE
+
 logger = logging.getLogger(__name__)
 
+_NO_WEIGHTS = ("training_args.bin", LOG_FILE)
 _WEIGHTS = (".safetensors", ".bin")
 _ZIP = b"PK\x03\x04"
+
+
+def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where the Trainer saves in this step."""
+    return Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -42,7 +51,7 @@ def _damage(checkpoint: Path) -> Iterator[str]:
     if TRAINER_STATE_NAME not in names:
         yield f"{TRAINER_STATE_NAME}, which is written last, is missing"
     folders = any(path.is_dir() for path in checkpoint.iterdir())  # of FSDP, DeepSpeed, or several adapters
-    if not folders and not any(name.endswith(_WEIGHTS) and name != "training_args.bin" for name in names):
+    if not folders and not any(name.endswith(_WEIGHTS) and name not in _NO_WEIGHTS for name in names):
         yield "there are no weights"
     yield from _missing_states(names, folders)
     for path in sorted(checkpoint.rglob("*")):

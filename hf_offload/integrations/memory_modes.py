@@ -13,6 +13,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.integrations.checkpoints import checkpoint_folder
+from hf_offload.integrations.two_losses import train_without_gradients
+from hf_offload.memory_modes.applied import check_settings
 from hf_offload.memory_modes.protocol import MemoryMode
 from hf_offload.settings.load import collect_errors
 
@@ -43,6 +46,8 @@ def watch_trainers() -> None:
         given.pop("self")
         usual(self, **given)
         self.add_callback(callback)
+        if not mode.uses_gradients:
+            train_without_gradients(self)
 
     init.hf_offload_modes = True  # type: ignore[attr-defined]
     Trainer.__init__ = init  # type: ignore[method-assign]
@@ -68,6 +73,10 @@ def check_arguments(mode: MemoryMode, name: str, args: TrainingArguments) -> Non
         for problem in mode.conflicts(args):
             with check:
                 raise OffloadConfigError(problem)
+        find: Any = getattr(args, "offload_config", None)
+        if find is not None:
+            with check:
+                check_settings(mode, find())
 
 
 class MemoryModeCallback(TrainerCallback):
@@ -115,6 +124,10 @@ class MemoryModeCallback(TrainerCallback):
                 "optimizer, such as a create_optimizer of the Trainer's class."
             )
         self._end = self._mode.begin_training(optimizer)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self._made is not None:
+            self._mode.save_beside(self._made, checkpoint_folder(args, state))
 
     def on_train_end(
         self,

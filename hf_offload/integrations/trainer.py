@@ -1,16 +1,15 @@
 """The Trainer's callback: attaches at the start of training, reports through the Trainer's log, detaches at the end."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import ParallelMode
 
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
+from hf_offload.integrations.checkpoints import checkpoint_folder
 from hf_offload.integrations.extended_trainer import extend_calling_trainer
 from hf_offload.integrations.streamed import (
     ClipsStreamedGradients,
@@ -88,7 +87,7 @@ class OffloadCallback(TrainerCallback):
             logger.info("Offloading activations: %s.", self.session.plan.reason)
         cache = self.session.carry_sample_ids(train_dataloader)
         if cache is not None and state.global_step:
-            cache.load(_checkpoint(args, state) / CACHE_FILE)
+            cache.load(checkpoint_folder(args, state) / CACHE_FILE)
 
     def _stream_optimizer(self, args: TrainingArguments, optimizer: Any, trainer: Trainer | None) -> None:
         assert self.session is not None
@@ -129,7 +128,7 @@ class OffloadCallback(TrainerCallback):
         if self.session is not None and self.session.gradient_cache is not None:
             self.session.gradient_cache.share()
             if state.is_world_process_zero:
-                self.session.gradient_cache.save(_checkpoint(args, state) / CACHE_FILE)
+                self.session.gradient_cache.save(checkpoint_folder(args, state) / CACHE_FILE)
 
     def on_log(
         self,
@@ -177,10 +176,6 @@ class OffloadCallback(TrainerCallback):
             self.forecast = self.session.forecast
             self.session.detach()
             self.session = None
-
-
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 def refuse_conflicts(args: TrainingArguments) -> None:

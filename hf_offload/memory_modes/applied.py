@@ -18,7 +18,7 @@ from hf_offload.settings.schema import OffloadConfig
 if TYPE_CHECKING:
     from hf_offload.memory_modes.protocol import MemoryMode
 
-_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "momentum", "dampening", "nesterov")
 
 _applied: "weakref.WeakKeyDictionary[nn.Module, AppliedMode]" = weakref.WeakKeyDictionary()
 
@@ -33,6 +33,7 @@ def apply_mode(model: nn.Module, config: OffloadConfig) -> "AppliedMode | None":
     mode = config.mode()
     if mode is None:
         return None
+    check_settings(mode, config)
     present = _applied.get(model)
     if present is None:
         present = _applied[model] = AppliedMode(mode, config.memory_mode, model)
@@ -43,6 +44,14 @@ def apply_mode(model: nn.Module, config: OffloadConfig) -> "AppliedMode | None":
         )
     present.open(model)
     return present
+
+
+def check_settings(mode: "MemoryMode", config: OffloadConfig) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` with all settings that exclude ``mode``."""
+    with collect_errors(f"settings with memory_mode={config.memory_mode!r}") as check:
+        for problem in mode.conflicts_with(config):
+            with check:
+                raise OffloadConfigError(problem)
 
 
 class AppliedMode:
@@ -65,6 +74,16 @@ class AppliedMode:
         self._given: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._made: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._guards: list[RemovableHandle] = []
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether there is a backward."""
+        return self.mode.uses_gradients
+
+    def check_gradients(self, method: str) -> None:
+        """Raise :class:`~hf_offload.errors.OffloadError` if there are no gradients, which ``method`` works on."""
+        if not self.uses_gradients:
+            raise OffloadError(f"memory_mode={self.name!r} has no gradients, which {method}() works on: leave it out.")
 
     def open(self, model: nn.Module) -> None:
         """Go on with the optimizer of an earlier session, or refuse gradients where there is none. Idempotent."""
@@ -93,6 +112,15 @@ class AppliedMode:
         self.end()
         groups_of = {parameter: group for group in given.param_groups for parameter in group["params"]}
         self._check(model, given, groups_of)
+        made = self._make(model, given, groups_of)
+        self._given, self._made = weakref.ref(given), weakref.ref(made)
+        return made
+
+    def _make(self, model: nn.Module, given: torch.optim.Optimizer, groups_of: dict[Any, Any]) -> torch.optim.Optimizer:
+        if self.mode.keeps_groups:
+            made = self.mode.optimizer_with(model, given.param_groups)
+            replace_optimizer(given, made, group_by_group=True)
+            return made
         decays = [group["weight_decay"] for group in given.param_groups]
 
         def weight_decay(parameter: nn.Parameter, usual: bool) -> float:
@@ -106,7 +134,6 @@ class AppliedMode:
             options["fused"] = True
         made = self.mode.optimizer(model, weight_decay=weight_decay, **options)
         replace_optimizer(given, made)
-        self._given, self._made = weakref.ref(given), weakref.ref(made)
         return made
 
     def _begin(self, made: torch.optim.Optimizer) -> None:
@@ -133,8 +160,8 @@ class AppliedMode:
         kind, groups = type(given), given.param_groups
         with collect_errors(f"optimizer of memory_mode={self.name!r}") as check:
             with check:
-                decoupled = kind is torch.optim.AdamW or all(group.get("weight_decay") == 0 for group in groups)
-                if kind not in (torch.optim.AdamW, torch.optim.Adam) or not decoupled:
+                decoupled = kind is not torch.optim.Adam or all(group.get("weight_decay") == 0 for group in groups)
+                if kind not in self.mode.replaces or not decoupled:
                     raise OffloadConfigError(
                         f"memory_mode={self.name!r} replaces torch.optim.AdamW, and this optimizer is {kind.__name__}"
                         f"{'' if decoupled else ' with weight_decay'}: use an AdamW, or drop memory_mode."
@@ -151,7 +178,7 @@ class AppliedMode:
                         raise OffloadConfigError(
                             f"memory_mode={self.name!r}: its optimizer has no {key}: leave it out."
                         )
-            for key in SHARED:
+            for key in () if self.mode.keeps_groups else SHARED:
                 with check:
                     if any(group.get(key) != groups[0].get(key) for group in groups):
                         raise OffloadConfigError(

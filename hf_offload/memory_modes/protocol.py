@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import from_mapping
-from hf_offload.settings.schema import Directory
+from hf_offload.settings.schema import Directory, OffloadConfig
 from hf_offload.settings.values import read_fields
 
 if TYPE_CHECKING:
@@ -28,12 +29,14 @@ class OptimizerBytes:
         step: Bytes that are there during a step only.
         moved: Bytes that a step reads and writes.
         gradients: Most bytes of gradients, where other weights than those of the counted step may have more.
+        buffers: Bytes that are there while losses are computed, too, and not between steps.
     """
 
     state: int
     step: int
     moved: int
     gradients: int = 0
+    buffers: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,11 +49,18 @@ class MemoryMode(abc.ABC):
         alters_step: Forward and backward differ from those of the model without a mode. Plans of several modes count the step
             once for all that leave it alone.
         card_library: The library that loads the trained model, as the Hub names it.
+        uses_gradients: There is a backward. Without one, nothing is saved, and the optimizer's step takes a closure.
+        replaces: Optimizers of scripts that the mode's takes the place of.
+        keeps_groups: The optimizer has the groups of the one it replaces, each with its own learning rate
+            (:meth:`optimizer_with`). Others have one learning rate.
     """
 
     takes_fused: ClassVar[bool] = False
     alters_step: ClassVar[bool] = True
     card_library: ClassVar[str] = "transformers"
+    uses_gradients: ClassVar[bool] = True
+    replaces: ClassVar[tuple[type[torch.optim.Optimizer], ...]] = (torch.optim.AdamW, torch.optim.Adam)
+    keeps_groups: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         with read_fields(self, f"settings of {type(self).__name__}"):
@@ -97,15 +107,28 @@ class MemoryMode(abc.ABC):
         :func:`~hf_offload.optimizers.param_groups.decay_groups` have it.
         """
 
+    def optimizer_with(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+        """The optimizer in place of one with these parameter ``groups``, for modes that keep them. Raises as
+        :meth:`prepare`.
+        """
+        raise NotImplementedError
+
     # -- training -------------------------------------------------------------------------------------------------------
 
     def conflicts(self, args: "TrainingArguments") -> Iterable[str]:
         """Why this mode and ``args`` exclude each other, beyond what holds for every mode: one sentence for each reason."""
         return ()
 
+    def conflicts_with(self, config: OffloadConfig) -> Iterable[str]:
+        """Why this mode and other settings exclude each other: one sentence for each reason."""
+        return ()
+
     def begin_training(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """Called when a training with this mode's ``optimizer`` begins or goes on; what it returns is called at the end."""
         return lambda: None
+
+    def save_beside(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:  # noqa: B027
+        """Add to a checkpoint that the Trainer has written to ``folder`` what is of use without the optimizer."""
 
     # -- plans: models of fake tensors, no data -------------------------------------------------------------------------
 

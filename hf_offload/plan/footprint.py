@@ -77,7 +77,7 @@ class Footprint:
         units: Unit -> the block it lies in, or None.
         kinds: Unit -> the class of its module.
         parameters: How many weights the model has.
-        base_bytes: Weights, buffers and optimizer state, there all the time.
+        base_bytes: Weights, buffers and optimizer state, there all the time, and ``buffer_bytes``.
         gradient_bytes: Gradients at the end of backward (a part of ``live_bytes`` there).
         optimizer_step_bytes: What the optimizer's step needs in addition to them.
         optimizer_step_s: How long it takes.
@@ -86,6 +86,7 @@ class Footprint:
             order of operations needs less.
         tiled: Modules that are computed a few tokens at a time.
         state_bytes: How much of ``base_bytes`` is optimizer state.
+        buffer_bytes: How much of ``base_bytes`` the optimizer has for the time of a step, forward included.
         sampled: Linear layers whose weight gradient is estimated from a part of their input.
         skipped_blocks: Blocks that did not run, and may run in another step (layer drop).
     """
@@ -105,6 +106,7 @@ class Footprint:
     tiled: tuple[str, ...] = ()
     sampled: tuple[str, ...] = ()
     state_bytes: int = 0
+    buffer_bytes: int = 0
     skipped_blocks: tuple[str, ...] = ()
 
     @functools.cached_property

@@ -53,6 +53,7 @@ MODES = {
     "frugal": Entry(f"{_MODES}.projected:Frugal"),
     "lisa": Entry(f"{_MODES}.blockwise:Blockwise", {"blocks_active": 2, "switch_every": 20, "order": "draw"}),
     "badam": Entry(f"{_MODES}.blockwise:Blockwise", {"outside": "turns"}),
+    "mezo": Entry(f"{_MODES}.mezo:Mezo"),
 }
 
 

@@ -496,5 +496,6 @@ def test_a_checkpoint_of_another_mode(tmp_path):
 
 
 def test_every_mode_has_a_test():
-    assert set(MODES) == {"adamw_4bit", *SETTINGS}  # and that one, where torchao is installed
+    # That one where torchao is installed, and that one, which has no gradients, in test_mezo.py.
+    assert set(MODES) == {"adamw_4bit", "mezo", *SETTINGS}
     assert memory_mode("none") is None

@@ -87,7 +87,7 @@ def test_errors_name_it():
         ("momentu", None, "Did you mean 'momentum'"),
         ("momentum", {"momentum": 2}, "memory_mode='momentum': momentum=2 is not a number"),
         ("lora", {"momentum": 0.5}, "it is one of momentum, slow_momentum"),
-        ("none", {"momentum": 0.5}, "badam, momentum, slow_momentum"),
+        ("none", {"momentum": 0.5}, "mezo, momentum, slow_momentum"),
     ):
         with pytest.raises(OffloadConfigError, match=part):
             OffloadTrainingArguments("unused", memory_mode=name, memory_mode_kwargs=settings)

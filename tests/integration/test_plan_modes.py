@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
+from hf_offload.forecast.compare_modes import compare_modes
 from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.memory_modes.blockwise import Blockwise
 from hf_offload.optimizers.blockwise import BlockwiseConfig, deepest_turn
@@ -155,6 +156,31 @@ def test_updated_in_backward_gradients_are_those_of_the_largest_weight(mode):
     step = count_workload(workload_of("llama").in_mode(mode, settings | {"update_in_backward": False}), CARD)
     assert counted.state_bytes == step.state_bytes
     assert counted.segments[-1].gradient_bytes < step.segments[-1].gradient_bytes == step.gradient_bytes
+
+
+def test_a_step_without_backward_is_two_forwards_with_one_direction():
+    shape = workload_of("llama")
+    model = tiny_model("llama", dropout=0.0)
+    sizes = [one.nbytes for one in model.parameters()]
+    plain, mezo, copied = (
+        count_workload(shape.in_mode(name, settings), CARD)
+        for name, settings in (("none", {}), ("mezo", {}), ("mezo", {"restore": "pristine"}))
+    )
+    weights = plain.base_bytes - plain.state_bytes
+    assert (mezo.gradient_bytes, mezo.state_bytes, mezo.optimizer_step_bytes) == (0, 0, 0)
+    assert not mezo.saved
+    assert not mezo.blocks
+    assert not any(segment.backward or segment.gradient_bytes for segment in mezo.segments)
+    assert mezo.base_bytes == weights + max(sizes)
+    assert copied.base_bytes == weights + max(sizes) + sum(sizes)
+    forward = sum(segment.seconds for segment in plain.segments if not segment.backward)
+    assert sum(segment.seconds for segment in mezo.segments) == pytest.approx(2 * forward, rel=0.05)
+    table = compare_modes(shape, CARD, ["none", "mezo"])
+    adamw, row = table.rows
+    assert row.weights_bytes == adamw.weights_bytes == weights
+    assert (row.gradient_bytes, row.state_bytes) == (0, 0)
+    assert row.peak_bytes == row.weights_bytes + row.activation_bytes < adamw.peak_bytes / 2
+    assert row.largest_batch == row.largest_batch_recomputed > 0
 
 
 @pytest.mark.parametrize("dtype", rows([torch.float32, torch.bfloat16], quick=[torch.bfloat16]))

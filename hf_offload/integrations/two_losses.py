@@ -1,0 +1,73 @@
+"""A Trainer whose training step is two losses instead of a backward."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from hf_offload.errors import OffloadError
+from hf_offload.optimizers.mezo import MeZO
+from hf_offload.surgery import extend
+
+
+def train_without_gradients(trainer: Trainer) -> None:
+    """Let ``trainer``, whose optimizer will be a :class:`~hf_offload.optimizers.mezo.MeZO`, evaluate losses alone."""
+    extend(trainer, None, _EvaluatesTwice)
+
+
+def mezo_of(optimizer: Any) -> MeZO | None:
+    """The MeZO in wrappers such as accelerate's, or None."""
+    while not isinstance(optimizer, MeZO) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer if isinstance(optimizer, MeZO) else None
+
+
+class _EvaluatesTwice(Trainer):
+    """Right in front of :class:`~transformers.Trainer`, so that a subclass's ``training_step`` may do more around it.
+
+    Micro-batches of an accumulated step are collected: both losses are those of all of them.
+    """
+
+    _collected: list[Any]
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._collected = []  # an earlier training may have ended in the middle of a step
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """The step's loss with its last micro-batch, and 0 before."""
+        optimizer = mezo_of(self.optimizer)
+        if optimizer is None:
+            raise OffloadError(
+                "This Trainer was made for memory_mode='mezo', and its optimizer was replaced: leave it."
+            )
+        self._collected.append(self._prepare_inputs(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._collected = self._collected, []
+        return optimizer.evaluate(lambda: self._loss(model, batches, num_items_in_batch)).to(self.args.device)
+
+    def _loss(self, model: nn.Module, batches: list[Any], num_items_in_batch: Tensor | int | None) -> Tensor:
+        losses: list[Any] = []
+        for batch in batches:
+            with self.compute_loss_context_manager():
+                inputs = copy.copy(batch)  # labels may be taken out
+                losses.append(self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch))
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)  # from transformers 5.19 on
+        if scaled is None:
+            by_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = by_model or self.compute_loss_func is not None
+        total: Tensor = losses[0] if scaled else losses[0] / len(batches)
+        for loss in losses[1:]:
+            total = total + (loss if scaled else loss / len(batches))
+        return total
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return None  # there are no gradients

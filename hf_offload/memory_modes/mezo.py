@@ -1,0 +1,134 @@
+"""The memory mode mezo: forward passes alone."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from hf_offload.errors import OffloadError
+from hf_offload.memory_modes.protocol import MemoryMode, OptimizerBytes, trained_parameters
+from hf_offload.optimizers.mezo import LOG_FILE, RESTORES, MeZO
+from hf_offload.optimizers.mezo.checks import HOW
+from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.values import number, one_of, setting, whole
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+_MOVES = 3
+"""Times that weights move along a direction before they are updated along it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mezo(MemoryMode):
+    """MeZO (Malladi et al., NeurIPS 2023, arXiv 2305.17333): two forward passes a step, no graph, no gradients, no state.
+    Trains all weights that require gradients.
+
+    Args:
+        eps: How far weights go in a random direction, and in the opposite one.
+        restore: ``"reference"``: weights go back as in the authors' code, which leaves rounding errors. ``"pristine"``: they
+            are copied before.
+        seed: The seeds of all steps depend on it.
+    """
+
+    uses_gradients: ClassVar[bool] = False
+    keeps_groups: ClassVar[bool] = True
+    replaces: ClassVar[tuple[type[torch.optim.Optimizer], ...]] = (
+        torch.optim.AdamW,
+        torch.optim.Adam,
+        torch.optim.SGD,
+    )
+
+    eps: float = setting(1e-3, number(above=0))
+    restore: str = setting("reference", one_of(RESTORES))
+    seed: int = setting(0, whole(-(2**63)))
+
+    def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
+        """:class:`MeZO` over all trainable parameters; of ``adam``, it has ``lr`` alone."""
+        return self._optimizer(decay_groups(model, weight_decay), model, lr=adam["lr"])
+
+    def optimizer_with(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+        """With these groups, but for what is frozen."""
+        kept = ("params", "lr", "weight_decay")
+        return self._optimizer([{key: group[key] for key in kept} for group in groups], model)
+
+    def _optimizer(self, groups: list[dict[str, Any]], model: nn.Module, **options: Any) -> MeZO:
+        return MeZO(groups, model, eps=self.eps, restore=self.restore, seed=self.seed, **options)
+
+    def conflicts(self, args: "TrainingArguments") -> Iterator[str]:
+        """What works on gradients, or on what is saved for them, and what MeZO has no use for."""
+        if args.max_grad_norm:
+            yield (
+                f"max_grad_norm={args.max_grad_norm} clips gradients, and memory_mode='mezo' has none: set max_grad_norm=0, "
+                "and a lower learning rate if training is unstable."
+            )
+        if args.fp16:
+            yield (
+                "fp16=True scales the loss for gradients, which memory_mode='mezo' has not: set bf16=True, or neither, or "
+                "load the model in the dtype it is to have."
+            )
+        for name, usual in (("adam_beta1", 0.9), ("adam_beta2", 0.999), ("adam_epsilon", 1e-8)):
+            value = getattr(args, name)
+            if value != usual:
+                yield f"{name}={value} is of Adam's moments, which memory_mode='mezo' has not: leave it out."
+        for name in ("gradient_checkpointing", "activation_checkpointing"):
+            if getattr(args, name, False):
+                yield f"{name}=True recomputes for backward, which memory_mode='mezo' has not: leave it out."
+        if args.world_size > 1 or args.n_gpu > 1:
+            yield (
+                f"memory_mode='mezo' trains on one device in one process, and there are {max(args.world_size, args.n_gpu)}: "
+                "start one process, and set CUDA_VISIBLE_DEVICES to one GPU."
+            )
+
+    def conflicts_with(self, config: OffloadConfig) -> Iterator[str]:
+        """What is for backward or for state."""
+        why = "memory_mode='mezo' has no backward"
+        if config.tier not in ("none", "auto"):
+            yield f"tier={config.tier!r} moves what is saved for backward, and {why}: set tier='none'."
+        if config.optimizer != "none":
+            yield f"optimizer={config.optimizer!r} moves state and gradients, and memory_mode='mezo' has none: leave it out."
+        if config.sampling is not None:
+            yield f"sampled_linear estimates gradients of weights, and {why}: leave it out."
+        if config.elementwise is not None:
+            yield f"recompute_elementwise recomputes for backward, and {why}: leave it out."
+
+    def begin_training(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """A backward that comes from now on is an error."""
+        handles = [
+            parameter.register_post_accumulate_grad_hook(_refuse_gradient)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+        def end() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return end
+
+    def save_beside(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        """The log, with checksums of the weights."""
+        assert isinstance(optimizer, MeZO)
+        optimizer.save_log(folder / LOG_FILE)
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """None."""
+        return 0
+
+    def optimizer_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> OptimizerBytes:
+        """A direction of the largest weight, and with ``restore="pristine"`` a copy of all that are trained. Weights and
+        directions are read and written each time that weights move.
+        """
+        sizes = [one.nbytes for one in trained_parameters(model)]
+        copies = sum(sizes) if self.restore == "pristine" else 0
+        moved = (_MOVES + 1) * 4 * sum(sizes) + 4 * copies
+        return OptimizerBytes(state=0, step=0, moved=moved, buffers=max(sizes, default=0) + copies)
+
+
+def _refuse_gradient(parameter: torch.Tensor) -> None:
+    raise OffloadError(f"memory_mode='mezo' has no gradients, and backward has computed one: {HOW}.")

@@ -1,0 +1,10 @@
+"""MeZO (Malladi et al., NeurIPS 2023, arXiv 2305.17333): fine-tuning with forward passes alone, and the log that
+rebuilds every step. Nothing here knows the Trainer.
+"""
+
+from hf_offload.optimizers.mezo.directions import RESTORES
+from hf_offload.optimizers.mezo.log import LOG_FILE, MezoLog
+from hf_offload.optimizers.mezo.optimizer import MeZO
+from hf_offload.optimizers.mezo.replay import replay
+
+__all__ = ["LOG_FILE", "RESTORES", "MeZO", "MezoLog", "replay"]

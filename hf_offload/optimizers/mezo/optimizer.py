@@ -1,0 +1,234 @@
+"""The optimizer: two forward passes a step, and no gradients."""
+
+import contextlib
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.interrupts import signals_deferred
+from hf_offload.optimizers.mezo.checks import (
+    HOW,
+    check_groups,
+    check_no_gradients,
+    check_options,
+    check_weights,
+    loss_of,
+)
+from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Directions, checksum
+from hf_offload.optimizers.mezo.log import MezoLog, Row, Setup
+from hf_offload.optimizers.projected.projections import draw_seed
+
+logger = logging.getLogger(__name__)
+
+_SEED_BITS = (1 << 32) - 1
+"""PyTorch's generator on the CPU uses no more of a seed."""
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class MeZO(Optimizer):
+    """Descends along random directions: ``g = (L(w + eps z) - L(w - eps z)) / (2 eps)``, then
+    ``w -= lr (g z + weight_decay w)``, with ``z`` normally distributed. ::
+
+        optimizer = MeZO(model.parameters(), model, lr=1e-6)
+        loss = optimizer.step(lambda: model(**batch).loss)
+
+    Both losses are computed in eval mode and without a graph. They have to be of the same batch. Each direction is drawn
+    from a seed of its own as often as it is needed, so that nothing but the weights, one ``z`` of the largest weight and the
+    activations of one forward is in memory.
+
+    Args:
+        params: As for every optimizer, groups with their own ``lr`` and ``weight_decay`` included. Those that do not require
+            gradients are left alone.
+        model: What computes the loss, with all of ``params``. Directions are drawn in the order of its parameters.
+        eps: How far the weights go in each direction.
+        restore: ``"reference"``: weights go back by adding ``eps z`` again, as in the authors' code. It does not give the
+            same bits: rounding errors stay. ``"pristine"``: a copy of the weights is kept while the losses are computed.
+        seed: The seeds of all steps depend on it.
+        lr: Learning rate, of groups that have none.
+        weight_decay: Of groups that have none.
+
+    Attributes:
+        log: The steps so far (:class:`~hf_offload.optimizers.mezo.log.MezoLog`). It is a part of the state dict, and there is
+            no other state.
+        projected_gradient: ``g`` of the last evaluation.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for parameters that are sharded, on several devices, or not the
+    model's, for several processes, and for a state dict that was saved with other settings or other parameters.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        model: nn.Module,
+        *,
+        eps: float = 1e-3,
+        restore: str = "reference",
+        seed: int = 0,
+        lr: float = 1e-6,
+        weight_decay: float = 0.0,
+    ):
+        check_options(eps, restore)
+        self._made = False
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        check_groups(self.param_groups)
+        group_of = {one: number for number, group in enumerate(self.param_groups) for one in group["params"]}
+        mine = [(name, one) for name, one in model.named_parameters() if one in group_of]
+        self._weights = {name: one for name, one in mine if one.requires_grad}
+        check_weights(self._weights, len(group_of) - len(mine))
+        self._model = weakref.ref(model)
+        first = next(iter(self._weights.values()))
+        setup = Setup(
+            names=tuple(self._weights),
+            shapes=tuple(tuple(one.shape) for one in self._weights.values()),
+            dtypes=tuple(str(one.dtype) for one in self._weights.values()),
+            groups=tuple(group_of[one] for one in self._weights.values()),
+            group_count=len(self.param_groups),
+            eps=float(eps),
+            restore=restore,
+            seed=seed,
+            device=first.device.type,
+        )
+        self.log = MezoLog(setup)
+        self.projected_gradient: float | None = None
+        self._evaluated = False
+        self._made = True
+
+    @torch.no_grad()
+    def evaluate(self, closure: Callable[[], Any]) -> Tensor:
+        """Compute the two losses, with ``closure``, and the projected gradient, which :meth:`step` then uses. Returns the
+        first loss, that of ``w + eps z``. Weights go back whatever ``closure`` raises.
+
+        Raises :class:`~hf_offload.errors.OffloadError` for a loss that is not one finite number.
+        """
+        check_no_gradients(self._weights)
+        setup, weights = self.log.setup, list(self._weights.values())
+        if self.log.initial is None:
+            self.log.initial = tuple(map(checksum, weights))
+        seed = draw_seed(setup.seed, 0, len(self.log.rows)) & _SEED_BITS
+        directions = Directions(weights, setup.eps)
+        kept = [one.detach().clone() for one in weights] if setup.restore == "pristine" else None
+        losses: list[Tensor] = []
+        way = iter((PLUS, MINUS, BACK))
+        before = len(self.log.rows)
+        self._evaluated = False
+        with self._eval_mode():
+            try:
+                with signals_deferred:
+                    # Until step() says otherwise, weights go there and back, and no update is made.
+                    self.log.rows.append(self._row(seed, math.nan))
+                    self._move(directions, seed, next(way))
+                losses.append(loss_of(closure()))
+                with signals_deferred:
+                    self._move(directions, seed, next(way))
+                losses.append(loss_of(closure()))
+            finally:
+                with signals_deferred:
+                    if len(self.log.rows) > before:
+                        self._go_back(directions, seed, way, kept)
+        first, second = losses
+        self._check_losses(first, second)
+        self.projected_gradient = float(((first - second) / (2 * setup.eps)).item())
+        self._evaluated = True
+        return first
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # type: ignore[override]
+        """Update all weights, after :meth:`evaluate` with ``closure`` if one is given. Returns what that does, or None."""
+        loss = None if closure is None else self.evaluate(closure)
+        if not self._evaluated or self.projected_gradient is None:
+            raise OffloadError(f"MeZO's step() has no losses to work with: {HOW}.")
+        setup, seed = self.log.setup, self.log.rows[-1].seed
+        directions = Directions(list(self._weights.values()), setup.eps)
+        row = self._row(seed, self.projected_gradient)
+        rates, decays = ([values[group] for group in setup.groups] for values in (row.rates, row.decays))
+        with signals_deferred:
+            self._evaluated = False
+            directions.update(seed, row.gradient, rates, decays)
+            self.log.rows[-1] = row
+            torch.clear_autocast_cache()
+        return loss
+
+    def _row(self, seed: int, gradient: float) -> Row:
+        rates, decays = (tuple(float(group[key]) for group in self.param_groups) for key in ("lr", "weight_decay"))
+        return Row(seed, gradient, rates, decays)
+
+    @staticmethod
+    def _move(directions: Directions, seed: int, scale: int) -> None:
+        directions.move(seed, scale)
+        torch.clear_autocast_cache()  # or an autocast around the step would go on with weights as they were
+
+    def _go_back(self, directions: Directions, seed: int, way: Iterator[int], kept: list[Tensor] | None) -> None:
+        if kept is None:
+            for scale in way:  # what is left of it, so that an aborted step has the bits of one without an update
+                self._move(directions, seed, scale)
+            return
+        for one, before in zip(self._weights.values(), kept, strict=True):
+            one.detach().copy_(before)
+        torch.clear_autocast_cache()
+
+    def _check_losses(self, first: Tensor, second: Tensor) -> None:
+        if not (math.isfinite(first.item()) and math.isfinite(second.item())):
+            raise OffloadError(
+                f"Step {len(self.log.rows)} of MeZO: the losses are {first.item()} and {second.item()}. The weights are as "
+                "they were before it. Lower the learning rate, or eps."
+            )
+        if first.dtype in _NARROW and len(self.log.rows) == 1:
+            logger.warning(
+                "MeZO divides the difference of two losses by 2 eps, and the loss is %s, which has too few digits for that: "
+                "compute it in float32.",
+                first.dtype,
+            )
+
+    @contextlib.contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        model = self._model()
+        if model is None:
+            raise OffloadError("The model of this MeZO has gone: keep it as long as its optimizer.")
+        before = [(module, module.training) for module in model.modules()]
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, training in before:
+                module.training = training
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made: the log knows the parameters it began with."""
+        if self._made:
+            raise OffloadConfigError(
+                "MeZO's parameters are fixed, as its log begins with all of them: make a new optimizer with these."
+            )
+        super().add_param_group(param_group)
+
+    def save_log(self, path: Any) -> None:
+        """Write the log to a safetensors file, with checksums of the weights as they are now."""
+        self.log.final = tuple(map(checksum, self._weights.values()))
+        try:
+            self.log.save(path)
+        finally:
+            self.log.final = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Options of the groups, and the log."""
+        return {**super().state_dict(), **self.log.state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over ``state_dict``.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` if it was saved with other settings or other parameters.
+        """
+        log = MezoLog.from_state(state_dict)
+        self.log.setup.check(log.setup)
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.log = log
+        self._evaluated = False

@@ -1,0 +1,73 @@
+"""A checkpoint rebuilt from the weights before training and a log of MeZO."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.memory_modes.libraries import load_library
+from hf_offload.optimizers.mezo import MezoLog, replay
+from hf_offload.training.loading import loading
+
+_ADAPTER = "adapter_config.json"
+
+
+def rebuild(
+    log: MezoLog,
+    initial: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    steps: int | None = None,
+    *,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Load the model ``initial``, a folder or a name on the hub, make the first ``steps`` of ``log`` on it (default: all),
+    and save it to the folder ``output``. Adapters of peft are loaded with their base, and saved alone.
+
+    Raises as :func:`~hf_offload.optimizers.mezo.replay`, and :class:`~hf_offload.errors.OffloadConfigError` for a model that
+    cannot be loaded.
+    """
+    model = _load(initial)
+    weights = dict(model.named_parameters())
+    for name, dtype in zip(log.setup.names, log.setup.dtypes, strict=True):
+        if name in weights:  # a model can be trained in another dtype than its files have
+            weights[name].data = weights[name].data.to(getattr(torch, dtype.removeprefix("torch.")))
+    model.to(log.setup.device)
+    replay(log, dict(model.named_parameters()), steps, on_step=on_step)
+    saved: Any = model
+    saved.save_pretrained(output)
+
+
+def _load(initial: str | os.PathLike[str]) -> nn.Module:
+    name = os.fspath(initial)
+    adapter = Path(name) / _ADAPTER
+    if not adapter.is_file():
+        return _load_model(name)
+    with loading("initial weights", name):
+        base = json.loads(adapter.read_bytes()).get("base_model_name_or_path")
+        if not base:
+            raise OffloadConfigError(f"{adapter} names no base_model_name_or_path: add it.")
+    peft = load_library("peft", "mezo", "'hf-offload[peft]'")
+    model = _load_model(base)
+    with loading("initial weights", name):
+        adapted: nn.Module = peft.PeftModel.from_pretrained(model, name, is_trainable=True)
+    return adapted
+
+
+def _load_model(name: str) -> nn.Module:
+    import transformers
+
+    with loading("initial weights", name):
+        config = transformers.AutoConfig.from_pretrained(name)
+        kind: Any = getattr(transformers, (config.architectures or ["none"])[0], None)
+        if kind is None:
+            raise OffloadConfigError(
+                f"{name} names no class of transformers as its architecture ({config.architectures}): load the model in a "
+                "script, and call hf_offload.optimizers.mezo.replay."
+            )
+        model: nn.Module = kind.from_pretrained(name, dtype="auto")
+    return model

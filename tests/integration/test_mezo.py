@@ -1,0 +1,451 @@
+"""The memory mode mezo in the Trainer, with accelerate, and in plain loops: the same bits, and what is refused."""
+
+import peft
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from typer.testing import CliRunner
+
+from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, OffloadTrainingArguments, attach
+from hf_offload.cli.main import app
+from hf_offload.integrations.accelerate import attached_accelerators, switch_on
+from hf_offload.integrations.checkpoints import last_complete_checkpoint
+from hf_offload.integrations.two_losses import mezo_of
+from hf_offload.optimizers.mezo import LOG_FILE, MezoLog, replay
+from hf_offload.settings.environment import variables_for
+from hf_offload.settings.memory_modes import memory_mode
+from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+
+STEPS = 6
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft uses the older name
+SETTINGS = {"eps": 1e-2, "seed": 3}
+
+
+@pytest.fixture(autouse=True)
+def _accelerators_are_detached():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    for offloaded in attached_accelerators():
+        offloaded.detach()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def arguments(folder, **others):
+    defaults = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "memory_mode": "mezo",
+        "memory_mode_kwargs": SETTINGS,
+    }
+    return OffloadTrainingArguments(**defaults | others)
+
+
+class InOrder(Trainer):
+    """Batches in the order of the data."""
+
+    def get_train_dataloader(self):
+        return DataLoader(self.train_dataset, self.args.train_batch_size)
+
+
+def trainer(folder, model=None, kind=InOrder, name="llama", **others):
+    torch.manual_seed(0)
+    model = tiny_model(name) if model is None else model
+    return kind(model=model, args=arguments(folder, **others), train_dataset=ExampleDataset(name, 24))
+
+
+def losses(run):
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def same(one, other):
+    return all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+def by_hand(run, name="llama", micro_batches=1):
+    """The schedule and decay of the Trainer ``run``, in a loop of its own. The Trainer counts what losses are divided by."""
+    mode = memory_mode("mezo", SETTINGS)
+    model = tiny_model(name)
+    optimizer = mode.optimizer(model, lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (STEPS - step) / STEPS)
+    rows = tiny_batch(name, size=24)
+    for step in range(STEPS):
+        parts = [
+            {key: value[2 * place : 2 * place + 2] for key, value in rows.items()}
+            for place in range(micro_batches * step, micro_batches * (step + 1))
+        ]
+
+        def closure(parts=parts):
+            _, count = run.get_batch_samples(iter(parts), len(parts), torch.device("cpu"))
+            return sum(model(**part, num_items_in_batch=count).loss for part in parts)
+
+        optimizer.step(closure)
+        scheduler.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_trainer_has_the_bits_of_a_loop(name, tmp_path):
+    run = trainer(tmp_path, name=name)
+    run.train()
+    assert same(weights(run.model), by_hand(run, name))
+    assert len(losses(run)) == STEPS
+    assert not any("grad_norm" in entry for entry in run.state.log_history)
+
+
+def test_micro_batches_are_averaged_in_both_losses(tmp_path):
+    run = trainer(tmp_path, gradient_accumulation_steps=2)
+    run.train()
+    assert same(weights(run.model), by_hand(run, micro_batches=2))
+    whole = trainer(tmp_path, per_device_train_batch_size=4)
+    whole.train()
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    gradients = [[row.gradient for row in mezo_of(one.optimizer).log.rows] for one in (run, whole)]
+    assert gradients[0] == pytest.approx(gradients[1], rel=1e-2)
+
+
+class Plain(InOrder):
+    """Its loss knows nothing of the number of items."""
+
+    model_accepts_loss_kwargs = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs.pop("attention_mask", None)
+        labels = inputs.pop("labels")
+        return model(**inputs, labels=labels).loss
+
+
+def test_a_loss_of_ones_own_is_averaged_too(tmp_path):
+    def run(**others):
+        made = trainer(tmp_path, kind=Plain, **others)
+        made.model_accepts_loss_kwargs = False
+        made.train()
+        return losses(made)
+
+    halves = run(gradient_accumulation_steps=2)
+    assert halves == pytest.approx(run(per_device_train_batch_size=4), rel=1e-5)
+
+
+def test_a_training_that_ended_within_a_step_leaves_no_micro_batch_behind(tmp_path):
+    class Stop(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    run = trainer(tmp_path, gradient_accumulation_steps=2)
+    stop = Stop()
+    run.add_callback(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    run.remove_callback(stop)
+    run.train()
+    assert same(weights(run.model), by_hand(run, micro_batches=2))
+
+
+def test_it_resumes_and_the_checkpoint_has_the_log(tmp_path):
+    whole = trainer(tmp_path, save_strategy="steps", save_steps=3)
+    initial = weights(whole.model)
+    whole.train()
+    again = trainer(tmp_path, tiny_model("llama", seed=5))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses(again)[3:] == losses(whole)[3:]
+    assert same(weights(whole.model), weights(again.model))
+    for step in (3, STEPS):
+        log = MezoLog.load(tmp_path / f"checkpoint-{step}")
+        assert len(log.rows) == step
+        assert log.final is not None
+        rebuilt = {name: weight.clone() for name, weight in initial.items()}
+        replay(log, rebuilt)
+        assert step < STEPS or same(weights(whole.model), rebuilt)
+
+
+def test_a_log_is_not_taken_for_weights(tmp_path):
+    trainer(tmp_path, save_strategy="steps", save_steps=3).train()
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{STEPS}")
+    (tmp_path / f"checkpoint-{STEPS}" / "model.safetensors").unlink()
+    assert (tmp_path / f"checkpoint-{STEPS}" / LOG_FILE).is_file()
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
+
+
+def test_adapters_alone(tmp_path):
+    model = peft.get_peft_model(
+        tiny_model("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    before = weights(model)
+    run = trainer(tmp_path, model, memory_mode_kwargs=SETTINGS | {"restore": "pristine"})
+    run.train()
+    after = weights(run.model)
+    changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+    replay(mezo_of(run.optimizer).log, before)
+    assert same(before, after)
+
+
+def in_a_plain_loop(config):
+    model = tiny_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    session = attach(model, OffloadConfig(**config))
+    loop(model, session.prepare_optimizer(optimizer), scheduler)
+    session.detach()
+    return weights(model)
+
+
+def loop(model, optimizer, scheduler):
+    for step in range(STEPS):
+        optimizer.step(lambda step=step: model(**tiny_batch("llama", seed=step)).loss)
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def with_accelerator(accelerator):
+    model = tiny_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loop(*accelerator.prepare(model, optimizer, scheduler))
+    accelerator.end_training()
+    return weights(model)
+
+
+def in_a_plugin(config):
+    return with_accelerator(OffloadPlugin(**config).accelerator(cpu=True))
+
+
+def in_the_environment(config):
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in variables_for(config).items():
+            patched.setenv(name, value)
+        switch = switch_on(OffloadPlugin())
+        try:
+            return with_accelerator(Accelerator(cpu=True))
+        finally:
+            switch.off()
+
+
+def test_scripts_have_the_same_bits_everywhere():
+    config = {"tier": "none", "memory_mode": "mezo", "memory_mode_kwargs": SETTINGS}
+    model = tiny_model("llama")
+    optimizer = memory_mode("mezo", SETTINGS).optimizer(model, lr=1e-2, weight_decay=lambda one, decays: 0.1)
+    loop(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    expected = weights(model)
+    for surface in (in_a_plain_loop, in_a_plugin, in_the_environment):
+        assert same(surface(config), expected), surface
+    assert same(in_a_plain_loop(config | {"tier": "auto"}), expected)
+
+
+def test_an_accelerator_saves_and_loads_it(tmp_path):
+    config = {"tier": "none", "memory_mode": "mezo", "memory_mode_kwargs": SETTINGS}
+
+    def prepared():
+        model = tiny_model("llama")
+        accelerator = OffloadPlugin(**config).accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    accelerator, model, optimizer = prepared()
+    step = lambda one, number: one.step(lambda: model(**tiny_batch("llama", seed=number)).loss)  # noqa: E731
+    step(optimizer, 0)
+    accelerator.save_state(str(tmp_path))
+    step(optimizer, 1)
+    expected = weights(model)
+    accelerator.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model, optimizer = prepared()
+    accelerator.load_state(str(tmp_path))
+    step(optimizer, 1)
+    assert same(weights(model), expected)
+
+
+# --------------------------------------------------------------------------------------------------------------- replay
+
+
+def replayed(*options):
+    return CliRunner().invoke(app, ["replay", *map(str, options)])
+
+
+def test_a_command_rebuilds_checkpoints(tmp_path):
+    run = trainer(tmp_path, save_strategy="steps", save_steps=3)
+    run.model.save_pretrained(tmp_path / "initial")
+    run.train()
+    log = tmp_path / f"checkpoint-{STEPS}"
+    for options, step, said in (
+        (["--output", tmp_path / "all"], STEPS, f"{STEPS} steps replayed and checked"),
+        (["--output", tmp_path / "some", "--steps", 3], 3, "3 steps replayed:"),
+    ):
+        result = replayed(log / LOG_FILE, tmp_path / "initial", *options)
+        assert result.exit_code == 0, result.stderr
+        assert said in result.stdout
+        expected = load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors")
+        assert same(expected, load_file(options[1] / "model.safetensors"))
+    for arguments, part in (
+        ((log, log), "are not what they were before the first step"),
+        ((log, tmp_path / "initial", "--steps", 99), "steps=99: the log has 6 steps"),
+        ((tmp_path / "initial", tmp_path / "initial"), "cannot be read as a log of MeZO"),
+        ((tmp_path / "initial" / "model.safetensors", tmp_path / "initial"), "is not a log of MeZO"),
+        ((log, tmp_path / "nowhere"), "cannot be loaded"),
+    ):
+        result = replayed(*arguments, "--output", tmp_path / "other")
+        assert result.exit_code == 2
+        assert part in result.stderr
+        assert not (tmp_path / "other").exists()
+
+
+def test_a_command_rebuilds_adapters_and_what_was_trained_in_another_dtype(tmp_path):
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.save_pretrained(tmp_path / "adapters")
+    run = trainer(tmp_path, model, save_strategy="steps", save_steps=STEPS)
+    run.train()
+    result = replayed(tmp_path / f"checkpoint-{STEPS}", tmp_path / "adapters", "--output", tmp_path / "rebuilt")
+    assert result.exit_code == 0, result.stderr
+    name = "adapter_model.safetensors"
+    expected = load_file(tmp_path / f"checkpoint-{STEPS}" / name)
+    assert same(expected, load_file(tmp_path / "rebuilt" / name))
+
+    whole = trainer(
+        tmp_path / "whole",
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32),
+        save_strategy="steps",
+        save_steps=STEPS,
+    )
+    whole.train()
+    folder = tmp_path / "whole" / f"checkpoint-{STEPS}"
+    result = replayed(folder, tmp_path / "base", "--output", tmp_path / "whole" / "rebuilt")
+    assert result.exit_code == 0, result.stderr
+    found = load_file(tmp_path / "whole" / "rebuilt" / "model.safetensors")
+    assert same(load_file(folder / "model.safetensors"), found)
+    assert {one.dtype for one in found.values()} == {torch.float32}
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"max_grad_norm": 1.0}, r"max_grad_norm=1\.0 clips gradients.*set max_grad_norm=0"),
+        ({"fp16": True}, "fp16=True scales the loss"),
+        ({"adam_beta1": 0.5}, r"adam_beta1=0\.5 is of Adam's moments"),
+        ({"gradient_checkpointing": True}, "checkpointing=True recomputes for backward"),
+        ({"offload": "ram"}, "tier='ram' moves what is saved for backward"),
+        ({"offload_optimizer": "ram"}, "optimizer='ram' moves state and gradients"),
+        ({"sampled_linear": "0.3"}, "sampled_linear estimates gradients"),
+        ({"recompute_elementwise": "norms"}, "recompute_elementwise recomputes for backward"),
+        ({"optim": "sgd"}, "both choose the optimizer"),
+        ({"memory_mode_kwargs": {"eps": 0}}, "eps=0"),
+        ({"memory_mode_kwargs": {"restore": "exact"}}, "restore='exact'"),
+        ({"memory_mode_kwargs": {"rank": 4}}, "memory_mode='mezo' has no setting 'rank'"),
+    ],
+)
+def test_arguments_that_are_refused(others, message, tmp_path):
+    with pytest.raises(OffloadConfigError, match=message):
+        arguments(tmp_path, **others)
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"tier": "ram"}, "tier='ram' moves what is saved for backward"),
+        ({"tier": "none", "optimizer": "ram"}, "optimizer='ram' moves state and gradients"),
+        ({"tier": "none", "sampled_linear": 0.3}, "sampled_linear estimates gradients"),
+    ],
+)
+def test_settings_that_are_refused(others, message):
+    model = tiny_model("llama")
+    with pytest.raises(OffloadConfigError, match=message):
+        attach(model, OffloadConfig(memory_mode="mezo", **others))
+    attach(model, OffloadConfig(tier="none")).detach()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: torch.optim.Adagrad(model.parameters()), "this optimizer is Adagrad"),
+        (lambda model: torch.optim.SGD(model.parameters(), momentum=0.9), "no momentum"),
+        (lambda model: torch.optim.AdamW(model.parameters(), maximize=True), "no maximize"),
+    ],
+)
+def test_optimizers_that_are_refused(make, message):
+    model = tiny_model("llama")
+    session = attach(model, OffloadConfig(tier="none", memory_mode="mezo"))
+    with pytest.raises(OffloadConfigError, match=message):
+        session.prepare_optimizer(make(model))
+    session.detach()
+
+
+def test_a_schedule_of_betas_is_refused():
+    model = tiny_model("llama")
+    session = attach(model, OffloadConfig(tier="none", memory_mode="mezo"))
+    given = torch.optim.AdamW(model.parameters())
+    optimizer = session.prepare_optimizer(given)
+    with pytest.raises(OffloadError, match="A schedule of betas does not reach"):
+        torch.optim.lr_scheduler.OneCycleLR(given, max_lr=1e-2, total_steps=10)
+    assert optimizer.param_groups[0].keys() >= {"lr", "weight_decay", "params"}
+    session.detach()
+
+
+def test_what_works_on_gradients_is_refused_by_an_accelerator():
+    config = {"tier": "none", "memory_mode": "mezo"}
+    accelerator = OffloadPlugin(**config).accelerator(cpu=True)
+    model = tiny_model("llama")
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for call in (
+        lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+    ):
+        with pytest.raises(OffloadConfigError, match=r"has no gradients, which clip_grad_(norm|value)_\(\) works on"):
+            call()
+    with pytest.raises(OffloadError, match="backward has computed one"):
+        accelerator.backward(model(**tiny_batch("llama")).loss)
+    with pytest.raises(OffloadError, match="no losses to work with"):
+        optimizer.step()
+
+
+def test_accumulation_by_an_accelerator_is_refused():
+    model = tiny_model("llama")
+    accelerator = OffloadPlugin(tier="none", memory_mode="mezo").accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(OffloadConfigError, match="gradient_accumulation_steps=2 adds up gradients"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_trainer_that_makes_its_own_step_is_refused(tmp_path):
+    class Own(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    with pytest.raises(OffloadError, match="backward has computed one"):
+        trainer(tmp_path, kind=Own).train()
+
+
+def test_a_trainer_in_the_environment_is_shown_the_arguments(tmp_path, monkeypatch):
+    for name, value in variables_for({"tier": "none", "memory_mode": "mezo"}).items():
+        monkeypatch.setenv(name, value)
+    switch = switch_on(OffloadPlugin())
+    try:
+        args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", max_grad_norm=0)
+        run = Trainer(tiny_model("llama"), args, train_dataset=ExampleDataset("llama", 8))
+        with pytest.raises(OffloadError, match="set memory_mode='mezo' in OffloadTrainingArguments"):
+            run.train()
+    finally:
+        switch.off()
+
+
+def test_other_trainers_go_on_with_backward(tmp_path):
+    trainer(tmp_path).train()
+    usual = trainer(tmp_path, memory_mode="none", memory_mode_kwargs=None, max_grad_norm=1.0)
+    usual.train()
+    assert all("grad_norm" in entry for entry in usual.state.log_history if "loss" in entry)
