@@ -94,7 +94,7 @@ class OffloadArguments(_Declared):
             if mode is not None:
                 from hf_offload.integrations.memory_modes import check_arguments
 
-                check_arguments(mode, self.memory_mode, arguments)
+                check_arguments(mode, config, arguments)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

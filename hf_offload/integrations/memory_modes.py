@@ -18,6 +18,7 @@ from hf_offload.integrations.two_losses import train_without_gradients
 from hf_offload.memory_modes.applied import check_settings
 from hf_offload.memory_modes.protocol import MemoryMode
 from hf_offload.settings.load import collect_errors
+from hf_offload.settings.schema import OffloadConfig
 
 
 def watch_trainers() -> None:
@@ -31,12 +32,13 @@ def watch_trainers() -> None:
     def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
         given = signature.bind_partial(self, *args, **kwargs).arguments
         find = getattr(given.get("args"), "offload_config", None)
-        mode = None if find is None else find().mode()
-        if mode is None:
+        config = None if find is None else find()
+        mode = None if config is None else config.mode()
+        if config is None or mode is None:
             usual(self, *args, **kwargs)
             return
         _refuse_twice(given)
-        check_arguments(mode, given["args"].memory_mode, given["args"])  # which may have changed since they were made
+        check_arguments(mode, config, given["args"])  # which may have changed since they were made
         callback = MemoryModeCallback(mode)
         given["optimizer_cls_and_kwargs"] = callback.optimizer_cls_and_kwargs(given["args"])
         if given.get("model") is not None:
@@ -46,19 +48,21 @@ def watch_trainers() -> None:
         given.pop("self")
         usual(self, **given)
         self.add_callback(callback)
-        if not mode.uses_gradients:
-            train_without_gradients(self)
+        callback.extend(self)
 
     init.hf_offload_modes = True  # type: ignore[attr-defined]
     Trainer.__init__ = init  # type: ignore[method-assign]
 
 
-def check_arguments(mode: MemoryMode, name: str, args: TrainingArguments) -> None:
-    """Refuse training arguments that exclude ``mode``, which is called ``name``.
+def check_arguments(mode: MemoryMode, config: OffloadConfig, args: TrainingArguments) -> None:
+    """Refuse settings and training arguments that exclude ``mode``, that of ``config``.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors, before any weight is touched.
     """
+    name = config.memory_mode
     with collect_errors("training arguments with a memory mode") as check:
+        with check:
+            check_settings(mode, config)
         with check:
             optim = _optim(args)
             if not optim.startswith("adamw_torch"):
@@ -73,10 +77,6 @@ def check_arguments(mode: MemoryMode, name: str, args: TrainingArguments) -> Non
         for problem in mode.conflicts(args):
             with check:
                 raise OffloadConfigError(problem)
-        find: Any = getattr(args, "offload_config", None)
-        if find is not None:
-            with check:
-                check_settings(mode, find())
 
 
 class MemoryModeCallback(TrainerCallback):
@@ -90,6 +90,11 @@ class MemoryModeCallback(TrainerCallback):
     def optimizer_cls_and_kwargs(self, args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
         """What the Trainer takes by this name to train with the optimizer of the mode."""
         return self._optimizer_factory, {"args": args}
+
+    def extend(self, trainer: Trainer) -> None:
+        """Let ``trainer``, which has been made, train as the mode does."""
+        if not self._mode.uses_gradients:
+            train_without_gradients(trainer)
 
     def _optimizer_factory(self) -> Callable[..., Any]:
         return self._make_optimizer

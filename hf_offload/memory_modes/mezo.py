@@ -91,6 +91,8 @@ class Mezo(MemoryMode):
             yield f"tier={config.tier!r} moves what is saved for backward, and {why}: set tier='none'."
         if config.optimizer != "none":
             yield f"optimizer={config.optimizer!r} moves state and gradients, and memory_mode='mezo' has none: leave it out."
+        if config.tiles:
+            yield f"tiled_loss and tiled_mlp compute in pieces what has a backward, and {why}: leave them out."
         if config.sampling is not None:
             yield f"sampled_linear estimates gradients of weights, and {why}: leave it out."
         if config.elementwise is not None:

@@ -54,7 +54,7 @@ def build_arguments(recipe: Recipe) -> "TrainingArguments":
         refuse_conflicts(arguments)
     mode = recipe.offload.mode()
     if mode is not None:
-        check_arguments(mode, recipe.offload.memory_mode, arguments)
+        check_arguments(mode, recipe.offload, arguments)
     return arguments
 
 

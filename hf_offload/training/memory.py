@@ -17,6 +17,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_offload.errors import OffloadError
+from hf_offload.integrations.two_losses import mezo_of
 from hf_offload.training.gauges import Gauge, choose_gauge
 from hf_offload.training.report import parameter_digest
 
@@ -147,6 +148,9 @@ def baseline_state(model: torch.nn.Module, optimizer: Any | None) -> Any:
 
     Raises :class:`OffloadError` if the optimizer changed a weight by a single bit although its learning rate was zero.
     """
+    if mezo_of(optimizer) is not None:  # there are neither
+        yield
+        return
     optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper may skip the step
     before = parameter_digest(model)
     gradients = []

@@ -204,6 +204,7 @@ def _build_trainer(
     if mode is not None:
         # Not by the constructor: Seq2SeqTrainer's does not take it.
         trainer.optimizer_cls_and_kwargs = of_mode.optimizer_cls_and_kwargs(arguments)
+        of_mode.extend(trainer)
     return trainer
 
 

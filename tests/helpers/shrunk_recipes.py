@@ -22,6 +22,13 @@ TINY = {
     "roberta": _BERT,
     "t5": {"num_layers": 2, "num_decoder_layers": 2, "d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4},
     "llama": _LLAMA,
+    "opt": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "ffn_dim": 128,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 64,
+    },
     "mistral": _LLAMA,
     "qwen3": _LLAMA,
 }
@@ -65,7 +72,8 @@ def rows_for(data):
     for number in range(ROWS):
         texts = {name: f"{SENTENCE} {number}" for name in (data.text_column or "text", data.text_pair_column) if name}
         pairs = {name: f"{SENTENCE} {number}" for name in (data.source_column, data.target_column) if name}
-        row = texts | pairs
+        answers = {name: f"{SENTENCE} {number}" for name in (data.prompt_column, data.answer_column) if name}
+        row = texts | pairs | answers
         if data.label_column is not None:
             row[data.label_column] = number % 2
         if data.messages_column is not None:

@@ -1,5 +1,7 @@
 """The memory mode mezo in the Trainer, with accelerate, and in plain loops: the same bits, and what is refused."""
 
+import json
+
 import peft
 import pytest
 import torch
@@ -267,6 +269,21 @@ def test_an_accelerator_saves_and_loads_it(tmp_path):
     assert same(weights(model), expected)
 
 
+def test_a_recipe_is_trained_and_measured(tiny_recipe, tmp_path):
+    changes = ["memory={mode: mezo, seed: 3}", "training.max_grad_norm=0", "offload={tier: none}"]
+    saving = ["training.save_strategy=steps", "training.save_steps=1"]
+    report = tmp_path / "report.json"
+    result = CliRunner().invoke(app, ["train", str(tiny_recipe), *changes, *saving, "--report", str(report)])
+    assert result.exit_code == 0, result.output + result.stderr
+    found = json.loads(report.read_text())
+    assert len(found["losses"]) == found["steps"] > 1
+    assert found["memory"]["step_peak_bytes"]
+    assert len(MezoLog.load(next(tmp_path.rglob(LOG_FILE))).rows) > 0
+    refused = CliRunner().invoke(app, ["train", str(tiny_recipe), *changes[:2], "offload={tier: ram}"])
+    assert refused.exit_code == 2
+    assert "tier='ram' moves what is saved for backward" in refused.stderr
+
+
 # --------------------------------------------------------------------------------------------------------------- replay
 
 
@@ -360,6 +377,7 @@ def test_arguments_that_are_refused(others, message, tmp_path):
         ({"tier": "ram"}, "tier='ram' moves what is saved for backward"),
         ({"tier": "none", "optimizer": "ram"}, "optimizer='ram' moves state and gradients"),
         ({"tier": "none", "sampled_linear": 0.3}, "sampled_linear estimates gradients"),
+        ({"tier": "none", "tiled_loss": "on"}, "compute in pieces what has a backward"),
     ],
 )
 def test_settings_that_are_refused(others, message):

@@ -76,6 +76,9 @@ def test_a_shipped_recipe_is_planned(name, tmp_path, tokenizer):
     footprint = count_workload(workload, hardware)
     problem = make_problem(footprint, hardware, 1 << 40)
     most, least = uniform(problem, Placement.KEEP).timeline.peak_bytes, smallest(problem).timeline.peak_bytes
+    if not footprint.saved:  # without backward
+        assert least == most
+        return
     assert least < most
     tight = make_problem(footprint, hardware, (most + least) // 2)
     assert tight.fits(find_plan(tight))
