@@ -89,6 +89,11 @@ class Mezo(MemoryMode):
         why = "memory_mode='mezo' has no backward"
         if config.tier not in ("none", "auto"):
             yield f"tier={config.tier!r} moves what is saved for backward, and {why}: set tier='none'."
+        if config.params != "none":
+            yield (
+                f"params={config.params!r} moves weights, and memory_mode='mezo' changes all of them several times a step: "
+                "set params='none'."
+            )
         if config.optimizer != "none":
             yield f"optimizer={config.optimizer!r} moves state and gradients, and memory_mode='mezo' has none: leave it out."
         if config.tiles:
