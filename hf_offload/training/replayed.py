@@ -12,7 +12,7 @@ from torch import nn
 from hf_offload.errors import OffloadConfigError
 from hf_offload.memory_modes.libraries import load_library
 from hf_offload.optimizers.mezo import MezoLog, replay
-from hf_offload.training.loading import loading
+from hf_offload.pretrained.errors import loading
 
 _ADAPTER = "adapter_config.json"
 
