@@ -16,7 +16,6 @@ from hf_offload.residency.setting import (
     may_leave,
     memory_for_weights,
     open_residency,
-    park_weights,
     place_for,
     settle,
 )
@@ -24,7 +23,7 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.file_systems import free_disk_bytes
 from hf_offload.storage.opening import named_directories
-from hf_offload.storage.service import RunStorage, share_storage, storage_of
+from hf_offload.storage.service import RunStorage, share_storage
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +69,12 @@ class Arrivals:
     def settle(self, model: nn.Module) -> None:
         """The model is complete: as many of its weights are in memory as fit from now on."""
         if self._residency is None:
-            if self._place != "none":
-                park_weights(model, self._config, storage_of(model), processes=1)
-            return
+            return  # "auto" leaves them in memory, or the model is a sketch on the meta device
         share_storage(model, self._storage)
         settle(model, self._residency, self._config)
         self._check_room()
+        self._residency.try_reading()
+        self._residency.tell()
 
     def _arrive(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if threading.get_ident() != self._thread:

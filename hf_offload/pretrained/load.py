@@ -50,13 +50,20 @@ def load_pretrained(
     """
     if "model_config" in kwargs:
         kwargs["config"] = kwargs.pop("model_config")
-    config = unless_disabled(config)
-    name = os.fspath(name_or_path)
-    if config.params == "none":
+    with loading("load_pretrained", os.fspath(name_or_path)):
+        return from_pretrained(auto, name_or_path, *args, offload=config, **kwargs)
+
+
+def from_pretrained(
+    auto: Any, name_or_path: str | os.PathLike[str], *args: Any, offload: OffloadConfig, **kwargs: Any
+) -> nn.Module:
+    """:func:`load_pretrained`, with the arguments and errors of ``from_pretrained``."""
+    offload = unless_disabled(offload)
+    if offload.params == "none":
         return auto.from_pretrained(name_or_path, *args, **kwargs)
     _refuse(kwargs)
-    with loading("load_pretrained", name), progress_bar("Loading weights") as report, _one_at_a_time():
-        with Arrivals(config, name, report) as arrivals:
+    with progress_bar("Loading weights") as report, _one_at_a_time():
+        with Arrivals(offload, os.fspath(name_or_path), report) as arrivals:
             made = auto.from_pretrained(name_or_path, *args, **kwargs)
         arrivals.settle(made[0] if isinstance(made, tuple) else made)  # with output_loading_info=True
     return made

@@ -172,8 +172,21 @@ class Residency:
             if len(looked_at) > _AHEAD or (weight is not None and not weight.read_ahead()):
                 return
 
+    def try_reading(self) -> None:
+        """Read the largest weight that is on the tier only, so that there is a rate to :meth:`tell`."""
+        away = [weight for weight in self.weights() if not weight.is_in_memory]
+        if away and not self.store.tier.stats.read_busy_s:
+            largest = max(away, key=lambda weight: weight.nbytes)
+            largest.enter()
+            largest.leave()
+
+    @property
+    def bytes_of_a_pass(self) -> int:
+        """Bytes that a use of all weights one after the other reads, such as a generated token, once the order is known."""
+        return max(0, self.total_bytes - self.limit_bytes)
+
     def tell(self) -> None:
-        """Say in the log what has left memory."""
+        """Say in the log what has left memory, and what a use of all of it takes."""
         logger.info(
             "%d weights with %s are on %s when they are not used; %s of them may be in memory.",
             len(self._weights),
@@ -181,3 +194,12 @@ class Residency:
             self.store.tier.name,
             format_bytes(min(self.limit_bytes, self.total_bytes)),
         )
+        read = self.store.tier.stats
+        if self.bytes_of_a_pass and read.read_busy_s:
+            rate = read.timed_read_bytes / read.read_busy_s
+            logger.info(
+                "A pass over the model, such as each token that it generates, reads %s: %.2g s at %s a second.",
+                format_bytes(self.bytes_of_a_pass),
+                self.bytes_of_a_pass / rate,
+                format_bytes(rate),
+            )

@@ -109,7 +109,7 @@ def settle(model: nn.Module, residency: Residency, config: OffloadConfig) -> Res
         weight = residence_of(parameter)
         if isinstance(weight, Weight):
             weight.name = name
-    if residency.count > before:
+    if residency.count > before and not residency.is_home:
         residency.tell()
     return residency
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from hf_offload.errors import OffloadConfigError
+from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.pretrained.errors import loading
+from hf_offload.pretrained.load import create_from_config, from_pretrained
 from hf_offload.settings.recipes import Recipe
 from hf_offload.settings.shown import LONGEST
 from hf_offload.settings.text_files import reason_of
@@ -25,7 +26,8 @@ def build_model(
 ) -> torch.nn.Module:
     """The recipe's model, with a class for each of ``labels``, checked against the tokenizer and the length of a block.
 
-    Random weights are drawn on ``device``, which for a large model takes an accelerator a moment and a CPU minutes.
+    Random weights are drawn on ``device``, which for a large model takes an accelerator a moment and a CPU minutes. With
+    ``params``, weights are on their tier as soon as they are made.
     """
     import transformers
 
@@ -45,7 +47,7 @@ def build_model(
                 **classes,
             }  # a head for other classes
         with loading(f"{recipe.name}, section model", model.name):
-            built = auto.from_pretrained(model.name, **options)
+            built: Any = from_pretrained(auto, model.name, offload=recipe.offload, **options)
     else:
         try:
             values = _config_values(recipe, tokenizer) | classes
@@ -53,7 +55,9 @@ def build_model(
             if model.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
                 config.decoder_start_token_id = config.pad_token_id
             with torch.device(device) if device is not None and device.type != "cpu" else contextlib.nullcontext():
-                built = auto.from_config(config, **options)
+                built = create_from_config(auto, config, config=recipe.offload, **options)
+        except OffloadError:
+            raise
         except Exception as error:  # whatever a model raises for a configuration that it cannot take
             raise OffloadConfigError(f"{recipe.name}, section model: {reason_of(error, 2 * LONGEST)}") from error
     if labels is not None and tokenizer is not None and getattr(built.config, "pad_token_id", None) is None:

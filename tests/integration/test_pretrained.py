@@ -16,6 +16,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     Trainer,
+    TrainerCallback,
     Wav2Vec2Config,
     Wav2Vec2Model,
     WhisperConfig,
@@ -32,6 +33,9 @@ from hf_offload import (
     load_pretrained,
 )
 from hf_offload.residency.setting import residency_of
+from hf_offload.settings.recipes import load_recipe
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.training.run import run_recipe
 from tests.helpers import tiny_models
 
 _OTHERS = {
@@ -346,6 +350,23 @@ def test_generated_tokens(checkpoint, tmp_path):
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
 
 
+def test_what_fits_stays_in_memory_while_tokens_are_generated_and_the_rest_is_estimated(checkpoint, tmp_path, caplog):
+    with caplog.at_level("INFO", "hf_offload"):
+        model = load_pretrained(GPT2LMHeadModel, checkpoint, config=on_tier(tmp_path, memory_budget="600KiB"))
+    residency = residency_of(model)
+    expected = residency.bytes_of_a_pass
+    assert 0 < expected < 0.6 * residency.total_bytes
+    assert f"reads {format_bytes(expected)}" in caplog.text
+    ids = torch.arange(8).reshape(1, 8)
+    model.generate(ids, max_new_tokens=4, do_sample=False)
+    before = residency.store.tier.stats.read_bytes
+    tokens = 10
+    model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+    read = (residency.store.tier.stats.read_bytes - before) / tokens
+    assert read < 1.3 * expected  # those that come next in turn would be all of them
+    assert read < 0.8 * residency.total_bytes
+
+
 def test_other_models_are_the_same(tmp_path):
     """Nothing of the process is changed: what is made afterwards is as ever."""
     create_from_config(AutoModelForCausalLM, LlamaConfig(
@@ -354,3 +375,32 @@ def test_other_models_are_the_same(tmp_path):
     ), config=on_tier(tmp_path))  # fmt: skip
     assert not torch.nn.modules.module._global_parameter_registration_hooks
     assert all(type(p) is nn.Parameter for p in GPT2LMHeadModel(gpt2()).parameters())
+
+
+class _Model(TrainerCallback):
+    """Whether the weights of the model that is trained were on the tier before the training began."""
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        self.residency = residency_of(model)
+
+
+@pytest.mark.parametrize("source", ["random", "checkpoint"])
+@pytest.mark.parametrize("mode", ["none", "lora"])
+def test_a_recipe_makes_its_model_on_the_tier(source, mode, tiny_recipe, tmp_path):
+    overrides = [f"offload.memory_mode={mode}"]
+    if source == "checkpoint":
+        run_recipe(load_recipe(tiny_recipe, ["training.output_dir=first"]))
+        text = tiny_recipe.read_text()
+        start, end = text.index("model:\n"), text.index("data:\n")
+        tiny_recipe.write_text(f"{text[:start]}model:\n  name: {tmp_path / 'first'}\n{text[end:]}")
+    expected = run_recipe(load_recipe(tiny_recipe, overrides), save=False)
+    overrides += [
+        "offload.params=ssd",
+        "offload.directory=tier",
+        "offload.min_bytes=1KiB",
+        "offload.tier=none",
+    ]
+    seen = _Model()
+    report = run_recipe(load_recipe(tiny_recipe, overrides), save=False, callbacks=[seen])
+    assert (report.losses_hex, report.parameters_sha256) == (expected.losses_hex, expected.parameters_sha256)
+    assert seen.residency.is_home
