@@ -89,10 +89,10 @@ class Mezo(MemoryMode):
         why = "memory_mode='mezo' has no backward"
         if config.tier not in ("none", "auto"):
             yield f"tier={config.tier!r} moves what is saved for backward, and {why}: set tier='none'."
-        if config.params != "none":
+        if config.params != "none" and self.restore == "pristine":
             yield (
-                f"params={config.params!r} moves weights, and memory_mode='mezo' changes all of them several times a step: "
-                "set params='none'."
+                f"params={config.params!r} moves weights out of memory, and restore='pristine' keeps a copy of them in it: "
+                "use restore='reference'."
             )
         if config.optimizer != "none":
             yield f"optimizer={config.optimizer!r} moves state and gradients, and memory_mode='mezo' has none: leave it out."

@@ -19,6 +19,7 @@ from hf_offload.integrations.accelerate import attached_accelerators, switch_on
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.two_losses import mezo_of
 from hf_offload.optimizers.mezo import LOG_FILE, MezoLog, replay
+from hf_offload.session import attached_session
 from hf_offload.settings.environment import variables_for
 from hf_offload.settings.memory_modes import memory_mode
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
@@ -247,6 +248,57 @@ def test_scripts_have_the_same_bits_everywhere():
     assert same(in_a_plain_loop(config | {"tier": "auto"}), expected)
 
 
+@pytest.mark.parametrize("tier", ["ram", "ssd"])
+def test_weights_on_a_tier_have_the_same_bits_within_their_budget(tier, tmp_path):
+    def run(**tiered):
+        model = tiny_model("gpt2")
+        config = {"tier": "none", "memory_mode": "mezo", "memory_mode_kwargs": SETTINGS}
+        session = attach(model, OffloadConfig(**config | tiered))
+        optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
+        for step in range(STEPS):
+            optimizer.step(lambda step=step: model(**tiny_batch("gpt2", seed=step)).loss)
+        return session, optimizer, weights(model)
+
+    _, expected, in_memory = run()
+    directory = {"directory": str(tmp_path)} if tier == "ssd" else {}
+    session, found, on_tier = run(params=tier, min_bytes=0, memory_budget="40KiB", **directory)
+    assert found.log == expected.log
+    assert same(in_memory, on_tier)
+    residency = session.residency
+    assert residency.most_bytes <= residency.limit_bytes < residency.total_bytes
+    written, read = residency.moved_bytes
+    assert 0 < written <= 4 * STEPS * residency.total_bytes + residency.total_bytes
+    assert 0 < read <= 6 * STEPS * residency.total_bytes + residency.total_bytes
+
+
+def test_the_trainer_has_the_same_bits_with_weights_in_files(tmp_path):
+    expected = trainer(tmp_path)
+    expected.train()
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            residency = attached_session(model).residency
+            seen.append((residency.most_bytes, residency.limit_bytes, residency.total_bytes))
+
+    (tmp_path / "tier").mkdir()
+    run = trainer(
+        tmp_path,
+        offload_params="ssd",
+        offload_directory=str(tmp_path / "tier"),
+        offload_memory_budget="40KiB",
+        offload_min_bytes="0",
+        save_strategy="steps",
+        save_steps=STEPS,
+    )
+    run.add_callback(Look())
+    run.train()
+    assert same(weights(expected.model), weights(run.model))
+    assert len(seen) == STEPS
+    assert all(most <= limit < total for most, limit, total in seen)
+    assert MezoLog.load(tmp_path / f"checkpoint-{STEPS}").rows == mezo_of(expected.optimizer).log.rows
+
+
 def test_an_accelerator_saves_and_loads_it(tmp_path):
     config = {"tier": "none", "memory_mode": "mezo", "memory_mode_kwargs": SETTINGS}
 
@@ -376,7 +428,10 @@ def test_arguments_that_are_refused(others, message, tmp_path):
     [
         ({"tier": "ram"}, "tier='ram' moves what is saved for backward"),
         ({"tier": "none", "optimizer": "ram"}, "optimizer='ram' moves state and gradients"),
-        ({"tier": "none", "params": "ram"}, "params='ram' moves weights"),
+        (
+            {"tier": "none", "params": "ram", "memory_mode_kwargs": {"restore": "pristine"}},
+            "params='ram' moves weights out of memory, and restore='pristine' keeps a copy",
+        ),
         ({"tier": "none", "sampled_linear": 0.3}, "sampled_linear estimates gradients"),
         ({"tier": "none", "tiled_loss": "on"}, "compute in pieces what has a backward"),
     ],

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, attach
+from hf_offload.errors import StorageError
 from hf_offload.optimizers.mezo import MeZO, MezoLog, replay
 from hf_offload.optimizers.mezo import optimizer as module
 from hf_offload.optimizers.mezo.directions import checksum
+from tests.helpers.live_bytes import peak_live_bytes
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 
@@ -367,6 +369,37 @@ def test_weights_come_back_whatever_the_closure_raises_and_the_log_knows_it(call
     replay(optimizer.log, initial)
     expected = weights(model)
     assert all(torch.equal(initial[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("during", ["move", "update"])
+def test_an_error_while_weights_change_is_not_forgotten(during, monkeypatch):
+    model = tiny_model("llama")
+    optimizer = MeZO(model.parameters(), model)
+
+    def fail(directions, *args):
+        directions._weights[0].add_(1)
+        raise StorageError("the drive has gone")
+
+    monkeypatch.setattr(module.Directions, during, fail)
+    with pytest.raises(StorageError):
+        optimizer.step(lambda: torch.ones(()))
+    monkeypatch.undo()
+    for call in (
+        lambda: optimizer.step(lambda: torch.ones(())),
+        lambda: optimizer.evaluate(lambda: torch.ones(())),
+        lambda: optimizer.save_log("unused"),
+    ):
+        with pytest.raises(OffloadError, match="some have changed and others have not"):
+            call()
+
+
+def test_a_step_needs_one_direction_of_the_largest_weight():
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    optimizer = MeZO(model.parameters(), model, weight_decay=0.1)
+    step = lambda: optimizer.step(lambda: torch.ones(()))  # noqa: E731
+    step()
+    largest, every = 512 * 512 * 4, sum(one.nbytes for one in model.parameters())
+    assert largest <= peak_live_bytes(step) < 3 * largest < every / 2
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

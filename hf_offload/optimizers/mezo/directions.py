@@ -29,7 +29,7 @@ class Directions:
     """
 
     def __init__(self, weights: Sequence[Tensor], eps: float):
-        self._weights = [weight.detach() for weight in weights]
+        self._weights = weights  # not views of them, which would hold memory of weights that may be elsewhere
         self._eps = eps
         self._generator = torch.Generator(weights[0].device)
         largest = max(weight.numel() * weight.element_size() for weight in weights)

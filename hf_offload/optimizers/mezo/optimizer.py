@@ -99,6 +99,7 @@ class MeZO(Optimizer):
         self.log = MezoLog(setup)
         self.projected_gradient: float | None = None
         self._evaluated = False
+        self._is_changing = False
         self._made = True
 
     @torch.no_grad()
@@ -109,6 +110,7 @@ class MeZO(Optimizer):
         Raises :class:`~hf_offload.errors.OffloadError` for a loss that is not one finite number.
         """
         check_no_gradients(self._weights)
+        self._check_whole()
         setup, weights = self.log.setup, list(self._weights.values())
         if self.log.initial is None:
             self.log.initial = tuple(map(checksum, weights))
@@ -131,7 +133,7 @@ class MeZO(Optimizer):
                 losses.append(loss_of(closure()))
             finally:
                 with signals_deferred:
-                    if len(self.log.rows) > before:
+                    if len(self.log.rows) > before and not self._is_changing:
                         self._go_back(directions, seed, way, kept)
         first, second = losses
         self._check_losses(first, second)
@@ -145,40 +147,55 @@ class MeZO(Optimizer):
         loss = None if closure is None else self.evaluate(closure)
         if not self._evaluated or self.projected_gradient is None:
             raise OffloadError(f"MeZO's step() has no losses to work with: {HOW}.")
+        self._check_whole()
         setup, seed = self.log.setup, self.log.rows[-1].seed
         directions = Directions(list(self._weights.values()), setup.eps)
         row = self._row(seed, self.projected_gradient)
         rates, decays = ([values[group] for group in setup.groups] for values in (row.rates, row.decays))
         with signals_deferred:
             self._evaluated = False
-            directions.update(seed, row.gradient, rates, decays)
+            with self._changing():
+                directions.update(seed, row.gradient, rates, decays)
             self.log.rows[-1] = row
-            torch.clear_autocast_cache()
         return loss
 
     def _row(self, seed: int, gradient: float) -> Row:
         rates, decays = (tuple(float(group[key]) for group in self.param_groups) for key in ("lr", "weight_decay"))
         return Row(seed, gradient, rates, decays)
 
-    @staticmethod
-    def _move(directions: Directions, seed: int, scale: int) -> None:
-        directions.move(seed, scale)
+    def _move(self, directions: Directions, seed: int, scale: int) -> None:
+        with self._changing():
+            directions.move(seed, scale)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Inside, some weights have changed and others have not: after an error of a drive or a device that stays so."""
+        self._is_changing = True
+        yield
+        self._is_changing = False
         torch.clear_autocast_cache()  # or an autocast around the step would go on with weights as they were
+
+    def _check_whole(self) -> None:
+        if self._is_changing:
+            raise OffloadError(
+                "An earlier error came while MeZO changed weights: some have changed and others have not. Load a checkpoint "
+                "into the model, and make a new optimizer."
+            )
 
     def _go_back(self, directions: Directions, seed: int, way: Iterator[int], kept: list[Tensor] | None) -> None:
         if kept is None:
             for scale in way:  # what is left of it, so that an aborted step has the bits of one without an update
                 self._move(directions, seed, scale)
             return
-        for one, before in zip(self._weights.values(), kept, strict=True):
-            one.detach().copy_(before)
-        torch.clear_autocast_cache()
+        with self._changing():
+            for one, before in zip(self._weights.values(), kept, strict=True):
+                one.detach().copy_(before)
 
     def _check_losses(self, first: Tensor, second: Tensor) -> None:
         if not (math.isfinite(first.item()) and math.isfinite(second.item())):
             raise OffloadError(
-                f"Step {len(self.log.rows)} of MeZO: the losses are {first.item()} and {second.item()}. The weights are as "
-                "they were before it. Lower the learning rate, or eps."
+                f"Step {len(self.log.rows)} of MeZO: the losses are {first.item()} and {second.item()}. The weights "
+                "have gone back, and no update was made. Lower the learning rate, or eps."
             )
         if first.dtype in _NARROW and len(self.log.rows) == 1:
             logger.warning(
@@ -212,6 +229,7 @@ class MeZO(Optimizer):
 
     def save_log(self, path: Any) -> None:
         """Write the log to a safetensors file, with checksums of the weights as they are now."""
+        self._check_whole()
         self.log.final = tuple(map(checksum, self._weights.values()))
         try:
             self.log.save(path)
