@@ -13,37 +13,17 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from hf_offload.interrupts import signals_deferred
-from hf_offload.parameters.casts import fill_cast
+from hf_offload.parameters.harmless import is_harmless
 from hf_offload.parameters.holders import storage_holders
-from hf_offload.parameters.hooks import saving_hooks
 from hf_offload.parameters.saved import Residence
-
-
-class Demand(Protocol):
-    """What a demanded parameter is waiting for."""
-
-    def finish(self) -> None:
-        """The parameter is about to be used: its update has to come first."""
-
-    def overwrite(self) -> None:
-        """The parameter is about to get another value, whatever it was."""
-
-    def reveal_gradient(self) -> None:
-        """``.grad`` is about to be read: put it there."""
-
-    def replace_gradient(self, zeros: bool) -> None:
-        """``.grad`` is about to be written, or set to zeros, and what it was does not matter."""
-
-
-# They belong to the parameter, so that the garbage collector finds both: what they refer to may refer to the parameter.
-_DEMAND = "_hf_offload_demand"
-_RESIDENCE = "_hf_offload_residence"
+from hf_offload.parameters.views import views_in_memory
+from hf_offload.parameters.waiting import DEMAND, RESIDENCE, Demand, complete, demand_of, in_memory, residence_of
 
 _GRADIENT: Any = torch.Tensor.grad
 _GET_GRADIENT = _GRADIENT.__get__
@@ -57,62 +37,6 @@ _UNCOUNTED = {getattr(torch, name) for name in dir(torch) if name.startswith("_f
 # They read every gradient only to drop it, or to make zeros of it.
 _ZEROING = {nn.Module.zero_grad.__code__}
 
-_PROPERTIES = [
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "ndim",
-    "requires_grad",
-    "is_leaf",
-    "grad_fn",
-    "itemsize",
-    "nbytes",
-    "is_cpu",
-    "is_cuda",
-    "is_meta",
-    "is_sparse",
-    "is_quantized",
-    "is_nested",
-    "is_mkldnn",
-    "retains_grad",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-]
-_METHODS = [
-    "__hash__",
-    "__len__",
-    "size",
-    "stride",
-    "numel",
-    "nelement",
-    "dim",
-    "ndimension",
-    "element_size",
-    "get_device",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "is_signed",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "requires_grad_",
-]
-
-
-def _harmless() -> Iterator[Any]:
-    """Functions that neither read nor write values."""
-    for name in _PROPERTIES:
-        if hasattr(torch.Tensor, name):
-            yield getattr(torch.Tensor, name).__get__
-    yield vars(torch._C.TensorBase)["requires_grad"].__set__
-    for name in _METHODS:
-        yield getattr(torch.Tensor, name)
-    yield from (torch.is_floating_point, torch.is_complex, torch.numel)
-
-
-_HARMLESS = frozenset(_harmless())
-
 
 class DemandedParameter(nn.Parameter):
     """A parameter that is completed when it is used."""
@@ -122,21 +46,21 @@ class DemandedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _HARMLESS:
+            if is_harmless(func):
                 return func(*args, **kwargs)
             asked = list(dict.fromkeys(_demanded((args, kwargs))))
             for each in asked:
                 _answer(each, func, args)
         others = any(not issubclass(each, DemandedParameter) for each in types)
         if others or _has_functions_of_its_own(cls):
-            with as_plain(asked, _changes_uncounted(func)):
+            with as_plain(asked, _changes_uncounted(func)), views_in_memory((args, kwargs)):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.Tensor.detach and _caller().f_code is _SAVING:
                 residence = residence_of(asked[0])
                 if residence is not None and (copy := residence.saved()) is not None:
                     return copy
-            with in_memory(asked, _changes_uncounted(func)):
+            with in_memory(asked, _changes_uncounted(func)), views_in_memory((args, kwargs)):
                 if func in _ADDRESSES and (residence := residence_of(asked[0])) is not None:
                     residence.note_address()
                 result = func(*args, **kwargs)
@@ -186,12 +110,12 @@ def is_demanded(value: Any) -> bool:
 
 def demanded(parameter: nn.Parameter, demand: Demand | None) -> None:
     """Let ``demand`` know of all that is done with ``parameter`` from now on; None ends that."""
-    _note(parameter, _DEMAND, demand)
+    _note(parameter, DEMAND, demand)
 
 
 def housed(parameter: nn.Parameter, residence: Residence | None) -> None:
     """Let ``residence`` bring the memory of ``parameter`` for all that is done with it from now on; None ends that."""
-    _note(parameter, _RESIDENCE, residence)
+    _note(parameter, RESIDENCE, residence)
 
 
 def _note(parameter: nn.Parameter, name: str, value: Any) -> None:
@@ -200,27 +124,10 @@ def _note(parameter: nn.Parameter, name: str, value: Any) -> None:
     else:
         vars(parameter)[name] = value
     kind = own_class(parameter)
-    waits = _DEMAND in vars(parameter) or _RESIDENCE in vars(parameter)
+    waits = DEMAND in vars(parameter) or RESIDENCE in vars(parameter)
     wanted = demanded_class(kind) if waits else kind
     if type(parameter) is not wanted:
         parameter.__class__ = wanted
-
-
-def demand_of(parameter: nn.Parameter) -> Demand | None:
-    """What the parameter is waiting for."""
-    return vars(parameter).get(_DEMAND)
-
-
-def residence_of(parameter: nn.Parameter) -> Residence | None:
-    """Where the parameter's memory comes from, if it comes and goes."""
-    return vars(parameter).get(_RESIDENCE)
-
-
-def complete(parameter: nn.Parameter) -> None:
-    """Compute the update that ``parameter`` waits for, if it does."""
-    demand = demand_of(parameter)
-    if demand is not None:
-        demand.finish()
 
 
 @contextlib.contextmanager
@@ -244,28 +151,6 @@ def as_plain(parameters: Sequence[nn.Parameter], changed: bool = False) -> Itera
                 for parameter, demand, residence in demands:
                     housed(parameter, residence)
                     demanded(parameter, demand)
-
-
-@contextlib.contextmanager
-def in_memory(parameters: Iterable[nn.Parameter], changed: bool = False) -> Iterator[None]:
-    """Let the memory of ``parameters`` be there inside the block, which may have ``changed`` it in a way that does not show.
-    What autograd saves of it inside the block does not hold it.
-    """
-    residents = [(each, found) for each in parameters if (found := residence_of(each)) is not None]
-    if not residents:
-        yield
-        return
-    entered: list[Residence] = []
-    try:
-        for parameter, residence in residents:
-            residence.enter()
-            entered.append(residence)
-            fill_cast(parameter)
-        with saving_hooks([parameter for parameter, _ in residents]):
-            yield
-    finally:
-        for residence in entered:
-            residence.leave(changed)
 
 
 def held_elsewhere(parameter: nn.Parameter) -> bool:

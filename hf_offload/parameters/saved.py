@@ -91,12 +91,16 @@ class SavedWeight:
             finally:
                 self.residence.leave()
 
-    def _view(self, parameter: nn.Parameter) -> Tensor:
+    def data(self) -> Tensor:
+        """The memory of the view in that of the parameter, which is in memory."""
+        parameter = self.parameter
         offset = parameter.storage_offset() * parameter.element_size() + self.offset
         data = torch.empty(0, dtype=self.dtype, device=parameter.device)
-        data.set_(parameter.untyped_storage(), offset // data.element_size(), self.size, self.stride)
+        return data.set_(parameter.untyped_storage(), offset // data.element_size(), self.size, self.stride)
+
+    def _view(self, parameter: nn.Parameter) -> Tensor:
         tensor = parameter.detach()  # shares the version counter
-        tensor.data = data
+        tensor.data = self.data()
         if self.conj:
             tensor = torch._conj(tensor)
         if self.neg:
@@ -156,6 +160,11 @@ class Whereabouts:
 
         self._parameters[number] = weakref.ref(parameter, gone), weakref.ref(residence)
         return number
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether there are any."""
+        return bool(self._parameters)
 
     def remove(self, number: int) -> None:
         """The memory of this number is a parameter's no longer."""

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-from hf_offload.parameters.demand import as_plain, complete, in_memory, is_demanded
+from hf_offload.parameters.demand import as_plain, is_demanded
+from hf_offload.parameters.saved import whereabouts
+from hf_offload.parameters.views import FollowingView, follow_views, views_in_memory
+from hf_offload.parameters.waiting import complete, in_memory
 
 
 def ask_everywhere() -> None:
@@ -23,13 +26,16 @@ def _ask_in_apply() -> None:
 
     @functools.wraps(own)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = [each for each in (*args, *kwargs.values()) if is_demanded(each)]
-        if not asked:
+        values = (*args, *kwargs.values())
+        asked = [each for each in values if is_demanded(each)]
+        if not asked and not whereabouts.is_in_use and not any(type(each) is FollowingView for each in values):
             return own(cls, *args, **kwargs)
         for each in asked:
             complete(each)
-        with in_memory(asked):
-            return own(cls, *args, **kwargs)
+        with in_memory(asked), views_in_memory(values):
+            result = own(cls, *args, **kwargs)
+            follow_views(result)
+            return result
 
     apply._hf_offload_asks = True  # type: ignore[attr-defined]
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
-from hf_offload.parameters.demand import residence_of
+from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.planning.optimizer_state import missing_state, state_of
 from hf_offload.planning.recorder import StepRecorder, nbytes_of

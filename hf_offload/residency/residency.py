@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_offload.parameters.contexts import outside
 from hf_offload.parameters.demand import housed
+from hf_offload.parameters.views import follow_attributes
 from hf_offload.residency.order import UseOrder
 from hf_offload.residency.weight import Weight
 from hf_offload.settings.sizes import format_bytes
@@ -77,6 +78,7 @@ class Residency:
             self._make_room(parameter.nbytes)
             weight = Weight(parameter, name, len(self._weights), self)
             self._weights.append(weakref.ref(weight))
+            follow_attributes(parameter, vars(parameter))
             housed(parameter, weight)
 
     @property

@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hf_offload.parameters.demand import ask_in_transforms, residence_of
+from hf_offload.parameters.demand import ask_in_transforms
 from hf_offload.parameters.fast_paths import keep_fast_paths
 from hf_offload.parameters.unasked import ask_everywhere
+from hf_offload.parameters.views import follow_attributes
+from hf_offload.parameters.waiting import in_memory, residence_of
 from hf_offload.residency.refusals import refuse
 from hf_offload.residency.residency import Residency
 from hf_offload.residency.weight import Weight, is_dense
@@ -105,6 +107,7 @@ def settle(model: nn.Module, residency: Residency, config: OffloadConfig) -> Res
     residency.begin_run(wanted)
     before = residency.count
     residency.park((name, p) for name, p in model.named_parameters() if may_leave(p, config))
+    _follow_states(model)
     for name, parameter in model.named_parameters():
         weight = residence_of(parameter)
         if isinstance(weight, Weight):
@@ -122,6 +125,16 @@ def is_large(parameter: nn.Parameter, config: OffloadConfig) -> bool:
 def memory_for_weights(config: OffloadConfig) -> int:
     """Bytes of the memory budget that weights may take; 0 without a budget."""
     return 0 if config.memory_budget is None else int(_KEPT_SHARE * int(config.memory_budget))
+
+
+def _follow_states(model: nn.Module) -> None:
+    """Layers of bitsandbytes keep their weight in a state object, too, once they have run."""
+    for module in model.modules():
+        state = getattr(module, "state", None)
+        if hasattr(state, "CB"):
+            for parameter in module.parameters(recurse=False):
+                with in_memory([parameter]):
+                    follow_attributes(parameter, vars(state))
 
 
 def weights_at_a_time(model: nn.Module, config: OffloadConfig) -> int:

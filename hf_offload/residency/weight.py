@@ -10,13 +10,15 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from hf_offload.errors import StorageError
 from hf_offload.parameters.casts import fill_cast
-from hf_offload.parameters.demand import housed, residence_of
+from hf_offload.parameters.demand import housed
 from hf_offload.parameters.holders import hull_of, storage_holders
 from hf_offload.parameters.saved import whereabouts
+from hf_offload.parameters.waiting import residence_of
 from hf_offload.storage.buffers import whole_storage
 from hf_offload.storage.mapped import MappedFiles
 from hf_offload.storage.stored import Store, Stored
@@ -46,6 +48,8 @@ class Weight:
         self._stored: Stored | None = None
         self._buffer: Tensor | None = None  # what the parameter lies in, and the tier has, too
         self._changed = True  # since it was on the tier
+        self._exposed = False  # to views, NumPy arrays and the like, whose writes do not show
+        self._digest = b""  # of what is on the tier: 128 bits, which tell whether such a write has come
         self._hull: Tensor | None = None
         self._copy: weakref.ref[Tensor] | None = None
         self._memory: int | None = None  # where it is; None while it is on the tier only
@@ -108,9 +112,11 @@ class Weight:
                 whereabouts.remove(self._memory)
             self._buffer = self._stored = self._hull = None
             self._note_memory(parameter)
-        if changed or replaced or parameter._version != self._version or self.is_held:
+        if changed or replaced or parameter._version != self._version:
             self._changed = True
             self._version = parameter._version
+        elif self.is_held:
+            self._exposed = True
 
     def send(self, store: Store) -> None:
         """Give its memory up for a hull, and write what has changed of it."""
@@ -118,8 +124,13 @@ class Weight:
         if parameter is None or self._memory is None:
             return
         buffer, stored = self._buffer, self._stored
-        if self._changed:
+        if self._changed or self._exposed:
             buffer = self._bytes(parameter) if buffer is None else buffer
+            digest = xxhash.xxh3_128_digest(buffer.numpy().data)
+            self._changed = self._changed or digest != self._digest
+            self._exposed, self._digest = False, digest
+        if self._changed:
+            assert buffer is not None
             self._stored = Stored(store, buffer)
         hull = self._hull
         if hull is None or hull.shape != parameter.shape or hull.dtype != parameter.dtype:
@@ -134,7 +145,7 @@ class Weight:
             assert self._stored is not None
             self._stored.send()
         elif buffer is not None and stored is not None:
-            stored.give_back(buffer)
+            stored.give_back(buffer)  # on an accelerator, the copy that was compared
 
     def bring(self) -> None:
         """Let its memory be there.

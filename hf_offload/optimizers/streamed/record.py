@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.optimizers.streamed.shadow import CUT_ELEMENTS, pieces
 from hf_offload.parameters.contexts import StepContext
-from hf_offload.parameters.demand import demand_of, demanded
+from hf_offload.parameters.demand import demanded
+from hf_offload.parameters.waiting import demand_of
 from hf_offload.storage.packing import Packing
 from hf_offload.storage.stored import Store, Stored, as_bytes
 

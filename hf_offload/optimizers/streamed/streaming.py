@@ -28,7 +28,8 @@ from hf_offload.optimizers.streamed.record import Record, Update, part_elements
 from hf_offload.optimizers.streamed.shadow import Shadow, attributes_of, options_of
 from hf_offload.optimizers.streamed.states import States
 from hf_offload.parameters.contexts import StepContext, is_outside, outside
-from hf_offload.parameters.demand import demand_of, gradient_of, held_elsewhere, in_memory, own_class, set_gradient
+from hf_offload.parameters.demand import gradient_of, held_elsewhere, own_class, set_gradient
+from hf_offload.parameters.waiting import demand_of, in_memory
 from hf_offload.storage.stored import Store
 
 PART_BYTES = 8 << 20

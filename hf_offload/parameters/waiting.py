@@ -1,0 +1,71 @@
+"""What a parameter waits for, which is noted on the parameter itself."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from torch import nn
+
+from hf_offload.parameters.casts import fill_cast
+from hf_offload.parameters.hooks import saving_hooks
+from hf_offload.parameters.saved import Residence
+
+
+class Demand(Protocol):
+    """What a demanded parameter is waiting for."""
+
+    def finish(self) -> None:
+        """The parameter is about to be used: its update has to come first."""
+
+    def overwrite(self) -> None:
+        """The parameter is about to get another value, whatever it was."""
+
+    def reveal_gradient(self) -> None:
+        """``.grad`` is about to be read: put it there."""
+
+    def replace_gradient(self, zeros: bool) -> None:
+        """``.grad`` is about to be written, or set to zeros, and what it was does not matter."""
+
+
+# They belong to the parameter, so that the garbage collector finds both: what they refer to may refer to the parameter.
+DEMAND = "_hf_offload_demand"
+RESIDENCE = "_hf_offload_residence"
+
+
+def demand_of(parameter: nn.Parameter) -> Demand | None:
+    """What the parameter is waiting for."""
+    return vars(parameter).get(DEMAND)
+
+
+def residence_of(parameter: nn.Parameter) -> Residence | None:
+    """Where the parameter's memory comes from, if it comes and goes."""
+    return vars(parameter).get(RESIDENCE)
+
+
+def complete(parameter: nn.Parameter) -> None:
+    """Compute the update that ``parameter`` waits for, if it does."""
+    demand = demand_of(parameter)
+    if demand is not None:
+        demand.finish()
+
+
+@contextlib.contextmanager
+def in_memory(parameters: Iterable[nn.Parameter], changed: bool = False) -> Iterator[None]:
+    """Let the memory of ``parameters`` be there inside the block, which may have ``changed`` it in a way that does not show.
+    What autograd saves of it inside the block does not hold it.
+    """
+    residents = [(each, found) for each in parameters if (found := residence_of(each)) is not None]
+    if not residents:
+        yield
+        return
+    entered: list[Residence] = []
+    try:
+        for parameter, residence in residents:
+            residence.enter()
+            entered.append(residence)
+            fill_cast(parameter)
+        with saving_hooks([parameter for parameter, _ in residents]):
+            yield
+    finally:
+        for residence in entered:
+            residence.leave(changed)
