@@ -22,7 +22,7 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.harmless import is_harmless
 from hf_offload.parameters.holders import storage_holders
 from hf_offload.parameters.saved import Residence
-from hf_offload.parameters.views import views_in_memory
+from hf_offload.parameters.views import HoldingView, note_views, parameters_of, views_in_memory
 from hf_offload.parameters.waiting import DEMAND, RESIDENCE, Demand, complete, demand_of, in_memory, residence_of
 
 _GRADIENT: Any = torch.Tensor.grad
@@ -51,19 +51,23 @@ class DemandedParameter(nn.Parameter):
             asked = list(dict.fromkeys(_demanded((args, kwargs))))
             for each in asked:
                 _answer(each, func, args)
-        others = any(not issubclass(each, DemandedParameter) for each in types)
-        if others or _has_functions_of_its_own(cls):
-            with as_plain(asked, _changes_uncounted(func)), views_in_memory((args, kwargs)):
+            if func == _GET_GRADIENT or func in _WRITE_GRADIENT:
                 return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
             if func is torch.Tensor.detach and _caller().f_code is _SAVING:
                 residence = residence_of(asked[0])
                 if residence is not None and (copy := residence.saved()) is not None:
                     return copy
-            with in_memory(asked, _changes_uncounted(func)), views_in_memory((args, kwargs)):
+            parameters = [*asked, *parameters_of((args, kwargs))]
+        others = any(not issubclass(each, (DemandedParameter, HoldingView)) for each in types)
+        if others or _has_functions_of_its_own(cls):
+            with as_plain(asked, _changes_uncounted(func)), views_in_memory((args, kwargs)):
+                return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            with in_memory(parameters, _changes_uncounted(func)), views_in_memory((args, kwargs)):
                 if func in _ADDRESSES and (residence := residence_of(asked[0])) is not None:
                     residence.note_address()
                 result = func(*args, **kwargs)
+                note_views(func, result, parameters)
             if func is torch.Tensor.detach and _caller().f_code is _MAKING:
                 result.__class__ = type(asked[0])  # with which it is compared
             return result

@@ -32,6 +32,10 @@ class Residence(Protocol):
         """What a state dict is to hold instead of the parameter's memory; None for that."""
 
 
+class SharesMemory(Tensor):
+    """A tensor that is known to share a parameter's memory."""
+
+
 class KeptTensor:
     """What autograd holds for a tensor that stays where it is."""
 
@@ -200,7 +204,7 @@ def has_no_memory(tensor: Tensor) -> bool:
     return (
         tensor.is_meta
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        or (type(tensor) not in (Tensor, nn.Parameter) and not issubclass(type(tensor), nn.Parameter))
+        or not (type(tensor) is Tensor or issubclass(type(tensor), nn.Parameter) or isinstance(tensor, SharesMemory))
     )
 
 

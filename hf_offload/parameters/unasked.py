@@ -10,7 +10,7 @@ import torch
 
 from hf_offload.parameters.demand import as_plain, is_demanded
 from hf_offload.parameters.saved import whereabouts
-from hf_offload.parameters.views import FollowingView, follow_views, views_in_memory
+from hf_offload.parameters.views import FollowingView, follow_views, parameters_of, views_in_memory
 from hf_offload.parameters.waiting import complete, in_memory
 
 
@@ -32,7 +32,7 @@ def _ask_in_apply() -> None:
             return own(cls, *args, **kwargs)
         for each in asked:
             complete(each)
-        with in_memory(asked), views_in_memory(values):
+        with in_memory([*asked, *parameters_of(values)]), views_in_memory(values):
             result = own(cls, *args, **kwargs)
             follow_views(result)
             return result

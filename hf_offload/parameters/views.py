@@ -1,4 +1,8 @@
-"""Views of parameters that a custom function of autograd keeps for its backward: they follow the parameter's memory.
+"""Views of parameters whose memory comes and goes.
+
+Note: what operations take
+    A view that the user's code makes of a parameter holds the parameter's memory while it is alive, as in a run in memory.
+    But what an operation saves of the view until backward does not: such views are of a class that PyTorch asks, too.
 
 Note: what custom functions keep
     A function that does not call ``save_for_backward`` keeps tensors as attributes of its context, where autograd's hooks do
@@ -16,8 +20,8 @@ from torch import Tensor, nn
 from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.harmless import is_harmless
 from hf_offload.parameters.holders import hull_of
-from hf_offload.parameters.saved import SavedWeight, whereabouts
-from hf_offload.parameters.waiting import complete, in_memory
+from hf_offload.parameters.saved import SavedWeight, SharesMemory, whereabouts
+from hf_offload.parameters.waiting import complete, in_memory, residence_of
 
 _LEVELS = 3
 _SAVED = "_hf_offload_view"
@@ -35,6 +39,72 @@ class FollowingView(Tensor):
                 return func(*args, **kwargs)
         with views_in_memory((args, kwargs)):
             return func(*args, **kwargs)
+
+
+class HoldingView(SharesMemory):
+    """A view that has its parameter's memory, of which operations save the parameter's name."""
+
+    @classmethod
+    @torch._disable_dynamo
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_harmless(func):
+                return func(*args, **kwargs)
+            parameters = parameters_of((args, kwargs))
+            for parameter in parameters:
+                complete(parameter)
+            if all(each is HoldingView for each in types):
+                with in_memory(parameters):
+                    result = func(*args, **kwargs)
+                    note_views(func, result, parameters)
+                    return result
+        with in_memory(parameters), _as_plain(list(_found((args, kwargs), HoldingView))):
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        with _as_plain([self]):
+            return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _as_plain([self]):
+            return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _as_plain([self]):
+            return self.__reduce_ex__(protocol)
+
+
+@contextlib.contextmanager
+def _as_plain(views: list[Any]) -> Iterator[None]:
+    with signals_deferred:
+        for view in views:
+            view.__class__ = Tensor
+    try:
+        yield
+    finally:
+        with signals_deferred:
+            for view in views:
+                view.__class__ = HoldingView
+
+
+def parameters_of(values: Any) -> list[Any]:
+    """The parameters, each once, of which views that have their memory are in ``values``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        views = _found(values, HoldingView)
+        return list({id(base): base for view in views if (base := view._base) is not None}.values())
+
+
+def note_views(func: Any, result: Any, parameters: list[Any]) -> None:
+    """Let what is a view of one of ``parameters`` in the ``result`` of ``func`` be known to operations that save it."""
+    if func is torch.Tensor.detach or not torch.is_grad_enabled():
+        return
+    for tensor in _found(result, Tensor):
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            continue
+        base: Any = tensor._base
+        if base is not None and any(base is each for each in parameters) and residence_of(base) is not None:
+            tensor.__class__ = HoldingView
 
 
 @contextlib.contextmanager
@@ -59,7 +129,7 @@ def views_in_memory(values: Any) -> Iterator[None]:
             with signals_deferred:
                 for view, weight in saved:
                     if _lies_in(weight.parameter, view):
-                        _follow(view, weight)
+                        _take_memory(view, weight)
 
 
 def follow_views(result: Any) -> None:
@@ -71,7 +141,7 @@ def follow_views(result: Any) -> None:
                 if view.grad_fn is None and not view.requires_grad:
                     weight = whereabouts.find(view)
                     if weight is not None and not weight.whole:
-                        _follow(view, weight)
+                        _take_memory(view, weight)
 
 
 def follow_attributes(parameter: nn.Parameter, values: Any) -> None:
@@ -80,7 +150,7 @@ def follow_attributes(parameter: nn.Parameter, values: Any) -> None:
         residence = whereabouts.residence(parameter)
         for view in list(_found(values, Tensor)):
             if residence is not None and _lies_in(parameter, view):
-                _follow(view, SavedWeight(parameter, residence, view))
+                _take_memory(view, SavedWeight(parameter, residence, view))
 
 
 def _lies_in(parameter: nn.Parameter, view: Tensor) -> bool:
@@ -90,7 +160,7 @@ def _lies_in(parameter: nn.Parameter, view: Tensor) -> bool:
     return bool(view.untyped_storage()._cdata == parameter.untyped_storage()._cdata)
 
 
-def _follow(view: Tensor, weight: SavedWeight) -> None:
+def _take_memory(view: Tensor, weight: SavedWeight) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         view.data = hull_of(view)
         vars(view)[_SAVED] = weight

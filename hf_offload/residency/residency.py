@@ -1,5 +1,6 @@
 """Which weights of a model are in memory: those that are used, and as many as fit of those that are used next."""
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -8,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from hf_offload.parameters.contexts import outside
+from hf_offload.parameters.contexts import is_outside, outside
 from hf_offload.parameters.demand import housed
 from hf_offload.parameters.views import follow_attributes
 from hf_offload.residency.order import UseOrder
@@ -38,7 +39,8 @@ class Residency:
 
     def __init__(self, store: Store, limit_bytes: int, files: MappedFiles | None = None):
         self.store = store
-        self.limit_bytes = limit_bytes
+        self._limit_bytes = limit_bytes
+        self._is_short = False  # of room, when the last weight came
         self.most_bytes = 0
         self.is_home = False
         self._files = files
@@ -49,7 +51,8 @@ class Residency:
 
     def begin_run(self, limit_bytes: int) -> None:
         """Another run begins."""
-        self.limit_bytes = limit_bytes
+        self._limit_bytes = limit_bytes
+        self._is_short = False  # of room, when the last weight came
         self.most_bytes = self.bytes_in_memory
         self._moved_before = self._moved_in_all
 
@@ -91,6 +94,15 @@ class Residency:
         return [weight for reference in self._weights if (weight := reference()) is not None]
 
     @property
+    def limit_bytes(self) -> int:
+        """What may be in memory of them, unless what is used at once takes more."""
+        return self._limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, limit_bytes: int) -> None:
+        self._limit_bytes, self._is_short = limit_bytes, True
+
+    @property
     def bytes_in_memory(self) -> int:
         """Bytes of the weights that are in memory."""
         return sum(weight.nbytes for weight in self.weights() if weight.is_in_memory)
@@ -111,6 +123,7 @@ class Residency:
     def enter(self, weight: Weight) -> None:
         """Let ``weight`` be in memory until it is left as often."""
         with self._lock:
+            weight.check_copies()
             if weight.uses == 0:
                 self._order.used(weight.number)
             if not weight.is_in_memory:
@@ -118,9 +131,13 @@ class Residency:
                     self._make_room(weight.nbytes)
                     weight.bring()
                     self.most_bytes = max(self.most_bytes, self.bytes_in_memory)
+            elif self._is_short:  # others may leave that could not before
+                with outside():
+                    self._make_room(0, weight)
             weight.uses += 1
             if weight.uses == 1:
-                self._read_ahead()
+                with contextlib.nullcontext() if is_outside() else outside():
+                    self._read_ahead()
 
     def leave(self, weight: Weight, changed: bool) -> None:
         """``weight`` was used."""
@@ -143,17 +160,19 @@ class Residency:
                 weight.bring()
                 weight.release()
 
-    def _make_room(self, nbytes: int) -> None:
-        """Let weights leave that are used last, until so many bytes may come."""
+    def _make_room(self, nbytes: int, used: Weight | None = None) -> None:
+        """Let weights leave that are used last, except the one that is ``used`` now, until so many bytes may come."""
         excess = self.bytes_in_memory + nbytes - self.limit_bytes
-        if excess <= 0:
+        self._is_short = excess > 0
+        if not self._is_short:
             return
         for weight in self._farthest_first():
-            if weight.may_leave():
+            if weight is not used and weight.may_leave():
                 excess -= weight.nbytes
                 weight.send(self.store)
                 self.store.throttle()
                 if excess <= 0:
+                    self._is_short = False
                     return
 
     def _farthest_first(self) -> list[Weight]:

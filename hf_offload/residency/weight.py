@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from hf_offload.errors import StorageError
+from hf_offload.errors import OffloadError, StorageError
 from hf_offload.parameters.casts import fill_cast
 from hf_offload.parameters.demand import housed
 from hf_offload.parameters.holders import hull_of, storage_holders
@@ -51,7 +51,8 @@ class Weight:
         self._exposed = False  # to views, NumPy arrays and the like, whose writes do not show
         self._digest = b""  # of what is on the tier: 128 bits, which tell whether such a write has come
         self._hull: Tensor | None = None
-        self._copy: weakref.ref[Tensor] | None = None
+        self._copy: weakref.ref[Tensor] | None = None  # for a state dict
+        self._copies: list[_GivenCopy] = []
         self._memory: int | None = None  # where it is; None while it is on the tier only
         self._version = 0
         self._note_memory(parameter)
@@ -114,9 +115,11 @@ class Weight:
             self._note_memory(parameter)
         if changed or replaced or parameter._version != self._version:
             self._changed = True
+            self._copy = None
             self._version = parameter._version
         elif self.is_held:
             self._exposed = True
+            self._copy = None
 
     def send(self, store: Store) -> None:
         """Give its memory up for a hull, and write what has changed of it."""
@@ -176,7 +179,9 @@ class Weight:
         return self._memory is not None or self._stored is None or self._stored.read_ahead()
 
     def copy(self, files: MappedFiles) -> Tensor:
-        """A copy in a file that is mapped into memory: the same one while it is alive."""
+        """A copy in a file that is mapped into memory: the same one while it is alive and the parameter is as it was."""
+        if self._memory is not None:
+            self.note_changes(False)
         found = None if self._copy is None else self._copy()
         if found is None:
             self.residency.enter(self)
@@ -186,8 +191,19 @@ class Weight:
                 found = files.copy(parameter)
             finally:
                 self.residency.leave(self, False)
-            self._copy = weakref.ref(found)
+            self._copy = None if self.is_held else weakref.ref(found)
+            self._copies = [each for each in self._copies if each.is_alive]
+            self._copies.append(_GivenCopy(found))
         return found
+
+    def check_copies(self) -> None:
+        """Raise :class:`~hf_offload.errors.OffloadError` if a copy was changed that would be the weight itself in memory."""
+        if any(each.was_changed for each in self._copies):
+            raise OffloadError(
+                f"A tensor that state_dict() returned for the weight {self.name} was changed in place. In memory, that would "
+                "have changed the weight, but this one is on a tier, and the tensor is a copy: change the parameter itself "
+                "under torch.no_grad(), or take the state inside of session.weights()."
+            )
 
     def release(self) -> None:
         """Let the parameter be a plain one, which is in memory for good."""
@@ -209,6 +225,26 @@ class Weight:
             return whole_storage(data)
         flat = data.as_strided((data.numel(),), (1,))
         return (flat.clone() if data.device.type == "cpu" else flat.to("cpu")).view(torch.uint8)
+
+
+class _GivenCopy:
+    """A copy that others have, of which this holds the count of changes, and no memory."""
+
+    def __init__(self, copy: Tensor):
+        self._copy = weakref.ref(copy)
+        self._probe = copy.detach()
+        self._probe.data = torch.empty(0, dtype=copy.dtype)
+        self._version = copy._version
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether it was changed in place."""
+        return self._probe._version != self._version
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether others still have it, or it was changed."""
+        return self.was_changed or self._copy() is not None
 
 
 def is_dense(tensor: Tensor) -> bool:
