@@ -61,18 +61,9 @@ EFFECTS = (
     ),
     Effect(
         "weights or optimizer state that leave memory, on first use",
-        "torch.func's wrappers, and with weights torch.autograd.Function.apply, torch.tensor, torch.as_tensor and "
-        "torch.asarray, let a weight come that is elsewhere, and change nothing for other tensors",
-        {
-            "optimizer": _TRANSFORMS,
-            "weights": (
-                *_TRANSFORMS,
-                "torch.autograd.function.Function.apply",
-                "torch.tensor",
-                "torch.as_tensor",
-                "torch.asarray",
-            ),
-        },
+        "torch.func's wrappers, and with weights torch.autograd.Function.apply, let a weight come that is elsewhere, and "
+        "change nothing for other tensors",
+        {"optimizer": _TRANSFORMS, "weights": (*_TRANSFORMS, "torch.autograd.function.Function.apply")},
     ),
     Effect(
         "tier auto, until it is detached",

@@ -1,5 +1,8 @@
 """Weights on a tier in a Trainer, an Accelerator and a loop of one's own: the bits of the run that keeps them in memory."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -148,3 +151,26 @@ class Counter:
         if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
             self.nbytes += tensor.nbytes
         return tensor
+
+
+def test_models_that_are_loaded_later_are_those_of_a_process_without_offloading(tmp_path):
+    """In a process of its own: transformers is imported after weights have left memory."""
+    code = f"""
+import torch
+from hf_offload import OffloadConfig, attach
+model = torch.nn.Linear(64, 64)
+attach(model, OffloadConfig(tier="none", params="ssd", min_bytes=1, directory={str(tmp_path)!r}))
+model(torch.randn(2, 64)).sum().backward()
+from transformers import BertConfig, BertModel
+config = BertConfig(
+    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=64, max_position_embeddings=16
+)
+BertModel(config).save_pretrained({str(tmp_path)!r})
+filled = [torch.full((1, 16), 7) for _ in range(100)]
+del filled
+loaded = BertModel.from_pretrained({str(tmp_path)!r})
+assert loaded.embeddings.position_ids.tolist() == [list(range(16))]
+with torch.device("meta"):
+    assert torch.tensor([1.0]).is_meta and torch.as_tensor([1.0]).is_meta
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
