@@ -1,6 +1,6 @@
 """Custom functions of autograd take tensors without asking their class: they find parameters in memory, too.
 
-This replaces ``torch.autograd.Function.apply``, once and for good, and does nothing for tensors that are no demanded parameters.
+This replaces ``torch.autograd.Function.apply``, once and for good. It does nothing for tensors that are no such parameters.
 Constructors such as ``torch.tensor``, which do not ask either, stay as they are: PyTorch and libraries tell them by identity.
 """
 

@@ -162,9 +162,8 @@ model = torch.nn.Linear(64, 64)
 attach(model, OffloadConfig(tier="none", params="ssd", min_bytes=1, directory={str(tmp_path)!r}))
 model(torch.randn(2, 64)).sum().backward()
 from transformers import BertConfig, BertModel
-config = BertConfig(
-    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=64, max_position_embeddings=16
-)
+sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=64)
+config = BertConfig(max_position_embeddings=16, **sizes)
 BertModel(config).save_pretrained({str(tmp_path)!r})
 filled = [torch.full((1, 16), 7) for _ in range(100)]
 del filled
