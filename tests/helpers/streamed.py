@@ -68,9 +68,9 @@ def same(one: Any, other: Any) -> bool:
         alike = isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape
         return alike and torch.equal(bits(one), bits(other))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
+        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
 
 
