@@ -58,3 +58,7 @@ class RecomputeError(OffloadError):
 
     Raised before the optimizer's step. A block that did so in the step that was measured is never recomputed.
     """
+
+
+class SnapshotError(OffloadError):
+    """A snapshot of a training cannot be taken, or none can be restored."""

@@ -63,6 +63,11 @@ def attach(
     Raises :class:`~hf_offload.errors.OffloadConfigError` before anything is changed if the settings cannot work here.
     """
     config = unless_disabled(config)
+    if config.snapshot_steps is not None:
+        raise OffloadConfigError(
+            f"snapshot_steps={config.snapshot_steps} takes snapshots of a Trainer, and {owner} attaches to a model alone: "
+            "give it to OffloadTrainingArguments or OffloadCallback, or leave it out."
+        )
     check_one_process_per_device(model)
     _detach_former(model, run_id, owner)
     session = OffloadSession(model, config, run_id, owner)

@@ -1,4 +1,5 @@
-"""Extensions of a Trainer that offloads: it resumes from complete checkpoints, and its model cards describe memory.
+"""Extensions of a Trainer that offloads: it resumes from complete checkpoints and snapshots, which it takes, and its model
+cards describe memory.
 
 Note: reaching the Trainer
     transformers has no hook for either. Replacing functions of its modules would change every Trainer of the process, and a
@@ -14,11 +15,14 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
+from hf_offload.integrations.snapshots import TrainerSnapshots, snapshots_of
+from hf_offload.settings.schema import OffloadConfig
 from hf_offload.surgery import extend
 
 HEADING = "## Memory"
 CARD_FILE = "README.md"
 _CALLBACK = "_hf_offload_callback"
+_SNAPSHOTS = "_hf_offload_snapshots"
 
 
 class Summarizing(Protocol):
@@ -26,8 +30,8 @@ class Summarizing(Protocol):
 
     summary: list[str]
 
-    def streams_optimizer(self, args: TrainingArguments) -> bool:
-        """Whether the optimizer's state is to leave memory."""
+    def config_for(self, args: TrainingArguments) -> OffloadConfig | None:
+        """The settings of a training with these arguments, if it has any."""
 
 
 def extend_calling_trainer(callback: Summarizing) -> Trainer | None:
@@ -44,8 +48,20 @@ def extend_calling_trainer(callback: Summarizing) -> Trainer | None:
     return None
 
 
+def snapshots_of_training(trainer: Trainer) -> TrainerSnapshots | None:
+    """The snapshots of the training that ``trainer`` is in, if it takes any."""
+    return getattr(trainer, _SNAPSHOTS, None)
+
+
 class _Describing(Trainer):
     """In front of the trainer's class, whose ``create_model_card`` may be its own, as in TRL."""
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._maybe_log_save_evaluate(*args, **kwargs)
+        snapshots = snapshots_of_training(self)
+        if snapshots is not None:
+            snapshots.after_step()
+        return result
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> Any:
         result = super().create_model_card(*args, **kwargs)
@@ -63,6 +79,10 @@ class _Resuming(Trainer):
     """Right in front of :class:`~transformers.Trainer`, so that it also serves subclasses whose ``train`` asks to resume."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self, _CALLBACK).config_for(self.args)
+        if config is not None and config.snapshot_steps is not None:
+            with snapshots_of(self, config, resume_from_checkpoint, _SNAPSHOTS) as checkpoint:
+                return super().train(checkpoint, *args, **kwargs)
         if resume_from_checkpoint is True:
             folder = self.args.output_dir or "."
             resume_from_checkpoint = last_complete_checkpoint(folder)
@@ -71,7 +91,8 @@ class _Resuming(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not getattr(self, _CALLBACK).streams_optimizer(self.args):
+        config = getattr(self, _CALLBACK).config_for(self.args)
+        if config is None or config.optimizer == "none":
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         # Mapped into memory, a state is read as it is moved on, one parameter after the other.

@@ -11,6 +11,7 @@ from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.checkpoints import checkpoint_folder
 from hf_offload.integrations.extended_trainer import extend_calling_trainer
+from hf_offload.integrations.extended_trainer import extend_calling_trainer, snapshots_of_training
 from hf_offload.integrations.streamed import (
     ClipsStreamedGradients,
     own_resident_state,
@@ -48,7 +49,7 @@ class OffloadCallback(TrainerCallback):
         return self.__dict__ | {"session": None}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        config = self._config(args)
+        config = self.config_for(args)
         if config is not None and config.changes_a_run:
             extend_calling_trainer(self)
 
@@ -64,7 +65,7 @@ class OffloadCallback(TrainerCallback):
     ) -> None:
         # May be a second begin without an end between: auto_find_batch_size, or a training that raised.
         self._detach()
-        config = self._config(args)
+        config = self.config_for(args)
         if config is None or not config.changes_a_run or model is None:
             return
         refuse_conflicts(args)
@@ -78,6 +79,7 @@ class OffloadCallback(TrainerCallback):
         trainer = extend_calling_trainer(self)  # for a callback that was added after the constructor
         if trainer is not None:
             refuse_own_state(trainer.accelerator, config)
+        steps, config = config.snapshot_steps, with_checked(config, snapshot_steps=None, snapshot_dir=None)
         self.session = attach(model, config, run_id=state, owner="the Trainer's OffloadCallback")
         self.stats = self.session.stats
         self.summary = []
@@ -85,9 +87,20 @@ class OffloadCallback(TrainerCallback):
             self._stream_optimizer(args, optimizer, trainer)
         if self.session.active:
             logger.info("Offloading activations: %s.", self.session.plan.reason)
+        if steps is not None:
+            self._begin_snapshots(trainer, optimizer)
         cache = self.session.carry_sample_ids(train_dataloader)
         if cache is not None and state.global_step:
             cache.load(checkpoint_folder(args, state) / CACHE_FILE)
+
+    def _begin_snapshots(self, trainer: Trainer | None, optimizer: Any) -> None:
+        snapshots = None if trainer is None else snapshots_of_training(trainer)
+        if snapshots is None:
+            raise OffloadConfigError(
+                "snapshot_steps needs the callback before training begins: pass it to the Trainer's constructor, or use "
+                "OffloadTrainingArguments."
+            )
+        snapshots.begin(optimizer)
 
     def _stream_optimizer(self, args: TrainingArguments, optimizer: Any, trainer: Trainer | None) -> None:
         assert self.session is not None
@@ -160,12 +173,8 @@ class OffloadCallback(TrainerCallback):
                 show_summary(lines, logger)
         self._detach()
 
-    def streams_optimizer(self, args: TrainingArguments) -> bool:
-        """Whether the optimizer's state is to leave memory."""
-        config = self._config(args)
-        return config is not None and config.optimizer != "none"
-
-    def _config(self, args: TrainingArguments) -> OffloadConfig | None:
+    def config_for(self, args: TrainingArguments) -> OffloadConfig | None:
+        """The settings of a training with these arguments, if it has any."""
         if self.config is not None:
             return self.config
         from_arguments = getattr(args, "offload_config", None)

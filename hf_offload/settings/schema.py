@@ -23,6 +23,7 @@ from hf_offload.settings.values import (
     folders,
     names,
     one_of,
+    path_text,
     read_fields,
     setting,
     size,
@@ -206,9 +207,33 @@ class OffloadConfig:
         scope=MODEL,
     )
 
+    snapshot_steps: int | None = setting(
+        None,
+        whole(1, "of steps"),
+        "Take a snapshot of a Trainer's run every so many steps: a process of its own keeps it in memory, and the next start "
+        "with resume_from_checkpoint=True goes on from there. Takes twice the memory of weights and optimizer state (three "
+        "times with {snapshot_dir}), of {ram_budget} if there is one.",
+    )
+    snapshot_dir: Directory | None = setting(
+        None,
+        path_text(),
+        "Where snapshots are written, too, from memory and as checkpoints of the Trainer: the two newest stay.",
+    )
+    snapshot_wait_s: int = setting(
+        3600,
+        whole(0, "of seconds"),
+        "How long snapshots stay in memory after a training that did not end well.",
+    )
+
     def __post_init__(self) -> None:
         with read_fields(self, "offload settings") as check:
             name = check.name
+            with check:
+                if self.snapshot_dir is not None and self.snapshot_steps is None and check.good("snapshot_steps"):
+                    raise OffloadConfigError(
+                        f"{name('snapshot_dir')} is given, but no snapshots are taken: set {name('snapshot_steps')}, or "
+                        "leave it out."
+                    )
             with check:
                 if (
                     check.good("on_disk_write_limit", "max_disk_write_bytes")
@@ -269,7 +294,8 @@ class OffloadConfig:
         """Whether these settings change anything."""
         changes_step = self.tier != "none" or self.tiles or self.sampling is not None or self.elementwise is not None
         limits_files = self.disk_budget is not None or self.max_disk_write_bytes is not None  # those of a mode, too
-        return changes_step or limits_files or self.memory_mode != NONE or self.parks_state
+        changes_state = self.memory_mode != NONE or self.parks_state
+        return changes_step or limits_files or changes_state or self.snapshot_steps is not None
 
     @property
     def parks_state(self) -> bool:

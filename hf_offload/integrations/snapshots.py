@@ -1,0 +1,396 @@
+"""Snapshots of a Trainer: what its checkpoints hold, and a resume that finds them.
+
+A checkpoint of the Trainer drops the loss that was not logged yet. A snapshot has it in its record, so that the losses of a
+resumed run are those of one that never stopped.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import io
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.training_args import ParallelMode
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+import hf_offload
+from hf_offload.errors import OffloadConfigError, SnapshotError
+from hf_offload.integrations.checkpoints import last_complete_checkpoint
+from hf_offload.settings.environment import RESUME_VARIABLE, is_on
+from hf_offload.settings.memory_modes import NONE
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.snapshots import contents
+from hf_offload.snapshots.client import SnapshotClient, address_of
+from hf_offload.snapshots.restoring import Found, newest_whole
+from hf_offload.snapshots.taking import Snapshots, Write
+from hf_offload.storage.service import HeldRam, storage_of
+from hf_offload.surgery import InertInCopies
+
+logger = logging.getLogger(__name__)
+
+RNG_NAME = "rng_state.pth"
+_FOLDER = ".hf_offload-snapshot"
+"""In the output directory, while a training resumes from memory: links to files that have no name."""
+
+
+class TrainerSnapshots:
+    """The snapshots of one call of ``Trainer.train``.
+
+    Attributes:
+        taking: Those that this training takes, once it has begun.
+    """
+
+    def __init__(self, trainer: Trainer, config: OffloadConfig):
+        _refuse(trainer, config)
+        self.taking: Snapshots | None = None
+        self._trainer = trainer
+        self._steps = int(config.snapshot_steps or 0)
+        self._directory = None if config.snapshot_dir is None else Path(config.snapshot_dir).resolve()
+        self._wait_s = float(config.snapshot_wait_s)
+        self._at_once = config.optimizer != "none" or getattr(trainer.args, "memory_mode", NONE) != NONE
+        self._output = Path(trainer.args.output_dir or ".").resolve()
+        self._address = address_of(self._output)
+        self._client: SnapshotClient | None = None
+        self._found: Found | None = None
+        self._run, self._began, self._sequence = uuid.uuid4().hex, time.time(), 0
+        self._last_step = self._postponed = -1
+        self._settling: Any = None
+        self._unchanging: dict[str, Write] | None = None
+
+    # -- before training ----------------------------------------------------------------------------------------------------
+
+    def open(self, asked: str | bool | None) -> str | None:
+        """Connect to the snapshot process, or start it. Returns the checkpoint to resume from.
+
+        Raises :class:`~hf_offload.errors.SnapshotError` if another training is connected to it, or for snapshots that do not
+        fit this one.
+        """
+        try:
+            return self._open(asked)
+        except ConnectionError as error:
+            logger.warning("%s: another one is started.", str(error).capitalize())
+        try:
+            return self._open(asked)
+        except ConnectionError as error:
+            raise SnapshotError(f"Again, {error}: see whether the machine has memory.") from error
+
+    def _open(self, asked: str | bool | None) -> str | None:
+        client = self._client = SnapshotClient.connect(self._address, start=True)
+        assert client is not None
+        joined = client.ask("join")
+        if "refused" in joined:
+            raise SnapshotError(
+                f"Process {joined['refused']} trains already with {self._output} as its output directory, and takes "
+                "snapshots: end it, or write to another directory."
+            )
+        if asked is not True and not (asked is None and is_on(RESUME_VARIABLE)):
+            if joined["snapshots"]:
+                logger.warning("Training starts anew: the snapshots of an earlier training in memory are dropped.")
+            return asked or None
+        checkpoint = last_complete_checkpoint(self._output) if self._output.is_dir() else None
+        self._found = found = newest_whole(client, self._directory, self._output / _FOLDER)
+        if found is None:
+            if checkpoint is None and next(self._output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), None) is not None:
+                raise ValueError(f"No valid checkpoint found in output directory ({self._output}): none is complete.")
+            if checkpoint is None:
+                logger.warning(
+                    "There is no snapshot or checkpoint of %s yet: training starts at its beginning.", self._output
+                )
+            return checkpoint
+        self._run, self._began, self._sequence = found.record["run"], found.record["began"], found.record["sequence"]
+        if checkpoint is not None and _is_newer(Path(checkpoint), found):
+            self._forget_found()
+            return checkpoint
+        self._check_model(found)
+        logger.info("Resuming from the snapshot of step %d in %s.", found.step, found.place)
+        return str(found.folder)
+
+    def _check_model(self, found: Found) -> None:
+        if self._trainer.model is None:  # made later, by model_init
+            return
+        _, layout = _weights(self._model)
+        if contents.fingerprint(layout) == found.record["model"]:
+            return
+        there = _layout_in(found.folder)
+        name = next(name for name in {**layout, **there} if layout.get(name) != there.get(name))
+        raise SnapshotError(
+            f"The snapshot of step {found.step} in {found.place} is of another model: {name} is {there.get(name, 'not')} "
+            f"there and {layout.get(name, 'not')} here. Resume with the model it was taken of, or start from the beginning "
+            "without resume_from_checkpoint."
+        )
+
+    # -- while training -----------------------------------------------------------------------------------------------------
+
+    def begin(self, optimizer: Any) -> None:
+        """Training begins, or begins anew with another size of batches."""
+        assert self._client is not None
+        trainer: Any = self._trainer
+        if self.taking is not None:
+            self.taking.settle()
+            self._run, self._began = uuid.uuid4().hex, time.time()
+        else:
+            held = HeldRam(storage_of(self._model), "snapshots")
+            self.taking = Snapshots(self._address, self._client, held, sequence=self._sequence)
+            if self._found is not None and self._found.slot is not None:
+                self.taking.adopt(self._found.slot, self._found.record, self._found.files)
+        directory = None if self._directory is None else str(self._directory)
+        self.taking.start(self._run, self._began, directory, self._wait_s)
+        self._last_step = trainer.state.global_step
+        if self._found is not None and self._found.step == trainer.state.global_step:
+            self._restore_losses(self._found.record["trainer"])
+        self._settle_before_steps_of(optimizer)
+
+    def _restore_losses(self, kept: dict[str, Any]) -> None:
+        trainer: Any = self._trainer
+        trainer._tr_loss += kept["unlogged_loss"]
+        trainer._total_loss_scalar = -kept["unlogged_loss"]  # the mean at the end is that of the steps which follow
+        trainer._globalstep_last_logged = kept["last_logged_step"]
+        trainer.state.total_flos, trainer.current_flos = kept["total_flos"], kept["current_flos"]
+
+    def _settle_before_steps_of(self, optimizer: Any) -> None:
+        while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper
+            optimizer = optimizer.optimizer
+        if self._settling is not None:
+            self._settling.remove()
+        register = getattr(optimizer, "register_step_pre_hook", None)
+        if register is None or self.taking is None:
+            self._at_once = True
+            return
+        taking = self.taking
+        self._settling = register(InertInCopies(lambda *_: taking.settle()))
+
+    def after_step(self) -> None:
+        """A step has ended, with what is logged, evaluated and saved after it; or an epoch."""
+        trainer: Any = self._trainer
+        self._forget_found()  # all of it was read
+        if self.taking is None:
+            return
+        self.taking.look()
+        state = trainer.state
+        if (
+            state.global_step % self._steps
+            or state.global_step == self._last_step
+            or trainer.control.should_training_stop
+        ):
+            return
+        if trainer.control.should_epoch_stop:
+            logger.warning("An epoch was cut short, after which a Trainer cannot resume: no more snapshots are taken.")
+            self.taking = None
+            return
+        if float(state.epoch).is_integer() and self._postponed != state.global_step:
+            self._postponed = state.global_step  # what belongs to the end of the epoch comes first
+            return
+        self._last_step = state.global_step
+        self._take()
+
+    def _take(self) -> None:
+        assert self.taking is not None
+        trainer: Any = self._trainer
+        if self._unchanging is None:
+            self._unchanging = self._unchanging_files()
+        weights, layout = _weights(self._model, copy_buffers=True)
+        optimizer = trainer.optimizer.state_dict()
+        files: dict[str, Write] = {
+            SAFE_WEIGHTS_NAME: contents.weights_file(weights, layout),
+            OPTIMIZER_NAME: contents.archive(optimizer),
+            SCHEDULER_NAME: _at_once(trainer.lr_scheduler.state_dict()),
+            RNG_NAME: _at_once(contents.random_states()),
+        }
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        if scaler is not None:
+            files[SCALER_NAME] = _at_once(scaler.state_dict())
+        state = _state_of(trainer)
+        files |= self._unchanging
+        files[TRAINER_STATE_NAME] = lambda file: file.write(_json_of(state))
+        watched = [*weights.values(), *contents.tensors_in(optimizer)]
+        self.taking.take(
+            state.global_step,
+            files,
+            watched,
+            {
+                "version": hf_offload.__version__,
+                "model": contents.fingerprint(layout),
+                "trainer": {
+                    "unlogged_loss": trainer._tr_loss.item(),
+                    "last_logged_step": trainer._globalstep_last_logged,
+                    "total_flos": trainer.state.total_flos,
+                    "current_flos": trainer.current_flos,
+                },
+            },
+            sum(tensor.nbytes for tensor in watched),
+            at_once=self._at_once,
+        )
+
+    def _unchanging_files(self) -> dict[str, Write]:
+        """Those by which a checkpoint is more than numbers, as the Trainer writes them."""
+        trainer = self._trainer
+        folder = self._output / _FOLDER
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        try:
+            model: Any = self._model
+            if isinstance(model, PreTrainedModel):
+                model.config.save_pretrained(folder)
+                if model.can_generate():
+                    model.generation_config.save_pretrained(folder)
+            tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
+            return {
+                path.name: contents.small_file(path.read_bytes()) for path in sorted(folder.iterdir()) if path.is_file()
+            }
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def _model(self) -> nn.Module:
+        found: nn.Module = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
+        return found
+
+    # -- after training -----------------------------------------------------------------------------------------------------
+
+    def close(self, well: bool) -> None:
+        """Training has ended, ``well`` or not. Idempotent."""
+        self._forget_found()
+        if self._settling is not None:
+            self._settling.remove()
+            self._settling = None
+        taking, self.taking = self.taking, None
+        client, self._client = self._client, None
+        if taking is not None:
+            if well:
+                taking.settle()
+                logger.info(
+                    "%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s
+                )
+                taking.end()
+            else:
+                taking.leave()
+        elif client is not None:
+            client.close()
+
+    def _forget_found(self) -> None:
+        if self._found is not None:
+            self._found.close()
+            self._found = None
+
+
+@contextlib.contextmanager
+def snapshots_of(trainer: Trainer, config: OffloadConfig, asked: str | bool | None, name: str) -> Iterator[str | None]:
+    """Take snapshots of a training inside the block, as the attribute ``name`` of ``trainer``. What the block gets is the
+    checkpoint to resume from, where ``asked`` is what was given for it.
+    """
+    snapshots = TrainerSnapshots(trainer, config)
+    well = False
+    try:
+        checkpoint = snapshots.open(asked)
+        setattr(trainer, name, snapshots)
+        yield checkpoint
+        well = True
+    finally:
+        setattr(trainer, name, None)
+        snapshots.close(well)
+
+
+def _refuse(trainer: Trainer, config: OffloadConfig) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` where a snapshot would not be all that a run needs to go on."""
+    args = trainer.args
+    problem = None
+    if not hasattr(os, "memfd_create"):
+        problem = "snapshots need Linux"
+    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        problem = "DeepSpeed and FSDP save shards in a way of their own"
+    elif args.parallel_mode == ParallelMode.DISTRIBUTED or args.world_size > 1:
+        problem = "several processes train together"
+    elif args.ignore_data_skip:
+        problem = "with ignore_data_skip=True a run that resumes sees other batches than one that did not stop"
+    elif config.params != "none":
+        problem = f"params={config.params!r} has weights on a tier, where a snapshot would have to read them all"
+    elif getattr(args, "memory_mode", NONE) == "mezo":
+        problem = 'memory_mode="mezo" has a log of its own, from which `hf-offload replay` rebuilds a training'
+    elif config.sampling is not None and config.sampling.probabilities == "gradient-cache":
+        problem = (
+            'sampled_linear keeps a cache of gradients (probabilities="gradient-cache"), which snapshots do not hold'
+        )
+    if problem is not None:
+        raise OffloadConfigError(
+            f"snapshot_steps={config.snapshot_steps} cannot be used here: {problem}. Leave it out, and set save_steps."
+        )
+
+
+def _weights(model: nn.Module, copy_buffers: bool = False) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
+    """What is saved of a model, and its layout; with ``copy_buffers``, buffers are copied, which a forward may change."""
+    if any(kind.__name__ == "PeftModel" for kind in type(model).__mro__) or getattr(
+        model, "_hf_peft_config_loaded", False
+    ):
+        raise OffloadConfigError(
+            "snapshot_steps does not know how adapters of peft are saved: leave it out, and set save_steps instead."
+        )
+    weights: dict[str, Tensor] = model.state_dict()
+    if isinstance(model, PreTrainedModel):  # which ties its weights, also when some of their names are missing
+        weights = contents.without_twins(weights)
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        weights.pop(name, None)
+    layout = contents.layout_of(weights)
+    if copy_buffers:
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        weights = {name: value.clone() if name in buffers else value for name, value in weights.items()}
+    return weights, layout
+
+
+def _layout_in(folder: Path) -> dict[str, list[Any]]:
+    from safetensors import safe_open
+
+    with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is not a mapping
+        return {name: [one.get_dtype(), list(one.get_shape())] for name, one in slices.items()}
+
+
+def _is_newer(checkpoint: Path, found: Found) -> bool:
+    """Whether a checkpoint is of the same run, and of a later step."""
+    path = checkpoint / TRAINER_STATE_NAME
+    return bool(
+        path.stat().st_mtime >= found.record["began"] and json.loads(path.read_bytes())["global_step"] > found.step
+    )
+
+
+def _at_once(content: Any) -> Write:
+    """An archive of something small, as it is now."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return contents.small_file(file.getvalue())
+
+
+def _state_of(trainer: Any) -> Any:
+    """The Trainer's state as a checkpoint has it: with that of its callbacks, and what was counted since the last one."""
+    state = copy.copy(trainer.state)
+    state.log_history = list(state.log_history)
+    state.total_flos = state.total_flos + trainer.current_flos
+    states: dict[str, list[Any]] = {}
+    for one in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(one, ExportableState):
+            states.setdefault(type(one).__name__, []).append(one.state())
+    state.stateful_callbacks = {
+        name: found if isinstance(trainer.state.stateful_callbacks.get(name), list) else found[-1]
+        for name, found in states.items()
+    }
+    return state
+
+
+def _json_of(state: Any) -> bytes:
+    return (json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,120 @@
+"""What the files of a checkpoint are written with: weights as safetensors, the rest as PyTorch saves it."""
+
+import hashlib
+import json
+import random
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_offload.errors import SnapshotError
+from hf_offload.snapshots.taking import Writable, Write
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_GENERATORS = ("cuda", "npu", "hpu", "mlu", "musa")
+"""Devices by the names under which a Trainer's checkpoint keeps the states of their generators."""
+
+
+def without_twins(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor once, by the first of its names: a format without tied weights has no place for the others."""
+    seen = set()
+    found = {}
+    for name, tensor in weights.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        found[name] = tensor
+    return found
+
+
+def layout_of(weights: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Name -> type and shape. Raises :class:`~hf_offload.errors.SnapshotError` for what safetensors does not hold."""
+    layout = {}
+    for name, tensor in weights.items():
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.dtype not in _NAMES or tensor.is_meta:
+            raise SnapshotError(
+                f"{name} ({type(tensor).__name__} of {tensor.dtype} on {tensor.device}) cannot be part of a snapshot: drop "
+                "snapshot_steps."
+            )
+        layout[name] = [_NAMES[tensor.dtype], list(tensor.shape)]
+    return layout
+
+
+def fingerprint(layout: Mapping[str, list[Any]]) -> str:
+    """By which two models with the same layout are told apart from others."""
+    return hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
+
+
+def weights_file(weights: Mapping[str, Tensor], layout: Mapping[str, list[Any]]) -> Write:
+    """A file of safetensors (https://github.com/huggingface/safetensors#format), written tensor by tensor."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (kind, shape) in layout.items():
+        begin, end = end, end + weights[name].nbytes
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start, tensors = struct.pack("<Q", len(text)) + text, [weights[name] for name in layout]
+
+    def write(file: Writable) -> None:
+        file.write(start)
+        for tensor in tensors:
+            if tensor.numel():
+                host = tensor.detach().to("cpu").contiguous()
+                file.write(host.reshape(-1).view(torch.uint8).numpy().data)
+
+    return write
+
+
+def archive(content: Any) -> Write:
+    """A file as ``torch.save`` writes it."""
+    return lambda file: torch.save(content, file)  # type: ignore[arg-type]  # it asks for no more than these methods
+
+
+def small_file(content: bytes) -> Write:
+    """A file with this content."""
+    return lambda file: file.write(content)
+
+
+def random_states() -> dict[str, Any]:
+    """The states of Python's, NumPy's and PyTorch's generators, as a Trainer keeps them."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002  the global one, as libraries use it
+        "cpu": torch.random.get_rng_state(),
+    }
+    for name in _GENERATORS:
+        device = getattr(torch, name, None)
+        if device is not None and device.is_available():
+            states[name] = device.get_rng_state()
+    return states
+
+
+def tensors_in(content: Any) -> Iterator[Tensor]:
+    """All tensors in nested dicts, lists and tuples."""
+    if isinstance(content, Tensor):
+        yield content
+    elif isinstance(content, Mapping):
+        for value in content.values():
+            yield from tensors_in(value)
+    elif isinstance(content, (list, tuple)):
+        for value in content:
+            yield from tensors_in(value)

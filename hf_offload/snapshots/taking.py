@@ -1,0 +1,340 @@
+"""Taking snapshots: files in memory, written while training goes on and whole before the weights change.
+
+Note: consistency
+    A snapshot is begun at the end of a step. What is small is copied at once. Weights and optimizer state are copied by a
+    thread, during the forward and the backward that follow; :meth:`Snapshots.settle` waits for it and comes before the next
+    step of the optimizer. What changes in between would be torn, so the version counter of each tensor is compared at the
+    end: then the snapshot is dropped, the one before stays, and from then on snapshots are copied at once.
+    The thread takes the checksum of what it writes as it writes it. The record, with names, sizes and checksums, is the last
+    that the snapshot process receives: a snapshot without one does not exist.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hf_offload.errors import SnapshotError, TierFullError
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.snapshots import process
+from hf_offload.snapshots.client import SnapshotClient
+from hf_offload.storage.host_memory import ram_bytes
+from hf_offload.storage.service import HeldRam
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 8 << 20
+_SPARE_BYTES = 1 << 20
+"""For all that is small, and what archives add."""
+
+
+class Writable(Protocol):
+    """What contents are written to, from the first byte to the last."""
+
+    def write(self, data: Any) -> int: ...
+
+    def flush(self) -> None: ...
+
+
+Write = Callable[[Writable], object]
+
+
+class MemoryFile:
+    """A file without a name that only this process, and those it is passed on to, can open."""
+
+    def __init__(self) -> None:
+        self.number = os.memfd_create("hf_offload-snapshot", os.MFD_CLOEXEC)
+        os.fchmod(self.number, 0o600)
+        self.nbytes = self.checksum = 0
+
+    def begin(self) -> None:
+        """Write from the first byte on."""
+        self.nbytes = self.checksum = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _CHUNK_BYTES):
+            chunk = view[start : start + _CHUNK_BYTES]
+            done = 0
+            while done < len(chunk):
+                done += os.pwrite(self.number, chunk[done:], self.nbytes + done)
+            self.checksum = zlib.crc32(chunk, self.checksum)
+            self.nbytes += len(chunk)
+        return len(view)
+
+    def flush(self) -> None:
+        """There is no buffer."""
+
+    def end(self) -> None:
+        """What was longer before ends here."""
+        os.ftruncate(self.number, self.nbytes)
+
+    def close(self) -> None:
+        os.close(self.number)
+
+
+class Snapshots:
+    """The snapshots that one training takes.
+
+    Attributes:
+        taken: How many are whole.
+        stalled_s: Seconds that training has waited for them.
+    """
+
+    def __init__(self, address: bytes, client: SnapshotClient, held: HeldRam, *, sequence: int = 0):
+        self.taken = 0
+        self.stalled_s = 0.0
+        self._address = address
+        self._client: SnapshotClient | None = client
+        self._held = held
+        self._sequence = sequence
+        self._start: dict[str, Any] = {}
+        self._files: dict[int, list[MemoryFile]] = {}
+        self._whole: dict[int, dict[str, Any]] = {}  # by slot: what another snapshot process would have to be given
+        self._adopted: dict[int, list[int]] = {}  # files of an earlier training, which may be mapped into memory
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._torn: str | None = None
+        self._at_once = False
+        self._disk_error: str | None = None
+        self._was_on_disk = False
+
+    def start(self, run: str, began: float, directory: str | None, wait_s: float) -> None:
+        """Begin a run. ``directory``, where snapshots go from memory; ``wait_s``, how long the snapshot process waits for the
+        next training after one that did not end well.
+
+        Raises :class:`~hf_offload.errors.SnapshotError` if nothing can be written to ``directory``.
+        """
+        slots = 2 if directory is None else 3  # one may be on its way to disk
+        self._start = {"run": run, "began": began, "directory": directory, "wait_s": wait_s, "slots": slots}
+        try:
+            error = self._started().ask("start", **self._start)["error"]
+        except ConnectionError:
+            error = self._reconnect()
+        if error is not None:
+            raise SnapshotError(
+                f"Snapshots cannot be written to {directory}: {error}. Name another snapshot_dir, or none."
+            )
+
+    def adopt(self, slot: int, record: dict[str, Any], numbers: Sequence[int]) -> None:
+        """Hold what this training has resumed from, until the slot is used again: the snapshot process may end before."""
+        self._adopted[slot] = [os.dup(number) for number in numbers]
+        self._whole[slot] = record
+
+    def take(
+        self,
+        step: int,
+        files: Mapping[str, Write],
+        watched: Iterable[Tensor],
+        description: Mapping[str, Any],
+        nbytes: int,
+        *,
+        at_once: bool = False,
+    ) -> None:
+        """Begin a snapshot of ``step``.
+
+        Args:
+            step: Optimizer steps so far.
+            files: Name -> what writes its content.
+            watched: The tensors whose bytes are written, which must stay as they are until :meth:`settle`.
+            description: Goes into the record.
+            nbytes: Of all files, roughly.
+            at_once: Whether to write it now.
+
+        Raises :class:`~hf_offload.errors.SnapshotError` or :class:`~hf_offload.errors.TierFullError` if there is no room for
+        the first one. A later one that fails is a warning: the one before stays.
+        """
+        began = time.perf_counter()
+        self.settle()
+        versions = [(tensor, tensor._version) for tensor in watched]
+        self._sequence += 1
+        record = {
+            "format": process.FORMAT,
+            "run": self._start["run"],
+            "began": self._start["began"],
+            "sequence": self._sequence,
+            "step": step,
+            **description,
+        }
+        self._thread = threading.Thread(
+            target=self._copy, args=(record, dict(files), versions, nbytes), name="hf_offload-snapshot", daemon=True
+        )
+        self._thread.start()
+        if at_once or self._at_once:
+            self.settle()
+        self.stalled_s += time.perf_counter() - began
+
+    def settle(self) -> None:
+        """Wait until the snapshot that was begun is whole: the weights may change then.
+
+        Raises as :meth:`take` does.
+        """
+        thread = self._thread
+        if thread is None:
+            return
+        began = time.perf_counter()
+        thread.join()
+        self._thread = None
+        self.stalled_s += time.perf_counter() - began
+        failure, self._failure = self._failure, None
+        torn, self._torn = self._torn, None
+        if torn is not None:
+            self._at_once = True
+            logger.warning(
+                "%s changed while a snapshot was copied, which is dropped: the next ones are copied at once.", torn
+            )
+        elif failure is not None:
+            if self.taken == 0 or not isinstance(failure, (OSError, SnapshotError, TierFullError)):
+                raise failure
+            logger.warning("A snapshot was not taken: %s The one before stays.", failure)
+        else:
+            self.taken += 1
+            self._say_disk_error()
+
+    def look(self) -> None:
+        """Have another snapshot process keep what there is, should this one have ended. Costs a system call."""
+        if self._thread is None and self._client is not None and self._client.is_gone:
+            self._reconnect()
+
+    def leave(self) -> None:
+        """Training has not ended well: the snapshots stay for the next one. Idempotent."""
+        self._close(SnapshotClient.close)
+
+    def end(self) -> None:
+        """Training has ended well: the snapshots go. Idempotent."""
+        self._close(SnapshotClient.end)
+
+    def _close(self, how: Callable[[SnapshotClient], None]) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = self._failure = None
+        client, self._client = self._client, None
+        if client is not None:
+            how(client)
+        for files in self._files.values():
+            for file in files:
+                file.close()
+        for slot in list(self._adopted):
+            self._drop_adopted(slot)
+        self._files.clear()
+        self._whole.clear()
+        self._held.release(list(self._held.held))
+
+    # -- in the thread ------------------------------------------------------------------------------------------------------
+
+    def _copy(
+        self, record: dict[str, Any], files: dict[str, Write], versions: Sequence[tuple[Tensor, int]], nbytes: int
+    ) -> None:
+        try:
+            try:
+                self._copy_to_slot(record, files, versions, nbytes)
+            except ConnectionError:
+                self._reconnect()
+                self._copy_to_slot(record, files, versions, nbytes)
+        except BaseException as error:
+            self._failure = error
+
+    def _copy_to_slot(
+        self, record: dict[str, Any], files: dict[str, Write], versions: Sequence[tuple[Tensor, int]], nbytes: int
+    ) -> None:
+        client = self._started()
+        answer = client.ask("begin")
+        slot, self._disk_error = answer["slot"], answer["error"]
+        self._whole.pop(slot, None)
+        self._drop_adopted(slot)
+        present = self._files.setdefault(slot, [])
+        self._make_room(slot, nbytes + _SPARE_BYTES, sum(file.nbytes for file in present))
+        try:
+            present += [MemoryFile() for _ in range(len(files) - len(present))]
+            for file, write in zip(present, files.values(), strict=False):
+                file.begin()
+                write(file)
+                file.end()
+        except OSError as error:
+            if isinstance(error, ConnectionError):
+                raise
+            for file in present:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(file.number, 0)
+            raise SnapshotError(
+                f"There is no room in shared memory for a snapshot of {format_bytes(nbytes)}: {error}. Snapshots take "
+                f"{self._start['slots']} times that: free memory, raise its limit, or drop snapshot_steps."
+            ) from error
+        changed = next((tensor for tensor, version in versions if tensor._version != version), None)
+        if changed is not None:
+            self._torn = f"A tensor of shape {tuple(changed.shape)}"
+            return
+        used = present[: len(files)]
+        listed = [[name, file.nbytes, file.checksum] for name, file in zip(files, used, strict=True)]
+        record = {**record, "files": listed}
+        client.ask("commit", [file.number for file in used], slot=slot, record=record)
+        self._whole[slot] = record
+
+    def _make_room(self, slot: int, nbytes: int, present: int) -> None:
+        """Take the bytes from the budget, and see that the machine has them."""
+        name = f"slot {slot}"
+        held = self._held.held.get(name, 0)
+        if nbytes > held:
+            try:
+                self._held.release([name])
+                self._held.hold({name: nbytes})
+            except TierFullError as error:
+                raise TierFullError(
+                    f"A snapshot needs {format_bytes(nbytes)}, and memory holds {self._start['slots']}. {error} Raise "
+                    "ram_budget, or drop snapshot_steps."
+                ) from error
+        available = ram_bytes()[1]
+        if available is not None and nbytes - present > available:
+            raise SnapshotError(
+                f"There is no room in shared memory for a snapshot of {format_bytes(nbytes)}: {format_bytes(available)} are "
+                f"available. Snapshots take {self._start['slots']} times that: free memory, or drop snapshot_steps."
+            )
+
+    # -- the snapshot process -----------------------------------------------------------------------------------------------
+
+    def _started(self) -> SnapshotClient:
+        if self._client is None:
+            raise ConnectionError("there is no snapshot process")
+        return self._client
+
+    def _drop_adopted(self, slot: int) -> None:
+        for number in self._adopted.pop(slot, ()):
+            os.close(number)
+
+    def _reconnect(self) -> str | None:
+        """Start another snapshot process, and pass on to it what is whole. Returns what is wrong with the directory."""
+        if self._client is not None:
+            self._client.close(wait_s=1.0)
+            self._client = None
+        logger.warning("The snapshot process has ended, by a signal or for lack of memory: another one is started.")
+        client = SnapshotClient.connect(self._address, start=True)
+        assert client is not None
+        refused = client.ask("join").get("refused")
+        if refused is not None:
+            client.close()
+            raise SnapshotError(
+                f"Process {refused} has taken over the snapshots of this training: two must not run at a time."
+            )
+        self._client = client
+        error: str | None = client.ask("start", **self._start)["error"]
+        for slot, record in sorted(self._whole.items(), key=lambda item: item[1]["sequence"]):
+            numbers = self._adopted.get(slot) or [file.number for file in self._files[slot][: len(record["files"])]]
+            client.ask("commit", numbers, slot=slot, record=record)
+        return error
+
+    def _say_disk_error(self) -> None:
+        error = self._disk_error
+        if error is None:
+            return
+        self._disk_error = None
+        logger.warning(
+            "A snapshot was not written to %s: %s. Those in memory are whole: free space there.",
+            self._start["directory"],
+            error,
+        )

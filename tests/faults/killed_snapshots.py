@@ -1,0 +1,217 @@
+"""Trainings with snapshots that are killed at random moments: ``python -m tests.faults.killed_snapshots 200``.
+
+One process imports everything and forks trainings one after the other. Each goes on from the snapshot of the one before,
+until it is killed: the trainer, its snapshot process, or both. A training that comes to its end must have the bits of one
+that never stopped, and no start may have lost more steps than lie between two snapshots.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from transformers import Trainer, TrainerCallback
+from transformers.utils import logging as transformers_logging
+
+from hf_offload import OffloadTrainingArguments
+from hf_offload.snapshots.client import SnapshotClient, address_of
+from tests.faults.killed import shared_memory
+from tests.helpers.tiny_models import ExampleDataset, tiny_model
+
+EVERY = 4
+STEPS = 90
+LONGEST_S = 1.2
+TARGETS = ("trainer", "snapshot process", "both")
+ARGUMENTS = {
+    "max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 3,
+    "report_to": "none", "use_cpu": True, "disable_tqdm": True, "seed": 3, "dataloader_pin_memory": False,
+}  # fmt: skip
+
+
+class Progress(TrainerCallback):
+    """Notes the step where a training began, and each that it has ended."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._begin = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._begin = state.global_step
+        self._note(state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._note(state.global_step)
+
+    def _note(self, step):
+        unfinished = self._path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps([self._begin, step]))
+        unfinished.rename(self._path)
+
+
+def trainer_in(folder: Path, snapshots: bool, callbacks=(), model="gpt2", evaluated=None, **others) -> Trainer:
+    """A training of a tiny model with dropout, over several epochs."""
+    settings = {"offload_snapshot_steps": EVERY, "offload_snapshot_wait_s": 60} if snapshots else {}
+    args = OffloadTrainingArguments(output_dir=str(folder), **{**ARGUMENTS, **settings, **others})
+    data = ExampleDataset(model if isinstance(model, str) else "gpt2", 50, seed=1)
+    built = tiny_model(model, dropout=0.1) if isinstance(model, str) else model
+    return Trainer(model=built, args=args, train_dataset=data, eval_dataset=evaluated, callbacks=list(callbacks))
+
+
+def result_of(trainer: Trainer) -> dict:
+    """Weights, optimizer state, schedule and the losses that were logged."""
+    return {
+        "weights": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "schedule": trainer.lr_scheduler.state_dict(),
+        "losses": [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry],
+        "generators": torch.get_rng_state(),
+    }
+
+
+def same(one, other) -> bool:
+    """Whether all of it is, to the last bit."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def in_child(folder: Path, directory: Path | None) -> int:
+    """Start a training in a process of its own; returns its number."""
+    (folder / "progress").unlink(missing_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            others = {} if directory is None else {"offload_snapshot_dir": str(directory)}
+            trainer = trainer_in(folder / "run", True, [Progress(folder / "progress")], **others)
+            trainer.train(resume_from_checkpoint=True)
+            torch.save(result_of(trainer), folder / "result")
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def held_by(folder: Path) -> dict | None:
+    """What the snapshot process of a training says, if there is one."""
+    try:
+        client = SnapshotClient.connect(address_of(folder), start=False)
+        if client is None:
+            return None
+        with contextlib.closing(client):
+            return client.ask("status")
+    except ConnectionError:
+        return None
+
+
+def progress(folder: Path) -> tuple[int, int] | None:
+    """Where the training began, and how many steps it has ended; None if it has not begun."""
+    try:
+        begin, last = json.loads((folder / "progress").read_text())
+    except FileNotFoundError:
+        return None
+    return begin, last
+
+
+def wait_for_steps(folder: Path, pid: int, count: int) -> None:
+    """Until the training has gone on by that many steps, or has ended."""
+    before = progress(folder)
+    begin = time.monotonic()
+    while time.monotonic() < begin + 60:
+        now = progress(folder)
+        if now is not None and now[1] >= (before or now)[1] + count:
+            return
+        before = before or now
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.005)
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def main(count: int, seed: int = 0) -> int:
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("hf_offload").setLevel(logging.ERROR)
+    chance = random.Random(seed)
+    problems, completed, kills, lost_most = [], 0, dict.fromkeys(TARGETS, 0), 0
+    shared = shared_memory()
+    with tempfile.TemporaryDirectory(prefix="hf_offload-killed-") as scratch:
+        expected = trainer_in(Path(scratch) / "whole", False)
+        expected.train()
+        wanted = result_of(expected)
+        begin, folder, number = time.monotonic(), Path(scratch) / "0", 0
+        folder.mkdir()
+        reached, forgiven = 0, False
+        for _ in track(range(count), description="killing trainings", disable=not sys.stderr.isatty()):
+            on_disk = number % 2 == 1
+            while True:
+                pid = in_child(folder, folder / "disk" if on_disk else None)
+                time.sleep(chance.uniform(0.05, LONGEST_S))
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if not ended:
+                    break
+                code = os.waitstatus_to_exitcode(status)
+                if code or not same(wanted, torch.load(folder / "result", weights_only=False)):
+                    problems.append(f"training {number} had ended with {code}, or other bits")
+                time.sleep(0.05)
+                if held_by(folder / "run") is not None:
+                    problems.append(f"training {number} left its snapshot process")
+                completed, number, reached, forgiven = completed + 1, number + 1, 0, False
+                folder, on_disk = Path(scratch) / str(number), number % 2 == 1
+                folder.mkdir()
+            target = chance.choice(TARGETS)
+            kills[target] += 1
+            held = held_by(folder / "run") if target != "trainer" else None
+            if held is not None:
+                kill(held["pid"])
+            if held is not None and target == "snapshot process":  # the trainer goes on, and has another one started
+                wait_for_steps(folder, pid, 2)
+                time.sleep(chance.uniform(0.0, LONGEST_S / 4))
+            kill(pid)
+            os.waitpid(pid, 0)
+            found = progress(folder)
+            if found is not None:
+                began, last = found
+                lost = max(0, reached - began)
+                if not forgiven:
+                    lost_most = max(lost_most, lost)
+                if lost > EVERY and not forgiven:
+                    problems.append(f"training {number} began at step {began} after step {reached} was reached")
+                reached, forgiven = last, False
+            # Both at once: what is on disk may be one or two snapshots older, and in memory there is nothing.
+            forgiven = forgiven or target == "both"
+        pid = in_child(folder, folder / "disk" if on_disk else None)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code or not same(wanted, torch.load(folder / "result", weights_only=False)):
+            problems.append(f"the last training ended with {code}, or other bits")
+        time.sleep(0.05)
+        if held_by(folder / "run") is not None:
+            problems.append("the last training left its snapshot process")
+        seconds = time.monotonic() - begin
+        completed += 1
+    problems += [f"shared memory {name} was left" for name in shared_memory() - shared]
+    listed = ", ".join(f"{number} of {target}" for target, number in kills.items())
+    line = f"{count} kills ({listed}) in {seconds:.0f} s, {completed} trainings completed, {len(problems)} problems"
+    sys.stdout.write("\n".join([*problems, f"{line}; most steps lost: {lost_most}"]) + "\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 200))

@@ -1,0 +1,28 @@
+"""Trainings with snapshots that are killed: every one that comes to its end has the bits of one that never stopped."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.faults.killed_snapshots import EVERY
+
+
+def kills(count, timeout_s):
+    command = [sys.executable, "-m", "tests.faults.killed_snapshots", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(rf"^{count} kills .*, 0 problems; most steps lost: (\d+)$", done.stdout, re.MULTILINE)
+    assert found is not None, done.stdout
+    assert int(found[1]) <= EVERY
+
+
+def test_trainings_that_are_killed_go_on_to_the_same_bits():
+    kills(6, 200)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_two_hundred_kills():
+    kills(200, 1400)
