@@ -10,7 +10,6 @@ from transformers.training_args import ParallelMode
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.checkpoints import checkpoint_folder
-from hf_offload.integrations.extended_trainer import extend_calling_trainer
 from hf_offload.integrations.extended_trainer import extend_calling_trainer, snapshots_of_training
 from hf_offload.integrations.streamed import (
     ClipsStreamedGradients,

@@ -28,8 +28,6 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_GENERATORS = ("cuda", "npu", "hpu", "mlu", "musa")
-"""Devices by the names under which a Trainer's checkpoint keeps the states of their generators."""
 
 
 def without_twins(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -101,10 +99,9 @@ def random_states() -> dict[str, Any]:
         "numpy": np.random.get_state(),  # noqa: NPY002  the global one, as libraries use it
         "cpu": torch.random.get_rng_state(),
     }
-    for name in _GENERATORS:
-        device = getattr(torch, name, None)
-        if device is not None and device.is_available():
-            states[name] = device.get_rng_state()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:  # under its type's name
+        states[device.type] = torch.get_device_module(device).get_rng_state()
     return states
 
 

@@ -30,11 +30,13 @@ EXAMPLES = {
     "recompute_elementwise": ["norms", "dropout"],
     "memory_mode": "lora",
     "memory_mode_kwargs": {"rank": 4},
+    "snapshot_dir": "/a b",
 }
 NEEDED = {
     "memory_budget": {"tier": "auto"},
     "tile_bytes": {"tiled_loss": "on"},
     "memory_mode_kwargs": {"memory_mode": "galore"},
+    "snapshot_dir": {"snapshot_steps": 3},
     "on_disk_write_limit": {"max_disk_write_bytes": "1TiB"},
 }
 
