@@ -180,6 +180,8 @@ def main(count: int, seed: int = 0) -> int:
             kills[target] += 1
             held = held_by(folder / "run") if target != "trainer" else None
             if held is not None:
+                # Until a training has begun, the process alone has what it resumes from.
+                forgiven = forgiven or progress(folder) is None
                 kill(held["pid"])
             if held is not None and target == "snapshot process":  # the trainer goes on, and has another one started
                 wait_for_steps(folder, pid, 2)
