@@ -142,19 +142,27 @@ def as_plain(parameters: Sequence[nn.Parameter], changed: bool = False) -> Itera
     for parameter in parameters:
         complete(parameter)
     with in_memory(parameters, changed):
-        demands = [
-            (each, demand_of(each), residence_of(each)) for each in parameters
-        ]  # a gradient may still be elsewhere
+        # A gradient may still be elsewhere.
+        demands = [(each, demand_of(each), residence_of(each)) for each in parameters]
         try:
-            for parameter in parameters:
-                demanded(parameter, None)
-                housed(parameter, None)
+            with signals_deferred:
+                for parameter in parameters:
+                    demanded(parameter, None)
+                    housed(parameter, None)
             yield
         finally:
-            with signals_deferred:
-                for parameter, demand, residence in demands:
-                    housed(parameter, residence)
-                    demanded(parameter, demand)
+            try:
+                _demand_again(demands)
+            except BaseException:  # a signal came before it began
+                _demand_again(demands)
+                raise
+
+
+def _demand_again(demands: list[tuple[nn.Parameter, Demand | None, Residence | None]]) -> None:
+    with signals_deferred:
+        for parameter, demand, residence in demands:
+            housed(parameter, residence)
+            demanded(parameter, demand)
 
 
 def held_elsewhere(parameter: nn.Parameter) -> bool:

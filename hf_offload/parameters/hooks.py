@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.casts import Casts
 from hf_offload.parameters.saved import KeptTensor, whereabouts
 
@@ -61,10 +62,14 @@ def saving_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         return
     casts = Casts(parameters) if torch.is_autocast_enabled(parameters[0].device.type) else None
     hooks = _Hooks(outer, casts)
-    autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+    pushed = False
     try:
+        with signals_deferred:
+            autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+            pushed = True
         yield
     finally:
-        autograd._pop_saved_tensors_default_hooks()
+        if pushed:  # no function of Python, in front of which a signal could come
+            autograd._pop_saved_tensors_default_hooks()
         if casts is not None:
             casts.empty()

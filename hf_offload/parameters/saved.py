@@ -82,7 +82,7 @@ class SavedWeight:
         :class:`~hf_offload.errors.StorageError` if it cannot be read.
         """
         parameter = self.parameter
-        with torch._C.DisableTorchFunctionSubclass():
+        with signals_deferred, torch._C.DisableTorchFunctionSubclass():
             version = parameter._version
             if version != self.version:
                 raise modified(version, self.version, str(self.dtype), self.size, "a weight")
@@ -117,28 +117,30 @@ class _InUse(threading.local):
 
     def __init__(self) -> None:
         self._operation: tuple[int, int] | None = None
-        self._residences: list[Residence] = []
+        self._residences: list[weakref.ref[Residence]] = []
 
     def hold(self, residence: Residence) -> None:
+        """Let it stay, unless its model goes. Signals are deferred."""
         node: Any = torch._C._current_autograd_node()
         task = torch._C._current_graph_task_id()
         operation = (task, -1 if node is None else node._sequence_nr())
-        with signals_deferred:
-            if operation != self._operation:
-                _release(self._residences)
-                if task >= 0 and (self._operation is None or self._operation[0] != task):
-                    self._residences = []
-                    callback = functools.partial(_release, self._residences)
-                    torch.autograd.Variable._execution_engine.queue_callback(callback)
-                self._operation = operation
-            residence.enter()
-            self._residences.append(residence)
+        if operation != self._operation:
+            _release(self._residences)
+            if task >= 0 and (self._operation is None or self._operation[0] != task):
+                self._residences = []
+                callback = functools.partial(_release, self._residences)
+                torch.autograd.Variable._execution_engine.queue_callback(callback)
+            self._operation = operation
+        residence.enter()
+        self._residences.append(weakref.ref(residence))
 
 
-def _release(residences: list[Residence]) -> None:
+def _release(residences: list[weakref.ref[Residence]]) -> None:
     """The operation is over, or all of backward."""
     while residences:
-        residences.pop().leave()
+        residence = residences.pop()()
+        if residence is not None:
+            residence.leave()
 
 
 _in_use = _InUse()

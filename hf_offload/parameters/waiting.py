@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import nn
 
+from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.casts import fill_cast
 from hf_offload.parameters.hooks import saving_hooks
 from hf_offload.parameters.saved import Residence
@@ -60,12 +61,22 @@ def in_memory(parameters: Iterable[nn.Parameter], changed: bool = False) -> Iter
         return
     entered: list[Residence] = []
     try:
-        for parameter, residence in residents:
-            residence.enter()
-            entered.append(residence)
-            fill_cast(parameter)
+        with signals_deferred:  # but where one of them waits for the drive
+            for parameter, residence in residents:
+                residence.enter()
+                entered.append(residence)
+                fill_cast(parameter)
         with saving_hooks([parameter for parameter, _ in residents]):
             yield
     finally:
-        for residence in entered:
-            residence.leave(changed)
+        try:
+            _leave(entered, changed)
+        except BaseException:  # a signal came before it began
+            _leave(entered, changed)
+            raise
+
+
+def _leave(entered: list[Residence], changed: bool) -> None:
+    with signals_deferred:
+        while entered:
+            entered.pop().leave(changed)

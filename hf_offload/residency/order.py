@@ -1,7 +1,5 @@
 """In which order weights are used, learned from how they were."""
 
-from collections.abc import Iterator
-
 _PASSES = 8
 """How many uses of each weight are remembered."""
 
@@ -32,9 +30,9 @@ class UseOrder:
             del uses[:gone]
             self._next = max(0, self._next - gone)
 
-    def coming(self) -> Iterator[int]:
+    def coming(self) -> list[int]:
         """Probable uses from now on, in order."""
-        yield from self._uses[self._next :]
+        return self._uses[self._next :]
 
     def _find(self, number: int) -> int:
         """The place of the last use that was like the present one, or of the last use of all."""

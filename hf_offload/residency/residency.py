@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.contexts import is_outside, outside
 from hf_offload.parameters.demand import housed
 from hf_offload.parameters.views import follow_attributes
@@ -122,7 +123,7 @@ class Residency:
     @torch._disable_dynamo
     def enter(self, weight: Weight) -> None:
         """Let ``weight`` be in memory until it is left as often."""
-        with self._lock:
+        with signals_deferred, self._lock:
             weight.check_copies()
             if weight.uses == 0:
                 self._order.used(weight.number)
@@ -134,14 +135,14 @@ class Residency:
             elif self._is_short:  # others may leave that could not before
                 with outside():
                     self._make_room(0, weight)
-            weight.uses += 1
-            if weight.uses == 1:
+            if weight.uses == 0:
                 with contextlib.nullcontext() if is_outside() else outside():
                     self._read_ahead()
+            weight.uses += 1  # last: what raises before has not entered
 
     def leave(self, weight: Weight, changed: bool) -> None:
         """``weight`` was used."""
-        with self._lock:
+        with signals_deferred, self._lock:
             with torch._C.DisableTorchFunctionSubclass():
                 weight.note_changes(changed)
             weight.uses -= 1
