@@ -24,6 +24,9 @@ SUMMARY = r"[1-9][\d.]* MiB written and [1-9][\d.]* MiB read in all"
 SHOWN = {
     "accelerator_loop": [SUMMARY],
     "galore": [LOGGED, r"optimizer state: 1,\d{3},\d{3} bytes, AdamW's would be 4,\d{3},\d{3}"],
+    "larger_than_memory": [
+        r"16,\d{3},\d{3} bytes of weights, at most [1-9],\d{3},\d{3} of them", r"largest of the last layer: 0\.\d+",
+    ],
     "my_run_does_not_fit": [
         r"peak of a step +1\d\d\.\d+ MiB, in LlamaForCausalLM", "There is a plan for the budget",
         r"auto +\d+\.\d+ MiB", "changed the loss: False", r"Decision: (ssd|auto)",
