@@ -93,6 +93,11 @@ def fill_cast(parameter: nn.Parameter) -> None:
             copy.data = parameter.detach().to(copy.dtype)
 
 
+def forget_cast(parameter: nn.Parameter) -> None:
+    """The memory of ``parameter`` stays, and that of its copy: the reference to it is one that pickle would refuse."""
+    vars(parameter).pop(_CASTS, None)
+
+
 @functools.cache
 def _references_of_the_library() -> int:
     """How many references to a tensor's object PyTorch counts as its own when it holds the tensor; of late, one."""

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from hf_offload.interrupts import signals_deferred
+from hf_offload.parameters.backward import asking_in_backward
+from hf_offload.parameters.casts import forget_cast
 from hf_offload.parameters.harmless import is_harmless
 from hf_offload.parameters.holders import storage_holders
 from hf_offload.parameters.saved import Residence
@@ -48,7 +50,7 @@ class DemandedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if is_harmless(func):
                 return func(*args, **kwargs)
-            asked = list(dict.fromkeys(_demanded((args, kwargs))))
+            asked = list(dict.fromkeys(demanded_in((args, kwargs))))
             for each in asked:
                 _answer(each, func, args)
             if func == _GET_GRADIENT or func in _WRITE_GRADIENT:
@@ -58,11 +60,16 @@ class DemandedParameter(nn.Parameter):
                 if residence is not None and (copy := residence.saved()) is not None:
                     return copy
             parameters = [*asked, *parameters_of((args, kwargs))]
-        others = any(not issubclass(each, (DemandedParameter, HoldingView)) for each in types)
+        others = any(
+            each is not torch.Tensor and not issubclass(each, (DemandedParameter, HoldingView)) for each in types
+        )
         if others or _has_functions_of_its_own(cls):
             with as_plain(asked, _changes_uncounted(func)), views_in_memory((args, kwargs)):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.autograd.grad:  # whose weights need not be in memory
+                with in_memory(list(demanded_in((args[2:], kwargs)))), asking_in_backward():
+                    return func(*args, **kwargs)
             with in_memory(parameters, _changes_uncounted(func)), views_in_memory((args, kwargs)):
                 if func in _ADDRESSES and (residence := residence_of(asked[0])) is not None:
                     residence.note_address()
@@ -129,6 +136,8 @@ def _note(parameter: nn.Parameter, name: str, value: Any) -> None:
         vars(parameter)[name] = value
     kind = own_class(parameter)
     waits = DEMAND in vars(parameter) or RESIDENCE in vars(parameter)
+    if not waits:
+        forget_cast(parameter)
     wanted = demanded_class(kind) if waits else kind
     if type(parameter) is not wanted:
         parameter.__class__ = wanted
@@ -248,13 +257,13 @@ def _caller() -> FrameType:
     return frame
 
 
-def _demanded(values: Any) -> Iterable[DemandedParameter]:
+def demanded_in(values: Any) -> Iterable[DemandedParameter]:
     """The demanded parameters among arguments, also those in lists and tuples."""
     if is_demanded(values):
         yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _demanded(value)
+            yield from demanded_in(value)
     elif isinstance(values, dict):
         for value in values.values():
-            yield from _demanded(value)
+            yield from demanded_in(value)

@@ -172,9 +172,11 @@ class Whereabouts:
         """Whether there are any."""
         return bool(self._parameters)
 
-    def remove(self, number: int) -> None:
-        """The memory of this number is a parameter's no longer."""
-        self._parameters.pop(number, None)
+    def remove(self, number: int, residence: Residence) -> None:
+        """The memory of this number is no longer that of the parameter of ``residence``."""
+        found = self._parameters.get(number)
+        if found is not None and found[1]() is residence:  # else it was freed, and is another one's by now
+            del self._parameters[number]
 
     def find(self, tensor: Tensor) -> SavedWeight | None:
         """What to save instead of ``tensor``, if it is such a parameter or a view of one, and counts its changes."""

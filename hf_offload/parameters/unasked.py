@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hf_offload.parameters.backward import ask_in_backward, keep_inputs_of_checkpoints
 from hf_offload.parameters.demand import is_demanded
 from hf_offload.parameters.saved import whereabouts
 from hf_offload.parameters.views import FollowingView, follow_views, parameters_of, views_in_memory
@@ -19,6 +20,8 @@ def ask_everywhere() -> None:
     """Ask before a custom function of autograd takes a parameter. Idempotent."""
     if not hasattr(torch.autograd.Function.apply, "_hf_offload_asks"):
         _ask_in_apply()
+        ask_in_backward()
+        keep_inputs_of_checkpoints(is_demanded)
 
 
 def _ask_in_apply() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.parameters.casts import fill_cast
+from hf_offload.parameters.contexts import outside
 from hf_offload.parameters.demand import housed
 from hf_offload.parameters.holders import hull_of, storage_holders
 from hf_offload.parameters.saved import whereabouts
@@ -110,7 +111,7 @@ class Weight:
         replaced = parameter.untyped_storage()._cdata != self._memory
         if replaced:
             if self._memory is not None:
-                whereabouts.remove(self._memory)
+                whereabouts.remove(self._memory, self)
             self._buffer = self._stored = self._hull = None
             self._note_memory(parameter)
         if changed or replaced or parameter._version != self._version:
@@ -139,7 +140,7 @@ class Weight:
         if hull is None or hull.shape != parameter.shape or hull.dtype != parameter.dtype:
             hull = hull_of(parameter)
             self._hull = None if parameter.device.type == "cpu" else hull
-        whereabouts.remove(self._memory)
+        whereabouts.remove(self._memory, self)
         parameter.data = hull
         self._memory = self._buffer = None
         if self._changed:
@@ -176,7 +177,10 @@ class Weight:
 
     def read_ahead(self) -> bool:
         """Begin to read it, if there is room for that; false otherwise."""
-        return self._memory is not None or self._stored is None or self._stored.read_ahead()
+        if self._memory is not None or self._stored is None or not self._stored.is_away:
+            return True
+        with outside():
+            return self._stored.read_ahead()
 
     def copy(self, files: MappedFiles) -> Tensor:
         """A copy in a file that is mapped into memory: the same one while it is alive and the parameter is as it was."""
@@ -210,7 +214,7 @@ class Weight:
         parameter = self._parameter()
         if parameter is not None and self._memory is not None and residence_of(parameter) is self:
             fill_cast(parameter)
-            whereabouts.remove(self._memory)
+            whereabouts.remove(self._memory, self)
             housed(parameter, None)
 
     def _note_memory(self, parameter: nn.Parameter) -> None:

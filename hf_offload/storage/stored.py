@@ -176,6 +176,11 @@ class Stored:
         """Whether its bytes are in memory only because the drive is slower."""
         return self._write is not None and self._buffer is not None and not self._write.done()
 
+    @property
+    def is_away(self) -> bool:
+        """Whether its bytes are on the tier only, and nothing reads them yet."""
+        return self._held is not None and self._buffer is None and self._loaded is None and self._read is None
+
     def wait_until_written(self) -> None:
         """Wait for the tier. A write that fails leaves the bytes in memory."""
         if self._write is not None:
@@ -184,11 +189,11 @@ class Stored:
 
     def read_ahead(self) -> bool:
         """Begin to read what is on the tier, if there is room in the window; false if there is none."""
-        waits = self._held is not None and self._buffer is None and self._loaded is None and self._read is None
-        if waits and not self._store.has_room_to_read(self.nbytes):
+        if not self.is_away:
+            return True
+        if not self._store.has_room_to_read(self.nbytes):
             return False
-        if waits:
-            self._begin_read(urgent=False)
+        self._begin_read(urgent=False)
         return True
 
     def load(self) -> None:

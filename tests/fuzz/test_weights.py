@@ -8,7 +8,6 @@ from tests.helpers.crashing import Crashing
 SEEDS = range(20, 40)
 
 
-@pytest.mark.full
 def test_losses_and_weights_are_those_of_a_run_in_memory():
     with Crashing(run) as guarded:
         found = {seed: problems for seed in SEEDS if (problems := guarded(seed))}
@@ -21,7 +20,6 @@ def test_a_seed_that_ends_its_process_has_failed():
         assert guarded(1) == []
 
 
-@pytest.mark.full
 def test_programs_are_worth_their_name():
     """Most of them read weights from a tier, and do what there is to do."""
     read, done = 0, set()

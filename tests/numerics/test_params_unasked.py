@@ -1,0 +1,84 @@
+"""Weights on a tier in code that PyTorch does not ask about: storages, chosen weights, checkpoints."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.parked import leave_memory, parked
+from tests.helpers.streamed import mlp, same
+
+
+def test_a_parameter_is_made_of_a_weight(tmp_path):
+    expected = mlp()[0].weight.detach().clone()
+    model = mlp()
+    leave_memory(parked(model, tmp_path))
+    assert torch.equal(nn.Parameter(model[0].weight, requires_grad=False).detach(), expected)
+
+
+def test_what_is_written_through_a_storage_is_kept(tmp_path):
+    model = mlp()
+    session = parked(model, tmp_path)
+    leave_memory(session)
+    model[0].weight.untyped_storage().fill_(0)
+    leave_memory(session)
+    assert not model[0].weight.any()
+
+
+def test_a_storage_that_is_held_is_the_weights(tmp_path):
+    model = mlp()
+    session = parked(model, tmp_path)
+    storage = model[0].weight.untyped_storage()
+    model[2].weight.sum()  # others leave
+    storage.fill_(0)
+    del storage
+    leave_memory(session)
+    assert not model[0].weight.any()
+
+
+class OfItsWeight(nn.Module):
+    """A checkpoint that is given weights as arguments, or uses them inside."""
+
+    def __init__(self, given: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.given = given
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, inputs):
+        if self.given:
+            return checkpoint(F.linear, inputs, self.weight, use_reentrant=False)
+        return checkpoint(lambda value: F.linear(value.sin(), self.weight).sin(), inputs, use_reentrant=False)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_checkpoints_find_their_weights_again(given, chosen, tmp_path):
+    found = []
+    for place in ("none", "ssd"):
+        model = nn.Sequential(OfItsWeight(given), nn.Tanh(), OfItsWeight(given))
+        if place == "ssd":
+            leave_memory(parked(model, tmp_path))
+        inputs = torch.ones(2, 64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda value: value.detach(), lambda value: value):
+            loss = model(inputs).sum()
+        weights = list(model.parameters())
+        if chosen:
+            found.append(list(torch.autograd.grad(loss, weights)))
+        else:
+            loss.backward()
+            found.append([weight.grad for weight in weights])
+    assert same(*found)
+
+
+def test_a_weight_that_was_cast_is_pickled(tmp_path):
+    expected = mlp()[0].weight.detach().clone()
+    model = mlp()
+    session = parked(model, tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.ones(2, 96))
+        leave_memory(session)
+        assert torch.equal(pickle.loads(pickle.dumps(model[0].weight)), expected)
