@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full faults acceptance mutations lint api docs bench-cpu clean
+.PHONY: help env demo demo-large test test-full faults acceptance mutations lint api docs bench-cpu clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -19,6 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## Train the same small model without, with recompute and with offloading; table and plots in runs/demo (a few minutes)
 	$(BIN)/hf-offload bench steps gpt/demo --steps 5 --strategies baseline,recompute,ours:ssd,ours:auto@960MiB --allocator auto --output runs/demo
+
+demo-large: $(STAMP)  ## Train GPT-2 XL in full, in fp32 and within 6 GiB; table and picture in runs/large (15 minutes at most, 150 GB written)
+	$(BIN)/python -m benchmarks large
 
 # Test files run side by side, each in one process, in the order of the tree: those of single units end it, so that no
 # process waits long for another's last file.

@@ -5,12 +5,14 @@ import typer
 from benchmarks.accuracy import accuracy
 from benchmarks.allocators import allocators
 from benchmarks.budgets import budgets
+from benchmarks.large.command import large
 from benchmarks.limits import limits
 from benchmarks.loss import loss
 from benchmarks.modes.command import modes
 from benchmarks.sampling import sampling
 from benchmarks.solvers import solvers
 from benchmarks.state.command import state
+from benchmarks.weights.command import weights
 
 app = typer.Typer(
     name="benchmarks",
@@ -19,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (accuracy, allocators, budgets, limits, loss, modes, sampling, solvers, state):
+for command in (accuracy, allocators, budgets, large, limits, loss, modes, sampling, solvers, state, weights):
     app.command()(command)
 
 if __name__ == "__main__":

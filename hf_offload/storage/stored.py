@@ -48,6 +48,13 @@ class Store:
         self._spare_bytes = 0
         self.lock = threading.Lock()  # of what a thread that writes may do, too
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of memory that this takes now: of what is written and read ahead, and spare."""
+        writing = [each for reference in list(self._writing) if (each := reference()) is not None]
+        reading = sum(each.nbytes for each in self._reading)
+        return sum(each.nbytes for each in writing if each.is_being_written) + reading + self._spare_bytes
+
     def new_buffer(self, nbytes: int, phase: int = 0) -> Tensor:
         """Host memory at an address of this phase, of one that is spare if possible: the system zeroes what is new."""
         with signals_deferred, self.lock:

@@ -19,6 +19,7 @@ from accelerate.commands.launch import launch_command_parser
 
 import hf_offload
 from benchmarks.__main__ import app as benchmarks
+from benchmarks.large.command import rows_of
 from hf_offload.cli.main import app
 from hf_offload.cli.plan import PlanGroup
 from hf_offload.integrations.launch import find_config
@@ -343,6 +344,18 @@ def test_the_table_of_streamed_state_is_of_its_file():
     text = (ROOT / "docs" / "optimizer_state.md").read_text()
     section = text.split("## What it costs\n")[1].split("\n## ")[0]
     assert re.findall(r"^\| (\d+ \| .*) \|$", section, re.MULTILINE) == expected
+
+
+def test_the_table_of_the_large_model_is_of_its_file():
+    found = json.loads((ROOT / "model_cards" / "bench" / "cpu_large_gpt2_xl.json").read_text())
+    text = (ROOT / "docs" / "weights.md").read_text()
+    section = text.split("## A model larger than the machine\n")[1].split("\n## ")[0]
+    lines = re.findall(r"^\| (?!\||---)(.*) \|$", section, re.MULTILINE)
+    assert [line.split(" | ") for line in lines if not line.startswith("| predicted")] == [
+        list(row) for row in rows_of(found)
+    ]
+    assert f"{found['weights'] / 1e9:.2f} billion weights" in section
+    assert f"{found['steps']} steps of {found['tokens']:,} tokens" in section
 
 
 def test_the_table_of_the_longest_rows_is_of_its_file():

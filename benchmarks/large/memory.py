@@ -1,0 +1,71 @@
+"""What memory holds over a step, by kind."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.session import OffloadSession
+from hf_offload.training.gauges import Gauge
+
+INTERVAL_S = 0.1
+WEIGHTS, WEIGHTS_MOVING, STATE, GRADIENTS, ACTIVATIONS, OTHER = KINDS = (
+    "weights",
+    "weights on their way",
+    "optimizer state on its way",
+    "gradients on their way",
+    "activations",
+    "everything else",
+)
+"""Everything else: gradients that are computed, the loss, results of operations, PyTorch and Python themselves."""
+
+Sample = dict[str, float]
+
+
+def counters(session: OffloadSession, optimizer: Any) -> dict[str, Callable[[], int]]:
+    """Bytes in memory, by kind."""
+    residency, streaming, engine = session.residency, streaming_of(optimizer), session._engine
+    assert residency is not None
+    assert streaming is not None
+    assert engine is not None
+    gradients = streaming.gradients.store
+    return {
+        WEIGHTS: lambda: residency.bytes_in_memory,
+        WEIGHTS_MOVING: lambda: residency.store.buffer_bytes,
+        STATE: lambda: streaming.states.store.buffer_bytes,
+        GRADIENTS: lambda: 0 if gradients is None else gradients.buffer_bytes,
+        ACTIVATIONS: lambda: engine.transfer.ledger.resident_bytes,
+    }
+
+
+@contextlib.contextmanager
+def sampled(kinds: Mapping[str, Callable[[], int]], gauge: Gauge) -> Iterator[list[Sample]]:
+    """Samples of all kinds every :data:`INTERVAL_S` seconds, each with its ``time_s`` and the ``resident`` bytes of the
+    process.
+    """
+    samples: list[Sample] = []
+    over = threading.Event()
+    begin = time.perf_counter()
+
+    def sample() -> None:
+        one: Sample = {"time_s": time.perf_counter() - begin, "resident": gauge.level()}
+        with contextlib.suppress(RuntimeError):  # a set has changed meanwhile
+            one |= {kind: count() for kind, count in kinds.items()}
+            one[OTHER] = max(0, one["resident"] - sum(one[kind] for kind in kinds))
+            samples.append(one)
+
+    def keep_sampling() -> None:
+        while not over.wait(INTERVAL_S):
+            sample()
+
+    sample()
+    thread = threading.Thread(target=keep_sampling, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        over.set()
+        thread.join()
+        sample()

@@ -1,0 +1,1 @@
+"""The benchmark of weights that leave memory: ours, and what others offer."""

@@ -1,0 +1,74 @@
+"""``python -m benchmarks large``, in small."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.large.forecast import forecast
+from benchmarks.large.memory import KINDS
+from benchmarks.large.shape import Shape, text_tokens
+
+SMALL = "--layers 6 --width 128 --vocabulary 512 --tokens 32 --steps 2 --budget 1MiB"
+ROOFLINE = {"compute_s": 60.0, "both_bytes_per_s": 2e9, "write_bytes_per_s": 1e9, "read_bytes_per_s": 2e9}
+
+
+def _run(arguments: str, *more: str):
+    return CliRunner().invoke(app, ["large", *arguments.split(), *more])
+
+
+def test_a_small_model_is_trained_with_table_picture_and_figures(tmp_path):
+    directory, results = tmp_path / "drive", tmp_path / "results"
+    directory.mkdir()
+    result = _run(SMALL, "--directory", str(directory), "--output", str(results), "--json")
+    assert result.exit_code == 0, result.output
+    assert "It will write about" in result.stderr
+    assert list(directory.iterdir()) == []
+    found = json.loads(result.stdout)
+    assert found == json.loads((results / "large.json").read_text())
+    assert (results / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert found["weights"] == found["made"]["weights"]
+    assert len(found["steps_taken"]) == 2
+    step = found["steps_taken"][1]
+    weights = 4 * found["weights"]
+    assert step["weights read_bytes"] > 0
+    assert weights // 2 < step["weights written_bytes"] <= weights
+    assert step["gradients written_bytes"] == 0  # each weight is updated in backward
+    assert step["optimizer state written_bytes"] > weights
+    assert 0 < step["most_weight_bytes"] < weights // 2
+    measured = found["measured"]
+    assert measured["roofline_ratio"] == pytest.approx(measured["step_s"] / measured["roofline_s"])
+    assert measured["read_bytes"] == step["read_bytes"]
+    assert all(set(KINDS) < set(one) for one in found["memory"])
+
+
+def test_the_announced_bytes_of_gpt2_xl_are_within_its_limits():
+    shape = Shape()
+    expected = forecast(shape, ROOFLINE)
+    assert shape.weights == pytest.approx(1.557e9, rel=1e-3)
+    assert 16 * shape.weights > 24e9  # weights, gradients and state: more than the machine's memory
+    assert expected.peak_bytes < shape.budget_bytes
+    assert expected.total_written_bytes < 150e9
+    assert f"write about {expected.total_written_bytes / 1e9:.0f} GB to /nvme" in expected.text(shape, "/nvme")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--most-written 1KB", "--most-written allows"),
+        ("--budget many", "--budget"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_model_is_made(tmp_path, arguments, message):
+    result = _run(f"{SMALL} {arguments}", "--directory", str(tmp_path / "."), "--output", str(tmp_path / "results"))
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "results").exists()
+
+
+def test_tokens_are_bytes_of_text_in_one_row_after_the_other():
+    rows = text_tokens(100)
+    first, second = next(rows), next(rows)
+    assert first.shape == (1, 100)
+    assert bytes(first[0].tolist() + second[0].tolist()).decode().startswith('"""')
