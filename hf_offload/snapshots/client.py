@@ -20,6 +20,9 @@ from hf_offload.snapshots import process
 _ANSWER_S = 60.0
 """A process that has not answered by then, such as one that was stopped, counts as gone."""
 
+_ENDING_S = 10.0
+"""How long a process may take to end that does not accept connections any more."""
+
 
 def address_of(folder: Path, rank: int = 0) -> bytes:
     """Where the snapshot process of a training that writes to ``folder`` listens. It is not a file, and goes with it."""
@@ -49,9 +52,12 @@ class SnapshotClient:
         """
         connection = _connected(address)
         started = None
-        if connection is None and start:
+        until = time.monotonic() + _ENDING_S
+        while connection is None and start and time.monotonic() < until:
             started = _start(address)
             connection = _connected(address)
+            if connection is None:  # one that is about to end has the address still
+                time.sleep(0.01)
         if connection is None:
             if start:
                 raise SnapshotError(

@@ -356,10 +356,10 @@ def test_a_damaged_snapshot_on_disk_is_noticed(whole, tmp_path, caplog, damage):
         path.unlink()
     else:
         flip(path.with_name("hf_offload_snapshot.json"))
-    before = (disk / "checkpoint-8").exists()  # unless the drive was too slow to write it
+    others = {int(path.name.rpartition("-")[2]) for path in disk.glob("checkpoint-*")} - {12}
     with caplog.at_level(logging.WARNING):
         begun, found = resumed(run, offload_snapshot_dir=str(disk))
-    assert begun == (8 if before else 0)
+    assert begun == max(others, default=0)  # a drive that is slow leaves some out
     assert same(whole, found)
     assert damage == "record" or "checkpoint-12 is damaged and skipped: optimizer.pt" in caplog.text
 
