@@ -61,9 +61,21 @@ EFFECTS = (
     ),
     Effect(
         "weights or optimizer state that leave memory, on first use",
-        "torch.func's wrappers, and with weights torch.autograd.Function.apply, let a weight come that is elsewhere, and "
+        "torch.func's wrappers, and with weights torch.autograd.Function.apply, torch.tensor, torch.as_tensor, "
+        "torch.asarray, and what begins a backward and what a checkpoint keeps, let a weight come that is elsewhere, and "
         "change nothing for other tensors",
-        {"optimizer": _TRANSFORMS, "weights": (*_TRANSFORMS, "torch.autograd.function.Function.apply")},
+        {
+            "optimizer": _TRANSFORMS,
+            "weights": (
+                *_TRANSFORMS,
+                "torch.autograd.function.Function.apply",
+                "torch.tensor",
+                "torch.as_tensor",
+                "torch.asarray",
+                "torch.autograd._engine_run_backward",
+                "torch.utils.checkpoint._make_saved_tensor",
+            ),
+        },
     ),
     Effect(
         "tier auto, until it is detached",

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -67,7 +67,8 @@ class QueuedTransfer:
     def enqueue(self, pool: WorkerPool, parts: Sequence[Any], urgent: bool) -> None:
         self._left = len(parts)
         # First in the list of callbacks, so that a cancelled transfer releases its buffer before other callbacks run.
-        self.future.add_done_callback(self._when_cancelled)
+        # It holds the transfer, and that the tier, only weakly: a future that has ended keeps its callbacks.
+        self.future.add_done_callback(functools.partial(_call, weakref.WeakMethod(self._when_cancelled)))
         pool.submit(*[functools.partial(self.run, part) for part in parts], urgent=urgent)
 
     def run(self, part: Any) -> None:
@@ -112,6 +113,12 @@ class QueuedTransfer:
                     future.set_running_or_notify_cancel()
             self.buffer = None
             self.tier._ended(self, "cancelled")
+
+
+def _call(method: "weakref.WeakMethod[Callable[[Future[None]], None]]", future: "Future[None]") -> None:
+    found = method()
+    if found is not None:
+        found(future)
 
 
 class QueuedTier(Tier):

@@ -1,6 +1,8 @@
 """Weights on a tier in code that PyTorch does not ask about: storages, chosen weights, checkpoints."""
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -82,3 +84,47 @@ def test_a_weight_that_was_cast_is_pickled(tmp_path):
         model(torch.ones(2, 96))
         leave_memory(session)
         assert torch.equal(pickle.loads(pickle.dumps(model[0].weight)), expected)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray], ids=lambda make: make.__name__)
+@pytest.mark.filterwarnings("ignore:To copy construct", "ignore:torch.asarray")
+def test_a_tensor_is_made_of_a_weight(tmp_path, make):
+    expected = mlp()[0].weight.detach().clone()
+    model = mlp()
+    leave_memory(parked(model, tmp_path))
+    assert torch.equal(getattr(torch, make.__name__)(model[0].weight), expected)
+
+
+def test_constructors_are_known_where_they_are_told_by_identity(tmp_path):
+    """In a process of its own: what is looked up first after weights have left memory."""
+    code = f"""
+import torch
+from hf_offload import OffloadConfig, attach
+model = torch.nn.Linear(64, 64)
+attach(model, OffloadConfig(tier="none", params="ssd", min_bytes=1, directory={str(tmp_path)!r}))
+with torch.device("meta"):
+    made = torch.tensor([1.0]), torch.as_tensor([1.0]), torch.asarray([1.0]), torch.asarray(obj=[1.0])
+    assert all(one.is_meta for one in made)
+
+def add(x):
+    return x + torch.tensor([1.0]) + torch.as_tensor([1.0])
+
+assert torch.compile(add, backend="eager", fullgraph=True)(torch.ones(1)) == 3
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_scripted_functions_have_their_constructors(tmp_path):
+    """In a process of its own, as the test above."""
+    (tmp_path / "scripted.py").write_text(
+        "import torch\n\n\ndef add(x):\n    return x + torch.tensor([1.0]) + torch.as_tensor([1.0])\n"
+    )
+    code = f"""
+import torch
+from hf_offload import OffloadConfig, attach
+model = torch.nn.Linear(64, 64)
+attach(model, OffloadConfig(tier="none", params="ssd", min_bytes=1, directory={str(tmp_path)!r}))
+from scripted import add
+assert torch.jit.script(add)(torch.ones(1)) == 3
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=tmp_path)
