@@ -76,17 +76,19 @@ def test_a_recipe_begins_with_the_command_lines_of_its_meta(name):
 @pytest.mark.parametrize("name", CARDED)
 def test_a_recipe_says_how_it_is_launched_planned_and_what_is_predicted(name):
     meta = read_meta(name)
-    train, launch, plan = meta.command_lines(name)
+    train, *launch, plan = meta.command_lines(name)
     assert train == f"hf-offload train {name}"
-    assert re.fullmatch(
-        rf"hf-offload launch --config_file (fsdp2|ddp) -m hf_offload train {name}( \w[\w.]*=\S+)*", launch
-    )
+    assert len(launch) == (load_recipe(name).offload.memory_mode != "mezo"), "which trains in one process only"
+    for line in launch:
+        assert re.fullmatch(
+            rf"hf-offload launch --config_file (fsdp2|ddp) -m hf_offload train {name}( \w[\w.]*=\S+)*", line
+        )
     assert shlex.split(plan)[:5] == ["hf-offload", "plan", name, "--gpu", meta.machine.gpu]
     assert meta.machine.given.keys() <= {"gpu", "ssd", "pcie", "ram"}
     assert {"peak", "budget", "micro_batch", "baseline_peak"} <= meta.predicted.given.keys()
 
 
-@pytest.mark.parametrize("name", CARDED)
+@pytest.mark.parametrize("name", [name for name in CARDED if read_meta(name).launch is not None])
 def test_the_line_for_several_cards_asks_for_nothing_that_is_refused_there(name):
     launch = read_meta(name).launch
     assert load_recipe(name, launch.overrides) != load_recipe(name) or not launch.overrides
