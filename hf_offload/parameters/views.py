@@ -11,6 +11,7 @@ Note: what custom functions keep
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,8 @@ class HoldingView(SharesMemory):
             parameters = parameters_of((args, kwargs))
             for parameter in parameters:
                 complete(parameter)
+            if func is Tensor.detach and _is_made_a_parameter():
+                args[0].__class__ = Tensor  # which the parameter is compared with; it has the memory, and holds it
             if all(each is HoldingView for each in types):
                 with in_memory(parameters):
                     result = func(*args, **kwargs)
@@ -73,6 +76,16 @@ class HoldingView(SharesMemory):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with _as_plain([self]):
             return self.__reduce_ex__(protocol)
+
+
+def _is_made_a_parameter() -> bool:
+    """Whether ``nn.Parameter`` has called, perhaps through what keeps Dynamo out."""
+    frame: Any = sys._getframe(2)
+    for _ in range(4):
+        if frame is None or frame.f_code is nn.Parameter.__new__.__code__:
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager

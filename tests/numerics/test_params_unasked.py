@@ -128,3 +128,14 @@ from scripted import add
 assert torch.jit.script(add)(torch.ones(1)) == 3
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=tmp_path)
+
+
+def test_a_parameter_is_made_of_a_view_of_a_weight(tmp_path):
+    expected = mlp()[0].weight.detach().t().clone()
+    model = mlp()
+    session = parked(model, tmp_path)
+    leave_memory(session)
+    made = nn.Parameter(model[0].weight.T)
+    assert isinstance(made, nn.Parameter)
+    model[2].weight.sum()  # others leave
+    assert torch.equal(made.detach(), expected)
