@@ -21,6 +21,7 @@ from hf_offload.settings.recipes import read_recipe
 EXAMPLES = {
     "tier": "auto",
     "optimizer": "ram",
+    "params": "ram",
     "directory": ["/a", "/b c"],
     "verify": "checksum",
     "on_disk_write_limit": "stop",
