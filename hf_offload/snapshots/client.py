@@ -50,20 +50,27 @@ class SnapshotClient:
 
         Raises :class:`~hf_offload.errors.SnapshotError` if it belongs to another user, or cannot be started.
         """
-        connection = _connected(address)
-        started = None
         until = time.monotonic() + _ENDING_S
-        while connection is None and start and time.monotonic() < until:
-            started = _start(address)
+        while True:
             connection = _connected(address)
-            if connection is None:  # one that is about to end has the address still
-                time.sleep(0.01)
-        if connection is None:
-            if start:
-                raise SnapshotError(
-                    "The snapshot process ended as soon as it was started: see whether the machine has memory."
-                )
-            return None
+            started = None
+            if connection is None and start:
+                started = _start(address)
+                connection = _connected(address)
+            if connection is not None:
+                client = cls._answered(connection, started)
+                if client is not None:
+                    return client
+            elif not start:
+                return None
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.01)  # one that is about to end has the address still, and may even accept
+        raise SnapshotError("The snapshot process ended as soon as it was started: see whether the machine has memory.")
+
+    @classmethod
+    def _answered(cls, connection: socket.socket, started: int | None) -> "SnapshotClient | None":
+        """A client, if the process at the other end answers: one that is ending has closed other connections first."""
         user = process.peer_of(connection)[1]
         if user != os.geteuid():
             connection.close()
@@ -75,8 +82,8 @@ class SnapshotClient:
         try:
             client.pid = client.ask("status")["pid"]
         except ConnectionError:
-            client.close()
-            raise
+            client.close(wait_s=1.0)
+            return None
         return client
 
     def ask(self, what: str, files: Sequence[int] = (), **values: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Trainings with snapshots that are killed at random moments: ``python -m tests.faults.killed_snapshots 200``.
+"""Trainings with snapshots that are killed at random moments: ``python -m tests.faults.killed_snapshots 200`` (and a seed).
 
 One process imports everything and forks trainings one after the other. Each goes on from the snapshot of the one before,
 until it is killed: the trainer, its snapshot process, or both. A training that comes to its end must have the bits of one
@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -95,14 +96,30 @@ def in_child(folder: Path, directory: Path | None) -> int:
         code = 1
         try:
             os.setpgid(0, 0)
+            output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
             others = {} if directory is None else {"offload_snapshot_dir": str(directory)}
             trainer = trainer_in(folder / "run", True, [Progress(folder / "progress")], **others)
             trainer.train(resume_from_checkpoint=True)
             torch.save(result_of(trainer), folder / "result")
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stderr.flush()
             os._exit(code)
     return pid
+
+
+def problems_of(folder: Path, code: int, wanted: dict) -> list[str]:
+    """What is wrong with the end of a training, with what it has printed last."""
+    if code:
+        return [f"it ended with {code} and printed:\n{(folder / 'output').read_text()[-4000:]}"]
+    found = torch.load(folder / "result", weights_only=False)
+    return [
+        f"its {name} are not those of one that never stopped" for name in wanted if not same(wanted[name], found[name])
+    ]
 
 
 def held_by(folder: Path) -> dict | None:
@@ -168,8 +185,7 @@ def main(count: int, seed: int = 0) -> int:
                 if not ended:
                     break
                 code = os.waitstatus_to_exitcode(status)
-                if code or not same(wanted, torch.load(folder / "result", weights_only=False)):
-                    problems.append(f"training {number} had ended with {code}, or other bits")
+                problems += [f"training {number}: {each}" for each in problems_of(folder, code, wanted)]
                 time.sleep(0.05)
                 if held_by(folder / "run") is not None:
                     problems.append(f"training {number} left its snapshot process")
@@ -201,8 +217,7 @@ def main(count: int, seed: int = 0) -> int:
             forgiven = forgiven or target == "both"
         pid = in_child(folder, folder / "disk" if on_disk else None)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if code or not same(wanted, torch.load(folder / "result", weights_only=False)):
-            problems.append(f"the last training ended with {code}, or other bits")
+        problems += [f"the last training: {each}" for each in problems_of(folder, code, wanted)]
         time.sleep(0.05)
         if held_by(folder / "run") is not None:
             problems.append("the last training left its snapshot process")
@@ -216,4 +231,4 @@ def main(count: int, seed: int = 0) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 200))
+    sys.exit(main(*map(int, sys.argv[1:3] or [200])))
