@@ -1,9 +1,11 @@
 """From settings to a running engine and back. :meth:`OffloadSession._apply` shows the order of everything that is applied."""
 
 import logging
+import os
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from hf_offload.residency.setting import park_weights, residency_of, run_storage
 from hf_offload.settings.environment import unless_disabled
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.snapshots.loops import Expected, LoopSnapshots, Objects, refuse_loop
 from hf_offload.storage.opening import open_tier
 from hf_offload.storage.wear import Written
 from hf_offload.structure.units import find_blocks, find_units
@@ -63,11 +66,6 @@ def attach(
     Raises :class:`~hf_offload.errors.OffloadConfigError` before anything is changed if the settings cannot work here.
     """
     config = unless_disabled(config)
-    if config.snapshot_steps is not None:
-        raise OffloadConfigError(
-            f"snapshot_steps={config.snapshot_steps} takes snapshots of a Trainer, and {owner} attaches to a model alone: "
-            "give it to OffloadTrainingArguments or OffloadCallback, or leave it out."
-        )
     check_one_process_per_device(model)
     _detach_former(model, run_id, owner)
     session = OffloadSession(model, config, run_id, owner)
@@ -143,6 +141,7 @@ class OffloadSession:
         self._residency: Residency | None = None
         self.stats = OffloadStats(None, self._storage.accounts)
         self._stepped = False
+        self._snapshots_expected: Expected | None = None
 
     plan: Plan
     training = FormerName("run_id")
@@ -159,6 +158,10 @@ class OffloadSession:
         automatic = config.tier == "auto"
         self.plan = safest_plan(config, on_host) if automatic else plan_from_settings(config, list(blocks), on_host)
         self._storage.begin_run(config, on_host, self.ranks.local_count)
+        if config.snapshot_steps is not None:
+            self._snapshots_expected = Expected(
+                model, "with session.snapshots(folder, optimizer=optimizer) as snapshots"
+            )
         if config.params != "none" or residency_of(model) is not None:
             self._residency = park_weights(model, config, self._storage, processes=self.ranks.count)
         if config.optimizer != "none":
@@ -374,6 +377,26 @@ class OffloadSession:
         parameters = [] if model is None else list(model.parameters())
         return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
+    def snapshots(self, folder: str | os.PathLike[str], *, resume: bool | None = None, **objects: Any) -> LoopSnapshots:
+        """A block that takes a snapshot every ``config.snapshot_steps`` steps, of the model and of ``objects`` with a
+        ``state_dict``: optimizers, schedulers, scalers, averages, counters. ``folder`` tells one training from another, and
+        ``resume`` goes on from the newest snapshot: by default where ``hf-offload launch`` has started the script again.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` without ``snapshot_steps``, or for what cannot be part of one.
+        """
+        model = self._model()
+        if self.config.snapshot_steps is None or model is None:
+            raise OffloadConfigError("session.snapshots() needs a model, and OffloadConfig(snapshot_steps=...).")
+        refuse_loop(self.config, self.ranks.count)
+        found = LoopSnapshots(Objects(model, objects), self.config, Path(folder), self._storage, resume)
+        self._end_expecting()
+        return found
+
+    def _end_expecting(self) -> None:
+        if self._snapshots_expected is not None:
+            self._snapshots_expected.remove()
+            self._snapshots_expected = None
+
     def update_in_backward(self, in_backward: bool) -> None:
         """Update each weight as soon as it has its gradient, which then never leaves memory. The caller promises that between
         two steps there is one backward, and that nothing reads or changes gradients or options after it has begun.
@@ -424,6 +447,7 @@ class OffloadSession:
 
     def detach(self) -> None:
         """Remove everything from the model. Live graphs keep their bytes until they are freed. Idempotent."""
+        self._end_expecting()
         if self._watch is not None:
             self._watch.end()
             self._watch = None

@@ -3,6 +3,7 @@
 import functools
 import logging
 import weakref
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -11,6 +12,7 @@ from torch import nn
 
 from hf_offload.engine.unsupported import compiled_error
 from hf_offload.errors import OffloadConfigError
+from hf_offload.integrations.loop_snapshots import Prepared
 from hf_offload.integrations.streamed import ClipsStreamedGradients, refuse_own_state, stream_prepared
 from hf_offload.integrations.summary import has_summary, show_summary, summary_lines
 from hf_offload.integrations.without_gradients import check_gradients, check_step
@@ -19,8 +21,10 @@ from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_ses
 from hf_offload.settings.environment import FIELDS, settings_with, variable
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.renamed import with_current_names
-from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.schema import OffloadConfig, with_checked
 from hf_offload.settings.shown import cropped, shown
+from hf_offload.snapshots.loops import LoopSnapshots
+from hf_offload.storage.service import storage_of
 from hf_offload.surgery import InertInCopies, extend
 
 logger = logging.getLogger(__name__)
@@ -104,6 +108,7 @@ class OffloadedAccelerator:
         self._optimizers: dict[int, Any] = {}  # id of an optimizer -> the handle of its hook
         self._not_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.offloaded_models = 0
+        self._takes_snapshots = False
         _attached[accelerator] = self
         self._methods = extend(accelerator, _Offloading)
         try:
@@ -121,6 +126,33 @@ class OffloadedAccelerator:
     def config(self) -> OffloadConfig:
         """The settings in effect."""
         return self._config
+
+    def snapshots(self, folder: str | None = None, *, resume: bool | None = None) -> LoopSnapshots:
+        """A block that takes a snapshot every ``snapshot_steps`` steps of what ``save_state`` would save: all that is
+        prepared or registered by then. It is a method of the accelerator, too. ``folder``, by default ``project_dir``, tells
+        one training from another. ``resume`` goes on from the newest snapshot: by default where ``hf-offload launch`` has
+        started the script again.
+
+        Raises :class:`~hf_offload.OffloadConfigError` without ``snapshot_steps``, or for what cannot be part of one.
+        """
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        folder = folder or accelerator.project_dir
+        if self._config.snapshot_steps is None or folder is None:
+            raise OffloadConfigError(
+                "snapshots() needs OffloadPlugin(snapshot_steps=...), and a folder or project_dir."
+            )
+        source = Prepared(accelerator, self._config)
+        self._takes_snapshots = True
+        return LoopSnapshots(source, self._config, Path(folder), storage_of(source.model), resume)
+
+    def check_snapshots(self) -> None:
+        """Raise :class:`~hf_offload.OffloadConfigError` if snapshots are set, and the loop takes none."""
+        if self._config.snapshot_steps is not None and not self._takes_snapshots:
+            raise OffloadConfigError(
+                "snapshot_steps is set, and this loop takes no snapshots, for it alone knows where a step ends: write "
+                "with accelerator.snapshots() as snapshots, or leave snapshot_steps out."
+            )
 
     def detach(self) -> None:
         """Restore the accelerator, its models and optimizers. Idempotent."""
@@ -219,8 +251,14 @@ class OffloadedAccelerator:
         present = attached_session(model)
         if present is not None and self._by == ENVIRONMENT:
             return  # the script offloads this model itself
+        if self._by == ENVIRONMENT and self._config.snapshot_steps is not None:
+            raise OffloadConfigError(
+                f"snapshot_steps={self._config.snapshot_steps} is set by the environment, and a loop alone knows where a "
+                "step ends: give it to OffloadTrainingArguments, or to OffloadPlugin in a loop with accelerator.snapshots()."
+            )
         trains = any(one.requires_grad for one in model.parameters())
-        config = self._config if trains else self._config.without_mode()
+        config = with_checked(self._config, snapshot_steps=None, snapshot_dir=None)
+        config = config if trains else config.without_mode()
         session = attach(model, config, run_id=self, owner=self._by)
         self._sessions.append(session)
         self.offloaded_models += session.changes_model
@@ -263,9 +301,15 @@ class _Offloading(ClipsStreamedGradients):
     def free_memory(self, *args: Any, **kwargs: Any) -> Any:
         return self._updated(super().free_memory(*args, **kwargs))
 
+    def snapshots(self, *args: Any, **kwargs: Any) -> LoopSnapshots:
+        """See :meth:`OffloadedAccelerator.snapshots`."""
+        return _attached[self].snapshots(*args, **kwargs)
+
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        super().backward(*args, **kwargs)
         offloaded = _attached.get(self)
+        if offloaded is not None:
+            offloaded.check_snapshots()
+        super().backward(*args, **kwargs)
         # DeepSpeed steps inside backward, where no hook of an optimizer sees it.
         if offloaded is not None and self.distributed_type == DistributedType.DEEPSPEED and self.sync_gradients:
             offloaded.stepped()

@@ -7,7 +7,6 @@ resumed run are those of one that never stopped.
 import contextlib
 import copy
 import dataclasses
-import io
 import json
 import logging
 import os
@@ -19,32 +18,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import ParallelMode
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 import hf_offload
-from hf_offload.errors import OffloadConfigError, SnapshotError
+from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
-from hf_offload.snapshots.client import SnapshotClient, address_of
-from hf_offload.snapshots.restoring import Found, newest_whole
+from hf_offload.snapshots.client import address_of
+from hf_offload.snapshots.opening import LINKS, Opened, open_snapshots
+from hf_offload.snapshots.restoring import Found
 from hf_offload.snapshots.taking import Snapshots, Write
+from hf_offload.snapshots.weights import ModelWeights
 from hf_offload.storage.service import HeldRam, storage_of
 from hf_offload.surgery import InertInCopies
 
 logger = logging.getLogger(__name__)
 
 RNG_NAME = "rng_state.pth"
-_FOLDER = ".hf_offload-snapshot"
-"""In the output directory, while a training resumes from memory: links to files that have no name."""
 
 
 class TrainerSnapshots:
@@ -63,10 +61,8 @@ class TrainerSnapshots:
         self._wait_s = float(config.snapshot_wait_s)
         self._at_once = config.optimizer != "none" or getattr(trainer.args, "memory_mode", NONE) != NONE
         self._output = Path(trainer.args.output_dir or ".").resolve()
-        self._address = address_of(self._output)
-        self._client: SnapshotClient | None = None
-        self._found: Found | None = None
-        self._run, self._began, self._sequence = uuid.uuid4().hex, time.time(), 0
+        self._opened: Opened | None = None
+        self._of_model: ModelWeights | None = None
         self._last_step = self._postponed = -1
         self._settling: Any = None
         self._unchanging: dict[str, Write] | None = None
@@ -79,30 +75,12 @@ class TrainerSnapshots:
         Raises :class:`~hf_offload.errors.SnapshotError` if another training is connected to it, or for snapshots that do not
         fit this one.
         """
-        try:
-            return self._open(asked)
-        except ConnectionError as error:
-            logger.warning("%s: another one is started.", str(error).capitalize())
-        try:
-            return self._open(asked)
-        except ConnectionError as error:
-            raise SnapshotError(f"Again, {error}: see whether the machine has memory.") from error
-
-    def _open(self, asked: str | bool | None) -> str | None:
-        client = self._client = SnapshotClient.connect(self._address, start=True)
-        assert client is not None
-        joined = client.ask("join")
-        if "refused" in joined:
-            raise SnapshotError(
-                f"Process {joined['refused']} trains already with {self._output} as its output directory, and takes "
-                "snapshots: end it, or write to another directory."
-            )
-        if asked is not True and not (asked is None and is_on(RESUME_VARIABLE)):
-            if joined["snapshots"]:
-                logger.warning("Training starts anew: the snapshots of an earlier training in memory are dropped.")
-            return asked or None
+        resume = asked is True or (asked is None and is_on(RESUME_VARIABLE))
+        opened = self._opened = open_snapshots(self._output, self._directory, resume)
+        if not resume:
+            return asked or None  # type: ignore[return-value]  # it is the name of a checkpoint
         checkpoint = last_complete_checkpoint(self._output) if self._output.is_dir() else None
-        self._found = found = newest_whole(client, self._directory, self._output / _FOLDER)
+        found = opened.found
         if found is None:
             if checkpoint is None and next(self._output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), None) is not None:
                 raise ValueError(f"No valid checkpoint found in output directory ({self._output}): none is complete.")
@@ -111,47 +89,37 @@ class TrainerSnapshots:
                     "There is no snapshot or checkpoint of %s yet: training starts at its beginning.", self._output
                 )
             return checkpoint
-        self._run, self._began, self._sequence = found.record["run"], found.record["began"], found.record["sequence"]
         if checkpoint is not None and _is_newer(Path(checkpoint), found):
-            self._forget_found()
+            opened.forget_found()
             return checkpoint
-        self._check_model(found)
+        if self._trainer.model is not None:  # else it is made later, by model_init
+            self._weights.check(
+                found.folder, found.record["model"], f"The snapshot of step {found.step} in {found.place}"
+            )
         logger.info("Resuming from the snapshot of step %d in %s.", found.step, found.place)
         return str(found.folder)
-
-    def _check_model(self, found: Found) -> None:
-        if self._trainer.model is None:  # made later, by model_init
-            return
-        _, layout = _weights(self._model)
-        if contents.fingerprint(layout) == found.record["model"]:
-            return
-        there = _layout_in(found.folder)
-        name = next(name for name in {**layout, **there} if layout.get(name) != there.get(name))
-        raise SnapshotError(
-            f"The snapshot of step {found.step} in {found.place} is of another model: {name} is {there.get(name, 'not')} "
-            f"there and {layout.get(name, 'not')} here. Resume with the model it was taken of, or start from the beginning "
-            "without resume_from_checkpoint."
-        )
 
     # -- while training -----------------------------------------------------------------------------------------------------
 
     def begin(self, optimizer: Any) -> None:
         """Training begins, or begins anew with another size of batches."""
-        assert self._client is not None
+        opened = self._opened
+        assert opened is not None
         trainer: Any = self._trainer
+        found = opened.found
         if self.taking is not None:
             self.taking.settle()
-            self._run, self._began = uuid.uuid4().hex, time.time()
+            opened.run, opened.began = uuid.uuid4().hex, time.time()
         else:
             held = HeldRam(storage_of(self._model), "snapshots")
-            self.taking = Snapshots(self._address, self._client, held, sequence=self._sequence)
-            if self._found is not None and self._found.slot is not None:
-                self.taking.adopt(self._found.slot, self._found.record, self._found.files)
+            self.taking = Snapshots(address_of(self._output), opened.client, held, sequence=opened.sequence)
+            if found is not None and found.slot is not None:
+                self.taking.adopt(found.slot, found.record, found.files)
         directory = None if self._directory is None else str(self._directory)
-        self.taking.start(self._run, self._began, directory, self._wait_s)
+        self.taking.start(opened.run, opened.began, directory, self._wait_s)
         self._last_step = trainer.state.global_step
-        if self._found is not None and self._found.step == trainer.state.global_step:
-            self._restore_losses(self._found.record["trainer"])
+        if found is not None and found.step == trainer.state.global_step:
+            self._restore_losses(found.record["trainer"])
         self._settle_before_steps_of(optimizer)
 
     def _restore_losses(self, kept: dict[str, Any]) -> None:
@@ -176,7 +144,8 @@ class TrainerSnapshots:
     def after_step(self) -> None:
         """A step has ended, with what is logged, evaluated and saved after it; or an epoch."""
         trainer: Any = self._trainer
-        self._forget_found()  # all of it was read
+        if self._opened is not None:
+            self._opened.forget_found()  # all of it was read
         if self.taking is None:
             return
         self.taking.look()
@@ -202,17 +171,18 @@ class TrainerSnapshots:
         trainer: Any = self._trainer
         if self._unchanging is None:
             self._unchanging = self._unchanging_files()
-        weights, layout = _weights(self._model, copy_buffers=True)
+        weights = self._weights.tensors(copy_buffers=True)
+        layout = contents.layout_of(weights)
         optimizer = trainer.optimizer.state_dict()
         files: dict[str, Write] = {
-            SAFE_WEIGHTS_NAME: contents.weights_file(weights, layout),
+            self._weights.file: contents.weights_file(weights, layout),
             OPTIMIZER_NAME: contents.archive(optimizer),
-            SCHEDULER_NAME: _at_once(trainer.lr_scheduler.state_dict()),
-            RNG_NAME: _at_once(contents.random_states()),
+            SCHEDULER_NAME: contents.archive_now(trainer.lr_scheduler.state_dict()),
+            RNG_NAME: contents.archive_now(contents.random_states()),
         }
         scaler = getattr(trainer.accelerator, "scaler", None)
         if scaler is not None:
-            files[SCALER_NAME] = _at_once(scaler.state_dict())
+            files[SCALER_NAME] = contents.archive_now(scaler.state_dict())
         state = _state_of(trainer)
         files |= self._unchanging
         files[TRAINER_STATE_NAME] = lambda file: file.write(_json_of(state))
@@ -232,18 +202,20 @@ class TrainerSnapshots:
                 },
             },
             sum(tensor.nbytes for tensor in watched),
-            at_once=self._at_once,
+            at_once=self._at_once or self._weights.are_parked,
         )
 
     def _unchanging_files(self) -> dict[str, Write]:
         """Those by which a checkpoint is more than numbers, as the Trainer writes them."""
         trainer = self._trainer
-        folder = self._output / _FOLDER
+        folder = self._output / LINKS
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         try:
             model: Any = self._model
-            if isinstance(model, PreTrainedModel):
+            if hasattr(model, "peft_config"):
+                _write_adapter_config(model, folder)
+            elif isinstance(model, PreTrainedModel):
                 model.config.save_pretrained(folder)
                 if model.can_generate():
                     model.generation_config.save_pretrained(folder)
@@ -258,6 +230,14 @@ class TrainerSnapshots:
             shutil.rmtree(folder, ignore_errors=True)
 
     @property
+    def _weights(self) -> ModelWeights:
+        """Those of the model, which model_init may have made anew."""
+        model = self._model
+        if self._of_model is None or self._of_model.model is not model:
+            self._of_model = ModelWeights(model)
+        return self._of_model
+
+    @property
     def _model(self) -> nn.Module:
         found: nn.Module = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
         return found
@@ -266,12 +246,13 @@ class TrainerSnapshots:
 
     def close(self, well: bool) -> None:
         """Training has ended, ``well`` or not. Idempotent."""
-        self._forget_found()
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.forget_found()
         if self._settling is not None:
             self._settling.remove()
             self._settling = None
         taking, self.taking = self.taking, None
-        client, self._client = self._client, None
         if taking is not None:
             if well:
                 taking.settle()
@@ -281,13 +262,8 @@ class TrainerSnapshots:
                 taking.end()
             else:
                 taking.leave()
-        elif client is not None:
-            client.close()
-
-    def _forget_found(self) -> None:
-        if self._found is not None:
-            self._found.close()
-            self._found = None
+        elif opened is not None:
+            opened.client.close()
 
 
 @contextlib.contextmanager
@@ -319,10 +295,6 @@ def _refuse(trainer: Trainer, config: OffloadConfig) -> None:
         problem = "several processes train together"
     elif args.ignore_data_skip:
         problem = "with ignore_data_skip=True a run that resumes sees other batches than one that did not stop"
-    elif config.params != "none":
-        problem = f"params={config.params!r} has weights on a tier, where a snapshot would have to read them all"
-    elif getattr(args, "memory_mode", NONE) == "mezo":
-        problem = 'memory_mode="mezo" has a log of its own, from which `hf-offload replay` rebuilds a training'
     elif config.sampling is not None and config.sampling.probabilities == "gradient-cache":
         problem = (
             'sampled_linear keeps a cache of gradients (probabilities="gradient-cache"), which snapshots do not hold'
@@ -333,32 +305,13 @@ def _refuse(trainer: Trainer, config: OffloadConfig) -> None:
         )
 
 
-def _weights(model: nn.Module, copy_buffers: bool = False) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
-    """What is saved of a model, and its layout; with ``copy_buffers``, buffers are copied, which a forward may change."""
-    if any(kind.__name__ == "PeftModel" for kind in type(model).__mro__) or getattr(
-        model, "_hf_peft_config_loaded", False
-    ):
-        raise OffloadConfigError(
-            "snapshot_steps does not know how adapters of peft are saved: leave it out, and set save_steps instead."
-        )
-    weights: dict[str, Tensor] = model.state_dict()
-    if isinstance(model, PreTrainedModel):  # which ties its weights, also when some of their names are missing
-        weights = contents.without_twins(weights)
-    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
-        weights.pop(name, None)
-    layout = contents.layout_of(weights)
-    if copy_buffers:
-        buffers = dict(model.named_buffers(remove_duplicate=False))
-        weights = {name: value.clone() if name in buffers else value for name, value in weights.items()}
-    return weights, layout
-
-
-def _layout_in(folder: Path) -> dict[str, list[Any]]:
-    from safetensors import safe_open
-
-    with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is not a mapping
-        return {name: [one.get_dtype(), list(one.get_shape())] for name, one in slices.items()}
+def _write_adapter_config(model: Any, folder: Path) -> None:
+    """As peft writes it for an adapter."""
+    config = copy.copy(model.peft_config["default"])
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = model.base_model.model.__dict__.get("name_or_path")
+    config.save_pretrained(folder)
 
 
 def _is_newer(checkpoint: Path, found: Found) -> bool:
@@ -367,13 +320,6 @@ def _is_newer(checkpoint: Path, found: Found) -> bool:
     return bool(
         path.stat().st_mtime >= found.record["began"] and json.loads(path.read_bytes())["global_step"] > found.step
     )
-
-
-def _at_once(content: Any) -> Write:
-    """An archive of something small, as it is now."""
-    file = io.BytesIO()
-    torch.save(content, file)
-    return contents.small_file(file.getvalue())
 
 
 def _state_of(trainer: Any) -> Any:

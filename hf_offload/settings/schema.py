@@ -210,14 +210,15 @@ class OffloadConfig:
     snapshot_steps: int | None = setting(
         None,
         whole(1, "of steps"),
-        "Take a snapshot of a Trainer's run every so many steps: a process of its own keeps it in memory, and the next start "
-        "with resume_from_checkpoint=True goes on from there. Takes twice the memory of weights and optimizer state (three "
-        "times with {snapshot_dir}), of {ram_budget} if there is one.",
+        "Take a snapshot of the run every so many steps: a process of its own keeps it in memory, and the next start with "
+        "resume_from_checkpoint=True (in loops, session.snapshots or accelerator.snapshots with resume=True) goes on from "
+        "there. Takes twice the memory of weights and optimizer state (three times with {snapshot_dir}), of {ram_budget} if "
+        "there is one.",
     )
     snapshot_dir: Directory | None = setting(
         None,
         path_text(),
-        "Where snapshots are written, too, from memory and as checkpoints of the Trainer: the two newest stay.",
+        "Where snapshots are written, too, from memory and as checkpoints: the two newest stay.",
     )
     snapshot_wait_s: int = setting(
         3600,

@@ -288,7 +288,7 @@ def path_text() -> Reader:
     """A path, as text."""
 
     def read(name: str, value: Any) -> str:
-        found: str = text()(name, value)
+        found: str = text()(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
         expand(name, found)
         return found
 

@@ -1,6 +1,7 @@
 """What the files of a checkpoint are written with: weights as safetensors, the rest as PyTorch saves it."""
 
 import hashlib
+import io
 import json
 import random
 import struct
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_offload.errors import SnapshotError
+from hf_offload.parameters.demand import own_class
+from hf_offload.parameters.waiting import residence_of
 from hf_offload.snapshots.taking import Writable, Write
 
 _NAMES = {
@@ -35,7 +38,7 @@ def without_twins(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen = set()
     found = {}
     for name, tensor in weights.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        place = _place_of(tensor)
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
@@ -43,11 +46,18 @@ def without_twins(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    if isinstance(tensor, torch.nn.Parameter) and residence_of(tensor) is not None:
+        return (id(tensor),)  # its memory comes and goes, and would stay once its address is known
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def layout_of(weights: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """Name -> type and shape. Raises :class:`~hf_offload.errors.SnapshotError` for what safetensors does not hold."""
     layout = {}
     for name, tensor in weights.items():
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.dtype not in _NAMES or tensor.is_meta:
+        kind = own_class(tensor) if isinstance(tensor, torch.nn.Parameter) else type(tensor)
+        if kind not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.dtype not in _NAMES or tensor.is_meta:
             raise SnapshotError(
                 f"{name} ({type(tensor).__name__} of {tensor.dtype} on {tensor.device}) cannot be part of a snapshot: drop "
                 "snapshot_steps."
@@ -87,6 +97,13 @@ def archive(content: Any) -> Write:
     return lambda file: torch.save(content, file)  # type: ignore[arg-type]  # it asks for no more than these methods
 
 
+def archive_now(content: Any) -> Write:
+    """The same for something small, as it is now."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return small_file(file.getvalue())
+
+
 def small_file(content: bytes) -> Write:
     """A file with this content."""
     return lambda file: file.write(content)
@@ -103,6 +120,16 @@ def random_states() -> dict[str, Any]:
     if device is not None:  # under its type's name
         states[device.type] = torch.get_device_module(device).get_rng_state()
     return states
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Let the generators be as :func:`random_states` has found them."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002  the global one, as libraries use it
+    torch.random.set_rng_state(states["cpu"])
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type])
 
 
 def tensors_in(content: Any) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, TierFullError, attach
+from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, TierFullError
 from hf_offload.errors import SnapshotError
 from hf_offload.snapshots import restoring
 from hf_offload.snapshots.client import SnapshotClient, address_of
@@ -220,7 +220,8 @@ def test_a_training_that_dies_again_and_again_goes_on(whole, tmp_path):
         {"lr_scheduler_type": "cosine", "warmup_steps": 3, "max_grad_norm": 0.1},
         {"optim": "sgd", "dataloader_num_workers": 1},
         {"offload": "ram", "offload_min_bytes": "0"},
-        {"offload_optimizer": "ram", "offload_min_bytes": "0"},
+        {"offload_optimizer": "ram", "offload_params": "ram", "offload_min_bytes": "0"},
+        {"memory_mode": "mezo", "max_grad_norm": 0.0},
         {"bf16": True},
     ],
     ids=lambda others: "-".join(map(str, others)),
@@ -241,9 +242,15 @@ def test_other_trainings_go_on_to_the_same_bits(tmp_path, others, dies):
     assert same(expected, trains(tmp_path / "run", True, (), True, **others))
 
 
-def test_state_on_a_drive_is_copied(whole, tmp_path):
+@pytest.mark.parametrize("params", ["none", "ssd"])
+def test_state_on_a_drive_is_copied(whole, tmp_path, params):
     (tmp_path / "tier").mkdir()
-    others = {"offload_optimizer": "ssd", "offload_directory": str(tmp_path / "tier"), "offload_min_bytes": "0"}
+    others = {
+        "offload_optimizer": "ssd",
+        "offload_params": params,
+        "offload_directory": str(tmp_path / "tier"),
+        "offload_min_bytes": "0",
+    }
     dies_at(15, tmp_path / "run", **others)
     begun, found = resumed(tmp_path / "run", **others)
     assert begun == 12
@@ -546,7 +553,6 @@ def test_the_snapshot_process_ends_after_a_while(tmp_path):
     ("settings", "reason"),
     [
         ({"ignore_data_skip": True}, "other batches"),
-        ({"params": "ram"}, "weights on a tier"),
         ({"sampled_linear": {"ratio": 0.5, "probabilities": "gradient-cache"}}, "gradient-cache"),
     ],
 )
@@ -562,22 +568,29 @@ def test_what_a_snapshot_would_not_hold_is_refused(tmp_path, settings, reason):
         trainer.train()
 
 
-def test_adapters_are_refused(tmp_path):
+def test_an_adapter_goes_on_to_the_same_bits_without_a_copy_of_its_base(tmp_path):
     peft = pytest.importorskip("peft")
     warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what peft asks it
-    model = peft.get_peft_model(
-        tiny_model("gpt2"), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    )
-    trainer = trainer_in(tmp_path, True, model=model, **SHORT)
-    with pytest.raises(OffloadConfigError, match="adapters of peft"):
-        trainer.train()
 
+    def trains(folder, snapshots, callbacks=(), resume=None):
+        lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
+        torch.manual_seed(7)
+        model = peft.get_peft_model(tiny_model("gpt2", dropout=0.1), lora)
+        others = {"offload_snapshot_dir": str(tmp_path / "disk")} if snapshots else {}
+        trainer = trainer_in(folder, snapshots, callbacks, model=model, **SHORT, **others)
+        trainer.train(resume_from_checkpoint=resume)
+        return result_of(trainer)
 
-def test_a_model_alone_is_refused():
-    with pytest.raises(
-        OffloadConfigError, match=r"snapshot_steps=3 takes snapshots of a Trainer, and .* a model alone"
-    ):
-        attach(tiny_model("gpt2"), OffloadConfig(tier="none", snapshot_steps=3))
+    expected = trains(tmp_path / "whole", False)
+    with pytest.raises(KeyboardInterrupt):
+        trains(tmp_path / "run", True, [Dies(15)])
+    sizes = {name: nbytes for name, nbytes, _ in held_by(tmp_path / "run")["snapshots"][0]["record"]["files"]}
+    assert sizes["adapter_model.safetensors"] < 20_000
+    assert "model.safetensors" not in sizes
+    assert same(expected, trains(tmp_path / "run", True, resume=True))
+    until(lambda: (tmp_path / "disk" / "checkpoint-28").exists())
+    again = peft.PeftModel.from_pretrained(tiny_model("gpt2"), tmp_path / "disk" / "checkpoint-28")
+    assert again.peft_config["default"].r == 2
 
 
 def test_a_callback_that_comes_late_is_refused(tmp_path):

@@ -1,0 +1,110 @@
+"""Snapshots of a loop that is written with accelerate: what ``save_state`` saves, as files that ``load_state`` loads."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state, load_custom_state, save_accelerator_state
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.snapshots import contents
+from hf_offload.snapshots.loops import refuse_loop
+from hf_offload.snapshots.taking import Write
+from hf_offload.snapshots.weights import ModelWeights
+
+_OPTIMIZER = "optimizer"
+_SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+class Prepared:
+    """All that an accelerator has prepared, and what was registered with it: a
+    :class:`~hf_offload.snapshots.loops.Source`.
+    """
+
+    def __init__(self, accelerator: Accelerator, config: OffloadConfig):
+        _refuse(accelerator, config)
+        self._accelerator = accelerator
+        self._models = [
+            ModelWeights(accelerator.unwrap_model(model, keep_torch_compile=False)) for model in accelerator._models
+        ]
+
+    @property
+    def model(self) -> nn.Module:
+        """The first one."""
+        return self._models[0].model
+
+    @property
+    def models(self) -> Mapping[str, ModelWeights]:
+        """As ``load_state`` names their files."""
+        return {_numbered(each.file, number): each for number, each in enumerate(self._models)}
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """In accelerate's wrappers."""
+        return list(self._accelerator._optimizers)
+
+    def files(self) -> tuple[dict[str, Write], list[Tensor]]:
+        """Optimizers, to be written later, and what is small, as accelerate writes it."""
+        accelerator = self._accelerator
+        files: dict[str, Write] = {}
+        later: list[Tensor] = []
+        for number, optimizer in enumerate(accelerator._optimizers):
+            state = optimizer.state_dict()
+            files[_numbered(f"{_OPTIMIZER}.bin", number)] = contents.archive(state)
+            later += contents.tensors_in(state)
+        with tempfile.TemporaryDirectory(prefix="hf_offload-snapshot-") as folder:
+            save_accelerator_state(
+                folder,
+                [],
+                [],
+                accelerator._schedulers,
+                accelerator._dataloaders,
+                0,
+                accelerator.step,
+                accelerator.scaler,
+            )
+            small = {path.name: contents.small_file(path.read_bytes()) for path in sorted(Path(folder).iterdir())}
+        for number, each in enumerate(accelerator._custom_objects):
+            small[f"custom_checkpoint_{number}.pkl"] = contents.archive_now(each.state_dict())
+        return files | small, later
+
+    def load(self, folder: Path) -> None:
+        """As ``load_state`` does it."""
+        accelerator = self._accelerator
+        found = load_accelerator_state(
+            folder,
+            [],
+            accelerator._optimizers,
+            accelerator._schedulers,
+            accelerator._dataloaders,
+            0,
+            accelerator.scaler,
+            "cpu",
+            {"weights_only": False},
+        )
+        accelerator.step = found.get("step", accelerator.step)
+        for number, each in enumerate(accelerator._custom_objects):
+            load_custom_state(each, folder, number)
+
+
+def _numbered(name: str, number: int) -> str:
+    stem, ending = name.rsplit(".", 1)
+    return name if number == 0 else f"{stem}_{number}.{ending}"
+
+
+def _refuse(accelerator: Accelerator, config: OffloadConfig) -> None:
+    refuse_loop(config, accelerator.num_processes)
+    problem = None
+    if accelerator.distributed_type in _SHARDED:
+        problem = f"{accelerator.distributed_type.value} saves shards in a way of its own"
+    elif accelerator._save_model_state_pre_hook:
+        problem = "what hooks of register_save_state_pre_hook() save is not known"
+    elif not accelerator._models:
+        problem = "the accelerator has prepared no model yet: call prepare() first"
+    if problem is not None:
+        raise OffloadConfigError(f"snapshot_steps={config.snapshot_steps} cannot be used here: {problem}.")

@@ -1,0 +1,265 @@
+"""Snapshots of a loop that is the user's own."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_offload.errors import OffloadConfigError, OffloadError, SnapshotError
+from hf_offload.settings.environment import RESUME_VARIABLE, is_on
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.snapshots import contents
+from hf_offload.snapshots.client import address_of
+from hf_offload.snapshots.opening import Opened, check_memory_files, open_snapshots
+from hf_offload.snapshots.positions import Position
+from hf_offload.snapshots.taking import Snapshots, Write
+from hf_offload.snapshots.weights import ModelWeights
+from hf_offload.storage.service import HeldRam, RunStorage
+from hf_offload.surgery import InertInCopies
+
+logger = logging.getLogger(__name__)
+
+_RANDOM_FILE = "rng_state.pth"
+_POSITION_FILE = "position.pth"
+
+
+class Source(Protocol):
+    """What the snapshots of a loop hold, besides generators and the position in the data.
+
+    Attributes:
+        models: The weights, by the names of their files.
+        optimizers: Before whose steps a snapshot has to be whole.
+    """
+
+    @property
+    def models(self) -> Mapping[str, ModelWeights]: ...
+
+    @property
+    def optimizers(self) -> Sequence[Any]: ...
+
+    def files(self) -> tuple[dict[str, Write], list[Tensor]]:
+        """The other files, and the tensors that are written after this has returned."""
+
+    def load(self, folder: Path) -> None:
+        """Take over the other files."""
+
+
+class LoopSnapshots:
+    """Snapshots of one run of a loop, as :meth:`hf_offload.session.OffloadSession.snapshots` returns them::
+
+        with session.snapshots("run", optimizer=optimizer, scheduler=scheduler, resume=True) as snapshots:
+            for epoch in range(snapshots.epoch, epochs):
+                for batch in snapshots.batches(loader):
+                    model(**batch).loss.backward()
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    snapshots.end_step()
+
+    On entering the block, everything is as it was at the newest whole snapshot, if there is one. Leaving it by an error keeps
+    the snapshots for the next start; at its end they go.
+
+    Attributes:
+        taking: What takes them, inside of the block.
+        resumed_step: The step of the snapshot that this run goes on from, or 0.
+        step: Optimizer steps so far, those before the resume included.
+    """
+
+    def __init__(self, source: Source, config: OffloadConfig, folder: Path, storage: RunStorage, resume: bool | None):
+        check_memory_files()
+        self.taking: Snapshots | None = None
+        self.resumed_step = self.step = 0
+        self._source = source
+        self._steps = int(config.snapshot_steps or 0)
+        self._directory = None if config.snapshot_dir is None else Path(config.snapshot_dir).resolve()
+        self._wait_s = float(config.snapshot_wait_s)
+        self._at_once = config.optimizer != "none" or config.memory_mode != "none" or not source.optimizers
+        self._folder = folder.resolve()
+        self._storage = storage
+        self._resume = is_on(RESUME_VARIABLE) if resume is None else resume
+        self._position = Position()
+        self._hooks: list[Any] = []
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs of :meth:`batches` are over: the one to begin or go on with."""
+        return self._position.epoch
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """The batches of one epoch of ``loader``. After a resume, the epoch goes on behind the last batch of the snapshot:
+        in the order it had, shuffled or not, and with the generators that there were.
+        """
+        return self._position.of(loader)
+
+    def end_step(self) -> None:
+        """A step of the optimizer is over, and all that belongs to it: schedules, scalers, averages."""
+        if self.taking is None:
+            raise OffloadError("Snapshots are taken inside of their block: with session.snapshots(...) as snapshots.")
+        self.step += 1
+        self.taking.look()
+        if self.step % self._steps == 0:
+            self._take(self.taking)
+
+    def __enter__(self) -> Self:
+        opened = open_snapshots(self._folder, self._directory, self._resume)
+        try:
+            if opened.found is not None:
+                self._restore(opened)
+            elif self._resume:
+                logger.warning("There is no snapshot of %s yet: training starts at its beginning.", self._folder)
+            taking = Snapshots(
+                address_of(self._folder), opened.client, HeldRam(self._storage, "snapshots"), sequence=opened.sequence
+            )
+            taking.start(
+                opened.run, opened.began, None if self._directory is None else str(self._directory), self._wait_s
+            )
+            if opened.found is not None and opened.found.slot is not None:
+                taking.adopt(opened.found.slot, opened.found.record, opened.found.files)
+        except BaseException:
+            opened.client.close()
+            raise
+        finally:
+            opened.forget_found()
+        self.taking = taking
+        for optimizer in self._source.optimizers:
+            while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper
+                optimizer = optimizer.optimizer
+            self._hooks.append(optimizer.register_step_pre_hook(InertInCopies(lambda *_: taking.settle())))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        taking, self.taking = self.taking, None
+        if taking is None:
+            return
+        if kind is not None:
+            taking.leave()
+            return
+        try:
+            taking.settle()
+        finally:
+            taking.end()
+        logger.info("%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s)
+
+    def _restore(self, opened: Opened) -> None:
+        found = opened.found
+        assert found is not None
+        what = f"The snapshot of step {found.step} in {found.place}"
+        for name, weights in self._source.models.items():
+            expected = found.record["models"].get(name)
+            weights.check(found.folder, expected, what, name)
+        names = sorted(name for name, _, _ in found.record["files"])
+        expected_names = sorted([*self._source.models, *self._source.files()[0], _RANDOM_FILE, _POSITION_FILE])
+        if names != expected_names:
+            raise SnapshotError(
+                f"{what} holds {', '.join(names)}, and this training has {', '.join(expected_names)}: resume with what it "
+                "was taken of, or start from the beginning."
+            )
+        for name, weights in self._source.models.items():
+            weights.load(found.folder / name)
+        self._source.load(found.folder)
+        self.step = self.resumed_step = found.step
+        self._position.restore(torch.load(found.folder / _POSITION_FILE, weights_only=False))
+        contents.restore_random_states(torch.load(found.folder / _RANDOM_FILE, weights_only=False))
+        logger.info("Resuming from the snapshot of step %d in %s.", found.step, found.place)
+
+    def _take(self, taking: Snapshots) -> None:
+        from hf_offload import __version__
+
+        files: dict[str, Write] = {}
+        watched: list[Tensor] = []
+        models: dict[str, str] = {}
+        others, written_later = self._source.files()  # first: it may complete updates of the weights
+        for name, weights in self._source.models.items():
+            tensors = weights.tensors(copy_buffers=True)
+            layout = contents.layout_of(tensors)
+            models[name] = contents.fingerprint(layout)
+            files[name] = contents.weights_file(tensors, layout)
+            watched += tensors.values()
+        files |= others
+        files[_RANDOM_FILE] = contents.archive_now(contents.random_states())
+        files[_POSITION_FILE] = contents.archive_now(self._position.state())
+        watched += written_later
+        taking.take(
+            self.step,
+            files,
+            watched,
+            {"version": __version__, "models": models},
+            sum(tensor.nbytes for tensor in watched),
+            at_once=self._at_once or any(weights.are_parked for weights in self._source.models.values()),
+        )
+
+
+class Objects:
+    """A model, and what else has a ``state_dict``: :class:`Source` of a loop without a framework."""
+
+    def __init__(self, model: nn.Module, objects: Mapping[str, Any]):
+        weights = ModelWeights(model)
+        self.models = {weights.file: weights}
+        self._objects = dict(objects)
+        for name, each in self._objects.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise OffloadConfigError(
+                    f"snapshots({name}=...) takes what has state_dict() and load_state_dict(), and a {type(each).__name__} "
+                    "has not."
+                )
+        self.optimizers = [each for each in self._objects.values() if isinstance(each, Optimizer)]
+
+    def files(self) -> tuple[dict[str, Write], list[Tensor]]:
+        files: dict[str, Write] = {}
+        later: list[Tensor] = []
+        for name, each in self._objects.items():
+            state = each.state_dict()
+            if isinstance(each, Optimizer):
+                files[f"{name}.pt"] = contents.archive(state)
+                later += contents.tensors_in(state)
+            else:
+                files[f"{name}.pt"] = contents.archive_now(state)
+        return files, later
+
+    def load(self, folder: Path) -> None:
+        for name, each in self._objects.items():
+            each.load_state_dict(torch.load(folder / f"{name}.pt", map_location="cpu", weights_only=False))
+
+
+def refuse_loop(config: OffloadConfig, processes: int) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` where a snapshot would not be all that a loop needs to go on."""
+    problem = None
+    if processes > 1:
+        problem = "several processes train together"
+    elif config.sampling is not None and config.sampling.probabilities == "gradient-cache":
+        problem = (
+            'sampled_linear keeps a cache of gradients (probabilities="gradient-cache"), which snapshots do not hold'
+        )
+    if problem is not None:
+        raise OffloadConfigError(
+            f"snapshot_steps={config.snapshot_steps} cannot be used here: {problem}. Leave it out, and save checkpoints."
+        )
+
+
+class Expected:
+    """A model whose config has ``snapshot_steps``, until its loop takes any: a forward in training is an error before."""
+
+    def __init__(self, model: nn.Module, how: str):
+        self._how = how
+        self._hook = model.register_forward_pre_hook(InertInCopies(self._refuse))
+
+    def remove(self) -> None:
+        """Snapshots are taken, or the model is given back. Idempotent."""
+        self._hook.remove()
+
+    def _refuse(self, model: nn.Module, args: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            raise OffloadConfigError(
+                "snapshot_steps is set, and this loop takes no snapshots, for it alone knows where a step ends: write "
+                f"{self._how}, or leave snapshot_steps out."
+            )

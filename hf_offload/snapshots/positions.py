@@ -1,0 +1,91 @@
+"""Where a loop is in its data: which batches it has had of an epoch, and what the epoch's order was drawn from."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hf_offload.snapshots.contents import random_states, restore_random_states
+
+_COUNTERS = ("iteration", "epoch")
+"""Of loaders of accelerate, and of samplers that shuffle by the number of the epoch."""
+
+
+class Position:
+    """The batches of one epoch after the other.
+
+    Attributes:
+        epoch: How many epochs are over.
+        batches: How many batches of the present one the loop has had.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.batches = 0
+        self._begin: dict[str, Any] | None = None  # of the epoch
+        self._restored: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What :meth:`restore` takes."""
+        return {"epoch": self.epoch, "batches": self.batches, "begin": self._begin}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from there: generators are those of the last batch that was had."""
+        self.epoch = state["epoch"]
+        self._restored = state
+
+    def of(self, loader: Any) -> Iterator[Any]:
+        """The batches of an epoch; of the first one after a restore, those that are left."""
+        restored, self._restored = self._restored, None
+        skipped, now = 0, None
+        if restored is None or restored["begin"] is None:
+            self._begin = {"generators": random_states(), "loader": _states_of(loader)}
+        else:
+            self._begin, skipped, now = restored["begin"], restored["batches"], random_states()
+            restore_random_states(self._begin["generators"])
+            _restore(loader, self._begin["loader"])
+        self.batches = skipped
+        iterator = iter(loader)
+        for _ in range(skipped):  # in the order that they came in
+            next(iterator)
+        if now is not None:
+            restore_random_states(now)
+        try:
+            for batch in iterator:
+                self.batches += 1
+                yield batch
+        finally:
+            self.epoch, self.batches, self._begin = self.epoch + 1, 0, None
+
+
+def _parts_of(loader: Any) -> list[Any]:
+    """The loader and its samplers, in wrappers such as accelerate's."""
+    found: list[Any] = []
+    waiting = [loader]
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or any(part is each for each in found):
+            continue
+        found.append(part)
+        waiting += [getattr(part, name, None) for name in ("sampler", "batch_sampler")]
+    return found
+
+
+def _states_of(loader: Any) -> list[dict[str, Any]]:
+    states = []
+    for part in _parts_of(loader):
+        state: dict[str, Any] = {name: vars(part)[name] for name in _COUNTERS if isinstance(vars(part).get(name), int)}
+        generator = vars(part).get("generator")
+        if isinstance(generator, torch.Generator):
+            state["generator"] = generator.get_state()
+        states.append(state)
+    return states
+
+
+def _restore(loader: Any, states: list[dict[str, Any]]) -> None:
+    for part, state in zip(_parts_of(loader), states, strict=True):
+        for name, value in state.items():
+            if name == "generator":
+                part.generator.set_state(value)
+            else:
+                setattr(part, name, value)

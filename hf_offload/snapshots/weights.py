@@ -1,0 +1,123 @@
+"""What a snapshot holds of a model: its weights and buffers, or of a model of peft its adapter alone."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_offload.errors import OffloadConfigError, SnapshotError
+from hf_offload.parameters.waiting import residence_of
+from hf_offload.snapshots import contents
+
+WEIGHTS_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+_ADAPTER = "default"
+_REFUSED = "cannot be part of a snapshot: leave snapshot_steps out, and save checkpoints."
+
+
+class ModelWeights:
+    """The weights of one model, by the names that a checkpoint has for them.
+
+    Attributes:
+        model: It.
+        file: The file's name in a checkpoint.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self._is_adapted = any(kind.__name__ == "PeftModel" for kind in type(model).__mro__)
+        self.file = ADAPTER_FILE if self._is_adapted else WEIGHTS_FILE
+        self._saves_embeddings: bool | None = None
+        if self._is_adapted:
+            _check_adapter(model)
+        elif getattr(model, "_hf_peft_config_loaded", False):
+            raise OffloadConfigError(f"Adapters that add_adapter() has made {_REFUSED} Or use peft.get_peft_model().")
+
+    @property
+    def are_parked(self) -> bool:
+        """Whether some of them leave memory between uses."""
+        return any(isinstance(one, nn.Parameter) and residence_of(one) is not None for one in self.model.parameters())
+
+    def tensors(self, copy_buffers: bool = False) -> dict[str, Tensor]:
+        """Each by its name; with ``copy_buffers``, a copy of those that a forward may change. What leaves memory between
+        uses is the parameter itself, which comes when it is read.
+        """
+        found: dict[str, Tensor] = self._adapter() if self._is_adapted else self.model.state_dict(keep_vars=True)
+        if self._ties():
+            found = contents.without_twins(found)
+        for name in getattr(self.model, "_keys_to_ignore_on_save", None) or ():
+            found.pop(name, None)
+        if copy_buffers:
+            buffers = {id(one) for one in self.model.buffers()}
+            found = {name: one.clone() if id(one) in buffers else one for name, one in found.items()}
+        return found
+
+    def check(self, folder: Path, expected: Any, what: str, file: str | None = None) -> None:
+        """Raise :class:`~hf_offload.errors.SnapshotError` with the name of a weight, unless ``expected`` is the fingerprint
+        of this model. ``what`` names the snapshot that is in ``folder``, under the name ``file`` if it has another one there.
+        """
+        layout = contents.layout_of(self.tensors())
+        if contents.fingerprint(layout) == expected:
+            return
+        there = _layout_in(folder, file or self.file)
+        name = next((name for name in {**layout, **there} if layout.get(name) != there.get(name)), "the file")
+        raise SnapshotError(
+            f"{what} is of another model: {name} is {there.get(name, 'not')} there and {layout.get(name, 'not')} here. "
+            "Resume with the model it was taken of, or start from the beginning without resume_from_checkpoint."
+        )
+
+    def load(self, path: Path) -> None:
+        """Load a file with this layout, tensor by tensor."""
+        from safetensors import safe_open
+
+        here = self.tensors()
+        with safe_open(path, "pt") as file, torch.no_grad():
+            for name, tensor in here.items():
+                tensor.copy_(file.get_tensor(name))
+
+    def _ties(self) -> bool:
+        """Whether a checkpoint of it has tied weights once: models of transformers tie them again."""
+        return hasattr(self.model, "tie_weights") or self._is_adapted
+
+    def _adapter(self) -> dict[str, Tensor]:
+        from peft import get_peft_model_state_dict
+
+        model: Any = self.model
+        state = model.state_dict(keep_vars=True)
+        if self._saves_embeddings is None:  # found out once: it may look for files of the model
+            found = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=_ADAPTER)
+            fewest = get_peft_model_state_dict(
+                model, state_dict=dict(state), adapter_name=_ADAPTER, save_embedding_layers=False
+            )
+            self._saves_embeddings = len(found) > len(fewest)
+            return dict(found)
+        return dict(
+            get_peft_model_state_dict(
+                model, state_dict=state, adapter_name=_ADAPTER, save_embedding_layers=self._saves_embeddings
+            )
+        )
+
+
+def _check_adapter(model: Any) -> None:
+    problem = None
+    if set(model.peft_config) != {_ADAPTER}:
+        problem = (
+            f"The adapters {', '.join(sorted(model.peft_config))}, where one is expected whose name is {_ADAPTER},"
+        )
+    elif model.peft_config[_ADAPTER].is_prompt_learning:
+        problem = "A prompt that peft learns, of which a checkpoint holds what an encoder has made of it,"
+    elif any(isinstance(one, nn.modules.batchnorm._BatchNorm) and one.track_running_stats for one in model.modules()):
+        problem = "The statistics of batch norm under an adapter, which a checkpoint of peft does not hold,"
+    if problem is not None:
+        raise OffloadConfigError(f"{problem} {_REFUSED}")
+
+
+def _layout_in(folder: Path, name: str) -> dict[str, list[Any]]:
+    from safetensors import safe_open
+
+    if not (folder / name).exists():
+        return {}
+    with safe_open(folder / name, "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is not a mapping
+        return {name: [one.get_dtype(), list(one.get_shape())] for name, one in slices.items()}
