@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.state.kernel import NO_LIMIT, drive_bytes, group_limit, group_peak, limit_memory, reset_group_peak
+from benchmarks.cells import answer, random_gpt2
+from benchmarks.kernel import NO_LIMIT, drive_bytes, group_limit, group_peak, limit_memory, reset_group_peak
 from benchmarks.state.peers import PEERS
 from benchmarks.state.ways import IN_BACKWARD, LAZY, train_in_torch
 from hf_offload import OffloadConfig
@@ -47,19 +47,7 @@ def weights_in(directory: Path) -> Path:
 
 def measure(cell: Cell) -> dict[str, Any]:
     """Train a GPT-2 of random weights on random tokens, and say what it took."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=cell.layers,
-        n_embd=cell.width,
-        n_head=cell.width // 64,
-        vocab_size=cell.vocabulary,
-        n_positions=cell.sequence,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = GPT2LMHeadModel(config).train()
+    model = random_gpt2(cell.layers, cell.width, cell.vocabulary, cell.sequence)
     place = "ssd" if cell.way in (LAZY, IN_BACKWARD) else "none"
     settings = OffloadConfig(
         tier=cell.activations,
@@ -116,19 +104,5 @@ def measure(cell: Cell) -> dict[str, Any]:
     }
 
 
-def main(text: str) -> None:
-    """Print what was measured as the last line. A peer's error is a result."""
-    cell = Cell(**json.loads(text))
-    try:
-        result = measure(cell)
-    except Exception as error:
-        if cell.way not in PEERS:
-            raise
-        result = {"error": f"{type(error).__name__}: {error}"}
-    sys.stdout.write(f"\n{json.dumps(result)}\n")
-    sys.stdout.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    answer(measure, Cell(**json.loads(sys.argv[1])), PEERS)

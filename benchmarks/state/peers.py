@@ -24,12 +24,12 @@ def _package(name: str) -> Any:
         raise OffloadError(f"{error.name} is not installed: docs/benchmarks.md says how.") from error
 
 
-def _train_with_deepspeed(
-    stage: int, device: str, model: torch.nn.Module, session: OffloadSession, folder: Path
+def train_with_deepspeed(
+    stage: int, device: str, moves_weights: bool, model: torch.nn.Module, session: OffloadSession, folder: Path
 ) -> Loop:
-    """ZeRO of one process, its AdamW and its clipping.
+    """ZeRO of one process, its AdamW and its clipping. If it ``moves_weights``, they are on the device as well.
 
-    Source: DeepSpeed's configuration, ``zero_optimization.offload_optimizer``.
+    Source: DeepSpeed's configuration, ``zero_optimization.offload_optimizer`` and ``offload_param``.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -54,7 +54,12 @@ def _train_with_deepspeed(
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": MAX_NORM,
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
-            "zero_optimization": {"stage": stage, "offload_optimizer": offload} | small_groups,
+            "zero_optimization": {
+                "stage": stage,
+                "offload_optimizer": offload,
+                **({"offload_param": offload} if moves_weights else {}),
+                **small_groups,
+            },
         },
     )
 
@@ -121,7 +126,7 @@ LIMITED = (SWAP, MAPPED_LIMITED)
 
 PEERS: dict[str, Callable[[torch.nn.Module, OffloadSession, Path], Loop]] = {
     **{
-        f"deepspeed-{stage}-{device}": functools.partial(_train_with_deepspeed, stage, device)
+        f"deepspeed-{stage}-{device}": functools.partial(train_with_deepspeed, stage, device, False)
         for stage in (2, 3)
         for device in ("cpu", "nvme")
     },

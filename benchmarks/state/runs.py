@@ -2,25 +2,19 @@
 
 import contextlib
 import dataclasses
-import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from benchmarks.cells import PEER_TIMEOUT_S, Result, run_cell
+from benchmarks.kernel import limit_memory, memory_group, swap_file
 from benchmarks.state.cell import Cell, weights_in
-from benchmarks.state.kernel import in_group, limit_memory, memory_group, swap_file
 from benchmarks.state.peers import LIMITED, PEERS, SWAP
 from benchmarks.state.ways import IN_MEMORY, LAZY
-from hf_offload.allocator import environment_with
 from hf_offload.errors import OffloadError
-
-PEER_TIMEOUT_S = 3600
-Result = dict[str, Any]
 
 
 def run_round(names: Sequence[str], base: Cell, folder: Path, begin: Callable[[str], object]) -> dict[str, Result]:
@@ -74,18 +68,8 @@ def _run_in_group(cell: Cell, results: dict[str, Result]) -> Result:
 
 
 def _run(cell: Cell) -> Result:
-    command = [sys.executable, "-m", "benchmarks.state.cell", json.dumps(dataclasses.asdict(cell))]
-    done = subprocess.run(
-        command if cell.group is None else in_group(Path(cell.group), command),
-        env=environment_with("auto") | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PEER_TIMEOUT_S if cell.way in PEERS else None,
-    )
-    if done.returncode:
-        raise OffloadError(f"{cell.way}: the run ended with code {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    group = None if cell.group is None else Path(cell.group)
+    return run_cell("benchmarks.state.cell", cell, group, PEER_TIMEOUT_S if cell.way in PEERS else None)
 
 
 def _differences(own: Result, directory: Path, reference: Result, reference_directory: Path) -> Result:

@@ -27,7 +27,8 @@ class Loop:
 
 def train_in_torch(way: str, model: torch.nn.Module, session: OffloadSession) -> Loop:
     """``torch.optim.AdamW``, whose state is where the session's configuration says."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
     session.prepare_optimizer(optimizer)
     session.update_in_backward(way == IN_BACKWARD)
 

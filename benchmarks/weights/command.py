@@ -5,23 +5,20 @@ import dataclasses
 import json as json_format
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from benchmarks.cells import PEER_TIMEOUT_S, Result, run_cell
 from benchmarks.console import Json, names_of, show_table
-from benchmarks.state.kernel import in_group, memory_group
+from benchmarks.kernel import memory_group
 from benchmarks.weights.cell import WARM_UP, Cell
 from benchmarks.weights.ways import FORWARD, FULL, IN_MEMORY, LORA, MAPPED, PEERS, SSD, TASKS, WAYS
-from hf_offload.allocator import environment_with
 from hf_offload.cli.console import clear_errors, output, progress_bar
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.settings.load import choose
-
-PEER_TIMEOUT_S = 3600
 
 
 def weights(
@@ -36,7 +33,7 @@ def weights(
     budget: Annotated[str | None, typer.Option(help="Memory budget. Default: two blocks stay in memory.")] = None,
     directory: Annotated[Path | None, typer.Option(help="Where files go. Default: the temporary folder.")] = None,
     ways: Annotated[
-        str, typer.Option(help=f"Ways, separated by commas: {', '.join(WAYS)}; for forwards also {', '.join(PEERS)}.")
+        str, typer.Option(help=f"Ways, separated by commas: {', '.join(WAYS)}; of others, {', '.join(PEERS)}.")
     ] = ",".join(WAYS),
     json: Json = False,
 ) -> None:
@@ -58,7 +55,7 @@ def weights(
         bar = progress.add_task("starting", total=len(chosen) * rounds * len(names))
         rows: list[dict[str, Any]] = []
         for one in chosen:
-            found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+            found: dict[str, list[Result]] = {name: [] for name in names}
             for number in range(rounds):
                 for name in sorted(names, key=(*WAYS, *PEERS).index):
                     progress.update(bar, advance=1, description=f"{one}, round {number + 1}, {name}")
@@ -89,7 +86,7 @@ def weights(
             output().print(f"{row['way']}: {row['error']}", markup=False, highlight=False)
 
 
-def _run(cell: Cell, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _run(cell: Cell, found: dict[str, list[Result]]) -> Result:
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory(dir=cell.directory) as own:
         group = None
         try:
@@ -100,28 +97,15 @@ def _run(cell: Cell, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
                 return {"error": f"OSError: {error}"}
         limit = found[SSD][-1]["group_peak"] if cell.way == MAPPED else None
         cell = dataclasses.replace(cell, directory=own, group=None if group is None else str(group), limit_bytes=limit)
-        command = [sys.executable, "-m", "benchmarks.weights.cell", json_format.dumps(dataclasses.asdict(cell))]
         try:
-            done = subprocess.run(
-                command if group is None else in_group(group, command),
-                env=environment_with("auto") | {"HF_HUB_OFFLINE": "1"},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=PEER_TIMEOUT_S if cell.way in PEERS else None,
-            )
-        except subprocess.TimeoutExpired as error:
-            return {"error": f"TimeoutExpired: {error.timeout:.0f} s"}
-        if done.returncode:
-            message = f"{cell.way}: the run ended with code {done.returncode}: {done.stderr[-2000:]}"
-            if cell.way in PEERS:
-                return {"error": message}
-            raise OffloadError(message)
-        result: dict[str, Any] = json_format.loads(done.stdout.splitlines()[-1])
-        return result
+            return run_cell("benchmarks.weights.cell", cell, group, PEER_TIMEOUT_S if cell.way in PEERS else None)
+        except (OffloadError, subprocess.TimeoutExpired) as error:
+            if cell.way not in PEERS:
+                raise
+            return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _row(task: str, name: str, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _row(task: str, name: str, found: dict[str, list[Result]]) -> dict[str, Any]:
     rounds, plain = found[name], found[IN_MEMORY]
     errors = [one["error"] for one in rounds if "error" in one]
     if errors:

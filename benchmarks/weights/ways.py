@@ -7,20 +7,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.state.peers import train_with_deepspeed
+from benchmarks.state.ways import LAZY, Loop, train_in_torch
 from hf_offload import OffloadConfig
 from hf_offload.errors import OffloadError
+from hf_offload.session import OffloadSession
 
 FULL, LORA, FORWARD = TASKS = ("full", "lora", "forward")
 """All weights are trained, or adapters on a frozen model, or nothing."""
-IN_MEMORY, SSD, ACCELERATE, MAPPED = "memory", "ssd", "accelerate", "mapped-limited"
-WAYS = (IN_MEMORY, SSD)
-PEERS = (ACCELERATE, MAPPED)
-"""For forwards only: accelerate's ``disk_offload``, and weights in mapped files, with no more memory than ours takes."""
+IN_MEMORY, SSD = WAYS = ("memory", "ssd")
+ACCELERATE, MAPPED, DEEPSPEED = PEERS = ("accelerate", "mapped-limited", "deepspeed-3-nvme")
+"""For forwards only: accelerate's ``disk_offload``, and weights in mapped files, with no more memory than ours takes. For
+training: DeepSpeed's ZeRO-3 with weights, gradients and optimizer state on the drive.
+"""
 
 
 def settings_of(way: str, task: str, budget: str | None, directory: str) -> OffloadConfig:
     """What the package moves."""
-    common: dict[str, Any] = {"tier": "none", "tiled_loss": "off" if task == FORWARD else "on"}
+    # ZeRO-3's hooks use the logits.
+    common: dict[str, Any] = {"tier": "none", "tiled_loss": "off" if task == FORWARD or way == DEEPSPEED else "on"}
     if way != SSD:
         return OffloadConfig(**common)
     return OffloadConfig(
@@ -62,9 +67,18 @@ _PREPARED: dict[str, Callable[[nn.Module, Path], nn.Module]] = {ACCELERATE: _wit
 
 
 def prepared(model: nn.Module, way: str, task: str, folder: Path) -> nn.Module:
-    """The model as ``way`` wants it. Raises :class:`~hf_offload.errors.OffloadError` where it can only do forwards."""
+    """The model as ``way`` wants it. Raises :class:`~hf_offload.errors.OffloadError` where it cannot do the task."""
     if way not in _PREPARED:
+        if way == DEEPSPEED and task == FORWARD:
+            raise OffloadError(f"{way} is measured with --tasks {FULL} or {LORA}.")
         return model
     if task != FORWARD:
         raise OffloadError(f"{way} does not train: it is measured with --tasks {FORWARD}.")
     return _PREPARED[way](model, folder)
+
+
+def training(way: str, model: nn.Module, session: OffloadSession, folder: Path) -> Loop:
+    """The steps of a training."""
+    if way == DEEPSPEED:
+        return train_with_deepspeed(3, "nvme", True, model, session, folder)
+    return train_in_torch(LAZY, model, session)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.state.kernel import memory_group
+from benchmarks.kernel import memory_group
 from benchmarks.state.peers import LIMITED
 
 SMALL = "--layers 1 --width 64 --vocabulary 2048 --tokens 32 --steps 3 --rounds 1"
