@@ -12,8 +12,36 @@ from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.interrupts import signals_deferred
 
 
+class Derivation(Protocol):
+    """Makes the value that a parameter is used with from another one, which is kept while its memory is elsewhere."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the value in memory is not yet the one to use."""
+
+    @property
+    def may_go(self) -> bool:
+        """Whether the value in memory need not be kept: it is computed anew from the one that was."""
+
+    def arrived(self) -> None:
+        """The value that is kept is in memory."""
+
+    def kept(self) -> None:
+        """The value in memory is kept from now on."""
+
+    def derive(self, value: Tensor) -> None:
+        """Change ``value``, the one in memory, to the one to use."""
+
+
 class Residence(Protocol):
     """Where the memory of a parameter comes from, and goes to between uses."""
+
+    @property
+    def derivation(self) -> Derivation | None:
+        """What makes the value to use, if another one is kept."""
+
+    def derive(self, derivation: Derivation) -> None:
+        """From now on, let ``derivation`` make the value to use. It begins with the present one."""
 
     def enter(self) -> None:
         """Let the parameter be in memory until :meth:`leave`. Calls may be nested."""
@@ -27,6 +55,10 @@ class Residence(Protocol):
     @property
     def is_held(self) -> bool:
         """Whether others may read the parameter's memory without asking."""
+
+    @property
+    def may_be_seen(self) -> bool:
+        """Whether the parameter's memory may be read without asking, also by those that have let it come."""
 
     def saved(self) -> Tensor | None:
         """What a state dict is to hold instead of the parameter's memory; None for that."""

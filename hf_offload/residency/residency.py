@@ -135,6 +135,7 @@ class Residency:
             elif self._is_short:  # others may leave that could not before
                 with outside():
                     self._make_room(0, weight)
+            weight.prepare()
             if weight.uses == 0:
                 with contextlib.nullcontext() if is_outside() else outside():
                     self._read_ahead()
@@ -159,6 +160,7 @@ class Residency:
         with self._lock, outside():
             for weight in self.weights():
                 weight.bring()
+                weight.prepare()
                 weight.release()
 
     def _make_room(self, nbytes: int, used: Weight | None = None) -> None:

@@ -18,7 +18,7 @@ from hf_offload.parameters.casts import fill_cast
 from hf_offload.parameters.contexts import outside
 from hf_offload.parameters.demand import housed
 from hf_offload.parameters.holders import hull_of, storage_holders
-from hf_offload.parameters.saved import whereabouts
+from hf_offload.parameters.saved import Derivation, whereabouts
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.storage.buffers import whole_storage
 from hf_offload.storage.mapped import MappedFiles
@@ -37,6 +37,7 @@ class Weight:
         uses: How many use it now; it stays in memory then.
         stays: It is not to leave memory any more: its address is known.
         nbytes: Bytes of its memory.
+        derivation: What makes the value to use from the one that the tier has.
     """
 
     def __init__(self, parameter: nn.Parameter, name: str, number: int, residency: "Residency"):
@@ -45,6 +46,7 @@ class Weight:
         self.residency = residency
         self.uses = 0
         self.stays = False
+        self.derivation: Derivation | None = None
         self._parameter = weakref.ref(parameter)
         self._stored: Stored | None = None
         self._buffer: Tensor | None = None  # what the parameter lies in, and the tier has, too
@@ -72,6 +74,17 @@ class Weight:
 
     def saved(self) -> Tensor | None:
         return self.residency.saved(self)
+
+    def derive(self, derivation: Derivation) -> None:
+        if self.derivation is not None:
+            self.enter()  # the value to use by what made it so far
+            self.leave(changed=True)
+        derivation.kept()
+        self.derivation = derivation
+
+    @property
+    def may_be_seen(self) -> bool:
+        return self.is_in_memory and (self.uses > 0 or self.stays or self.is_held)
 
     @property
     def is_held(self) -> bool:
@@ -128,6 +141,8 @@ class Weight:
         if parameter is None or self._memory is None:
             return
         buffer, stored = self._buffer, self._stored
+        if self.derivation is not None and not self.derivation.may_go:
+            self._changed = True
         if self._changed or self._exposed:
             buffer = self._bytes(parameter) if buffer is None else buffer
             digest = xxhash.xxh3_128_digest(buffer.numpy().data)
@@ -145,6 +160,8 @@ class Weight:
         self._memory = self._buffer = None
         if self._changed:
             self._changed = False
+            if self.derivation is not None:
+                self.derivation.kept()
             del stored  # its room is free
             assert self._stored is not None
             self._stored.send()
@@ -174,6 +191,21 @@ class Weight:
             self._stored.give_back(buffer)
         parameter.data = flat.as_strided(parameter.size(), parameter.stride(), 0)
         self._note_memory(parameter)
+        if self.derivation is not None:
+            self.derivation.arrived()
+
+    def prepare(self) -> None:
+        """It is in memory: let its value be the one to use."""
+        derivation, parameter = self.derivation, self._parameter()
+        if derivation is None or parameter is None or not derivation.is_due:
+            return
+        with outside():
+            stored, buffer = self._stored, self._buffer
+            if stored is not None and buffer is not None and not stored.is_safe_without(buffer):
+                self._changed = True  # else the value that is kept would change
+            derivation.derive(parameter.detach())
+            self._version = parameter._version  # others have changed nothing
+            self._copy = None
 
     def read_ahead(self) -> bool:
         """Begin to read it, if there is room for that; false otherwise."""
@@ -186,6 +218,8 @@ class Weight:
         """A copy in a file that is mapped into memory: the same one while it is alive and the parameter is as it was."""
         if self._memory is not None:
             self.note_changes(False)
+        if self.derivation is not None and self.derivation.is_due:
+            self._copy = None
         found = None if self._copy is None else self._copy()
         if found is None:
             self.residency.enter(self)

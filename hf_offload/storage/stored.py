@@ -264,6 +264,16 @@ class Stored:
             assert buffer is not None
             return buffer
 
+    def is_safe_without(self, buffer: Tensor) -> bool:
+        """Wait until what was lent may be changed while the tier has it as it was. False if the tier has not: then
+        ``buffer`` is the only place where it is.
+        """
+        self.wait_until_written()
+        with signals_deferred, self._store.lock:
+            if buffer is self._buffer and self._is_written():
+                self._buffer = None
+            return buffer is not self._buffer
+
     def give_back(self, buffer: Tensor) -> None:
         """What was lent is not used any more, and is as it was."""
         with signals_deferred, self._store.lock:

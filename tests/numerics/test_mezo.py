@@ -376,8 +376,8 @@ def test_an_error_while_weights_change_is_not_forgotten(during, monkeypatch):
     model = tiny_model("llama")
     optimizer = MeZO(model.parameters(), model)
 
-    def fail(directions, *args):
-        directions._weights[0].add_(1)
+    def fail(directions, weights, moves):
+        weights[0].add_(1)
         raise StorageError("the drive has gone")
 
     monkeypatch.setattr(module.Directions, during, fail)
@@ -393,13 +393,12 @@ def test_an_error_while_weights_change_is_not_forgotten(during, monkeypatch):
             call()
 
 
-def test_a_step_needs_one_direction_of_the_largest_weight():
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+def test_a_step_needs_a_piece_of_a_direction():
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(2)))
     optimizer = MeZO(model.parameters(), model, weight_decay=0.1)
     step = lambda: optimizer.step(lambda: torch.ones(()))  # noqa: E731
     step()
-    largest, every = 512 * 512 * 4, sum(one.nbytes for one in model.parameters())
-    assert largest <= peak_live_bytes(step) < 3 * largest < every / 2
+    assert peak_live_bytes(step) < 1024 * 1024 * 4 * 3 / 4
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

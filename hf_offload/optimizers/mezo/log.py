@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.optimizers.mezo.directions import Update
 from hf_offload.settings.load import collect_errors
 
 LOG_FILE = "mezo_log.safetensors"
@@ -39,6 +40,10 @@ class Row(NamedTuple):
     def updates(self) -> bool:
         """Whether an update was made."""
         return not math.isnan(self.gradient)
+
+    def updates_of(self, groups: Sequence[int]) -> list[Update]:
+        """The update of each weight, of these parameter groups."""
+        return [Update(self.seed, self.gradient, self.rates[group], self.decays[group]) for group in groups]
 
 
 @dataclasses.dataclass(frozen=True)

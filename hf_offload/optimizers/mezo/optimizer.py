@@ -21,9 +21,11 @@ from hf_offload.optimizers.mezo.checks import (
     check_weights,
     loss_of,
 )
-from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Directions, checksum
+from hf_offload.optimizers.mezo.course import Course
+from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Directions, Shift, checksum
 from hf_offload.optimizers.mezo.log import MezoLog, Row, Setup
 from hf_offload.optimizers.projected.projections import draw_seed
+from hf_offload.parameters.waiting import residence_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +102,7 @@ class MeZO(Optimizer):
         self.projected_gradient: float | None = None
         self._evaluated = False
         self._is_changing = False
+        self._course: Course | None = None  # of weights that leave memory
         self._made = True
 
     @torch.no_grad()
@@ -115,26 +118,28 @@ class MeZO(Optimizer):
         if self.log.initial is None:
             self.log.initial = tuple(map(checksum, weights))
         seed = draw_seed(setup.seed, 0, len(self.log.rows)) & _SEED_BITS
-        directions = Directions(weights, setup.eps)
+        mover = self._mover()
         kept = [one.detach().clone() for one in weights] if setup.restore == "pristine" else None
         losses: list[Tensor] = []
         way = iter((PLUS, MINUS, BACK))
         before = len(self.log.rows)
         self._evaluated = False
-        with self._eval_mode():
+        if isinstance(mover, Course):
+            mover.begin_step()
+        with self._eval_mode(), _no_cached_casts(mover):
             try:
                 with signals_deferred:
                     # Until step() says otherwise, weights go there and back, and no update is made.
                     self.log.rows.append(self._row(seed, math.nan))
-                    self._move(directions, seed, next(way))
+                    self._move(mover, seed, next(way))
                 losses.append(loss_of(closure()))
                 with signals_deferred:
-                    self._move(directions, seed, next(way))
+                    self._move(mover, seed, next(way))
                 losses.append(loss_of(closure()))
             finally:
                 with signals_deferred:
                     if len(self.log.rows) > before and not self._is_changing:
-                        self._go_back(directions, seed, way, kept)
+                        self._go_back(mover, seed, way, kept)
         first, second = losses
         self._check_losses(first, second)
         self.projected_gradient = float(((first - second) / (2 * setup.eps)).item())
@@ -148,14 +153,16 @@ class MeZO(Optimizer):
         if not self._evaluated or self.projected_gradient is None:
             raise OffloadError(f"MeZO's step() has no losses to work with: {HOW}.")
         self._check_whole()
-        setup, seed = self.log.setup, self.log.rows[-1].seed
-        directions = Directions(list(self._weights.values()), setup.eps)
-        row = self._row(seed, self.projected_gradient)
-        rates, decays = ([values[group] for group in setup.groups] for values in (row.rates, row.decays))
+        mover = self._mover()
+        row = self._row(self.log.rows[-1].seed, self.projected_gradient)
         with signals_deferred:
             self._evaluated = False
-            with self._changing():
-                directions.update(seed, row.gradient, rates, decays)
+            if isinstance(mover, Course):
+                mover.update(row.updates_of(self.log.setup.groups))
+                torch.clear_autocast_cache()
+            else:
+                with self._changing():
+                    mover.update(list(self._weights.values()), row.updates_of(self.log.setup.groups))
             self.log.rows[-1] = row
         return loss
 
@@ -163,9 +170,21 @@ class MeZO(Optimizer):
         rates, decays = (tuple(float(group[key]) for group in self.param_groups) for key in ("lr", "weight_decay"))
         return Row(seed, gradient, rates, decays)
 
-    def _move(self, directions: Directions, seed: int, scale: int) -> None:
-        with self._changing():
-            directions.move(seed, scale)
+    def _mover(self) -> Directions | Course:
+        """What moves the weights: at once, or when they are used, if any of them leaves memory."""
+        weights = self._weights
+        if self._course is None and any(residence_of(one) is not None for one in weights.values()):
+            self._course = Course(weights)
+        return Directions(list(weights.values())) if self._course is None else self._course
+
+    def _move(self, mover: Directions | Course, seed: int, scale: int) -> None:
+        shift = Shift(seed, scale, self.log.setup.eps)
+        if isinstance(mover, Course):
+            mover.move(shift)
+            torch.clear_autocast_cache()
+        else:
+            with self._changing():
+                mover.move(list(self._weights.values()), shift)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -182,10 +201,10 @@ class MeZO(Optimizer):
                 "into the model, and make a new optimizer."
             )
 
-    def _go_back(self, directions: Directions, seed: int, way: Iterator[int], kept: list[Tensor] | None) -> None:
+    def _go_back(self, mover: Directions | Course, seed: int, way: Iterator[int], kept: list[Tensor] | None) -> None:
         if kept is None:
             for scale in way:  # what is left of it, so that an aborted step has the bits of one without an update
-                self._move(directions, seed, scale)
+                self._move(mover, seed, scale)
             return
         with self._changing():
             for one, before in zip(self._weights.values(), kept, strict=True):
@@ -250,3 +269,17 @@ class MeZO(Optimizer):
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.log = log
         self._evaluated = False
+
+
+@contextlib.contextmanager
+def _no_cached_casts(mover: Directions | Course) -> Iterator[None]:
+    """Let autocast keep no copies of weights that leave memory: they are cast anew for each operation, to the same bits."""
+    if not isinstance(mover, Course):
+        yield
+        return
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

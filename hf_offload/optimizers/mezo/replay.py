@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Directions, checksum
+from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Directions, Shift, checksum
 from hf_offload.optimizers.mezo.log import MezoLog
 from hf_offload.settings.load import collect_errors
 
@@ -38,15 +38,14 @@ def replay(
     _compare(
         log.initial, chosen, log, "before the first step", OffloadConfigError, "give the weights training began with"
     )
-    directions = Directions(chosen, setup.eps)
+    directions = Directions(chosen)
     for number, row in enumerate(log.rows[:count], 1):
         with signals_deferred:
             if setup.restore == "reference":  # which leaves rounding errors behind
                 for scale in (PLUS, MINUS, BACK):
-                    directions.move(row.seed, scale)
+                    directions.move(chosen, Shift(row.seed, scale, setup.eps))
             if row.updates:
-                rates, decays = ([values[group] for group in setup.groups] for values in (row.rates, row.decays))
-                directions.update(row.seed, row.gradient, rates, decays)
+                directions.update(chosen, row.updates_of(setup.groups))
         on_step(number)
     if count == len(log.rows):
         why = f"training was on {setup.device!r}, and other devices and versions of PyTorch draw other numbers"
