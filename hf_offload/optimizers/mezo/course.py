@@ -71,14 +71,16 @@ class Course:
                 if demand_of(parameter) is not moving:
                     complete(parameter)  # what an optimizer that has gone has left
                     demanded(parameter, moving)
-                is_seen = held_elsewhere(parameter)
+                with torch._C.DisableTorchFunctionSubclass():  # which would let it move
+                    is_seen = held_elsewhere(parameter)
             else:
                 if residence.derivation is not moving:
                     if demand_of(parameter) is not moving:
                         complete(parameter)
                     demanded(parameter, None)
                     residence.derive(moving)
-                is_seen = residence.may_be_seen
+                with torch._C.DisableTorchFunctionSubclass():
+                    is_seen = residence.may_be_seen
             if is_seen:
                 seen.append(moving.number)
         self._settle(seen)
