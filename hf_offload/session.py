@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,16 @@ from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.former_names import FormerName, renamed_arguments
 from hf_offload.interrupts import signals_deferred
 from hf_offload.memory_modes.applied import AppliedMode, apply_mode
-from hf_offload.optimizers.streamed import StreamedSetting, clip_grad_norm_
+from hf_offload.optimizers.streamed import clip_grad_norm_
 from hf_offload.parameters.demand import as_plain, is_demanded
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
 from hf_offload.planning.feedback import Feedback
 from hf_offload.planning.known import Known, Prediction
+from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.ranks import Ranks, agreed, hardware_of_all
 from hf_offload.residency.residency import Residency
-from hf_offload.residency.setting import park_weights, residency_of, run_storage
+from hf_offload.residency.setting import run_storage
 from hf_offload.settings.environment import unless_disabled
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
@@ -137,8 +138,7 @@ class OffloadSession:
         self._watch: ModelWatch | None = None
         self._storage = run_storage(model)  # the optimizer's, too
         self._storage.members.add(self)
-        self._streamed: StreamedSetting | None = None
-        self._residency: Residency | None = None
+        self._state: ModelState | None = None
         self.stats = OffloadStats(None, self._storage.accounts)
         self._stepped = False
         self._snapshots_expected: Expected | None = None
@@ -162,10 +162,7 @@ class OffloadSession:
             self._snapshots_expected = Expected(
                 model, "with session.snapshots(folder, optimizer=optimizer) as snapshots"
             )
-        if config.params != "none" or residency_of(model) is not None:
-            self._residency = park_weights(model, config, self._storage, processes=self.ranks.count)
-        if config.optimizer != "none":
-            self._streamed = StreamedSetting(model, config, self._storage, processes=self.ranks.count)
+        self._state = ModelState(model, config, self._storage, self.ranks.count)
         if not self.plan.moves or not trains_anything(model) or not self._saves_anything:
             return
         device = open_device(device_of(model))
@@ -203,16 +200,25 @@ class OffloadSession:
         budget = self.config.memory_budget
         self._engine.transfer.mover.time_stalls()  # else plans would count transfers as compute
         self._recompute = recompute
+        budget_bytes = int(hardware.memory_bytes.value * BUDGET_SHARE) if budget is None else int(budget)
+        if self._state is not None:
+            self._state.plan_for(budget_bytes)
         self._feedback = Feedback(
             model,
-            int(hardware.memory_bytes.value * BUDGET_SHARE) if budget is None else int(budget),
+            budget_bytes,
             hardware,
             safest=self.plan,
             apply=self._apply_plan,
             engine=self._engine,
-            on_infeasible=self._transforms.tiling.on_infeasible,
+            on_infeasible=self._on_infeasible,
             ranks=self.ranks,
         )
+
+    def _on_infeasible(self) -> bool:
+        model = self._model()
+        if model is not None and self._state is not None and self._state.on_infeasible(model):
+            return True
+        return self._transforms.tiling.on_infeasible()
 
     def _leave_thread(self) -> None:
         for each in (self._phases, self._feedback):
@@ -303,8 +309,8 @@ class OffloadSession:
     @property
     def changes_model(self) -> bool:
         """Whether anything is offloaded, computed in another way, or trained in a memory mode."""
-        changed = self._mode is not None or self._streamed is not None or self._residency is not None
-        return self.active or changed or any(transform.names for transform in self._transforms)
+        moved = self._state is not None and self._state.moves
+        return self.active or self._mode is not None or moved or any(transform.names for transform in self._transforms)
 
     @property
     def active(self) -> bool:
@@ -314,7 +320,7 @@ class OffloadSession:
     @property
     def streams_optimizer(self) -> bool:
         """Whether the state of an optimizer is on a tier."""
-        return self._streamed is not None and self._streamed.is_used
+        return self._state is not None and self._state.streams
 
     @property
     def model(self) -> nn.Module | None:
@@ -343,14 +349,14 @@ class OffloadSession:
             return optimizer
         if self._mode is not None:
             optimizer = self._mode.prepare_optimizer(model, optimizer)
-        if self._streamed is not None:
-            self._streamed.prepare(model, optimizer)
+        if self._state is not None:
+            self._state.prepare(model, optimizer)
         return optimizer
 
     @property
     def residency(self) -> Residency | None:
         """Which weights are in memory; None where all of them are."""
-        return self._residency
+        return None if self._state is None else self._state.residency
 
     @contextmanager
     def weights(self, *modules: nn.Module) -> Iterator[None]:
@@ -401,8 +407,13 @@ class OffloadSession:
         """Update each weight as soon as it has its gradient, which then never leaves memory. The caller promises that between
         two steps there is one backward, and that nothing reads or changes gradients or options after it has begun.
         """
-        if self._streamed is not None:
-            self._streamed.update_in_backward(in_backward)
+        if self._state is not None:
+            self._state.update_in_backward(in_backward)
+
+    def when_streamed(self, call: Callable[[], None]) -> None:
+        """``call`` once the optimizer is streamed, if it stays in memory until a plan needs its room."""
+        if self._state is not None:
+            self._state.when_streamed(call)
 
     def settle(self) -> None:
         """Wait until all pending stores have left memory: backward then has to load everything."""
@@ -477,8 +488,8 @@ class OffloadSession:
             if engine is not None:
                 engine.close()
         finally:
-            if self._streamed is not None:
-                self._streamed.close()  # last, for updates that cannot be completed are an error
+            if self._state is not None:
+                self._state.close()  # last, for updates that cannot be completed are an error
 
 
 def _detach_former(model: nn.Module, run_id: object, owner: str) -> None:

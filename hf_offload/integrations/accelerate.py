@@ -13,7 +13,12 @@ from torch import nn
 from hf_offload.engine.unsupported import compiled_error
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.loop_snapshots import Prepared
-from hf_offload.integrations.streamed import ClipsStreamedGradients, refuse_own_state, stream_prepared
+from hf_offload.integrations.streamed import (
+    ClipsStreamedGradients,
+    has_own_state,
+    refuse_own_state,
+    stream_prepared,
+)
 from hf_offload.integrations.summary import has_summary, show_summary, summary_lines
 from hf_offload.integrations.without_gradients import check_gradients, check_step
 from hf_offload.memory_modes.applied import apply_mode
@@ -197,7 +202,9 @@ class OffloadedAccelerator:
     def stream_optimizers(self) -> None:
         """Stream the state of the optimizers that the accelerator has prepared, if that is set."""
         accelerator = self._accelerator()
-        if self._config.optimizer == "none" or accelerator is None:
+        if accelerator is None or self._config.state_place == "none":
+            return
+        if self._config.optimizer is None and has_own_state(accelerator):
             return
         for optimizer in accelerator._optimizers:
             mine = {id(one) for group in optimizer.param_groups for one in group["params"]}

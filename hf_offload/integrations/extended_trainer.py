@@ -8,14 +8,17 @@ Note: reaching the Trainer
 """
 
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from transformers import Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME
 
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.snapshots import TrainerSnapshots, snapshots_of
+from hf_offload.integrations.streamed import has_own_state
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.surgery import extend
 
@@ -90,9 +93,15 @@ class _Resuming(Trainer):
                 raise ValueError(f"No valid checkpoint found in output directory ({folder}): none is complete.")
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _may_stream(self, config: OffloadConfig, checkpoint: str | None) -> bool:
+        if config.optimizer is not None or config.state_place == "none":
+            return config.state_place != "none"
+        file = Path(checkpoint or ".") / OPTIMIZER_NAME
+        return not has_own_state(self.accelerator) and zipfile.is_zipfile(file)  # former formats cannot be mapped
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         config = getattr(self, _CALLBACK).config_for(self.args)
-        if config is None or config.optimizer == "none":
+        if config is None or not self._may_stream(config, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         # Mapped into memory, a state is read as it is moved on, one parameter after the other.

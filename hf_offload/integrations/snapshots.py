@@ -59,7 +59,7 @@ class TrainerSnapshots:
         self._steps = int(config.snapshot_steps or 0)
         self._directory = None if config.snapshot_dir is None else Path(config.snapshot_dir).resolve()
         self._wait_s = float(config.snapshot_wait_s)
-        self._at_once = config.optimizer != "none" or getattr(trainer.args, "memory_mode", NONE) != NONE
+        self._at_once = config.optimizer not in (None, "none") or getattr(trainer.args, "memory_mode", NONE) != NONE
         self._output = Path(trainer.args.output_dir or ".").resolve()
         self._opened: Opened | None = None
         self._of_model: ModelWeights | None = None

@@ -34,10 +34,18 @@ def stream_prepared(session: OffloadSession, optimizer: Any) -> None:
         session.prepare_optimizer(optimizer)
         return
     session.prepare_optimizer(optimizer)
-    if wrapper is not None and wrapper.scaler is not None:
-        # It has kept the method of the class that the optimizer had.
-        wrapper._optimizer_original_step_method = optimizer.step
-        wrapper._optimizer_patched_step_method = patch_optimizer_step(wrapper, optimizer.step)
+    if wrapper is None or wrapper.scaler is None:
+        return
+    if streaming_of(optimizer) is None:
+        session.when_streamed(lambda: _step_as_streamed(wrapper, optimizer))
+    else:
+        _step_as_streamed(wrapper, optimizer)
+
+
+def _step_as_streamed(wrapper: AcceleratedOptimizer, optimizer: Any) -> None:
+    # It has kept the method of the class that the optimizer had.
+    wrapper._optimizer_original_step_method = optimizer.step
+    wrapper._optimizer_patched_step_method = patch_optimizer_step(wrapper, optimizer.step)
 
 
 def own_resident_state(optimizer: Any) -> None:
@@ -51,16 +59,21 @@ def own_resident_state(optimizer: Any) -> None:
                 state[name] = value.clone()
 
 
+def has_own_state(accelerator: Accelerator) -> bool:
+    """Whether weights, or the optimizer's state, belong to another library."""
+    return accelerator.distributed_type in _OWN_STATE
+
+
 def refuse_own_state(accelerator: Accelerator, config: OffloadConfig) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` where weights, or the optimizer's state, belong to another
     library.
     """
     kind = accelerator.distributed_type
-    if kind not in _OWN_STATE:
+    if not has_own_state(accelerator):
         return
     for setting, what in (("params", "the model's weights"), ("optimizer", "the optimizer's state")):
         place = getattr(config, setting)
-        if place != "none":
+        if place not in (None, "none"):
             instead = _INSTEAD.get((setting, kind), "leave that to it")
             raise OffloadConfigError(
                 f"{setting}={place!r} moves {what}, which {kind.value} makes or shards in its own way: {instead}, or set "

@@ -13,6 +13,7 @@ from hf_offload.integrations.checkpoints import checkpoint_folder
 from hf_offload.integrations.extended_trainer import extend_calling_trainer, snapshots_of_training
 from hf_offload.integrations.streamed import (
     ClipsStreamedGradients,
+    has_own_state,
     own_resident_state,
     refuse_own_state,
     stream_prepared,
@@ -79,10 +80,13 @@ class OffloadCallback(TrainerCallback):
         if trainer is not None:
             refuse_own_state(trainer.accelerator, config)
         steps, config = config.snapshot_steps, with_checked(config, snapshot_steps=None, snapshot_dir=None)
+        if steps is not None:  # which copy weights and state in memory
+            config = with_checked(config, params=config.params or "none", optimizer=config.optimizer or "none")
         self.session = attach(model, config, run_id=state, owner="the Trainer's OffloadCallback")
         self.stats = self.session.stats
         self.summary = []
-        if config.optimizer != "none":
+        own = trainer is not None and has_own_state(trainer.accelerator)
+        if config.optimizer not in (None, "none") or (config.state_place == "auto" and not own):
             self._stream_optimizer(args, optimizer, trainer)
         if self.session.active:
             logger.info("Offloading activations: %s.", self.session.plan.reason)

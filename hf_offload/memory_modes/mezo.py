@@ -89,12 +89,12 @@ class Mezo(MemoryMode):
         why = "memory_mode='mezo' has no backward"
         if config.tier not in ("none", "auto"):
             yield f"tier={config.tier!r} moves what is saved for backward, and {why}: set tier='none'."
-        if config.params != "none" and self.restore == "pristine":
+        if config.params not in (None, "none") and self.restore == "pristine":
             yield (
                 f"params={config.params!r} moves weights out of memory, and restore='pristine' keeps a copy of them in it: "
                 "use restore='reference'."
             )
-        if config.optimizer != "none":
+        if config.optimizer not in (None, "none"):
             yield f"optimizer={config.optimizer!r} moves state and gradients, and memory_mode='mezo' has none: leave it out."
         if config.tiles:
             yield f"tiled_loss and tiled_mlp compute in pieces what has a backward, and {why}: leave them out."

@@ -55,7 +55,7 @@ class Problem:
     @property
     def limit_bytes(self) -> int:
         """Most memory that a plan may be predicted to need."""
-        return self.budget_bytes - -(-self.budget_bytes * _RESERVE_PERCENT // 100)
+        return limit_of(self.budget_bytes)
 
     def play(self, placements: Placements, windows: Windows, method: str) -> Solution:
         """Simulate a placement of every unit."""
@@ -68,6 +68,11 @@ class Problem:
     def has_room(self, solution: Solution) -> bool:
         """Whether every tier stays within its limit."""
         return all(nbytes <= self.room_bytes.get(tier, 0) for tier, nbytes in solution.timeline.tier_bytes.items())
+
+
+def limit_of(budget_bytes: int) -> int:
+    """Most memory that a plan for this budget may be predicted to need."""
+    return budget_bytes - -(-budget_bytes * _RESERVE_PERCENT // 100)
 
 
 def smallest_budget(peak_bytes: int) -> int:

@@ -310,7 +310,7 @@ class Feedback:
         if refusal is not None:
             if not self._on_infeasible():
                 raise refusal
-            self._log(logging.INFO, "Measuring again, with modules cut by tokens. %s", refusal)
+            self._measure_with_less(str(refusal))
             return
         if not plans:
             return
@@ -368,6 +368,15 @@ class Feedback:
         )
         if corrected is not None:
             self._adopt(corrected)
+        elif peak > self._budget and self._on_infeasible():
+            self._measure_with_less(f"A step needed {format_bytes(peak)}.")
+
+    def _measure_with_less(self, why: str) -> None:
+        """What is known is of a run that kept more in memory."""
+        self._known.clear()
+        self._wanted.clear()
+        self._in_force = self.planned = None
+        self._log(logging.INFO, "Measuring again, with less in memory. %s", why)
 
     def _check_time(self, main: Known, seconds: float) -> None:
         predicted = main.prediction.step_s

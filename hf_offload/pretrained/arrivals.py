@@ -102,7 +102,7 @@ class Arrivals:
 
     def _choose(self, on_host: bool) -> None:
         config = self._config
-        place = config.params
+        place = config.weights_place
         if place == "auto":
             place = place_for(self._expected_bytes, config, on_host)
         self._place = place

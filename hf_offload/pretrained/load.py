@@ -36,8 +36,8 @@ def load_pretrained(
         auto: A class with ``from_pretrained``, such as ``AutoModelForCausalLM`` or ``LlamaForCausalLM``.
         name_or_path: Of the checkpoint, as for ``from_pretrained``.
         args: For ``from_pretrained``.
-        config: Where weights go: ``params``, ``directory``, ``memory_budget``, ``disk_budget``. With ``params="none"``, this
-            is ``from_pretrained``.
+        config: Where weights go: ``params``, ``directory``, ``memory_budget``, ``disk_budget``. Where ``params`` leaves
+            them in memory, this is ``from_pretrained``.
         kwargs: For ``from_pretrained``; the model's own configuration is ``model_config`` here. Not ``device_map``.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a checkpoint that is damaged, incomplete, of other shapes or
@@ -59,7 +59,7 @@ def from_pretrained(
 ) -> nn.Module:
     """:func:`load_pretrained`, with the arguments and errors of ``from_pretrained``."""
     offload = unless_disabled(offload)
-    if offload.params == "none":
+    if offload.weights_place == "none":
         return auto.from_pretrained(name_or_path, *args, **kwargs)
     _refuse(kwargs)
     with progress_bar("Loading weights") as report, _one_at_a_time():
@@ -83,7 +83,7 @@ def create_from_config(auto: Any, model_config: Any, *, config: OffloadConfig, *
     """
     config = unless_disabled(config)
     make = getattr(auto, "from_config", None) or auto._from_config
-    if config.params == "none":
+    if config.weights_place == "none":
         return make(model_config, **kwargs)
     name = type(model_config).__name__
     with progress_bar("Drawing weights") as report:

@@ -56,7 +56,7 @@ def run_storage(model: nn.Module) -> RunStorage:
 
 
 def park_weights(model: nn.Module, config: OffloadConfig, storage: RunStorage, processes: int) -> Residency | None:
-    """Let the weights of ``model`` leave memory as ``config.params`` says. Idempotent; with "none", they come back.
+    """Let the weights of ``model`` leave memory as ``config.weights_place`` says. Idempotent; with "none", they come back.
 
     The residency lives as long as the model does, whichever session has made it.
 
@@ -64,7 +64,7 @@ def park_weights(model: nn.Module, config: OffloadConfig, storage: RunStorage, p
     """
     on_host = next((p.device.type == "cpu" for p in model.parameters()), True)
     present = residency_of(model)
-    place = config.params
+    place = config.weights_place
     if present is not None and present.is_home:
         place = "there"
     elif place == "auto":
@@ -87,7 +87,7 @@ def open_residency(
     """The residency of a model to come, whose largest parameter has ``largest_bytes``."""
     directories = named_directories(config) if place == "ssd" else ()
     tier = open_tier(storage, config, on_host, WEIGHTS, directories)
-    window_bytes = max(2 * largest_bytes, min(_WINDOW_BYTES, limit_bytes or _WINDOW_BYTES))
+    window_bytes = max(2 * largest_bytes, min(_WINDOW_BYTES, limit_bytes // 4 or _WINDOW_BYTES))
     store = Store(storage, tier, WEIGHTS, window_bytes)
     residency = Residency(store, limit_bytes, _files(tier))
     storage.members.add(residency)
@@ -103,7 +103,7 @@ def settle(model: nn.Module, residency: Residency, config: OffloadConfig) -> Res
     if _residencies.get(model) is not residency:
         _residencies[model] = residency
         keep_fast_paths(model)
-    wanted = weights_at_a_time(model, config) if config.params != "none" else residency.limit_bytes
+    wanted = weights_at_a_time(model, config) if config.weights_place != "none" else residency.limit_bytes
     residency.begin_run(wanted)
     before = residency.count
     residency.park((name, p) for name, p in model.named_parameters() if may_leave(p, config))
@@ -139,10 +139,14 @@ def _follow_states(model: nn.Module) -> None:
 
 def weights_at_a_time(model: nn.Module, config: OffloadConfig) -> int:
     """Bytes of weights that may be in memory: a share of the memory budget, and at least two blocks."""
-    blocks = find_blocks(model)
-    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks.values()]
+    return max(blocks_at_a_time(model), memory_for_weights(config))
+
+
+def blocks_at_a_time(model: nn.Module) -> int:
+    """Bytes of the fewest weights that are ever left in memory: two blocks."""
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in find_blocks(model).values()]
     single = max((p.nbytes for p in model.parameters()), default=0)
-    return max(_BLOCKS * max([single, *sizes]), memory_for_weights(config))
+    return _BLOCKS * max([single, *sizes])
 
 
 def place_for(weights: int, config: OffloadConfig, on_host: bool) -> str:

@@ -72,19 +72,21 @@ class OffloadConfig:
         '(pinned memory on an accelerator), "ssd" (files; with {ram_budget}, RAM first) or "none". "cpu" is accepted for '
         'ram; "disk" and "nvme" for ssd.',
     )
-    optimizer: str = setting(
-        "none",
+    optimizer: str | None = setting(
+        None,
         one_of(TIERS, TIER_ALIASES),
         'Where the optimizer\'s state lives, and the gradients between backward and step: "ram" (pinned memory on an '
-        'accelerator), "ssd" (files; with {ram_budget}, RAM first), "auto" (only if weights, gradients and state would take '
-        'more than half of {memory_budget}) or "none" (with the weights). Results keep their bits.',
+        'accelerator), "ssd" (files; with {ram_budget}, RAM first), "auto" (only if {memory_budget} needs it; with another '
+        '{tier} than "auto", if weights, gradients and state would take more than half of it) or "none" (with the weights). '
+        'Results keep their bits. Default: "auto" where {tier} is and one process trains, else "none".',
     )
-    params: str = setting(
-        "none",
+    params: str | None = setting(
+        None,
         one_of(TIERS, TIER_ALIASES),
         'Where weights are while no operation uses them: "ram" (pinned memory on an accelerator), "ssd" (files; with '
-        '{ram_budget}, RAM first), "auto" (only if weights would take more than half of {memory_budget}) or "none" (in '
-        "memory). As many stay as fit into half of {memory_budget}; without one, two blocks. Results keep their bits.",
+        '{ram_budget}, RAM first), "auto" (only if {memory_budget} needs it; with another {tier} than "auto", if weights '
+        'would take more than half of it) or "none" (in memory). As many stay as fit into half of {memory_budget}; without '
+        'one, two blocks. Results keep their bits. Default: "auto" where {tier} is and one process trains, else "none".',
     )
     memory_budget: int | str | None = setting(
         None,
@@ -261,7 +263,11 @@ class OffloadConfig:
         name = check.name
         tier = name("tier")
         with check:
-            if self.memory_budget is not None and "auto" not in (self.tier, self.optimizer) and self.params == "none":
+            if (
+                self.memory_budget is not None
+                and "auto" not in (self.tier, self.optimizer)
+                and self.weights_place == "none"
+            ):
                 raise OffloadConfigError(
                     f"{name('memory_budget')} is given, but {tier}={self.tier!r} does not use it: set {tier}='auto'."
                 )
@@ -301,7 +307,21 @@ class OffloadConfig:
     @property
     def parks_state(self) -> bool:
         """Whether weights, or gradients and the optimizer's state, leave memory."""
-        return self.optimizer != "none" or self.params != "none"
+        return {self.state_place, self.weights_place} != {"none"}
+
+    @property
+    def state_place(self) -> str:
+        """``optimizer``, or its default with this ``tier``."""
+        return self._by_default if self.optimizer is None else self.optimizer
+
+    @property
+    def weights_place(self) -> str:
+        """``params``, or its default with this ``tier``."""
+        return self._by_default if self.params is None else self.params
+
+    @property
+    def _by_default(self) -> str:
+        return "auto" if self.tier == "auto" else "none"
 
     def mode(self) -> "MemoryMode | None":
         """The memory mode, if one is set. Loads its libraries.

@@ -78,7 +78,7 @@ class LoopSnapshots:
         self._steps = int(config.snapshot_steps or 0)
         self._directory = None if config.snapshot_dir is None else Path(config.snapshot_dir).resolve()
         self._wait_s = float(config.snapshot_wait_s)
-        self._at_once = config.optimizer != "none" or config.memory_mode != "none" or not source.optimizers
+        self._at_once = config.optimizer not in (None, "none") or config.memory_mode != "none" or not source.optimizers
         self._folder = folder.resolve()
         self._storage = storage
         self._resume = is_on(RESUME_VARIABLE) if resume is None else resume

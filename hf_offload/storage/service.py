@@ -71,7 +71,7 @@ class RunStorage:
         if (
             config.ram_budget is None
             and not on_host
-            and {"ram", "auto"} & {config.tier, config.optimizer, config.params}
+            and {"ram", "auto"} & {config.tier, config.state_place, config.weights_place}
         ):
             self.ram.limit_bytes = default_ram_budget(processes)
         self.disk.limit_bytes = _bytes(config.disk_budget)

@@ -10,6 +10,7 @@ from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.pretrained.errors import loading
 from hf_offload.pretrained.load import create_from_config, from_pretrained
 from hf_offload.settings.recipes import Recipe
+from hf_offload.settings.schema import with_checked
 from hf_offload.settings.shown import LONGEST
 from hf_offload.settings.text_files import reason_of
 from hf_offload.training.tasks.table import find_task
@@ -32,6 +33,8 @@ def build_model(
     import transformers
 
     model = recipe.model
+    # The default decides once the optimizer is known.
+    offload = with_checked(recipe.offload, params=recipe.offload.params or "none")
     auto: Any = getattr(transformers, find_task(recipe).auto_model)
     options: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
     if model.attention is not None:
@@ -47,7 +50,7 @@ def build_model(
                 **classes,
             }  # a head for other classes
         with loading(f"{recipe.name}, section model", model.name):
-            built: Any = from_pretrained(auto, model.name, offload=recipe.offload, **options)
+            built: Any = from_pretrained(auto, model.name, offload=offload, **options)
     else:
         try:
             values = _config_values(recipe, tokenizer) | classes
@@ -55,7 +58,7 @@ def build_model(
             if model.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
                 config.decoder_start_token_id = config.pad_token_id
             with torch.device(device) if device is not None and device.type != "cpu" else contextlib.nullcontext():
-                built = create_from_config(auto, config, config=recipe.offload, **options)
+                built = create_from_config(auto, config, config=offload, **options)
         except OffloadError:
             raise
         except Exception as error:  # whatever a model raises for a configuration that it cannot take

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.optimizers.streamed.optimizer import stream, streaming_of
+from hf_offload.optimizers.streamed.optimizer import WINDOW_BYTES, stream, streaming_of
 from hf_offload.optimizers.streamed.streaming import Streaming
 from hf_offload.parameters.fast_paths import keep_fast_paths
 from hf_offload.settings.memory_modes import NONE
@@ -28,10 +28,12 @@ _KEPT_SHARE = 0.5
 """With ``optimizer="auto"``, the part of the budget that weights, gradients and state may take and stay in memory."""
 _STATE_PER_WEIGHT = 2
 """AdamW's."""
+_WINDOWS_OF_BUDGET = 32
+"""State and gradients have a window each, of at most this part of a memory budget."""
 
 
 class StreamedSetting:
-    """``config.optimizer`` for the model of a session. It keeps neither the model nor an optimizer.
+    """``config.state_place`` for the model of a session. It keeps neither the model nor an optimizer.
 
     Until an optimizer is prepared, gradients are refused: the run would take the memory it was not to take.
     """
@@ -42,7 +44,7 @@ class StreamedSetting:
         self._alone = processes == 1
         self._streamings: weakref.WeakSet[Streaming] = weakref.WeakSet()
         self._on_host = next((p.device.type == "cpu" for p in model.parameters()), True)
-        self._place = config.optimizer
+        self._place = config.state_place
         if self._place == "auto":
             self._place = self._choose(model)
         if self._place != "none":
@@ -71,6 +73,7 @@ class StreamedSetting:
                 smallest_bytes=self._config.smallest_bytes(self._on_host),
                 gradients=in_graph,
                 lazy=in_graph,
+                window_bytes=_window_bytes(self._config),
             )
         except OffloadConfigError as error:
             mode, own = self._config.memory_mode, type(optimizer).__module__.startswith("hf_offload.")
@@ -147,6 +150,11 @@ class StreamedSetting:
             streaming.states.store.tier.name,
             why,
         )
+
+
+def _window_bytes(config: OffloadConfig) -> int:
+    budget = config.memory_budget
+    return WINDOW_BYTES if budget is None else min(WINDOW_BYTES, int(budget) // _WINDOWS_OF_BUDGET)
 
 
 def _memory_bytes(on_host: bool) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.streamed.shadow import CUT_ELEMENTS, Shadow, options_of, pieces
@@ -17,6 +18,7 @@ _LR = 0.05
 """A schedule may begin with 0, where all updates are the same."""
 _MATRICES = [(96, 100), (70, 130), (264, 260)]
 """The last one is large enough for classes that factor their state, or quantise it, from 128 or 256 elements on."""
+_USUAL_STATE = 2.0
 _NOT_COMPARED = ("params", "param_names", "lr", "initial_lr", "weight_decay")
 
 
@@ -75,6 +77,22 @@ def traits_of(optimizer: Optimizer, kind: type[Optimizer]) -> Traits:
     return Traits(cuts and not sets_gradients, sets_gradients)
 
 
+def state_per_weight(optimizer: Optimizer) -> float:
+    """Bytes of state that ``optimizer`` keeps for each byte of a large weight: the most of its groups.
+
+    What cannot be tried on small parameters counts as AdamW in the weights' type.
+    """
+    most = 0.0
+    for group in _different(optimizer.param_groups):
+        trial = _Trial(optimizer, type(optimizer), group)
+        with torch.random.fork_rng(devices=[]):
+            try:
+                most = max(most, trial.state_per_weight())
+            except Exception:
+                most = max(most, _USUAL_STATE)
+    return most
+
+
 def _different(groups: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
@@ -127,6 +145,15 @@ class _Trial:
         for its_targets in targets:
             found += _merged(state, its_targets)
         return found
+
+    def state_per_weight(self) -> float:
+        """Bytes of state for each byte of the largest matrix."""
+        random = torch.Generator().manual_seed(0)
+        parameter = self._random(_MATRICES[-1], random)
+        parameter.grad = self._random(_MATRICES[-1], random)
+        state = self._step([parameter], {}, self._attributes).get(parameter) or {}
+        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.dim()]
+        return sum(tensor.nbytes for tensor in tensors) / parameter.nbytes
 
     def sets_gradients(self) -> bool:
         """Whether a parameter without a gradient is updated, or gets one, or one with a gradient gets another."""

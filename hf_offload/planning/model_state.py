@@ -1,0 +1,201 @@
+"""Weights, gradients and optimizer state of a session's model: in memory as long as the budget allows it."""
+
+import logging
+import weakref
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hf_offload.errors import OffloadConfigError
+from hf_offload.optimizers.streamed import StreamedSetting, streaming_of
+from hf_offload.optimizers.streamed.trial import state_per_weight
+from hf_offload.plan.problem import limit_of
+from hf_offload.residency.residency import Residency
+from hf_offload.residency.setting import blocks_at_a_time, park_weights, residency_of
+from hf_offload.settings.schema import OffloadConfig, with_checked
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.service import RunStorage
+
+logger = logging.getLogger(__name__)
+
+_WITHOUT_A_LOOK = 0.5
+"""Of the budget: what takes less with any optimizer is not looked at more closely."""
+_MOST_STATE = 4
+"""Bytes of state for each byte of a weight, of the optimizers that keep most."""
+_MOST_WEIGHTS = 0.75
+"""Of the budget: where more stays, weights leave before the first step, which has activations, too."""
+_MOST_ON_DEVICE = 0.25
+"""Of the budget: gradients and state of adapters, which may stay where the model's weights leave."""
+
+
+class ModelState:
+    """What ``params`` and ``optimizer`` say about the model of one session. It keeps neither the model nor an optimizer.
+
+    Where they are ``auto`` together with the tier, everything begins in memory if its bytes are within the budget. What
+    cannot fit leaves when the optimizer is prepared, which is when its bytes are known; what turns out not to fit with the
+    activations of a measured step leaves after it (:meth:`on_infeasible`).
+
+    Attributes:
+        residency: Which weights are in memory; None where all of them are.
+        streamed: The setting of what is streamed; None where state and gradients are in memory.
+    """
+
+    def __init__(self, model: nn.Module, config: OffloadConfig, storage: RunStorage, processes: int):
+        self.residency: Residency | None = None
+        self.streamed: StreamedSetting | None = None
+        self._config = config
+        self._storage = storage
+        self._processes = processes
+        self._on_host = next((p.device.type == "cpu" for p in model.parameters()), True)
+        self._place = "ssd" if self._on_host or config.drive_settings else "ram"
+        alone = processes == 1 and config.tier == "auto" and config.snapshot_steps is None
+        trains = any(p.requires_grad for p in model.parameters())
+        self._may_stream = alone and config.state_place == "auto"
+        self._may_park = alone and trains and config.weights_place == "auto"
+        self._limit_bytes = 0
+        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        self._in_backward = False
+        self._after_streaming: list[Callable[[], None]] = []
+        present = residency_of(model)
+        if self._may_park and present is not None:
+            self._park(model)
+        elif not self._may_park and (config.params not in (None, "none") or present is not None):
+            self.residency = park_weights(model, config, storage, processes)
+        if not self._may_stream and config.optimizer not in (None, "none"):
+            self.streamed = StreamedSetting(model, config, storage, processes)
+
+    def plan_for(self, budget_bytes: int) -> None:
+        """Measured steps are planned for a budget. Without one, what is ``auto`` stays in memory."""
+        self._limit_bytes = limit_of(budget_bytes)
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Stream ``optimizer`` if that is set, or if the budget needs it for certain. Idempotent."""
+        if self.streamed is not None:
+            self.streamed.prepare(model, optimizer)
+        if not self._limit_bytes or id(optimizer) in self._optimizers or not (self._may_stream or self._may_park):
+            return
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+        weights = sum(p.nbytes for p in model.parameters())
+        more = self._more_bytes(model)
+        if self._may_stream and self.streamed is None and weights + more > self._limit_bytes:
+            self._stream(model, f"weights, gradients and optimizer state take {format_bytes(weights + more)}")
+        if self._may_park and self.residency is None:
+            staying = weights + (0 if self.streams else more)
+            if staying > _MOST_WEIGHTS * self._limit_bytes and self._can_park(model):
+                self._park(model)
+
+    def on_infeasible(self, model: nn.Module) -> bool:
+        """No plan fits the budget: let more leave memory; whether there was anything."""
+        if self._may_stream and self.streamed is None and self._stream(model, "activations do not fit next to them"):
+            return True
+        if not self._can_park(model):
+            return False
+        if self.residency is None:
+            self._park(model)
+            return self.residency is not None
+        least = blocks_at_a_time(model)
+        if self.residency.limit_bytes <= least:
+            return False
+        self.residency.limit_bytes = least
+        return True
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything of it may be on a tier."""
+        return self.streamed is not None or self.residency is not None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the state of an optimizer is on a tier."""
+        return self.streamed is not None and self.streamed.is_used
+
+    def when_streamed(self, call: Callable[[], None]) -> None:
+        """``call`` once an optimizer that stays in memory at first is streamed."""
+        if self._may_stream:
+            self._after_streaming.append(call)
+
+    def update_in_backward(self, in_backward: bool) -> None:
+        """See :meth:`hf_offload.session.OffloadSession.update_in_backward`."""
+        self._in_backward = in_backward
+        if self.streamed is not None:
+            self.streamed.update_in_backward(in_backward)
+
+    def close(self) -> None:
+        """Compute what is noted. Streamed optimizers stay so. Idempotent."""
+        if self.streamed is not None:
+            self.streamed.close()
+
+    def _prepared(self) -> list[Optimizer]:
+        return [found for reference in self._optimizers.values() if (found := reference()) is not None]
+
+    def _more_bytes(self, model: nn.Module) -> int:
+        """Bytes of gradients and optimizer state that are in memory if nothing is streamed."""
+        optimizers = self._prepared()
+        trained = {id(p): p.nbytes for one in optimizers for group in one.param_groups for p in group["params"]}
+        trained |= {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
+        gradients = sum(trained.values())
+        if (
+            sum(p.nbytes for p in model.parameters()) + (1 + _MOST_STATE) * gradients
+            <= _WITHOUT_A_LOOK * self._limit_bytes
+        ):
+            return (1 + _MOST_STATE) * gradients
+        state = 0
+        for one in optimizers:
+            mine = sum(p.nbytes for group in one.param_groups for p in group["params"])
+            state += int(mine * (0 if streaming_of(one) is not None else state_per_weight(one)))
+        return gradients + state
+
+    def _stream(self, model: nn.Module, why: str) -> bool:
+        optimizers = self._prepared()
+        if not optimizers:
+            logger.info(
+                "Gradients and optimizer state stay in memory, though %s: only an optimizer that is passed to "
+                "session.prepare_optimizer() can be streamed.",
+                why,
+            )
+            return False
+        self._may_stream = False
+        setting = None
+        try:
+            setting = StreamedSetting(
+                model, with_checked(self._config, optimizer=self._place), self._storage, self._processes
+            )
+            for optimizer in optimizers:
+                setting.prepare(model, optimizer)
+        except OffloadConfigError as error:
+            logger.info("Gradients and optimizer state stay in memory, though %s. %s", why, error)
+        if setting is None or not setting.is_used:
+            if setting is not None:
+                setting.close()
+            return False
+        logger.info(
+            "Gradients and optimizer state go to %s, for %s of a budget of %s.",
+            self._place,
+            why,
+            format_bytes(self._limit_bytes),
+        )
+        self.streamed = setting
+        for call in self._after_streaming:
+            call()
+        self._after_streaming.clear()
+        setting.update_in_backward(self._in_backward)
+        return True
+
+    def _can_park(self, model: nn.Module) -> bool:
+        if not self._may_park:
+            return False
+        if self.streams:
+            return True
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        # Else the optimizer's step takes all weights at once.
+        return trained + self._more_bytes(model) <= _MOST_ON_DEVICE * self._limit_bytes
+
+    def _park(self, model: nn.Module) -> None:
+        try:
+            self.residency = park_weights(
+                model, with_checked(self._config, params=self._place), self._storage, self._processes
+            )
+        except OffloadConfigError as error:
+            self._may_park = False
+            logger.info("Weights stay in memory. %s", error)

@@ -1,0 +1,182 @@
+"""A budget that weights, gradients and optimizer state do not fit into: tier='auto' moves them, too, and only then."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+
+from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
+from hf_offload.errors import OffloadPlanError
+from hf_offload.optimizers.streamed import streaming_of
+from tests.helpers.tables import rows
+
+VOCABULARY, TOKENS, LAYERS = 256, 16, 8
+
+CONFIGS = {
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=64, n_layer=LAYERS, n_head=2, n_positions=TOKENS, use_cache=False,
+        bos_token_id=1, eos_token_id=1,
+    ),
+    "llama": lambda: transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=192, num_hidden_layers=LAYERS, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=TOKENS, use_cache=False, bos_token_id=1, eos_token_id=1,
+    ),
+    "bert": lambda: transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=2,
+        max_position_embeddings=TOKENS,
+    ),
+    "t5": lambda: transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=64, d_ff=256, d_kv=32, num_layers=LAYERS // 2, num_decoder_layers=LAYERS // 2,
+        num_heads=2, decoder_start_token_id=0, use_cache=False,
+    ),
+}  # fmt: skip
+CLASSES = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+
+
+@pytest.fixture(autouse=True)
+def known_machine(machine_with_drive):
+    """Plans do not depend on how busy the machine is."""
+    machine_with_drive(1e9)
+
+
+def build(name="gpt2"):
+    torch.manual_seed(0)
+    return CLASSES.get(name, transformers.AutoModelForCausalLM).from_config(CONFIGS[name]()).train()
+
+
+def batch(number):
+    tokens = torch.randint(0, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+class Trained:
+    """Six steps: their losses, the weights, the peaks that were measured, and where everything was."""
+
+    def __init__(self, name, folder, budget=None, steps=6, prepare=True, optimizer=torch.optim.AdamW):
+        model = build(name)
+        made = optimizer(model.parameters(), lr=1e-3)
+        given = (
+            {"tier": "none"} if budget is None else {"memory_budget": budget, "directory": folder, "min_bytes": 1024}
+        )
+        session = attach(model, OffloadConfig(**given))
+        if prepare:
+            assert session.prepare_optimizer(made) is made
+        torch.manual_seed(1)
+        self.losses, self.peaks = [], []
+        for number in range(steps):
+            with session.scope():
+                loss = model(**batch(number)).loss
+                loss.backward()
+            self.losses.append(loss.item())
+            del loss
+            session.clip_grad_norm_(1.0)
+            made.step()
+            made.zero_grad()
+            session.end_step()
+            if session.forecast is not None and session.forecast.measured_peak_bytes is not None:
+                self.peaks.append(session.forecast.measured_peak_bytes)
+        self.streams, self.parks = streaming_of(made) is not None, session.residency is not None
+        self.predicted = None if session.forecast is None else session.forecast.peak_bytes
+        session.detach()
+        self.weights = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def is_same(self, other):
+        return self.losses == other.losses and all(map(torch.equal, self.weights, other.weights))
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "moved"),
+    rows(
+        [
+            *((name, 0.5, "state") for name in CONFIGS),
+            *((name, 0.25, "weights") for name in ("gpt2", "llama", "bert")),
+        ],
+        quick=[("t5", 0.5, "state"), ("llama", 0.25, "weights")],
+    ),
+)
+def test_what_does_not_fit_leaves_memory_and_nothing_changes(name, share, moved, tmp_path):
+    kept = Trained(name, tmp_path, "1GiB")
+    assert not kept.streams
+    assert not kept.parks
+    budget = int(share * kept.peaks[-1])
+    found = Trained(name, tmp_path, budget)
+    assert found.is_same(kept)
+    assert found.streams
+    assert found.parks == (moved == "weights")
+    assert found.peaks[-1] <= budget
+
+
+def test_what_does_not_fit_beside_activations_leaves_after_the_first_step(tmp_path, caplog):
+    model = build()
+    persistent = 4 * sum(parameter.nbytes for parameter in model.parameters())
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        found = Trained("gpt2", tmp_path, int(1.04 * persistent))
+    assert found.streams
+    assert found.is_same(Trained("gpt2", tmp_path))
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("go to ssd, for activations do not fit next to them" in message for message in messages)
+
+
+class Coupled(torch.optim.AdamW):
+    """Its step looks at all gradients together."""
+
+    def step(self, closure=None):
+        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+        for group in self.param_groups:
+            group["lr"] = 1e-3 / (1 + norm)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_cannot_be_streamed_stays_in_memory_and_the_plan_says_so(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "hf_offload"), pytest.raises(OffloadPlanError, match="too small"):
+        Trained("gpt2", tmp_path, "1MiB", steps=1, optimizer=Coupled)
+    assert any("stay in memory, though" in record.getMessage() for record in caplog.records)
+
+
+def test_without_its_optimizer_a_session_refuses_as_before(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "hf_offload"), pytest.raises(OffloadPlanError, match="too small"):
+        Trained("gpt2", tmp_path, "1MiB", steps=1, prepare=False)
+    assert any("prepare_optimizer" in record.getMessage() for record in caplog.records)
+
+
+def test_frozen_weights_leave_memory_without_any_optimizer(tmp_path):
+    model = build("llama").requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=1e-3)
+    session = attach(model, OffloadConfig(memory_budget=weights, directory=tmp_path, min_bytes=1024))
+    assert session.prepare_optimizer(optimizer) is optimizer
+    assert session.residency is not None
+    session.detach()
+
+
+def test_the_trainer_moves_what_does_not_fit(tmp_path):
+    def trained(**settings):
+        arguments = OffloadTrainingArguments(
+            output_dir=str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=2, save_strategy="no",
+            report_to="none", use_cpu=True, disable_tqdm=True, **settings,
+        )  # fmt: skip
+        rows = [{name: value[0] for name, value in batch(number).items()} for number in range(4)]
+        trainer = transformers.Trainer(build(), arguments, train_dataset=rows)
+        trainer.train()
+        streams = streaming_of(trainer.optimizer.optimizer) is not None
+        return streams, [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+    def auto(budget):
+        return {
+            "offload": "auto", "offload_memory_budget": budget, "offload_min_bytes": 1024, "offload_directory": str(tmp_path),
+        }  # fmt: skip
+
+    weights = sum(parameter.nbytes for parameter in build().parameters())
+    plain, roomy, tight = trained(), trained(**auto("1GiB")), trained(**auto(3 * weights))
+    assert [one[0] for one in (plain, roomy, tight)] == [False, False, True]
+    for other in (roomy, tight):
+        assert all(map(torch.equal, plain[1], other[1]))
+
+
+def test_auto_is_the_default_with_the_tier_auto_alone():
+    assert OffloadConfig().state_place == OffloadConfig().weights_place == "auto"
+    config = OffloadConfig(tier="ssd")
+    assert config.state_place == config.weights_place == "none"
+    assert OffloadConfig(optimizer="none", params="ram").state_place == "none"
