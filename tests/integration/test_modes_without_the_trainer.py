@@ -111,7 +111,8 @@ def test_a_scripts_own_loop_has_the_bits_of_the_mode(name, surface, tmp_path):
     expected = by_hand(name)
     config = {"memory_mode": name, "memory_mode_kwargs": SETTINGS[name]}
     offloading = {"tier": "ssd", "directory": tmp_path, "min_bytes": 0}
-    for asked in (config | {"tier": "none"}, config | offloading):
+    weights_elsewhere = {"tier": "none", "params": "ssd", "directory": tmp_path, "min_bytes": 1}
+    for asked in (config | {"tier": "none"}, config | offloading, config | weights_elsewhere):
         losses, weights = surface(asked)
         assert losses == expected[0]
         assert len(weights) == len(expected[1])
