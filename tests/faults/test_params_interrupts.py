@@ -1,20 +1,17 @@
 """Ctrl-C at any point of a step whose weights are on a tier: none is lost, and the run that goes on has the same bits."""
 
+import functools
 import gc
-import random
-import sys
 
 import pytest
 import torch
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.errors import OffloadError
 from hf_offload.optimizers.streamed import streaming_of
 from hf_offload.parameters import saved
-from tests.faults.test_interrupts import Points
-from tests.faults.test_streamed_interrupts import STEPS, assert_nothing_runs, copied, same, used_bytes
-from tests.helpers.package_threads import OurThreads
+from tests.faults.interrupted import Interrupted, check_all, check_some, used_bytes
 from tests.helpers.parked import leave_memory
+from tests.helpers.streamed import copied
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 QUICK_POINTS = 16
@@ -68,77 +65,30 @@ def kind(request):
     return request.param
 
 
-class Interrupted:
-    """A training in memory, with the values after each of its steps, and how one on a drive compares with it."""
+class Parked(Interrupted):
+    """Weights are on the drive."""
 
     def __init__(self, kind, folder):
         self.options = KINDS[kind]
-        self.folder = folder
-        plain = Training(None, **self.options)
-        self.expected = [plain.values()]
-        for number in range(STEPS):
-            plain.step(number)
-            self.expected.append(plain.values())
-
-    def points(self):
-        points = Points()
-        training = Training(self.folder, **self.options)
-        training.step(0)
-        self.run(training, points)
-        return list(points.seen)
+        super().__init__(functools.partial(Training, **KINDS[kind]), folder)
 
     def run(self, training, profiler):
         """The second step. One in memory is half taken when it is interrupted, so that is not."""
-        if self.options["optimizer"] == "none":
-            step, training.optimizer.step = training.optimizer.step, lambda: None
-            try:
-                with profiler:
-                    training.step(1)
-            finally:
-                training.optimizer.step = step
-            training.optimizer.step()
-        else:
-            with profiler:
-                training.step(1)
-
-    def check(self, point):
-        """Whether Ctrl-C was sent."""
-        training = Training(self.folder, **self.options)
-        training.step(0)
-        profiler, noticed = Points(point), False
+        if self.options["optimizer"] != "none":
+            super().run(training, profiler)
+            return
+        step, training.optimizer.step = training.optimizer.step, lambda: None
         try:
-            self.run(training, profiler)
-        except KeyboardInterrupt:
-            noticed = True
+            super().run(training, profiler)
         finally:
-            sys.setprofile(None)
-        assert noticed == profiler.sent, f"Ctrl-C at {point} is lost"
-        if profiler.sent:
-            self.check_values(training, point)
-        return profiler.sent
+            training.optimizer.step = step
+        training.optimizer.step()
 
-    def check_values(self, training, point):
-        error = ""
-        try:
-            found = training.values()
-        except OffloadError as raised:
-            error = str(raised)
-        if error:
-            assert self.options.get("in_backward"), f"at {point}: {error}"
-            assert "half a step: go on from the last checkpoint" in error, f"at {point}: {error}"
-            done = 1
-            training.load(self.expected[done])
-        else:
-            matches = [same(found, each) for each in self.expected]
-            assert any(matches[1:3]), f"Neither the values before the step nor those after it, at {point}"
-            done = matches.index(True, 1)
-        for number in range(done, STEPS):
-            training.step(number)
-        assert same(training.values(), self.expected[-1]), f"The run that goes on is another one, after {point}"
-        self.check_nothing_is_left(training, point)
+    def check_error(self, error, point):
+        assert self.options.get("in_backward"), f"at {point}: {error}"
+        assert "half a step: go on from the last checkpoint" in error, f"at {point}: {error}"
 
     def check_nothing_is_left(self, training, point):
-        training.optimizer.zero_grad()
         saved._release(saved._in_use._residences)
         gc.collect()
         residency = training.session.residency
@@ -153,20 +103,14 @@ class Interrupted:
 
 @pytest.fixture
 def interrupted(kind, tmp_path, no_collections):
-    return Interrupted(kind, tmp_path)
+    return Parked(kind, tmp_path)
 
 
 def test_ctrl_c_at_a_point_of_a_step_loses_no_weight(interrupted):
-    threads = OurThreads()
-    points = interrupted.points()
-    assert len(points) > 100
-    some = random.Random(0).sample(points, QUICK_POINTS)
-    assert sum(map(interrupted.check, some)) > QUICK_POINTS / 2
-    assert_nothing_runs(threads)
+    check_some(interrupted, QUICK_POINTS)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_ctrl_c_at_every_point_of_a_step_loses_no_weight(interrupted):
-    points = interrupted.points()
-    assert sum(map(interrupted.check, points)) > len(points) / 2
+    check_all(interrupted)

@@ -12,7 +12,8 @@ from hf_offload.errors import OffloadError, StandstillError, StorageError
 from hf_offload.optimizers.streamed import streaming_of
 from hf_offload.session import attached_session
 from tests.faults.failing_calls import ALL, Faults, Hang
-from tests.faults.test_streamed_interrupts import SMALLEST, Training, same
+from tests.faults.test_streamed_interrupts import SMALLEST, Training
+from tests.helpers.streamed import same
 
 EIO, ENOSPC = 5, 28
 STEPS = 3

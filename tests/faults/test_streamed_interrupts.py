@@ -1,23 +1,18 @@
 """Ctrl-C at any point of a run whose optimizer is streamed: the step was taken or not, or one error says that it was half."""
 
+import functools
 import gc
-import random
-import sys
-import time
 
 import pytest
 import torch
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.errors import OffloadError
 from hf_offload.optimizers.streamed import streaming_of
-from tests.faults.test_interrupts import Points
-from tests.helpers.package_threads import OurThreads
+from tests.faults.interrupted import Interrupted, check_all, check_some, used_bytes
+from tests.helpers.streamed import copied, same
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 
-STEPS = 3
 QUICK_POINTS = 20
-TIMEOUT_S = 60
 SMALLEST = 512  # bytes: of the tiny model, weights of layers are streamed and biases are not
 
 KINDS = {
@@ -28,26 +23,6 @@ KINDS = {
     "saved": {"saves": True},
     "loaded": {"loads": True},
 }
-
-
-def copied(value):
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [copied(each) for each in value]
-    return value
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 class Training:
@@ -94,83 +69,31 @@ class Training:
         self.optimizer.load_state_dict(copied(state))
 
 
-def used_bytes(store, expected):
-    """Bytes of a store's slots: what is being moved yet is freed when that has ended."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        store.settle()
-        store.collect()
-        used = store.tier.stats.used_bytes
-        if used <= expected or time.monotonic() > deadline:
-            return used
-        time.sleep(0.01)
-
-
 @pytest.fixture(params=list(KINDS))
 def kind(request):
     return request.param
 
 
-class Interrupted:
-    """A training in memory, with the values after each of its steps, and how one on a drive compares with it."""
+class Streamed(Interrupted):
+    """The optimizer is on the drive."""
 
     def __init__(self, kind, folder):
-        self.options = KINDS[kind]
-        self.folder = folder
-        plain = Training(None, **self.options)
-        self.expected = [plain.values()]
-        for number in range(STEPS):
-            plain.step(number)
-            self.expected.append(plain.values())
+        self.looks = KINDS[kind].get("looks", False)
+        super().__init__(functools.partial(Training, **KINDS[kind]), folder)
 
-    def points(self):
-        points = Points()
-        training = Training(self.folder, **self.options)
-        training.step(0)
-        with points:
-            training.step(1)
-        return list(points.seen)
+    def alike(self, found, expected):
+        # What the loop changes in the state itself it may have changed in part, as in memory.
+        return same(found[0], expected[0]) if self.looks else same(found, expected)
 
-    def check(self, point):
-        """Whether Ctrl-C was sent."""
-        training = Training(self.folder, **self.options)
-        training.step(0)
-        profiler, noticed = Points(point), False
-        try:
-            with profiler:
-                training.step(1)
-        except KeyboardInterrupt:
-            noticed = True
-        finally:
-            sys.setprofile(None)
-        assert noticed == profiler.sent, f"Ctrl-C at {point} is lost"
-        if profiler.sent:
-            self.check_values(training, point)
-        return profiler.sent
+    def go_on(self, training, expected):
+        if self.looks:
+            training.load(expected)
 
-    def check_values(self, training, point):
-        error = ""
-        try:
-            found = training.values()
-        except OffloadError as raised:
-            error = str(raised)
-        if error:
-            assert "checkpoint" in error, f"at {point}: {error}"
-            done = 1
-            training.load(self.expected[done])
-        else:
-            # What the loop changes in the state itself it may have changed in part, as in memory.
-            expected = self.expected if not training.looks else [(weights, None) for weights, _ in self.expected]
-            matches = [same(found[0], each[0]) and (each[1] is None or same(found[1], each[1])) for each in expected]
-            assert any(matches[1:3]), f"Neither the values before the step nor those after it, at {point}"
-            done = matches.index(True, 1)
-            if training.looks:
-                training.load(self.expected[done])
-        for number in range(done, STEPS):
-            training.step(number)
-        assert same(training.values(), self.expected[-1]), f"The run that goes on is another one, after {point}"
+    def check_error(self, error, point):
+        assert "checkpoint" in error, f"at {point}: {error}"
+
+    def check_nothing_is_left(self, training, point):
         streaming = streaming_of(training.optimizer)
-        training.optimizer.zero_grad()
         gc.collect()
         kept = sum(record.state_bytes for record in streaming.records)
         granules = 4096 * sum(len(record.states) for record in streaming.records)
@@ -180,25 +103,14 @@ class Interrupted:
 
 @pytest.fixture
 def interrupted(kind, tmp_path, no_collections):
-    return Interrupted(kind, tmp_path)
-
-
-def assert_nothing_runs(threads):
-    gc.collect()
-    threads.join(TIMEOUT_S)
+    return Streamed(kind, tmp_path)
 
 
 def test_ctrl_c_at_a_point_of_a_streamed_step_leaves_whole_steps_or_one_error(interrupted):
-    threads = OurThreads()
-    points = interrupted.points()
-    assert len(points) > 100
-    some = random.Random(0).sample(points, QUICK_POINTS)
-    assert sum(map(interrupted.check, some)) > QUICK_POINTS / 2
-    assert_nothing_runs(threads)
+    check_some(interrupted, QUICK_POINTS)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_ctrl_c_at_every_point_of_a_streamed_step_leaves_whole_steps_or_one_error(interrupted):
-    points = interrupted.points()
-    assert sum(map(interrupted.check, points)) > len(points) / 2
+    check_all(interrupted)

@@ -1,0 +1,123 @@
+"""Ctrl-C at any point of a training's step: what is sent, and what has to hold afterwards, whatever is on the drive."""
+
+import gc
+import random
+import sys
+import time
+
+from hf_offload.errors import OffloadError
+from tests.faults.test_interrupts import Points
+from tests.helpers.package_threads import OurThreads
+from tests.helpers.streamed import same
+
+STEPS = 3
+TIMEOUT_S = 60
+
+
+class Interrupted:
+    """A training in memory, with the values after each of its steps, and how one on a drive compares with it.
+
+    Attributes:
+        training: Called with a folder, or None for a training in memory. It has ``step``, ``values`` and ``load``.
+    """
+
+    def __init__(self, training, folder):
+        self.training = training
+        self.folder = folder
+        plain = training(None)
+        self.expected = [plain.values()]
+        for number in range(STEPS):
+            plain.step(number)
+            self.expected.append(plain.values())
+
+    def points(self):
+        points = Points()
+        training = self.training(self.folder)
+        training.step(0)
+        self.run(training, points)
+        return list(points.seen)
+
+    def run(self, training, profiler):
+        """The second step."""
+        with profiler:
+            training.step(1)
+
+    def check(self, point):
+        """Whether Ctrl-C was sent."""
+        training = self.training(self.folder)
+        training.step(0)
+        profiler, noticed = Points(point), False
+        try:
+            self.run(training, profiler)
+        except KeyboardInterrupt:
+            noticed = True
+        finally:
+            sys.setprofile(None)
+        assert noticed == profiler.sent, f"Ctrl-C at {point} is lost"
+        if profiler.sent:
+            self.check_values(training, point)
+        return profiler.sent
+
+    def check_values(self, training, point):
+        error = ""
+        try:
+            found = training.values()
+        except OffloadError as raised:
+            error = str(raised)
+        if error:
+            self.check_error(error, point)
+            done = 1
+            training.load(self.expected[done])
+        else:
+            matches = [self.alike(found, each) for each in self.expected]
+            assert any(matches[1:3]), f"Neither the values before the step nor those after it, at {point}"
+            done = matches.index(True, 1)
+            self.go_on(training, self.expected[done])
+        for number in range(done, STEPS):
+            training.step(number)
+        assert same(training.values(), self.expected[-1]), f"The run that goes on is another one, after {point}"
+        training.optimizer.zero_grad()
+        self.check_nothing_is_left(training, point)
+
+    def alike(self, found, expected):
+        """Whether these values are those of that many steps."""
+        return same(found, expected)
+
+    def go_on(self, training, expected):
+        """What a user does before the training goes on from ``expected``."""
+
+    def check_error(self, error, point):
+        """Whether the training may end with this error."""
+        raise NotImplementedError
+
+    def check_nothing_is_left(self, training, point):
+        """The training has ended."""
+        raise NotImplementedError
+
+
+def check_some(interrupted, count):
+    """Ctrl-C at a few points of the step, and no thread of ours runs afterwards."""
+    threads = OurThreads()
+    points = interrupted.points()
+    assert len(points) > 100
+    assert sum(map(interrupted.check, random.Random(0).sample(points, count))) > count / 2
+    gc.collect()
+    threads.join(TIMEOUT_S)
+
+
+def check_all(interrupted):
+    """Ctrl-C at every point of the step."""
+    points = interrupted.points()
+    assert sum(map(interrupted.check, points)) > len(points) / 2
+
+
+def used_bytes(store, expected):
+    """Bytes of a store's slots: what is being moved yet is freed when that has ended."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        store.settle()
+        store.collect()
+        used = store.tier.stats.used_bytes
+        if used <= expected or time.monotonic() > deadline:
+            return used
+        time.sleep(0.01)
