@@ -32,7 +32,27 @@ class Effect:
 
 _RUNS = ("arguments", "memory mode", "callback", "plugin", "plain loop", "auto", "hf_offload.run", "autoload")
 _STATE = ("optimizer", "weights")
-_TRANSFORMS = ("torch._functorch.eager_transforms._wrap_tensor_for_grad", "torch._functorch.vmap._add_batch_dim")
+_ASKING = (
+    "torch._functorch.eager_transforms._wrap_tensor_for_grad",
+    "torch._functorch.vmap._add_batch_dim",
+    "torch.autograd.function.Function.apply",
+    "torch.tensor",
+    "torch.as_tensor",
+    "torch.asarray",
+    "torch.to_dlpack",
+    "torch.utils.dlpack.to_dlpack",
+    "torch.nested.nested_tensor",
+    "torch.Tensor.set_",
+    "torch.Tensor.new",
+    "torch.Tensor.new_tensor",
+    "torch.Tensor.as_subclass",
+    "torch.Tensor._make_subclass",
+    "torch.jit.ScriptFunction.__call__",
+    "torch.ScriptMethod.__call__",
+    "torch.jit._recursive.create_script_module_impl",
+    "torch.autograd._engine_run_backward",
+    "torch.utils.checkpoint._make_saved_tensor",
+)
 _ACCELERATOR = ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")
 
 # All of them: tests/integration/test_effects.py compares the state of processes with this list.
@@ -61,21 +81,10 @@ EFFECTS = (
     ),
     Effect(
         "weights or optimizer state that leave memory, on first use",
-        "torch.func's wrappers, and with weights torch.autograd.Function.apply, torch.tensor, torch.as_tensor, "
-        "torch.asarray, and what begins a backward and what a checkpoint keeps, let a weight come that is elsewhere, and "
+        "torch.func's wrappers, torch.autograd.Function.apply, constructors and methods of tensors that do not ask for them, "
+        "TorchScript, and what begins a backward and what a checkpoint keeps, let a weight come that is elsewhere, and "
         "change nothing for other tensors",
-        {
-            "optimizer": _TRANSFORMS,
-            "weights": (
-                *_TRANSFORMS,
-                "torch.autograd.function.Function.apply",
-                "torch.tensor",
-                "torch.as_tensor",
-                "torch.asarray",
-                "torch.autograd._engine_run_backward",
-                "torch.utils.checkpoint._make_saved_tensor",
-            ),
-        },
+        {"optimizer": _ASKING, "weights": _ASKING},
     ),
     Effect(
         "tier auto, until it is detached",

@@ -1,7 +1,7 @@
 """Functions of PyTorch that take tensors without asking their class: they find parameters in memory, too.
 
-This replaces ``torch.autograd.Function.apply`` and three constructors, once and for good. They do nothing for tensors that
-are no such parameters. PyTorch tells constructors by identity in a few places, which know both functions afterwards.
+This replaces ``torch.autograd.Function.apply``, constructors and a few methods, once and for good. They do nothing for
+tensors that are no such parameters. PyTorch tells some by identity in a few places, which know both functions afterwards.
 """
 
 import functools
@@ -23,6 +23,7 @@ def ask_everywhere() -> None:
         ask_in_backward()
         keep_inputs_of_checkpoints(is_demanded)
         _ask_in_constructors()
+        _ask_in_methods()
 
 
 def _ask_in_apply() -> None:
@@ -55,14 +56,33 @@ def _ask_in_constructors() -> None:
         setattr(torch, name, asking)
 
 
+def _ask_in_methods() -> None:
+    import torch._dynamo.polyfills.loader  # which compares the signatures of PyTorch's own
+
+    for name in ("set_", "new", "new_tensor", "as_subclass"):
+        setattr(torch.Tensor, name, _asking(getattr(torch.Tensor, name)))
+    torch.Tensor._make_subclass = staticmethod(_asking(torch.Tensor._make_subclass))  # type: ignore[method-assign]
+    torch.nested.nested_tensor = _asking(torch.nested.nested_tensor)
+    capsule = torch.to_dlpack
+
+    @functools.wraps(capsule)
+    def to_dlpack(tensor: torch.Tensor) -> Any:
+        return capsule(tensor.detach() if is_demanded(tensor) else tensor)  # which is known to hold the memory
+
+    for module in (torch, torch.utils.dlpack):
+        setattr(module, "to_dlpack", to_dlpack)  # noqa: B010
+
+
 def _asking(own: Any) -> Any:
     @functools.wraps(own)
-    def constructor(*args: Any, **kwargs: Any) -> Any:
-        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
-        if not isinstance(data, torch.Tensor) or not (is_demanded(data) or type(data) is FollowingView):
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        values = [*args, *kwargs.values()]
+        if values and isinstance(values[0], (list, tuple)) and values[0] and isinstance(values[0][0], torch.Tensor):
+            values += values[0]
+        asked: list[Any] = [each for each in values if is_demanded(each)]
+        if not asked and not any(type(each) is FollowingView for each in values):
             return own(*args, **kwargs)
-        asked: list[Any] = [data] if is_demanded(data) else []
         with as_plain(asked), views_in_memory((args, kwargs)):
             return own(*args, **kwargs)
 
-    return constructor
+    return asking

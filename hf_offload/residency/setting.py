@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_offload.parameters.demand import ask_in_transforms
 from hf_offload.parameters.fast_paths import keep_fast_paths
+from hf_offload.parameters.scripts import ask_in_scripts
 from hf_offload.parameters.unasked import ask_everywhere
 from hf_offload.parameters.views import follow_attributes
 from hf_offload.parameters.waiting import in_memory, residence_of
@@ -93,6 +94,7 @@ def open_residency(
     storage.members.add(residency)
     ask_in_transforms()
     ask_everywhere()
+    ask_in_scripts()
     return residency
 
 
@@ -102,7 +104,7 @@ def settle(model: nn.Module, residency: Residency, config: OffloadConfig) -> Res
     """
     if _residencies.get(model) is not residency:
         _residencies[model] = residency
-        keep_fast_paths(model)
+    keep_fast_paths(model)  # of modules that are new, too
     wanted = weights_at_a_time(model, config) if config.weights_place != "none" else residency.limit_bytes
     residency.begin_run(wanted)
     before = residency.count

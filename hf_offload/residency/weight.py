@@ -73,6 +73,9 @@ class Weight:
             self.stays = True
 
     def saved(self) -> Tensor | None:
+        parameter = self._parameter()
+        if parameter is None or not is_dense(parameter):  # which stays
+            return None
         return self.residency.saved(self)
 
     def derive(self, derivation: Derivation) -> None:
@@ -92,6 +95,8 @@ class Weight:
         parameter = self._parameter()
         if parameter is None or self._memory is None:
             return False
+        if self.stays:
+            return True
         if parameter.device.type == "cpu" and parameter.is_shared():
             return True
         return storage_holders(parameter) > (1 if self._buffer is None else 2)

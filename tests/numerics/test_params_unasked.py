@@ -1,5 +1,6 @@
 """Weights on a tier in code that PyTorch does not ask about: storages, chosen weights, checkpoints."""
 
+import ctypes
 import pickle
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from hf_offload import OffloadConfig, attach
 from tests.helpers.parked import leave_memory, parked
 from tests.helpers.streamed import mlp, same
 
@@ -86,6 +88,7 @@ def test_a_weight_that_was_cast_is_pickled(tmp_path):
         assert torch.equal(pickle.loads(pickle.dumps(model[0].weight)), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray], ids=lambda make: make.__name__)
 @pytest.mark.filterwarnings("ignore:To copy construct", "ignore:torch.asarray")
 def test_a_tensor_is_made_of_a_weight(tmp_path, make):
@@ -139,3 +142,110 @@ def test_a_parameter_is_made_of_a_view_of_a_weight(tmp_path):
     assert isinstance(made, nn.Parameter)
     model[2].weight.sum()  # others leave
     assert torch.equal(made.detach(), expected)
+
+
+class Labelled(torch.Tensor):
+    """A tensor of a class of the user's."""
+
+
+def product(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return inputs @ weight.t()
+
+
+TAKES = {
+    "as_subclass": lambda weight: weight.as_subclass(Labelled),
+    "make_subclass": lambda weight: torch.Tensor._make_subclass(torch.Tensor, weight),
+    "new": lambda weight: torch.ones(1).new(weight),
+    "new_tensor": lambda weight: torch.ones(1).new_tensor(weight),
+    "set": lambda weight: torch.empty(0).set_(weight),
+    "nested": lambda weight: torch.nested.nested_tensor([weight])[0],
+    "dlpack": lambda weight: torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight)),
+    "script": lambda weight: torch.jit.script(product)(torch.eye(weight.shape[1]), weight).t(),
+    "tensor": lambda weight: torch.tensor(weight),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*nested tensors", "ignore:To copy construct")
+@pytest.mark.parametrize("take", TAKES.values(), ids=TAKES)
+@pytest.mark.parametrize("waits", [False, True], ids=["on a tier", "waits"])
+def test_functions_that_do_not_ask_find_weights(take, waits, tmp_path):
+    """With an update to come, or from the tier, in a process that a weight without memory would end."""
+    expected = mlp()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    expected[0].weight.sum().backward()
+    optimizer.step()
+
+    model = mlp()
+    settings = OffloadConfig(tier="none", optimizer="ram", min_bytes=1)
+    session = attach(model, settings) if waits else parked(model, tmp_path)
+    optimizer = session.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model[0].weight.sum().backward()
+    optimizer.step()
+    if not waits:
+        leave_memory(session)
+    weight = model[0].weight
+    with torch.no_grad():
+        taken = take(weight)
+        model[2].weight.sum()  # others leave
+        assert torch.equal(taken.as_subclass(torch.Tensor), expected[0].weight)
+
+
+def test_memory_that_a_weight_is_set_to_is_kept(tmp_path):
+    model = mlp()
+    session = parked(model, tmp_path)
+    leave_memory(session)
+    with torch.no_grad():
+        model[0].weight.set_(torch.zeros_like(model[0].weight))
+    leave_memory(session)
+    assert not model[0].weight.any()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 96))], ids=["script", "trace"]
+)
+def test_scripts_have_the_weights_as_they_are(make, tmp_path):
+    model = mlp()
+    session = parked(model, tmp_path, optimizer="ram")
+    optimizer = session.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    session.residency.limit_bytes = 1
+    script = make(model)
+    inputs = torch.ones(1, 96)
+    for _ in range(2):
+        script(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(script(inputs), model(inputs))
+
+
+def test_an_update_does_not_wait_for_a_weight_whose_address_is_known(tmp_path):
+    model = mlp()
+    session = parked(model, tmp_path, optimizer="ram")
+    optimizer = session.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    weight = model[0].weight
+    address = weight.data_ptr()
+    model(torch.ones(1, 96)).sum().backward()
+    optimizer.step()
+    there = (ctypes.c_float * weight.numel()).from_address(address)
+    found = torch.frombuffer(there, dtype=torch.float32).clone()
+    assert torch.equal(found.view(weight.shape), weight)
+
+
+def test_a_state_dict_has_a_weight_with_gaps(tmp_path):
+    model = mlp()
+    parked(model, tmp_path)
+    model[0].weight.data = torch.ones(2 * model[0].weight.shape[0], model[0].weight.shape[1])[::2]
+    assert model.state_dict()["0.weight"].all()
+
+
+def test_a_module_that_is_added_takes_its_fast_path(tmp_path):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True).eval()
+    inputs = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        expected = layer(inputs)
+        model = nn.Sequential(nn.Linear(32, 32))
+        parked(model, tmp_path).detach()
+        model.append(layer)
+        parked(model, tmp_path)
+        assert torch.equal(model[1](inputs), expected)

@@ -21,6 +21,8 @@ from hf_offload.optimizers.streamed.shadow import Shadow, make_shadow, options_o
 from hf_offload.optimizers.streamed.streaming import PART_BYTES, Streaming
 from hf_offload.optimizers.streamed.trial import traits_of
 from hf_offload.parameters.demand import ask_in_transforms
+from hf_offload.parameters.scripts import ask_in_scripts
+from hf_offload.parameters.unasked import ask_everywhere
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.spill import SpillTier
@@ -114,6 +116,8 @@ def stream(
     _streamed[optimizer] = streaming
     if streaming.lazy:
         ask_in_transforms()
+        ask_everywhere()
+        ask_in_scripts()
     return streaming
 
 
