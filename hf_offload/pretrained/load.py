@@ -48,6 +48,7 @@ def load_pretrained(
         config = OffloadConfig(tier="ssd", params="ssd", directory="/nvme", memory_budget="12GiB")
         model = load_pretrained(AutoModelForCausalLM, "meta-llama/Llama-3.1-8B", config=config, dtype="bfloat16")
     """
+    _check("load_pretrained", auto, config, "from_pretrained")
     if "model_config" in kwargs:
         kwargs["config"] = kwargs.pop("model_config")
     with loading("load_pretrained", os.fspath(name_or_path)):
@@ -81,6 +82,7 @@ def create_from_config(auto: Any, model_config: Any, *, config: OffloadConfig, *
         config: Where weights go.
         kwargs: For ``from_config``, such as ``dtype``.
     """
+    _check("create_from_config", auto, config, "from_config", "_from_config")
     config = unless_disabled(config)
     make = getattr(auto, "from_config", None) or auto._from_config
     if config.weights_place == "none":
@@ -93,6 +95,18 @@ def create_from_config(auto: Any, model_config: Any, *, config: OffloadConfig, *
             made = make(model_config, **kwargs)
         arrivals.settle(made)
     return made
+
+
+def _check(function: str, auto: Any, config: Any, *methods: str) -> None:
+    if not any(hasattr(auto, name) for name in methods):
+        raise OffloadConfigError(
+            f"{function}: {auto!r} has no {methods[0]}: give a class first, such as AutoModelForCausalLM or LlamaForCausalLM."
+        )
+    if not isinstance(config, OffloadConfig):
+        raise OffloadConfigError(
+            f"{function}: config={config!r} is not an OffloadConfig, which says where weights go. The model's own "
+            f"configuration is {'model_config' if function == 'load_pretrained' else 'the second argument'}."
+        )
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:

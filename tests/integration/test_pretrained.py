@@ -404,3 +404,12 @@ def test_a_recipe_makes_its_model_on_the_tier(source, mode, tiny_recipe, tmp_pat
     report = run_recipe(load_recipe(tiny_recipe, overrides), save=False, callbacks=[seen])
     assert (report.losses_hex, report.parameters_sha256) == (expected.losses_hex, expected.parameters_sha256)
     assert seen.residency.is_home
+
+
+@pytest.mark.parametrize("make", [load_pretrained, create_from_config])
+def test_arguments_of_other_kinds_are_named(make, tmp_path):
+    offload = OffloadConfig(tier="none", params="ssd", directory=tmp_path)
+    with pytest.raises(OffloadConfigError, match="'GPT2LMHeadModel' has no from_"):
+        make("GPT2LMHeadModel", tmp_path, config=offload)
+    with pytest.raises(OffloadConfigError, match="is not an OffloadConfig"):
+        make(GPT2LMHeadModel, tmp_path, config={"params": "ssd"})
