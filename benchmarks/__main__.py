@@ -8,6 +8,8 @@ from benchmarks.budgets import budgets
 from benchmarks.large.command import large
 from benchmarks.limits import limits
 from benchmarks.loss import loss
+from benchmarks.mezo.command import mezo
+from benchmarks.mezo.sentences import mezo_sentences
 from benchmarks.modes.command import modes
 from benchmarks.sampling import sampling
 from benchmarks.solvers import solvers
@@ -21,7 +23,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (accuracy, allocators, budgets, large, limits, loss, modes, sampling, solvers, state, weights):
+for command in (
+    accuracy,
+    allocators,
+    budgets,
+    large,
+    limits,
+    loss,
+    mezo,
+    mezo_sentences,
+    modes,
+    sampling,
+    solvers,
+    state,
+    weights,
+):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def bench_accuracy(
     for name in ways:
         choose("way", name, WAYS)
     files = {task: _files(data_dir / task) for task in tasks}
-    path = model or _packaged_model()
+    path = model or packaged_model()
     wanted = [(task, way, seed) for task in tasks for seed in seeds for way in ways]
     labels = {task: _labels(files[task]) for task in tasks}
     runs: list[Run] = []
@@ -193,7 +193,8 @@ def _labels(files: dict[str, str]) -> np.ndarray:
     return np.array(load_dataset("json", data_files=files["validation"], split="train")["label"])
 
 
-def _packaged_model() -> Path:
+def packaged_model() -> Path:
+    """The folder of the pretrained model that a package brings."""
     found = importlib.util.find_spec(MODEL_PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise OffloadConfigError(

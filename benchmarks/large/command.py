@@ -96,7 +96,7 @@ def _run(shape: Shape, folder: str, limit: int, seconds: float) -> dict[str, Any
     steps: list[dict[str, Any]] = []
     with progress_bar() as progress:
         task = progress.add_task("making the model", total=shape.steps)
-        for event in _events("benchmarks.large.run", given):
+        for event in events_of("benchmarks.large.run", given):
             if event.pop("event") == "made":
                 made = event
             else:
@@ -182,10 +182,10 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _roofline(shape: Shape, folder: str) -> dict[str, Any]:
-    return list(_events("benchmarks.large.roofline", {"shape": dataclasses.asdict(shape), "directory": folder}))[-1]
+    return list(events_of("benchmarks.large.roofline", {"shape": dataclasses.asdict(shape), "directory": folder}))[-1]
 
 
-def _events(module: str, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def events_of(module: str, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The JSON lines that a process of its own prints. It ends with this one."""
     command = [sys.executable, "-m", module, json_format.dumps(given)]
     environment = environment_with("auto") | {"HF_HUB_OFFLINE": "1"}

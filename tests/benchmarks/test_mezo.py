@@ -1,0 +1,26 @@
+"""``python -m benchmarks mezo``, in small."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+
+SMALL = "--layers 6 --width 256 --vocabulary 512 --tokens 32 --steps 3"
+
+
+def test_a_small_model_is_trained_with_table_and_figures(tmp_path):
+    directory, results = tmp_path / "drive", tmp_path / "results"
+    directory.mkdir()
+    arguments = ["mezo", *SMALL.split(), "--directory", str(directory), "--output", str(results), "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert list(directory.iterdir()) == []
+    found = json.loads(result.stdout)
+    assert found == json.loads((results / "mezo.json").read_text())
+    measured = found["measured"]
+    assert measured["roofline_ratio"] == pytest.approx(measured["step_s"] / measured["roofline_s"])
+    assert 0 < measured["written_bytes_per_weight"] <= 4
+    assert measured["written_bytes_per_weight"] < measured["read_bytes_per_weight"] <= 8
+    assert all(one["most_weight_bytes"] < 4 * found["weights"] / 2 for one in found["steps_taken"])
