@@ -12,6 +12,7 @@ from hf_offload.errors import OffloadError
 from hf_offload.memory_modes.protocol import MemoryMode, OptimizerBytes, trained_parameters
 from hf_offload.optimizers.mezo import LOG_FILE, RESTORES, MeZO
 from hf_offload.optimizers.mezo.checks import HOW
+from hf_offload.optimizers.mezo.directions import direction_bytes
 from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.values import number, one_of, setting, whole
@@ -128,13 +129,15 @@ class Mezo(MemoryMode):
         return 0
 
     def optimizer_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> OptimizerBytes:
-        """A direction of the largest weight, and with ``restore="pristine"`` a copy of all that are trained. Weights and
-        directions are read and written each time that weights move.
+        """A direction of the largest weight, of which a CPU draws a piece at a time, and with ``restore="pristine"`` a copy of
+        all that are trained. Weights and directions are read and written each time that weights move.
         """
-        sizes = [one.nbytes for one in trained_parameters(model)]
+        weights = list(trained_parameters(model))
+        sizes = [one.nbytes for one in weights]
+        drawn = max((direction_bytes(one, on_cpu=on_cpu) for one in weights), default=0)
         copies = sum(sizes) if self.restore == "pristine" else 0
         moved = (_MOVES + 1) * 4 * sum(sizes) + 4 * copies
-        return OptimizerBytes(state=0, step=0, moved=moved, buffers=max(sizes, default=0) + copies)
+        return OptimizerBytes(state=0, step=0, moved=moved, buffers=drawn + copies)
 
 
 def _refuse_gradient(parameter: torch.Tensor) -> None:

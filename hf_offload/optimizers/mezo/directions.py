@@ -144,6 +144,13 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     return rows.split(max(1, _PIECE // max(1, per_row)))
 
 
+def direction_bytes(weight: Tensor, *, on_cpu: bool) -> int:
+    """Most bytes that a direction of ``weight`` takes, with results of operations."""
+    piece = weight.element_size() * min(weight.numel(), _PIECE)
+    drawn = min(weight.nbytes, 2 * piece) if on_cpu and weight.is_contiguous() else weight.nbytes
+    return drawn + 2 * piece
+
+
 def _largest_piece(weight: Tensor) -> int:
     per_row = 1 if weight.is_contiguous() else weight[:1].numel()
     return min(weight.numel(), max(_PIECE, per_row))
