@@ -26,6 +26,7 @@ BATCH = 8
 LONGEST = 32
 _WINDOW = 200
 _SAVE_EVERY = 100
+_HEAD_ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Way:
         steps: Of 8 sentences.
         rate: Learning rate, which falls linearly to 0.
         gradients: AdamW instead of MeZO.
-        head_only: The encoder is frozen. Otherwise its blocks are trained, and only its embeddings are frozen.
+        head_only: The encoder is frozen, and 4,096 rows are used. Otherwise its blocks are trained, too, and only its
+            embeddings are frozen.
     """
 
     steps: int
@@ -48,7 +50,7 @@ class Way:
 WAYS = {
     "adamw": Way(500, 1e-4, gradients=True),
     "mezo": Way(2000, 5e-4),
-    "mezo-head": Way(2000, 1e-2, head_only=True),
+    "mezo-head": Way(2000, 1e-3, head_only=True),
 }
 
 
@@ -65,9 +67,14 @@ class Classifier(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """Logits ``[sentences, 2]``."""
-        hidden = self.encoder(**batch).last_hidden_state
+        logits: Tensor = self.head(self.means(batch))
+        return logits
+
+    def means(self, batch: dict[str, Tensor]) -> Tensor:
+        """What the head takes, ``[sentences, hidden]``."""
+        hidden: Tensor = self.encoder(**batch).last_hidden_state
         mask = batch["attention_mask"][..., None].to(hidden.dtype)
-        return self.head((hidden * mask).sum(1) / mask.sum(1))
+        return (hidden * mask).sum(1) / mask.sum(1)
 
 
 def train(way: Way, path: Path, folder: Path, kept: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -94,14 +101,21 @@ def train(way: Way, path: Path, folder: Path, kept: Path) -> Iterator[tuple[int,
         for name, state in found.items():
             parts[name].load_state_dict(state)
     rows = _rows(folder, "train")
+    means_of: Tensor | None = None
+    if way.head_only:
+        kept_numbers = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:_HEAD_ROWS]
+        rows = [rows[number] for number in kept_numbers.tolist()]
+        means_of = _means(model, tokenizer, rows)
 
-    def loss_of(chosen: list[dict[str, Any]]) -> Tensor:
+    def loss_of(numbers: list[int]) -> Tensor:
+        chosen = [rows[number] for number in numbers]
         labels = torch.tensor([row["label"] for row in chosen])
-        return nn.functional.cross_entropy(model(_batch(tokenizer, chosen)), labels)
+        logits = model(_batch(tokenizer, chosen)) if means_of is None else model.head(means_of[numbers])
+        return nn.functional.cross_entropy(logits, labels)
 
     while len(losses) < way.steps:
         random = torch.Generator().manual_seed(len(losses))
-        chosen = [rows[number] for number in torch.randint(len(rows), (BATCH,), generator=random).tolist()]
+        chosen = torch.randint(len(rows), (BATCH,), generator=random).tolist()
         if way.gradients:
             model.train()
             loss = loss_of(chosen)
@@ -131,6 +145,18 @@ def train(way: Way, path: Path, folder: Path, kept: Path) -> Iterator[tuple[int,
         len(losses),
         {"steps": len(losses), "rate": way.rate, "losses": means, "accuracy": 100 * right / len(validation)},
     )
+
+
+@torch.no_grad()
+def _means(model: Classifier, tokenizer: Any, rows: list[dict[str, Any]]) -> Tensor:
+    """What the head takes for all rows: a frozen encoder computes it once."""
+    model.eval()
+    found = torch.empty(len(rows), model.head.in_features)
+    by_length = sorted(range(len(rows)), key=lambda number: len(rows[number]["sentence"]))
+    for begin in range(0, len(rows), 8 * BATCH):
+        numbers = by_length[begin : begin + 8 * BATCH]
+        found[numbers] = model.means(_batch(tokenizer, [rows[number] for number in numbers]))
+    return found
 
 
 def _rows(folder: Path, part: str) -> list[dict[str, Any]]:

@@ -129,8 +129,8 @@ class Mezo(MemoryMode):
         return 0
 
     def optimizer_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> OptimizerBytes:
-        """A direction of the largest weight, of which a CPU draws a piece at a time, and with ``restore="pristine"`` a copy of
-        all that are trained. Weights and directions are read and written each time that weights move.
+        """A direction of the largest weight, of which a CPU draws a piece at a time, and a copy of all that are trained with
+        ``restore="pristine"``. Weights and directions are read and written each time that weights move.
         """
         weights = list(trained_parameters(model))
         sizes = [one.nbytes for one in weights]
