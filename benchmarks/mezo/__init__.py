@@ -1,1 +1,1 @@
-"""MeZO with weights on a drive: what a step of GPT-2 XL takes, beside what the cores and the drive allow."""
+"""MeZO with weights on a drive: what a step of GPT-2 XL takes, and what the cores and the drive allow."""
