@@ -42,6 +42,7 @@ _ASKING = (
     "torch.to_dlpack",
     "torch.utils.dlpack.to_dlpack",
     "torch.nested.nested_tensor",
+    "torch.Tensor.__new__",
     "torch.Tensor.set_",
     "torch.Tensor.new",
     "torch.Tensor.new_tensor",

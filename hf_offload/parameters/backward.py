@@ -30,19 +30,22 @@ def asking_in_backward() -> Iterator[None]:
         _called.with_parameters = False
 
 
-def ask_in_backward() -> None:
-    """Let :func:`asking_in_backward` work. Idempotent."""
+def ask_in_backward(using: Any) -> None:
+    """Let :func:`asking_in_backward` work, and let gradients that backward begins with be parameters that are there while it
+    runs, by ``using``. Idempotent.
+    """
     own = torch.autograd._engine_run_backward
     if hasattr(own, "__wrapped__"):
         return
 
     @functools.wraps(own)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not _called.with_parameters:
-            return own(*args, **kwargs)
-        _called.with_parameters = False  # it may run another one
-        with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
-            return own(*args, **kwargs)
+        with using(args[1:2]):
+            if not _called.with_parameters:
+                return own(*args, **kwargs)
+            _called.with_parameters = False  # it may run another one
+            with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
+                return own(*args, **kwargs)
 
     torch.autograd._engine_run_backward = run
 

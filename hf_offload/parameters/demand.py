@@ -89,7 +89,7 @@ class DemandedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with as_plain([self]):
-            return self.__reduce_ex__(protocol)
+            return _without_notes(self.__reduce_ex__(protocol), self)
 
 
 @functools.cache
@@ -244,8 +244,15 @@ def _answer(parameter: nn.Parameter, func: Any, args: Any) -> None:
         demand.overwrite()
     else:
         demand.finish()
-        if func == _SET_DATA or caller.f_code is _MAKING:
+        if func in (_SET_DATA, torch.Tensor.data.__set__) or caller.f_code is _MAKING:  # type: ignore[attr-defined]
             demand.reveal_gradient()  # which might not fit any more, or keep the class
+
+
+def _without_notes(reduced: Any, parameter: nn.Parameter) -> Any:
+    """What pickling takes of ``parameter``, with its attributes as they are now: not those that come back afterwards."""
+    if reduced is vars(parameter):
+        return dict(reduced)
+    return tuple(_without_notes(each, parameter) for each in reduced) if type(reduced) is tuple else reduced
 
 
 def _caller() -> FrameType:

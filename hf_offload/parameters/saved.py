@@ -190,12 +190,8 @@ class Whereabouts:
     def put(self, parameter: nn.Parameter, residence: Residence) -> int:
         """The parameter is in memory, whose number is returned. It keeps its residence alive, which this does not."""
         number = int(parameter.untyped_storage()._cdata)
-
-        def gone(reference: "weakref.ref[nn.Parameter]") -> None:
-            found = self._parameters.get(number)
-            if found is not None and found[0] is reference:
-                del self._parameters[number]
-
+        # pop(number, reference) runs no Python, in which Ctrl-C would be lost. A replaced entry took its reference with it.
+        gone: Any = functools.partial(self._parameters.pop, number)
         self._parameters[number] = weakref.ref(parameter, gone), weakref.ref(residence)
         return number
 

@@ -4,13 +4,15 @@ This replaces ``torch.autograd.Function.apply``, constructors and a few methods,
 tensors that are no such parameters. PyTorch tells some by identity in a few places, which know both functions afterwards.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hf_offload.parameters.backward import ask_in_backward, keep_inputs_of_checkpoints
-from hf_offload.parameters.demand import as_plain, is_demanded
+from hf_offload.parameters.demand import as_plain, demanded_in, is_demanded
 from hf_offload.parameters.saved import whereabouts
 from hf_offload.parameters.views import FollowingView, follow_views, parameters_of, views_in_memory
 from hf_offload.parameters.waiting import complete, in_memory
@@ -20,10 +22,11 @@ def ask_everywhere() -> None:
     """Ask before a custom function of autograd, or a constructor, takes a parameter. Idempotent."""
     if not hasattr(torch.autograd.Function.apply, "_hf_offload_asks"):
         _ask_in_apply()
-        ask_in_backward()
+        ask_in_backward(_used)
         keep_inputs_of_checkpoints(is_demanded)
         _ask_in_constructors()
         _ask_in_methods()
+        _ask_in_tensors()
 
 
 def _ask_in_apply() -> None:
@@ -71,6 +74,37 @@ def _ask_in_methods() -> None:
 
     for module in (torch, torch.utils.dlpack):
         setattr(module, "to_dlpack", to_dlpack)  # noqa: B010
+
+
+def _ask_in_tensors() -> None:
+    """``torch.Tensor(weight)``, and ``tensor.data = weight``, which shares the memory: it stays."""
+    own = torch.Tensor.__new__
+
+    @functools.wraps(own)
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args or not is_demanded(args[0]):
+            return own(cls, *args, **kwargs)
+        with as_plain(args[:1]):
+            return own(cls, *args, **kwargs)
+
+    torch.Tensor.__new__ = new  # type: ignore[assignment]
+    data: Any = torch._C.TensorBase.data
+
+    def take(tensor: Any, value: Any) -> None:
+        with as_plain([value] if is_demanded(value) and value is not tensor else []):
+            data.__set__(tensor, value)
+
+    torch.Tensor.data = property(data.__get__, take)  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _used(values: Any) -> Iterator[None]:
+    """Let the parameters in ``values`` be in memory inside the block."""
+    asked = list(dict.fromkeys(demanded_in(values)))
+    for each in asked:
+        complete(each)
+    with in_memory(asked):
+        yield
 
 
 def _asking(own: Any) -> Any:

@@ -249,3 +249,43 @@ def test_a_module_that_is_added_takes_its_fast_path(tmp_path):
         model.append(layer)
         parked(model, tmp_path)
         assert torch.equal(model[1](inputs), expected)
+
+
+def with_data(tensor, weight):
+    tensor.data = weight
+    return tensor
+
+
+MADE = {
+    "Tensor": torch.Tensor,
+    "data of another": lambda weight: with_data(torch.zeros(1), weight),
+    "data of a parameter": lambda weight: with_data(nn.Parameter(torch.zeros(1)), weight),
+}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_what_shares_a_weight_has_its_memory(tmp_path, made):
+    expected = mlp()[0].weight.detach().clone()
+    model = mlp()
+    leave_memory(parked(model, tmp_path))
+    found = made(model[0].weight)
+    model[2].weight.sum()  # others leave
+    assert torch.equal(found.detach(), expected)
+
+
+def test_backward_begins_with_a_weight(tmp_path):
+    model = mlp()
+    expected = model[0].weight.detach().clone()
+    leave_memory(parked(model, tmp_path))
+    value = torch.ones_like(expected, requires_grad=True)
+    (value * 2).backward(model[0].weight)
+    (found,) = torch.autograd.grad([value * 2], [value], [model[0].weight])
+    assert torch.equal(value.grad, 2 * expected)
+    assert torch.equal(found, 2 * expected)
+
+
+def test_a_weight_with_attributes_is_pickled(tmp_path):
+    model = mlp()
+    model[0].weight.kind = "first"
+    leave_memory(parked(model, tmp_path))
+    assert vars(pickle.loads(pickle.dumps(model[0].weight))) == {"kind": "first"}
