@@ -82,7 +82,7 @@ def _weights(residency: Residency, steps: int) -> str:
     """What weights have moved; there is one process."""
     written, read = (format_bytes(moved / steps) for moved in residency.moved_bytes)
     return (
-        f"Weights: {format_bytes(residency.total_bytes)} on {residency.store.tier.name}, at most "
+        f"Weights: {format_bytes(residency.parked_bytes)} on {residency.store.tier.name}, at most "
         f"{format_bytes(residency.most_bytes)} of them in memory at once; {read} read and {written} written a step."
     )
 

@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.streamed import StreamedSetting, streaming_of
 from hf_offload.optimizers.streamed.trial import state_per_weight
+from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.problem import limit_of
 from hf_offload.residency.residency import Residency
 from hf_offload.residency.setting import blocks_at_a_time, park_weights, residency_of
+from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig, with_checked
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.service import RunStorage
@@ -56,6 +58,7 @@ class ModelState:
         self._limit_bytes = 0
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._in_backward = False
+        self._has_warned = False
         self._after_streaming: list[Callable[[], None]] = []
         present = residency_of(model)
         if self._may_park and present is not None:
@@ -73,6 +76,8 @@ class ModelState:
         """Stream ``optimizer`` if that is set, or if the budget needs it for certain. Idempotent."""
         if self.streamed is not None:
             self.streamed.prepare(model, optimizer)
+        elif self.residency is not None and not self._may_stream:
+            self._warn_of(optimizer, self.residency)
         if not self._limit_bytes or id(optimizer) in self._optimizers or not (self._may_stream or self._may_park):
             return
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
@@ -84,6 +89,20 @@ class ModelState:
             staying = weights + (0 if self.streams else more)
             if staying > _MOST_WEIGHTS * self._limit_bytes and self._can_park(model):
                 self._park(model)
+
+    def _warn_of(self, optimizer: Optimizer, residency: Residency) -> None:
+        """Say, once, that the step of ``optimizer`` needs more memory than ``residency`` leaves for weights."""
+        trained = [p for group in optimizer.param_groups for p in group["params"] if residence_of(p) is not None]
+        nbytes = sum(p.nbytes for p in trained)
+        if nbytes > residency.limit_bytes and not self._has_warned and self._config.memory_mode == NONE:
+            self._has_warned = True
+            logger.warning(
+                "params=%r lets %s of weights be in memory, but the optimizer trains %s of them: its state, and all of these "
+                "weights in its step, take memory. Set optimizer='ssd' or optimizer='ram' as well.",
+                self._config.params,
+                format_bytes(residency.limit_bytes),
+                format_bytes(nbytes),
+            )
 
     def on_infeasible(self, model: nn.Module) -> bool:
         """No plan fits the budget: let more leave memory; whether there was anything."""

@@ -1,16 +1,19 @@
 """Parameters that come to the modules of a model that is being made, and leave memory before the next ones come."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.allocator import release_free_memory
 from hf_offload.errors import OffloadConfigError, StorageError
+from hf_offload.residency.refusals import refuse_processes
 from hf_offload.residency.residency import Residency
 from hf_offload.residency.setting import (
     may_leave,
@@ -102,12 +105,14 @@ class Arrivals:
 
     def _choose(self, on_host: bool) -> None:
         config = self._config
-        place = config.weights_place
+        processes = _launched_processes()
+        place = "none" if processes > 1 and config.params is None else config.weights_place
         if place == "auto":
             place = place_for(self._expected_bytes, config, on_host)
         self._place = place
         if place == "none":
             return
+        refuse_processes(processes)
         self._storage.begin_run(config, on_host, processes=1)
         limit_bytes = memory_for_weights(config)
         if place == "ssd":
@@ -138,3 +143,10 @@ class Arrivals:
                 f"{self._name} is not loaded, for the tier cannot take all of its weights: {refusal} Nothing was changed; "
                 "the room that was taken is free again."
             ) from refusal
+
+
+def _launched_processes() -> int:
+    """How many processes train together: as launchers say, where they have not met yet."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE") or 1)

@@ -11,13 +11,7 @@ from hf_offload.errors import OffloadConfigError
 
 def refuse(model: nn.Module, processes: int) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` for a model whose weights cannot leave memory."""
-    if processes > 1:
-        raise OffloadConfigError(
-            f"params=... moves the weights of one process, and {processes} train together, which exchange gradients of "
-            "weights in memory: shard them with FSDP2 and its CPUOffloadPolicy (fsdp_offload_params: true in the file of "
-            "`hf-offload config --where fsdp2`), or with DeepSpeed's ZeRO-3 (offload_param_device: cpu in that of "
-            "`hf-offload config --where zero3`), or set params='none'."
-        )
+    refuse_processes(processes)
     if getattr(model, "hf_device_map", None):
         raise OffloadConfigError(
             "The model was loaded with a device_map (hf_device_map), so accelerate's hooks move its weights already: load it "
@@ -27,6 +21,17 @@ def refuse(model: nn.Module, processes: int) -> None:
         _refuse_module(name or "The model", module)
     for name, parameter in model.named_parameters():
         _refuse_parameter(name, parameter)
+
+
+def refuse_processes(count: int) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` if ``count`` processes train one model together."""
+    if count > 1:
+        raise OffloadConfigError(
+            f"params=... moves the weights of one process, and {count} train together, which exchange gradients of "
+            "weights in memory: shard them with FSDP2 and its CPUOffloadPolicy (fsdp_offload_params: true in the file of "
+            "`hf-offload config --where fsdp2`), or with DeepSpeed's ZeRO-3 (offload_param_device: cpu in that of "
+            "`hf-offload config --where zero3`), or set params='none'."
+        )
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -35,6 +35,7 @@ class Residency:
 
     Attributes:
         most_bytes: Most bytes of them that were in memory at any time of the present run.
+        parked_bytes: Bytes of all of them, also once the model has gone.
         is_home: The model was made with its weights on the tier: settings that leave them in memory do not bring them there.
     """
 
@@ -42,7 +43,7 @@ class Residency:
         self.store = store
         self._limit_bytes = limit_bytes
         self._is_short = False  # of room, when the last weight came
-        self.most_bytes = 0
+        self.most_bytes = self.parked_bytes = 0
         self.is_home = False
         self._files = files
         self._lock = threading.RLock()
@@ -74,6 +75,7 @@ class Residency:
             for name, parameter in parameters:
                 self.receive(name, parameter)
             self._make_room(0)
+            self.parked_bytes = self.total_bytes
             self._order = UseOrder(len(self._weights))
 
     def receive(self, name: str, parameter: nn.Parameter) -> None:

@@ -34,14 +34,18 @@ def make_model() -> nn.Module:
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())])
 
 
-def streamed_steps(directory: Path | None) -> list[torch.Tensor]:
-    """Weights after steps of an optimizer, whose state and gradients are in files if there is a directory, and is saved."""
+def streamed_steps(directory: Path | None, params: str = "none") -> list[torch.Tensor]:
+    """Weights after steps of an optimizer, whose state and gradients are in files if there is a directory, and is saved.
+    Weights are where ``params`` says.
+    """
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = OffloadConfig(tier="none")
     if directory is not None:
-        config = OffloadConfig(tier="none", optimizer="ssd", directory=directory, min_bytes=0)
+        config = OffloadConfig(tier="none", params=params, optimizer="ssd", directory=directory, min_bytes=0)
     session = attach(model, config)
+    if session.residency is not None:
+        session.residency.limit_bytes = 1
     session.prepare_optimizer(optimizer)
     for _ in range(3):
         optimizer.zero_grad()
@@ -65,8 +69,9 @@ def train(directory: Path, sessions: int) -> bool:
                 session.end_step()
                 if not all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)):
                     return False
-        if not all(map(torch.equal, expected_of_optimizer, streamed_steps(directory))):
-            return False
+        for params in ("none", "ssd"):
+            if not all(map(torch.equal, expected_of_optimizer, streamed_steps(directory, params))):
+                return False
     return True
 
 

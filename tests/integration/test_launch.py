@@ -1,6 +1,7 @@
 """Unmodified scripts in processes of their own: hf_offload.run, hf-offload launch, and plain accelerate launch."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,21 @@ def test_a_script_alone(place, alone):
     assert printed(done) == alone
     assert "['--x'] __main__" in done.stdout
     assert done.stderr.count(OFFLOADED) == 1
+
+
+def test_weights_of_a_launched_script_leave_memory(place, alone):
+    """By a section of its configuration, and a variable."""
+    section = {"tier": "none", "optimizer": "ssd", "directory": str(place / "tier"), "min_bytes": 0}
+    (place / "weights.yaml").write_text(yaml.safe_dump(ONE | {"hf_offload_config": section}))
+    done = run(
+        place, "-m", "hf_offload", "launch", "--config_file", "weights.yaml", "train.py", "--x", HF_OFFLOAD_PARAMS="ssd"
+    )
+    assert done.returncode == 0, done.stderr
+    assert printed(done) == alone
+    (line,) = [line for line in done.stderr.splitlines() if "Weights: " in line]
+    assert re.search(r"Weights: [\d.]+ KiB on ssd, at most .* in memory at once; .* read and .* written", line)
+    assert "Optimizer state: " in done.stderr
+    assert list((place / "tier").iterdir()) == []
 
 
 def test_a_module_alone_and_switched_on_in_two_ways_is_switched_on_once(place, alone):

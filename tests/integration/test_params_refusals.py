@@ -177,3 +177,71 @@ def test_weights_without_room_on_the_drive_stay_in_memory_with_one_warning(tmp_p
     assert "weights" in said[0]
     assert "disk_budget" in said[0]
     assert session.residency.store.kept_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "frozen", "warns"),
+    [({}, False, True), ({}, True, False), ({"optimizer": "ssd"}, False, False)],
+    ids=["trained", "adapters", "optimizer_set"],
+)
+def test_a_warning_says_that_the_optimizer_needs_the_memory_that_weights_leave(
+    settings, frozen, warns, tmp_path, caplog
+):
+    model = mlp()
+    model[2].weight.requires_grad_(not frozen)
+    model[4].weight.requires_grad_(not frozen)
+    session = attach(model, OffloadConfig(tier="none", params="ssd", min_bytes=1, directory=tmp_path, **settings))
+    session.residency.limit_bytes = 64 << 10
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for _ in range(2):
+        session.prepare_optimizer(optimizer)
+    said = [each.getMessage() for each in caplog.records if "trains" in each.getMessage()]
+    assert len(said) == warns
+    if warns:
+        assert "params='ssd' lets 64.00 KiB" in said[0]
+        assert "Set optimizer='ssd'" in said[0]
+
+
+READS = {
+    "numpy": lambda weight: weight.detach().numpy(),
+    "address": lambda weight: weight.data_ptr(),
+    "dlpack": lambda weight: torch.utils.dlpack.to_dlpack(weight.detach()),
+    "write": lambda weight: weight.detach().fill_(1.0),
+    "view": lambda weight: weight.detach().t(),
+    "multiply": lambda weight: nn.functional.linear(torch.ones(1, 128), weight),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_read_past_pytorch_is_an_error_and_right_inside_of_weights(read, tmp_path):
+    expected, model = mlp(), mlp()
+    session = parked(model, tmp_path)
+    leave_memory(session)
+    weight = model[2].weight
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match=r"data pointer|storage of size 0"):
+        READS[read](weight)
+    with session.weights(model[2]), torch._C.DisableTorchFunctionSubclass():
+        found = READS[read](weight)
+        right = READS[read](expected[2].weight)
+    if read in ("numpy", "multiply", "view", "write"):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(right))
+    del found
+    assert torch.equal(model[2].weight.detach(), expected[2].weight.detach())
+
+
+def test_a_state_of_other_shapes_is_pytorchs_error_and_changes_nothing(tmp_path):
+    expected, model = mlp(), mlp()
+    session = parked(model, tmp_path)
+    leave_memory(session)
+    state = {name: value[:-1] if name == "2.weight" else value for name, value in mlp().state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"size mismatch for 2\.weight"):
+        model.load_state_dict(state)
+    assert all(map(torch.equal, expected.state_dict().values(), model.state_dict().values()))
+
+
+def test_a_model_on_a_tier_is_refused_by_data_parallel_code_that_attaches_it(tmp_path):
+    model = mlp()
+    parked(model, tmp_path).detach()
+    with pytest.raises(OffloadConfigError, match=r"nn\.DataParallel runs forwards in threads"):
+        attach(nn.DataParallel(model), OffloadConfig(tier="none", params="ssd", directory=tmp_path, min_bytes=1))
+    assert torch.equal(model(torch.ones(1, 96)), mlp()(torch.ones(1, 96)))
