@@ -15,7 +15,6 @@ from hf_offload.allocator import say_what_is_better, tune_running_allocator
 from hf_offload.engine.device import device_of, open_device
 from hf_offload.engine.hooks import Engine
 from hf_offload.engine.phases import Phases
-from hf_offload.engine.recompute import Recompute
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.engine.unsupported import check_eager, check_no_graphs, check_one_process_per_device, trains_anything
 from hf_offload.engine.watch import ModelWatch
@@ -25,12 +24,11 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.memory_modes.applied import AppliedMode, apply_mode
 from hf_offload.optimizers.streamed import clip_grad_norm_
 from hf_offload.parameters.demand import as_plain, is_demanded
-from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
-from hf_offload.planning.feedback import Feedback
+from hf_offload.planning.automatic import AutomaticPlan
 from hf_offload.planning.known import Known, Prediction
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.ranks import Ranks, agreed, hardware_of_all
+from hf_offload.planning.ranks import Ranks, agreed
 from hf_offload.residency.residency import Residency
 from hf_offload.residency.setting import run_storage
 from hf_offload.settings.environment import unless_disabled
@@ -115,7 +113,7 @@ class OffloadSession:
     It does not keep the model alive. Once the model is freed, so is everything but the counters, and ``orphaned`` is true.
 
     Attributes:
-        config, plan: The settings, and what was planned.
+        config: The settings.
         stats: Counters, per step and in total (:class:`~hf_offload.engine.stats.OffloadStats`).
         ranks: The processes that train the model together.
         run_id, owner: The trainer's run the session belongs to, if one made it, and what attached it.
@@ -133,8 +131,7 @@ class OffloadSession:
         self._transforms = transforms_for(model, config)
         self._engine: Engine | None = None
         self._phases: Phases | None = None
-        self._feedback: Feedback | None = None
-        self._recompute: Recompute | None = None
+        self._automatic: AutomaticPlan | None = None
         self._watch: ModelWatch | None = None
         self._storage = run_storage(model)  # the optimizer's, too
         self._storage.members.add(self)
@@ -143,7 +140,7 @@ class OffloadSession:
         self._stepped = False
         self._snapshots_expected: Expected | None = None
 
-    plan: Plan
+    _plan: Plan
     training = FormerName("run_id")
     by = FormerName("owner")
     lean = FormerName("rematerialized")
@@ -156,14 +153,14 @@ class OffloadSession:
         blocks = find_blocks(model)
         on_host = device_of(model).type == "cpu"
         automatic = config.tier == "auto"
-        self.plan = safest_plan(config, on_host) if automatic else plan_from_settings(config, list(blocks), on_host)
+        self._plan = safest_plan(config, on_host) if automatic else plan_from_settings(config, list(blocks), on_host)
         self._storage.begin_run(config, on_host, self.ranks.local_count)
         if config.snapshot_steps is not None:
             self._snapshots_expected = Expected(
                 model, "with session.snapshots(folder, optimizer=optimizer) as snapshots"
             )
         self._state = ModelState(model, config, self._storage, self.ranks.count)
-        if not self.plan.moves or not trains_anything(model) or not self._saves_anything:
+        if not self._plan.moves or not trains_anything(model) or not self._saves_anything:
             return
         device = open_device(device_of(model))
         if automatic:
@@ -175,15 +172,17 @@ class OffloadSession:
             say_what_is_better()
             logger.info("CPU allocator: %s.", tune_running_allocator())
         ring_bytes = None if config.ring_bytes is None else int(config.ring_bytes)
-        self._engine = Engine(model, self.plan, device, tier, ring_bytes)
+        self._engine = Engine(model, self._plan, device, tier, ring_bytes)
         self._storage.free_with(self._engine.transfer.reap)
         self._phases = Phases(self._engine)
         self.stats = self._engine.stats
         self.stats.accounts = self._storage.accounts
         units: Mapping[str, nn.Module] = blocks
         if automatic:
-            hardware = hardware_of_all(config, self.ranks, device.torch_device)
-            self._plan_while_training(model, hardware, Recompute(blocks))
+            self._automatic = AutomaticPlan(
+                model, blocks, config, self._engine, self._plan, self.ranks, self._on_infeasible
+            )
+            self._state.plan_for(self._automatic.budget_bytes)
             units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
         with signals_deferred:
             self._phases.install(model, units, self.begin_forward, self.end_forward)
@@ -194,26 +193,6 @@ class OffloadSession:
     def _saves_anything(self) -> bool:
         return self._mode is None or self._mode.uses_gradients
 
-    def _plan_while_training(self, model: nn.Module, hardware: Hardware, recompute: Recompute) -> None:
-        """Let measured steps decide about the plan from now on."""
-        assert self._engine is not None
-        budget = self.config.memory_budget
-        self._engine.transfer.mover.time_stalls()  # else plans would count transfers as compute
-        self._recompute = recompute
-        budget_bytes = int(hardware.memory_bytes.value * BUDGET_SHARE) if budget is None else int(budget)
-        if self._state is not None:
-            self._state.plan_for(budget_bytes)
-        self._feedback = Feedback(
-            model,
-            budget_bytes,
-            hardware,
-            safest=self.plan,
-            apply=self._apply_plan,
-            engine=self._engine,
-            on_infeasible=self._on_infeasible,
-            ranks=self.ranks,
-        )
-
     def _on_infeasible(self) -> bool:
         model = self._model()
         if model is not None and self._state is not None and self._state.on_infeasible(model):
@@ -221,7 +200,7 @@ class OffloadSession:
         return self._transforms.tiling.on_infeasible()
 
     def _leave_thread(self) -> None:
-        for each in (self._phases, self._feedback):
+        for each in (self._phases, self._automatic):
             if each is not None:
                 each.leave_thread()
 
@@ -241,14 +220,6 @@ class OffloadSession:
         self._storage.wear.keep()
         return self._storage.wear.report()
 
-    def _apply_plan(self, plan: Plan) -> None:
-        assert self._engine is not None
-        assert self._recompute is not None
-        with signals_deferred:
-            self.plan = plan
-            self._engine.apply_plan(plan)
-            self._recompute.apply(name for name, placement in plan.placements.items() if placement.recomputes)
-
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool = False) -> None:
         """The model's forward begins, with these inputs."""
         self.end_pending_step()
@@ -257,21 +228,25 @@ class OffloadSession:
                 f"max_disk_write_bytes={format_bytes(int(self.config.max_disk_write_bytes or 0))} have been written, and "
                 "on_disk_write_limit='stop'. The last step is complete: save the model, and raise the limit to go on."
             )
-        if self._feedback is not None:
+        if self._automatic is not None:
             model = self._model()
             assert model is not None, "a forward has a model"
-            check_eager(model, compiled)  # again: it may have been compiled since
-            self._feedback.begin_forward(args, kwargs)
+            self._automatic.begin_forward(model, args, kwargs, compiled)
 
     def end_forward(self) -> None:
         """The model's forward has ended, in this thread."""
-        if self._feedback is not None:
-            self._feedback.end_forward()
+        if self._automatic is not None:
+            self._automatic.end_forward()
+
+    @property
+    def plan(self) -> Plan:
+        """What was planned; with tier ``auto``, the present plan."""
+        return self._plan if self._automatic is None else self._automatic.plan
 
     @property
     def planned(self) -> Known | None:
         """With tier ``auto``: the current plan and the measured step that it was made of; None before the first one."""
-        return None if self._feedback is None else self._feedback.planned
+        return None if self._automatic is None else self._automatic.known
 
     @property
     def forecast(self) -> Prediction | None:
@@ -423,8 +398,8 @@ class OffloadSession:
     def end_step(self) -> None:
         """Mark the end of a training step: ``stats.step`` moves to ``stats.steps``."""
         self._end_counters()
-        if self._feedback is not None:
-            self._feedback.end_step()
+        if self._automatic is not None:
+            self._automatic.end_step()
         self._storage.wear.keep(now=False)
         if self._storage.stops:
             self.must_stop = any(self.ranks.gather(self._storage.must_stop))
@@ -473,10 +448,8 @@ class OffloadSession:
     def _take_off(self) -> None:
         engine, phases, model = self._engine, self._phases, self._model()
         self._engine = self._phases = None
-        if self._feedback is not None:
-            self._feedback.close()
-        if self._recompute is not None:
-            self._recompute.remove()
+        if self._automatic is not None:
+            self._automatic.close()
         self._transforms.remove()
         if self._mode is not None:
             self._mode.close()

@@ -1,0 +1,88 @@
+"""The tier ``auto`` of a session: measured steps decide about the plan, and the plan about what is moved and recomputed."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from hf_offload.engine.device import device_of
+from hf_offload.engine.hooks import Engine
+from hf_offload.engine.recompute import Recompute
+from hf_offload.engine.unsupported import check_eager
+from hf_offload.interrupts import signals_deferred
+from hf_offload.plan.hardware import BUDGET_SHARE
+from hf_offload.plan.plan import Plan
+from hf_offload.planning.feedback import Feedback
+from hf_offload.planning.known import Known
+from hf_offload.planning.ranks import Ranks, hardware_of_all
+from hf_offload.settings.schema import OffloadConfig
+
+
+class AutomaticPlan:
+    """The plan of a running training, which an engine follows. It does not keep the model alive.
+
+    Attributes:
+        budget_bytes: Most memory that the training may take.
+        plan: The present one: ``safest`` until a step has been measured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        config: OffloadConfig,
+        engine: Engine,
+        safest: Plan,
+        ranks: Ranks,
+        on_infeasible: Callable[[], bool],
+    ):
+        self.plan = safest
+        self._engine = engine
+        self._recompute = Recompute(blocks)
+        hardware = hardware_of_all(config, ranks, device_of(model))
+        budget = config.memory_budget
+        self.budget_bytes = int(hardware.memory_bytes.value * BUDGET_SHARE) if budget is None else int(budget)
+        engine.transfer.mover.time_stalls()  # else plans would count transfers as compute
+        self._feedback = Feedback(
+            model,
+            self.budget_bytes,
+            hardware,
+            safest=safest,
+            apply=self._apply,
+            engine=engine,
+            on_infeasible=on_infeasible,
+            ranks=ranks,
+        )
+
+    @property
+    def known(self) -> Known | None:
+        """The current plan and the measured step that it was made of; None before the first one."""
+        return self._feedback.planned
+
+    def _apply(self, plan: Plan) -> None:
+        with signals_deferred:
+            self.plan = plan
+            self._engine.apply_plan(plan)
+            self._recompute.apply(name for name, placement in plan.placements.items() if placement.recomputes)
+
+    def begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
+        """The model's forward begins, with these inputs. It may have been ``compiled`` since."""
+        check_eager(model, compiled)
+        self._feedback.begin_forward(args, kwargs)
+
+    def end_forward(self) -> None:
+        """The model's forward has ended, in this thread."""
+        self._feedback.end_forward()
+
+    def end_step(self) -> None:
+        """A step has ended."""
+        self._feedback.end_step()
+
+    def leave_thread(self) -> None:
+        """The model has gone in the middle of whatever this thread does: stop looking at it. Takes no lock."""
+        self._feedback.leave_thread()
+
+    def close(self) -> None:
+        """Remove everything from the model."""
+        self._feedback.close()
+        self._recompute.remove()
