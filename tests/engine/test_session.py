@@ -253,7 +253,7 @@ def test_an_error_after_the_engine_is_there_leaves_nothing_attached(tmp_path, mo
 
     model, auto = tiny_gpt2(), OffloadConfig(directory=tmp_path, recompute_elementwise="exact")
     with monkeypatch.context() as patched, pytest.raises(OSError, match="no /proc"):
-        patched.setattr("hf_offload.session.hardware_of_all", fail)
+        patched.setattr("hf_offload.planning.automatic.hardware_of_all", fail)
         attach(model, auto)
     assert hooks_on(model) == 0
     assert not any("forward" in vars(module) for module in model.modules())
