@@ -11,14 +11,43 @@ import pytest
 from hf_offload.cli.doctor import EFFECTS
 
 ROOT = Path(__file__).parents[2]
-BEGIN = """
-import json, os, sys
+# One process imports what takes longest; each way has a fork of it, which is the first to import the package.
+SCRIPT = """
+import atexit, json, os, sys, traceback
+from pathlib import Path
 import torch, transformers, accelerate, transformers.trainer
 from accelerate import Accelerator
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from tests.helpers.process_state import differences, state
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model
+assert "hf_offload.session" not in sys.modules
 
+def run(folder, code, environment):
+    os.chdir(folder)
+    os.dup2(os.open("log", os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    sys.path[0] = folder
+    sys.argv = ["script_of_way.py", "found.json"]
+    os.environ.update(environment)
+    try:
+        exec(compile(code, "script_of_way.py", "exec"), globals())
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+statuses = []
+for given in json.loads(Path("given.json").read_text()):
+    if (child := os.fork()) == 0:
+        run(*given)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+Path("statuses.json").write_text(json.dumps(statuses))
+"""
+BEGIN = """
 SSD = {"tier": "ssd", "directory": os.getcwd(), "min_bytes": 0}
 FLAGS = {"offload": "ssd", "offload_directory": os.getcwd(), "offload_min_bytes": "0"}
 
@@ -108,28 +137,36 @@ ENVIRONMENT = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_doctor_names_what_each_way_changes_and_nothing_else(way, tmp_path):
-    (tmp_path / "script_of_way.py").write_text(BEGIN + WAYS[way] + END)
-    (tmp_path / "script_with_a_loop.py").write_text(
-        "from this_script import Accelerator, loop\nloop(Accelerator(cpu=True))"
-    )
-    done = subprocess.run(
-        [sys.executable, "script_of_way.py", "found.json"],
-        cwd=tmp_path,
-        env=os.environ
-        | {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "XDG_STATE_HOME": str(tmp_path / "state"),
-        }
-        | ENVIRONMENT.get(way, {}),
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Folder and exit code of each way."""
+    place = tmp_path_factory.mktemp("ways")
+    (place / "script.py").write_text(SCRIPT)
+    folders = {way: place / way for way in WAYS}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "script_with_a_loop.py").write_text(
+            "from this_script import Accelerator, loop\nloop(Accelerator(cpu=True))"
+        )
+    given = [
+        (str(folder), BEGIN + WAYS[way] + END, {"XDG_STATE_HOME": str(folder / "state")} | ENVIRONMENT.get(way, {}))
+        for way, folder in folders.items()
+    ]
+    (place / "given.json").write_text(json.dumps(given))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "script.py"], cwd=place, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = set(json.loads((tmp_path / "found.json").read_text()))
+    return dict(
+        zip(WAYS, zip(folders.values(), json.loads((place / "statuses.json").read_text()), strict=True), strict=True)
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("way", WAYS)
+def test_doctor_names_what_each_way_changes_and_nothing_else(way, ran):
+    folder, status = ran[way]
+    assert status == 0, (folder / "log").read_text()
+    found = set(json.loads((folder / "found.json").read_text()))
     named = {changed for effect in EFFECTS for changed in effect.changes.get(way, ())}
     assert found == named
 
