@@ -12,6 +12,7 @@ from benchmarks.mezo.command import mezo
 from benchmarks.mezo.sentences import mezo_sentences
 from benchmarks.modes.command import modes
 from benchmarks.sampling import sampling
+from benchmarks.snapshots import snapshots
 from benchmarks.solvers import solvers
 from benchmarks.state.command import state
 from benchmarks.weights.command import weights
@@ -34,6 +35,7 @@ for command in (
     mezo_sentences,
     modes,
     sampling,
+    snapshots,
     solvers,
     state,
     weights,

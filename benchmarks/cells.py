@@ -1,15 +1,16 @@
 """Cells: what one process measures, and what it trains."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.kernel import in_group
 from hf_offload.allocator import environment_with
@@ -35,6 +36,14 @@ def random_gpt2(layers: int, width: int, vocabulary: int, sequence: int) -> nn.M
         eos_token_id=0,
     )
     return GPT2LMHeadModel(config).train()
+
+
+def digest_of(weights: Iterable[Tensor]) -> str:
+    """Of the bytes of all weights, one after the other."""
+    digest = hashlib.sha256()
+    for parameter in weights:
+        digest.update(parameter.detach().clone().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def run_cell(module: str, cell: Any, group: Path | None = None, timeout_s: float | None = None) -> Result:

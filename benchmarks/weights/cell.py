@@ -1,17 +1,15 @@
 """One way, measured in a process of its own: ``python -m benchmarks.weights.cell JSON``."""
 
 import dataclasses
-import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.cells import answer, random_gpt2
+from benchmarks.cells import answer, digest_of, random_gpt2
 from benchmarks.kernel import NO_LIMIT, drive_bytes, group_peak, limit_memory, reset_group_peak
 from benchmarks.weights.ways import FORWARD, LORA, PEERS, prepared, settings_of, training, with_adapters
 from hf_offload.session import attach
@@ -94,16 +92,8 @@ def measure(cell: Cell) -> dict[str, Any]:
         "moved_bytes_per_step": moved,
         "weights_sha256": None
         if cell.way in PEERS
-        else _digest(model.parameters() if loop is None else loop.weights()),
+        else digest_of(model.parameters() if loop is None else loop.weights()),
     }
-
-
-def _digest(weights: Iterable[torch.Tensor]) -> str:
-    """Of the bytes of all weights, one after the other."""
-    digest = hashlib.sha256()
-    for parameter in weights:
-        digest.update(parameter.detach().clone().numpy().tobytes())
-    return digest.hexdigest()
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ import contextlib
 import logging
 import os
 import shutil
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from hf_offload.errors import SnapshotError
 from hf_offload.snapshots import process
@@ -140,14 +141,14 @@ def _damage_of(number: int, nbytes: int, checksum: int) -> str | None:
     size = os.fstat(number).st_size
     if size != nbytes:
         return f"has {size} bytes instead of {nbytes}"
-    found = done = 0
+    found, done = xxhash.xxh3_64(), 0
     while done < size:  # not mapped into memory, where a drive that fails ends the process
         chunk = os.pread(number, _CHUNK_BYTES, done)
         if not chunk:
             return f"ends after {done} bytes"
-        found = zlib.crc32(chunk, found)
+        found.update(chunk)
         done += len(chunk)
-    return None if found == checksum else "does not match its checksum"
+    return None if found.intdigest() == checksum else "does not match its checksum"
 
 
 def _linked(folder: Path, record: dict[str, Any], numbers: list[int]) -> Path:

@@ -14,10 +14,10 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import xxhash
 from torch import Tensor
 
 from hf_offload.errors import SnapshotError, TierFullError
@@ -51,11 +51,17 @@ class MemoryFile:
     def __init__(self) -> None:
         self.number = os.memfd_create("hf_offload-snapshot", os.MFD_CLOEXEC)
         os.fchmod(self.number, 0o600)
-        self.nbytes = self.checksum = 0
+        self.begin()
+
+    @property
+    def checksum(self) -> int:
+        """That of all that was written."""
+        return self._digest.intdigest()
 
     def begin(self) -> None:
         """Write from the first byte on."""
-        self.nbytes = self.checksum = 0
+        self.nbytes = 0
+        self._digest = xxhash.xxh3_64()
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -64,7 +70,7 @@ class MemoryFile:
             done = 0
             while done < len(chunk):
                 done += os.pwrite(self.number, chunk[done:], self.nbytes + done)
-            self.checksum = zlib.crc32(chunk, self.checksum)
+            self._digest.update(chunk)
             self.nbytes += len(chunk)
         return len(view)
 

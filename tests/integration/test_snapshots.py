@@ -455,7 +455,7 @@ def test_a_snapshot_of_another_model_is_refused_by_the_name_of_a_weight(tmp_path
 def test_snapshots_of_another_version_are_refused(tmp_path, monkeypatch):
     dies_at(6, tmp_path)
     monkeypatch.setattr(restoring.process, "FORMAT", 99)
-    with pytest.raises(SnapshotError, match="in memory are of format 1, and this version of hf_offload reads 99"):
+    with pytest.raises(SnapshotError, match="in memory are of format 2, and this version of hf_offload reads 99"):
         trainer_in(tmp_path, True, **SHORT).train(resume_from_checkpoint=True)
 
 
