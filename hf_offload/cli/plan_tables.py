@@ -28,10 +28,12 @@ def plan_tables(forecast: "Forecast") -> Iterator[str | Table]:
     yield escape(
         f"{workload.name}: {footprint.parameters / 1e9:.3g} B parameters in {_name(workload.dtype)}{autocast}, batch "
         f"{workload.shape}, {_mode(workload)}. Weights, gradients and optimizer state: "
-        f"{format_bytes(footprint.base_bytes + footprint.gradient_bytes)}. "
+        f"{format_bytes(forecast.counted.base_bytes + forecast.counted.gradient_bytes)}. "
         f"Budget: {format_bytes(forecast.problem.budget_bytes)}."
     )
     yield _machine_table(forecast.hardware)
+    yield _kind_table(forecast)
+    yield from (escape(line) for line in forecast.remarks)
     if forecast.lines:
         yield _unit_table(forecast)
     yield _alternative_table(forecast)
@@ -112,6 +114,21 @@ def _machine_table(hardware: "Hardware") -> Table:
         if both is not None:
             table.add_row(f"{tier}: both at once", _rate(both.value), both.source)
         table.add_row(f"{tier}: room", format_bytes(room.value), room.source)
+    return table
+
+
+def _kind_table(forecast: "Forecast") -> Table:
+    table = make_table(
+        "What is where",
+        ("", "all", "memory", "tiers", "read", "written", "where"),
+        left=("", "where"),
+        caption="GiB. all: as in a run that moves nothing. read, written: to and from tiers in a micro-batch with its step. "
+        "Activations that are recomputed are nowhere.",
+    )
+    for kind in forecast.kinds:
+        cells = [kind.total_bytes, kind.memory_bytes]
+        moved = [sum(kind.tiers.values()), sum(kind.read_bytes.values()), sum(kind.written_bytes.values())]
+        table.add_row(kind.name, *(_gib(cell) for cell in (*cells, *moved)), kind.place)
     return table
 
 

@@ -24,6 +24,8 @@ from hf_offload.forecast.fake import any_data, mode_of, run_backward, with_value
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.footprint import Footprint, Saved
 from hf_offload.planning.recorder import StepRecorder, nbytes_of
+from hf_offload.planning.unit_weights import unit_weights
+from hf_offload.structure.units import find_units
 
 Cost = Callable[[int, int, torch.dtype], float]
 """(floating-point operations, bytes read and written, dtype) of one operation -> seconds."""
@@ -132,6 +134,7 @@ def bytes_of_weights(model: nn.Module, optimizer: OptimizerNeeds, *, update_in_b
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "base_bytes": weights + optimizer.state_bytes + optimizer.buffer_bytes,
         "gradient_bytes": max(gradients, optimizer.gradient_bytes),
+        "weights": unit_weights(model, find_units(model), optimizer.state_bytes),
     }
 
 

@@ -5,20 +5,27 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from hf_offload.errors import OffloadConfigError, OffloadPlanError
+from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_workload
+from hf_offload.plan.choosing import can_hold, choose, least_memory
 from hf_offload.plan.explain import UnitLine, unit_lines
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
+from hf_offload.plan.holding import Held
+from hf_offload.plan.kinds import Kind, kinds_of
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import Alternative, find_plan, largest, make_problem, simple_ways
+from hf_offload.plan.planner import Alternative, largest, make_problem, refusal, simple_ways
 from hf_offload.plan.problem import Problem, Solution
-from hf_offload.plan.search import can_fit, uniform
+from hf_offload.plan.search import uniform
 from hf_offload.plan.timeline import Timeline
 from hf_offload.settings.schema import smallest_bytes
+from hf_offload.settings.sizes import format_bytes, format_seconds
 
 _MOST_ROWS = 1 << 14
+_RATED_BYTES = 600e12
+"""What many drives of 1 TB are rated to take in their lifetime."""
+_SLOW = 10
 _MOST_TOKENS = 1 << 22
 
 
@@ -35,7 +42,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A plan for a workload on a machine, and its alternatives. ``refusal`` says why there is none."""
+    """A plan for a workload on a machine, and its alternatives. ``refusal`` says why there is none.
+
+    Attributes:
+        problem: What is left for activations by what is ``held``.
+        held: Where weights, gradients and optimizer state are.
+        counted: The step with all of them in memory, which takes ``step_s`` without any limit.
+    """
 
     workload: Workload
     hardware: Hardware
@@ -45,11 +58,45 @@ class Forecast:
     lines: list[UnitLine]
     rows: list[Row]
     sequence_limit: int | None
+    held: Held
+    counted: Footprint
+    step_s: float
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """What is where, by kind, under the plan."""
+        return kinds_of(self.counted, self.problem, self.held, self.solution)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a user is to know before such a run: RAM and drive that it needs, and how slow it is."""
+        if self.solution is None:
+            return []
+        found, step_s = [], self.solution.timeline.step_s
+        in_ram, on_drive, written = (
+            sum(getattr(kind, name).get(tier, 0) for kind in self.kinds)
+            for name, tier in (("tiers", "ram"), ("tiers", "ssd"), ("written_bytes", "ssd"))
+        )
+        if in_ram or on_drive:
+            found.append(
+                f"The run needs {format_bytes(in_ram)} of RAM and {format_bytes(on_drive)} of drives for what it moves."
+            )
+        if written:
+            found.append(
+                f"A step writes {format_bytes(written)} to drives: one that is rated for 600 TB lasts "
+                f"{int(_RATED_BYTES / written):,} steps, {_RATED_BYTES / written * step_s / 86400:.0f} days without a pause."
+            )
+        if step_s > _SLOW * self.step_s:
+            found.append(
+                f"A step takes {step_s / self.step_s:.0f} times as long as one without any limit of memory "
+                f"({format_seconds(self.step_s)}): a larger micro-batch moves the same weights and state for more tokens."
+            )
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as JSON can hold it."""
         workload = self.workload
-        footprint = self.problem.footprint
+        footprint = self.counted
         return {
             "model": workload.name,
             "task": workload.task,
@@ -71,6 +118,9 @@ class Forecast:
             "hardware": dataclasses.asdict(self.hardware),
             "units": [dataclasses.asdict(line) for line in self.lines],
             "placements": None if self.solution is None else dict(self.solution.placements),
+            "held": dataclasses.asdict(self.held),
+            "kinds": [dataclasses.asdict(kind) for kind in self.kinds],
+            "unlimited_step_s": self.step_s,
             "method": None if self.solution is None else self.solution.method,
             "refusal": self.refusal,
             "predicted": [
@@ -112,12 +162,16 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
     def problem_for(footprint: Footprint) -> Problem:
         return make_problem(footprint, hardware, budget_bytes, may_recompute=may_recompute)
 
-    problem = problem_for(here)
-    solution, refusal = None, None
-    try:
-        solution = find_plan(problem)
-    except OffloadPlanError as error:
-        refusal = str(error)
+    in_memory = problem = problem_for(here)
+    allowed = dataclasses.replace(workload.allowed, may_recompute=may_recompute)
+    held, solution, refused = Held(), None, None
+    choice = choose(here, hardware, budget_bytes, allowed)
+    if choice is None:
+        least = least_memory(here, hardware, budget_bytes, allowed)
+        held, problem = least.held, least.problem
+        refused = str(refusal(least.problem, least.solution))
+    else:
+        held, problem, solution = choice.held, choice.problem, choice.solution
 
     def reach(fits: Callable[[Footprint], bool]) -> tuple[int, int | None]:
         rows = largest(lambda rows: fits(family.at(rows, workload.sequence)), workload.batch, _MOST_ROWS)
@@ -127,13 +181,13 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         return rows, tokens
 
     rows = []
-    for alternative in [*simple_ways(problem), Alternative("auto", None, solution, solution is not None)]:
+    for alternative in [*simple_ways(in_memory), Alternative("auto", None, solution, solution is not None)]:
         placement = alternative.placement
 
         def fits(footprint: Footprint, placement: Placement | None = placement) -> bool:
-            problem = problem_for(footprint)
             if placement is None:
-                return can_fit(problem)
+                return can_hold(footprint, hardware, budget_bytes, allowed)
+            problem = problem_for(footprint)
             found = uniform(problem, placement)
             return found is not None and problem.fits(found)
 
@@ -146,10 +200,13 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         hardware=hardware,
         problem=problem,
         solution=solution,
-        refusal=refusal,
+        refusal=refused,
         lines=[] if solution is None else unit_lines(problem, solution),
         rows=rows,
         sequence_limit=limit,
+        held=held,
+        counted=here,
+        step_s=here.step_s,
     )
 
 

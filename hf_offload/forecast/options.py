@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_offload.settings.load import choose
 from hf_offload.settings.recipes import DTYPES, TASKS
-from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.schema import TIER_ALIASES, TIERS, OffloadConfig
 from hf_offload.settings.values import MODEL, Reader, one_of, read_fields, setting, text, whole
 
 AUTOCAST = ("no", "bf16", "fp16")
@@ -51,6 +51,17 @@ class WorkloadOptions:
         None, Reader(_task), f"{', '.join(TASKS)}, or a class such as ViTForImageClassification."
     )
     optimizer: str | None = setting(None, text(), "As in the Trainer's optim, such as adamw_torch.")
+    state: str | None = setting(
+        None,
+        one_of(TIERS, TIER_ALIASES),
+        "Where gradients and optimizer state may be: auto (in memory if that is fastest), ram, ssd, or none for memory. "
+        "Default: the recipe's, or auto.",
+    )
+    weights: str | None = setting(
+        None,
+        one_of(TIERS, TIER_ALIASES),
+        "The same for weights that no operation uses. Default: the recipe's, or auto.",
+    )
     memory_mode: str | None = setting(
         None, text(), "As in the training arguments, such as lora or galore. Default: none, which trains all weights."
     )

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.workload import count_workload
 from hf_offload.forecast.workload_sources import find_workload
+from hf_offload.plan.choosing import choose, least_memory
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import find_plan, make_problem
+from hf_offload.plan.planner import make_problem, refusal
+from hf_offload.plan.problem import Solution
 from hf_offload.plan.search import solve, uniform
 from hf_offload.settings.recipe_meta import Predicted
 from hf_offload.settings.recipes import Recipe, load_recipe
@@ -90,9 +92,18 @@ def predict_recipe(name: str) -> RecipePrediction:
     placement = _PLACEMENTS[_way(recipe)]
     workload = find_workload(name)
     budget = workload.budget_bytes or int(hardware.memory_bytes.value * BUDGET_SHARE)
-    problem = make_problem(count_workload(workload, hardware), hardware, budget)
-    chosen = find_plan(problem) if placement is None else uniform(problem, placement)
+    counted = count_workload(workload, hardware)
+    problem = make_problem(counted, hardware, budget)
     kept = uniform(problem, Placement.KEEP)
+    chosen: Solution | None
+    if placement is None:
+        choice = choose(counted, hardware, budget, workload.allowed)
+        if choice is None:
+            least = least_memory(counted, hardware, budget, workload.allowed)
+            raise refusal(least.problem, least.solution)
+        problem, chosen = choice.problem, choice.solution
+    else:
+        chosen = uniform(problem, placement)
     planned = None if placement is None else solve(problem)
     if chosen is None or kept is None:
         raise OffloadConfigError(f"{name} places activations in a way that cannot be predicted.")

@@ -13,6 +13,7 @@ from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.repeats import count_repeats
 from hf_offload.forecast.workload_inputs import describe_batch, length_unit, longest_row, make_batch
 from hf_offload.memory_modes.protocol import MemoryMode
+from hf_offload.plan.choosing import Allowed
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.settings.elementwise import RecomputeElementwiseConfig
@@ -36,6 +37,10 @@ _STATE_ELEMENTS = {"adamw": 2.0, "sgd": 0.0, "adafactor": 0.01, "lion": 1.0, "ad
 _STATE_SHARES = {"_4bit": 0.125, "_8bit": 0.25}
 # Words before a name that change when state moves or how steps are averaged, not how much of it there is.
 _PREFIXES = ("paged_", "schedule_free_", "stable_")
+
+
+_STREAMED_MODES = (NONE, "lora", "dora", "qlora")
+"""Memory modes with an optimizer that steps one weight at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,9 @@ class Workload:
         cut: How large pieces are.
         update_in_backward: Whether every weight is updated as soon as its gradient is there, so that gradients never add up.
         budget_bytes: The memory budget that a recipe names.
+        state_place, weights_place: Where gradients and optimizer state, and weights, may be: ``none`` (in memory), ``ram``,
+            ``ssd`` or ``auto``.
+        streams_in_backward: Whether state that is on a tier is updated in backward.
     """
 
     name: str
@@ -88,6 +96,9 @@ class Workload:
     cut: Cut = dataclasses.field(default_factory=Cut)
     update_in_backward: bool = False
     budget_bytes: int | None = None
+    state_place: str = "auto"
+    weights_place: str = "auto"
+    streams_in_backward: bool = False
 
     @property
     def mode(self) -> MemoryMode | None:
@@ -147,6 +158,13 @@ class Workload:
         """
         find_mode(name, settings)
         return dataclasses.replace(self, memory_mode=name, memory_mode_kwargs=read_mode_settings(settings))
+
+    @property
+    def allowed(self) -> Allowed:
+        """What a plan may do with weights, gradients and state. Optimizers of memory modes have their own way."""
+        if self.memory_mode not in _STREAMED_MODES:
+            return Allowed("none", "none")
+        return Allowed(self.state_place, self.weights_place, self.streams_in_backward)
 
     def resized(self, batch: int, sequence: int) -> "Workload":
         """The same model on a batch of another shape."""

@@ -62,6 +62,7 @@ def find_workload(
     if settings:
         found = dataclasses.replace(found, **_of_settings(OffloadConfig(**settings)))
     changes = {name: getattr(asked, name) for name in ("batch", "sequence", "image_size", "task", "optimizer")}
+    changes |= {"state_place": asked.state, "weights_place": asked.weights}
     changes["dtype"] = None if asked.dtype is None else getattr(torch, asked.dtype)
     found = dataclasses.replace(found, **{name: value for name, value in changes.items() if value is not None})
     if asked.autocast is not None:
@@ -126,6 +127,10 @@ def _from_recipe(name: str, overrides: Sequence[str], settings: Mapping[str, Any
         attention=model.attention,
         optimizer=str(training.get("optim", DEFAULT_OPTIMIZER)),
         memory_mode=recipe.offload.memory_mode,
+        state_place=recipe.offload.state_place,
+        weights_place=recipe.offload.weights_place,
+        streams_in_backward=training.get("max_grad_norm", 1) == 0
+        and int(training.get("gradient_accumulation_steps") or 1) == 1,
         memory_mode_kwargs=read_mode_settings(recipe.offload.memory_mode_kwargs),
         **_of_settings(offload),
     )

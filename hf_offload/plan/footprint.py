@@ -66,6 +66,27 @@ class BlockSpan:
     not_twice: str = ""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnitWeights:
+    """Bytes of a unit's weights that are large enough to leave memory, of those that are trained, and of their state."""
+
+    weight_bytes: int
+    trained_bytes: int
+    state_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transfer:
+    """Bytes that are no saved tensors: loads are there when segment ``at`` begins, stores begin then."""
+
+    kind: str
+    unit: str
+    tier: str
+    nbytes: int
+    at: int
+    loads: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Footprint:
     """One step of one model on one batch.
@@ -89,6 +110,9 @@ class Footprint:
         buffer_bytes: How much of ``base_bytes`` the optimizer has for the time of a step, forward included.
         sampled: Linear layers whose weight gradient is estimated from a part of their input.
         skipped_blocks: Blocks that did not run, and may run in another step (layer drop).
+        weights: Unit -> what of its weights, gradients and state may leave memory.
+        transfers: Of weights, gradients and state that are on tiers, in the order of their segments.
+        transfer_window_bytes: How many bytes of transfers may be on their way each way.
     """
 
     segments: tuple[Segment, ...]
@@ -108,6 +132,9 @@ class Footprint:
     state_bytes: int = 0
     buffer_bytes: int = 0
     skipped_blocks: tuple[str, ...] = ()
+    weights: Mapping[str, UnitWeights] = dataclasses.field(default_factory=dict)
+    transfers: tuple[Transfer, ...] = ()
+    transfer_window_bytes: int = 0
 
     @functools.cached_property
     def recomputable(self) -> tuple[BlockSpan, ...]:

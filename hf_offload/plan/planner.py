@@ -67,9 +67,13 @@ def find_plan(problem: Problem) -> Solution:
     """
     solution = solve(problem)
     if solution is None:
-        least = smallest(problem)
-        raise OffloadPlanError(too_small(problem, least), smallest_budget(least.timeline.must_fit_bytes))
+        raise refusal(problem, smallest(problem))
     return solution
+
+
+def refusal(problem: Problem, least: Solution) -> OffloadPlanError:
+    """What is to be said of a budget that ``least``, which needs the least, does not fit into."""
+    return OffloadPlanError(too_small(problem, least), smallest_budget(least.timeline.must_fit_bytes))
 
 
 def plan_of(problem: Problem, solution: Solution, like: Plan, reason: str) -> Plan:
@@ -112,7 +116,13 @@ def too_small(problem: Problem, least: Solution) -> str:
     where = timeline.peak_unit
     advice = ["a smaller batch, with more gradient accumulation", "shorter sequences"]
     weights = footprint.base_bytes + footprint.gradient_bytes
-    if weights > 0.5 * timeline.peak_bytes:
+    if footprint.transfers:
+        advice.insert(
+            0,
+            f"two blocks of weights, and what is on its way to tiers, take {format_bytes(weights)} of it, and all else of "
+            "the model's state has left memory: 16-bit weights, or a model with smaller blocks or a smaller vocabulary",
+        )
+    elif weights > 0.5 * timeline.peak_bytes:
         advice.insert(
             0,
             f"weights, gradients and optimizer state take {format_bytes(weights)} of it: an optimizer with less state, "

@@ -16,6 +16,7 @@ from hf_offload.plan.timeline import Windows
 
 # Moments and saved tensors that the local search may play through: some tenths of a second.
 _SEARCH_WORK = 90_000
+_PER_TRANSFER = 2  # each is looked at when it begins and when it is due
 # Copies of good solutions in which up to so many placements are drawn at random before they are improved again.
 _PERTURBATIONS = 200
 _PERTURBED = 6
@@ -68,7 +69,7 @@ def _ever_smaller(problem: Problem) -> Iterator[Solution]:
             simple.append(_as_many_as_fit(problem, choices, placement, windows))
             yield simple[-1]
     best = min(simple, key=size)
-    work = _SEARCH_WORK // (len(problem.footprint.segments) + len(problem.footprint.saved) + 1)
+    work = _SEARCH_WORK // (_moments(problem) + 1)
     improved = True
     while improved and work > 0:
         improved = False
@@ -239,7 +240,7 @@ class _LocalSearch:
         """The solution with these placements, if it fits; each is played once."""
         key = _key(placements, like.windows)
         if key not in self._tried:
-            self._work_left -= len(self._problem.footprint.segments) + len(self._problem.footprint.saved)
+            self._work_left -= _moments(self._problem)
             solution = self._problem.play(placements, like.windows, like.method)
             self._tried[key] = solution if self._problem.fits(solution) else None
         return self._tried[key]
@@ -264,6 +265,12 @@ class _LocalSearch:
             ):
                 once = self._choices.changed(solution.placements, unit, placement)
                 yield self._choices.changed(once, other, second)
+
+
+def _moments(problem: Problem) -> int:
+    """What one simulation goes through."""
+    footprint = problem.footprint
+    return len(footprint.segments) + len(footprint.saved) + _PER_TRANSFER * len(footprint.transfers)
 
 
 def _objective(solution: Solution) -> tuple[float, int]:

@@ -69,6 +69,20 @@ class Stores(Generic[T]):
                 entry.stored_s = now_s  # in stream order it is there: a load waits for the copy by itself
         self.leaving.append(entry)
 
+    def pass_by(self, nbytes: int, tier: str, now_s: float, share: float) -> tuple[float, float]:
+        """Bytes that are no entry take their turn on the links. Returns when the tier begins, and when it has them."""
+        channel = self._channels[tier]
+        if channel.link_bytes_per_s is None:
+            begin_s = max(now_s, self._free_s[tier])
+        else:
+            begin_s = max(now_s, self._link_free_s)
+            self._link_free_s = begin_s + nbytes / channel.link_bytes_per_s
+            if channel.ring_bytes:  # chunks follow each other through it
+                begin_s = max(begin_s, self._free_s[tier])
+        end_s = begin_s + nbytes / (channel.store_bytes_per_s * share)
+        self._free_s[tier] = max(end_s, self._link_free_s)
+        return begin_s, self._free_s[tier]
+
     def _through_the_ring(self, entry: T, tier: str, now_s: float, share: Callable[[float], float]) -> Iterator[float]:
         channel = self._channels[tier]
         assert channel.link_bytes_per_s is not None, "a ring has a link before it"

@@ -1,0 +1,203 @@
+"""Where weights, gradients and optimizer state are between uses, and what that makes of a step.
+
+A footprint is one of a run that keeps them in memory. :func:`hold` takes what leaves out of it, and notes the transfers that
+take its place on the links, which activations use, too.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+
+from hf_offload.plan.footprint import Footprint, Segment, Transfer
+
+WEIGHTS, STATE, GRADIENTS = "weights", "optimizer state", "gradients"
+
+WINDOW_BYTES = 96 << 20
+"""On the way to a tier and back at any time, of each kind."""
+WINDOWS_OF_BUDGET = 32
+"""Each window is at most this part of a budget."""
+_PART_BYTES = 3 * (8 << 20)
+"""Of a weight that is updated a part at a time: its state and a copy."""
+BLOCKS = 2
+"""So many blocks of weights stay in memory at least."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Where a run has them; None is memory.
+
+    Attributes:
+        state: The tier of gradients and optimizer state.
+        weights: The tier of weights.
+        weights_bytes: How many bytes of weights stay in memory at any time.
+        in_backward: Whether each weight is updated in backward, and not when it is next used.
+    """
+
+    state: str | None = None
+    weights: str | None = None
+    weights_bytes: int = 0
+    in_backward: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything leaves memory."""
+        return self.state is not None or self.weights is not None
+
+
+def hold(footprint: Footprint, held: Held, budget_bytes: int, on_host: bool) -> Footprint:
+    """``footprint`` with weights, gradients and state where ``held`` says; on an accelerator, buffers are in RAM."""
+    if not held.moves:
+        return footprint
+    window_bytes = min(WINDOW_BYTES, budget_bytes // WINDOWS_OF_BUDGET)
+    ways = [way for way in (held.state, held.weights) if way is not None]
+    buffers = window_bytes * (len(ways) + (held.state is not None)) if on_host else 0
+    found = dataclasses.replace(
+        footprint,
+        base_bytes=footprint.base_bytes + buffers,
+        transfers=tuple(sorted(_transfers(footprint, held), key=lambda one: one.at)),
+        transfer_window_bytes=window_bytes,
+    )
+    if held.weights is not None:
+        staying = max(held.weights_bytes, least_weights(footprint))
+        leaving = max(0, sum(one.weight_bytes for one in footprint.weights.values()) - staying)
+        found = dataclasses.replace(found, base_bytes=found.base_bytes - leaving)
+    return found if held.state is None else _without_state(found, held)
+
+
+def least_weights(footprint: Footprint) -> int:
+    """Bytes of the fewest weights that are ever left in memory."""
+    blocks: collections.Counter[str] = collections.Counter()
+    for unit, one in footprint.weights.items():
+        blocks[footprint.units.get(unit) or unit] += one.weight_bytes
+    return BLOCKS * max(blocks.values(), default=0)
+
+
+def tier_bytes(footprint: Footprint, held: Held) -> dict[str, int]:
+    """Bytes that lie in each tier."""
+    found: collections.Counter[str] = collections.Counter()
+    for one in footprint.weights.values():
+        if held.state is not None:
+            found[held.state] += one.state_bytes + (0 if held.in_backward else one.trained_bytes)
+        if held.weights is not None:
+            found[held.weights] += one.weight_bytes
+    return dict(found)
+
+
+def moved_bytes(footprint: Footprint) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that the transfers of a footprint write to each tier, and read from it."""
+    written: collections.Counter[str] = collections.Counter()
+    read: collections.Counter[str] = collections.Counter()
+    for one in footprint.transfers:
+        (read if one.loads else written)[one.tier] += one.nbytes
+    return dict(written), dict(read)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Uses:
+    """Segments in which a unit is used: the first of forward, the first and the last of backward."""
+
+    forward: int
+    backward: int
+    last: int
+
+
+def _uses(footprint: Footprint) -> dict[str, _Uses]:
+    first: dict[str, int] = {}
+    backward: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for index, segment in enumerate(footprint.segments):
+        if not segment.backward:
+            first.setdefault(segment.unit, index)
+        else:
+            backward.setdefault(segment.unit, index)
+            last[segment.unit] = index
+    spans = {span.name: span.backward for span in footprint.blocks}
+    end = len(footprint.segments) - 1
+    found = {}
+    for unit in footprint.weights:
+        forward = first.get(unit, 0)
+        # A block that is recomputed needs all of its weights when its backward begins.
+        begins = min(backward.get(unit, end), spans.get(footprint.units.get(unit) or "", end))
+        found[unit] = _Uses(forward, begins, last.get(unit, begins))
+    return found
+
+
+def _transfers(footprint: Footprint, held: Held) -> list[Transfer]:
+    uses, found = _uses(footprint), []
+    for unit, one in footprint.weights.items():
+        use = uses[unit]
+        if held.state is not None and one.trained_bytes:
+            at = use.last if held.in_backward else use.forward
+            found += _both(STATE, unit, held.state, one.state_bytes, at)
+            if not held.in_backward:
+                found.append(Transfer(GRADIENTS, unit, held.state, one.trained_bytes, use.last, loads=False))
+                found.append(Transfer(GRADIENTS, unit, held.state, one.trained_bytes, use.forward, loads=True))
+    return found + (list(_weights(footprint, held, uses)) if held.weights is not None else [])
+
+
+def _both(kind: str, unit: str, tier: str, nbytes: int, at: int) -> list[Transfer]:
+    return [Transfer(kind, unit, tier, nbytes, at, loads) for loads in (True, False)] if nbytes else []
+
+
+def _weights(footprint: Footprint, held: Held, uses: Mapping[str, _Uses]) -> list[Transfer]:
+    """What leaves is what is used last: when forward ends, the end of the model is in memory, and when backward ends, its
+    beginning.
+    """
+    assert held.weights is not None
+    order = sorted(footprint.weights, key=lambda unit: uses[unit].forward)
+    total = sum(one.weight_bytes for one in footprint.weights.values())
+    staying = max(held.weights_bytes, least_weights(footprint))
+    found, before = [], 0
+    for unit in order:
+        one, use = footprint.weights[unit], uses[unit]
+        behind = total - before - one.weight_bytes
+        came = _part(before + one.weight_bytes - staying, one.weight_bytes)  # in forward, and left in backward
+        back = _part(behind + one.weight_bytes - staying, one.weight_bytes)  # in backward, and left in forward
+        if came:
+            found.append(Transfer(WEIGHTS, unit, held.weights, came, use.forward, loads=True))
+        if back:
+            found.append(Transfer(WEIGHTS, unit, held.weights, back, use.backward, loads=True))
+        written = min(one.trained_bytes, max(came, back))
+        if written:
+            # An update in backward is written there, unless the weight stays until the next forward.
+            at = use.last if came >= back else use.forward
+            found.append(Transfer(WEIGHTS, unit, held.weights, written, at, loads=False))
+        before += one.weight_bytes
+    return found
+
+
+def _part(nbytes: int, most: int) -> int:
+    return max(0, min(nbytes, most))
+
+
+def _without_state(footprint: Footprint, held: Held) -> Footprint:
+    """Gradients are there while their unit computes; updates are a part of backward or of forward."""
+    weights = footprint.weights
+    trained = sum(one.trained_bytes for one in weights.values())
+    state = sum(one.state_bytes for one in weights.values())
+    small = max(0, footprint.gradient_bytes - trained)
+    updates: dict[int, float] = {}
+    for unit, use in _uses(footprint).items():
+        at = use.last if held.in_backward else use.forward
+        share = weights[unit].trained_bytes / max(1, trained)
+        updates[at] = updates.get(at, 0.0) + footprint.optimizer_step_s * share
+
+    def held_now(segment: Segment, index: int) -> Segment:
+        own = weights[segment.unit].trained_bytes if segment.unit in weights else 0
+        gradients = min(segment.gradient_bytes, small + own)
+        return dataclasses.replace(
+            segment,
+            live_bytes=segment.live_bytes - segment.gradient_bytes + gradients,
+            gradient_bytes=gradients,
+            seconds=segment.seconds + updates.get(index, 0.0),
+        )
+
+    return dataclasses.replace(
+        footprint,
+        segments=tuple(held_now(segment, index) for index, segment in enumerate(footprint.segments)),
+        base_bytes=footprint.base_bytes - state,
+        state_bytes=footprint.state_bytes - state,
+        gradient_bytes=small,
+        optimizer_step_bytes=min(footprint.optimizer_step_bytes, _PART_BYTES),
+        optimizer_step_s=0.0 if trained else footprint.optimizer_step_s,
+    )

@@ -1,0 +1,125 @@
+"""Weights, gradients and optimizer state in a plan: where they are, what they move, and what that does to a step."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from hf_offload.plan.choosing import Allowed, choose, least_memory
+from hf_offload.plan.footprint import UnitWeights
+from hf_offload.plan.hardware import describe_hardware
+from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, least_weights, moved_bytes, tier_bytes
+from hf_offload.plan.kinds import kinds_of
+from hf_offload.plan.plan import Placement
+from hf_offload.plan.planner import make_problem
+from tests.helpers.handmade_footprints import MB, footprint_of
+
+LAYERS, WEIGHT = 8, 150 * MB
+EVERYTHING = 4 * LAYERS * WEIGHT
+
+
+def trained(layers=LAYERS):
+    """Blocks of 100 MB of weights with gradients and twice as much state; 50 MB of activations in each."""
+    plain = footprint_of([50 * MB] * layers, [0.05] * layers, [60 * MB] * layers, base=3 * layers * WEIGHT)
+    backward = [one for one in plain.segments if one.backward]
+    gradients = {id(one): (index + 1) * WEIGHT for index, one in enumerate(backward)}
+    return dataclasses.replace(
+        plain,
+        segments=tuple(
+            dataclasses.replace(
+                one, live_bytes=one.live_bytes + gradients.get(id(one), 0), gradient_bytes=gradients.get(id(one), 0)
+            )
+            for one in plain.segments
+        ),
+        gradient_bytes=layers * WEIGHT,
+        state_bytes=2 * layers * WEIGHT,
+        optimizer_step_s=0.1,
+        weights={f"layers.{index}": UnitWeights(WEIGHT, WEIGHT, 2 * WEIGHT) for index in range(layers)},
+    )
+
+
+def machine(ssd="5GB/s", ram="64GB"):
+    return describe_hardware("24GB", tflops=80, pcie="25GB/s", ssd=ssd, ram=ram)
+
+
+def chosen(budget, hardware=None, **allowed):
+    return choose(trained(), hardware or machine(), budget, Allowed(**allowed))
+
+
+def test_a_step_that_fits_is_left_alone():
+    found = chosen(EVERYTHING + 2000 * MB)
+    assert not found.held.moves
+    assert set(found.solution.placements.values()) == {Placement.KEEP}
+
+
+BUDGETS = [size * MB for size in (800, 1200, 2000, 4000, 5200)]
+
+
+def test_more_budget_is_never_slower_and_no_plan_exceeds_its_limits():
+    hardware = machine(ram="4GB")
+    found = [chosen(budget, hardware) for budget in BUDGETS]
+    assert all(one is not None for one in found)
+    assert len({one.held for one in found}) > 2
+    for smaller, larger in itertools.pairwise(found):
+        assert larger.step_s <= smaller.step_s * 1.0001
+    for budget, one in zip(BUDGETS, found, strict=True):
+        assert one.solution.timeline.must_fit_bytes <= 0.97 * budget
+        for tier, room in hardware.room.items():
+            lying = tier_bytes(trained(), one.held).get(tier, 0) + one.solution.timeline.tier_bytes.get(tier, 0)
+            assert lying <= room
+
+
+def test_a_faster_drive_is_never_slower():
+    steps = [chosen(900 * MB, machine(ssd, ram="1MB")).step_s for ssd in ("1GB/s", "3GB/s", "12GB/s")]
+    assert all(faster <= slower for slower, faster in itertools.pairwise(steps))
+    assert steps[0] > 2 * steps[-1]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_what_is_on_tiers_passes_over_the_links(in_backward):
+    footprint, hardware = trained(), machine()
+    held = Held("ssd", "ssd", 4 * WEIGHT, in_backward)
+    found = hold(footprint, held, 2000 * MB, on_host=False)
+    written, read = moved_bytes(found)
+    state = 2 * LAYERS * WEIGHT
+    gradients = 0 if in_backward else LAYERS * WEIGHT
+    # Each weight is written once a step; what does not stay is read in forward and in backward.
+    assert written == {"ssd": state + gradients + LAYERS * WEIGHT}
+    assert read == {"ssd": state + gradients + 2 * (LAYERS - 4) * WEIGHT}
+    problem = make_problem(found, hardware, 2000 * MB)
+    kept = dict.fromkeys(footprint.units, Placement.KEEP)
+    step_s = problem.play(kept, problem.windows[0], "keep").timeline.step_s
+    assert step_s >= max(written["ssd"], read["ssd"]) / 5e9
+    assert step_s >= footprint.step_s
+    assert found.base_bytes == 4 * WEIGHT
+
+
+def test_frozen_weights_are_not_written():
+    frozen = {name: UnitWeights(one.weight_bytes, 0, 0) for name, one in trained().weights.items()}
+    footprint = dataclasses.replace(trained(), weights=frozen)
+    written, read = moved_bytes(hold(footprint, Held(None, "ram", 0), 2000 * MB, on_host=False))
+    assert written == {}
+    assert read == {"ram": 2 * LAYERS * WEIGHT - 2 * least_weights(footprint)}
+
+
+def test_less_than_two_blocks_is_refused_with_what_they_take():
+    assert chosen(350 * MB) is None
+    least = least_memory(trained(), machine(), 350 * MB, Allowed())
+    assert (least.held.state is None, least.held.weights is None) == (False, False)
+    assert least.solution.timeline.must_fit_bytes > 2 * WEIGHT
+
+
+def test_what_may_not_move_stays():
+    assert chosen(3000 * MB, state="none", weights="none") is None
+    assert chosen(3000 * MB, weights="none").held.weights is None
+    assert chosen(8000 * MB, state="ram", weights="none").held.state == "ram"
+
+
+def test_kinds_add_up():
+    found = chosen(900 * MB)
+    kinds = {one.name: one for one in kinds_of(trained(), found.problem, found.held, found.solution)}
+    assert [kinds[name].total_bytes for name in (WEIGHTS, GRADIENTS, STATE)] == [
+        LAYERS * WEIGHT, LAYERS * WEIGHT, 2 * LAYERS * WEIGHT,
+    ]  # fmt: skip
+    assert kinds[STATE].memory_bytes == kinds[GRADIENTS].memory_bytes == 0
+    assert kinds[WEIGHTS].memory_bytes >= 2 * WEIGHT
