@@ -40,7 +40,11 @@ def test_auto_leaves_a_loss_alone_that_cannot_be_tiled():
 
 
 def test_modules_are_tiled_on_auto_only_where_nothing_else_fits():
-    automatic, off = workload("offload.tiled_mlp=auto", "offload.tile_bytes=1MiB"), workload()
+    in_memory = ("offload.optimizer=none", "offload.params=none")  # else these leave, and nothing has to be tiled
+    automatic, off = (
+        workload("offload.tiled_mlp=auto", "offload.tile_bytes=1MiB", *in_memory),
+        workload(*in_memory),
+    )
     roomy = make_forecast(automatic, CARD)
     assert roomy.refusal is None
     assert roomy.problem.footprint.tiled == ()
