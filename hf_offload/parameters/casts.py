@@ -79,6 +79,10 @@ class Casts:
         self._made.clear()
         while made:
             parameter, copy = made.pop()
+            residence = whereabouts.residence(parameter)
+            if residence is not None and residence.is_held:
+                forget_cast(parameter)  # others may write there, and autocast goes on with the former value
+                continue
             # Python holds it by this variable alone, and nothing else has its memory.
             if sys.getrefcount(copy) <= 2 + _references_of_the_library() and storage_holders(copy) == 1:
                 vars(parameter)[_CASTS] = weakref.ref(copy), parameter._version

@@ -16,13 +16,19 @@ _WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multih
 
 
 class WithPlainParameters(ReplacedForward):
-    """Completes the parameters, and makes them plain ones while the module computes without gradients."""
+    """Completes the parameters, and makes them plain ones while the module computes without gradients: because they are
+    disabled, or because nothing needs one.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.module.training or torch.is_grad_enabled():
+        if self.module.training or (torch.is_grad_enabled() and self._needs_gradients(args, kwargs)):
             return self.own_forward(*args, **kwargs)
         with as_plain([p for p in self.module.parameters() if is_demanded(p)]):
             return self.own_forward(*args, **kwargs)
+
+    def _needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        return any(value.requires_grad for value in (*given, *self.module.parameters()))
 
 
 def keep_fast_paths(model: nn.Module) -> None:

@@ -74,9 +74,23 @@ def test_the_copy_of_a_weight_has_no_memory_between_two_uses(tmp_path):
     output.float().sum().backward()
 
 
+def change(weight):
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def change_data(weight):
+    weight.data.mul_(2)  # the weight's version stays
+
+
+def change_array(weight):
+    weight.detach().numpy()[:] *= 2
+
+
 @pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("changes", [change, change_data, change_array])
 def test_a_weight_that_is_changed_inside_of_autocast_is_used_with_its_former_value_as_in_memory(
-    tmp_path, needs_gradient
+    tmp_path, needs_gradient, changes
 ):
     def outputs(offloaded):
         torch.manual_seed(0)
@@ -90,8 +104,7 @@ def test_a_weight_that_is_changed_inside_of_autocast_is_used_with_its_former_val
                 output = model(x)
                 output.float().square().sum().backward()
                 found += [output.detach(), x.grad if needs else x]
-                with torch.no_grad():
-                    model.weight.mul_(2)
+                changes(model.weight)
         return found
 
     assert all(torch.equal(one, other) for one, other in zip(outputs(False), outputs(True), strict=True))

@@ -251,6 +251,20 @@ def test_a_module_that_is_added_takes_its_fast_path(tmp_path):
         assert torch.equal(model[1](inputs), expected)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_a_fast_path_is_taken_with_gradients_enabled_where_nothing_needs_one(tmp_path, frozen, needs_gradient):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 2).eval()
+    model.requires_grad_(not frozen)
+    inputs = torch.randn(2, 5, 32, requires_grad=needs_gradient)
+    padding = torch.tensor([5 * [False], 3 * [False] + 2 * [True]])
+    expected = model(inputs, src_key_padding_mask=padding)
+    parked(model, tmp_path)
+    assert torch.equal(model(inputs, src_key_padding_mask=padding), expected)
+
+
 def with_data(tensor, weight):
     tensor.data = weight
     return tensor
