@@ -26,7 +26,7 @@ _SMALL_STATE = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Where weights, gradients and state are, and the plan for the activations beside them."""
+    """Where weights, gradients and state are, and the plan for the activations with them."""
 
     held: Held
     problem: Problem
