@@ -47,9 +47,11 @@ class Training:
         self.model(**self.batch).loss.backward()
         self.optimizer.step()
         if self.evaluates:
-            with torch.no_grad():
-                self.model.eval()(**self.batch)
-            self.model.train()
+            try:
+                with torch.no_grad():
+                    self.model.eval()(**self.batch)
+            finally:
+                self.model.train()
 
     def values(self):
         return copied(self.model.state_dict()), copied(self.optimizer.state_dict())

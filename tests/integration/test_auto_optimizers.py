@@ -143,7 +143,7 @@ def test_state_under_one_weights_name_is_not_expected_of_all(tmp_path):
     def run(budget):
         model = net()
         optimizer = by_history(model)
-        config = OffloadConfig(tier="auto", directory=tmp_path, memory_budget=budget, min_bytes=4096)
+        config = OffloadConfig(tier="auto", params="none", directory=tmp_path, memory_budget=budget, min_bytes=4096)
         with offload_activations(model, config) as session:
             for index in range(6):
 

@@ -336,18 +336,21 @@ def test_of_micro_batches_that_do_not_fit_the_largest_names_the_budget(rows, tmp
         model = net()
         with offload_activations(model, auto(tmp_path, budget)) as session:
             optimizer = torch.optim.AdamW(model.parameters())
+            peaks = []  # a step that is slower than its plan is measured for another one, and has none
             for _ in range(count):
                 for size in rows:
                     model(batch(size)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 session.end_step()
-            return session.forecast.measured_peak_bytes
+                if session.forecast is not None and session.forecast.measured_peak_bytes is not None:
+                    peaks.append(session.forecast.measured_peak_bytes)
+            return max(peaks)
 
     with pytest.raises(OffloadPlanError) as refusal:
         steps("2MiB", 1)
     smallest = refusal.value.smallest_bytes
-    assert steps(smallest, 4) <= smallest
+    assert steps(smallest, 6) <= smallest
 
 
 LEVEL = contextvars.ContextVar("LEVEL", default=1.0)
