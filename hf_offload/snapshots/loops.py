@@ -168,8 +168,8 @@ class LoopSnapshots:
             weights.load(found.folder / name)
         self._source.load(found.folder)
         self.step = self.resumed_step = found.step
-        self._position.restore(torch.load(found.folder / _POSITION_FILE, weights_only=False))
-        contents.restore_random_states(torch.load(found.folder / _RANDOM_FILE, weights_only=False))
+        self._position.restore(_read(found.folder / _POSITION_FILE))
+        contents.restore_random_states(_read(found.folder / _RANDOM_FILE))
         logger.info("Resuming from the snapshot of step %d in %s.", found.step, found.place)
 
     def _take(self, taking: Snapshots) -> None:
@@ -228,7 +228,15 @@ class Objects:
 
     def load(self, folder: Path) -> None:
         for name, each in self._objects.items():
-            each.load_state_dict(torch.load(folder / f"{name}.pt", map_location="cpu", weights_only=False))
+            each.load_state_dict(_read(folder / f"{name}.pt"))
+
+
+def _read(file: Path) -> Any:
+    """Tensors, numbers, texts and the states of NumPy's generators; a file with anything else is an error."""
+    from transformers.trainer_pt_utils import safe_globals
+
+    with safe_globals():
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def refuse_loop(config: OffloadConfig, processes: int) -> None:
