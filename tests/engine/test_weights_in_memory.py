@@ -91,9 +91,12 @@ def go(weight, store):
         weight.send(store)
 
 
-def test_memory_that_comes_back_while_the_drive_writes_it_is_the_weights_own(chain, monkeypatch):
+@pytest.fixture
+def written(chain, monkeypatch):
+    """A weight that was changed, and has come back while the drive writes it: with its value, and the drive that waits."""
     model, session, store, weights = chain
-    expected = model[0].weight.detach().clone()
+    store.window_bytes = 64 << 20  # room for buffers that are kept for others
+    expected = model[0].weight.detach().clone() + 1
     leave_memory(session)
     session.residency.limit_bytes = 1 << 30
     come(weights[0])
@@ -104,31 +107,26 @@ def test_memory_that_comes_back_while_the_drive_writes_it_is_the_weights_own(cha
         go(weights[0], store)
         assert hang.inside.wait(60)
         come(weights[0])
+        yield model[0].weight, weights[0], store, expected, hang
     finally:
         hang.end()
-    store.settle()
-    store.new_buffer(NBYTES, model[0].weight.data_ptr() % 4096).fill_(0xFF)
-    assert torch.equal(model[0].weight.detach(), expected + 1)
 
 
-def test_memory_that_was_looked_at_while_the_drive_writes_it_is_kept_until_it_is_written(chain, monkeypatch):
-    model, session, store, weights = chain
-    expected = model[0].weight.detach().clone()
-    leave_memory(session)
-    session.residency.limit_bytes = 1 << 30
-    come(weights[0])
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    hang = Hang(monkeypatch, "write_once")
-    try:
-        go(weights[0], store)
-        assert hang.inside.wait(60)
-        come(weights[0])
-        phase = weights[0]._buffer.data_ptr() % 4096
-        go(weights[0], store)
-        store.new_buffer(NBYTES, phase).fill_(0xFF)
-    finally:
-        hang.end()
+def test_memory_that_comes_back_while_the_drive_writes_it_is_the_weights_own(written):
+    parameter, _, store, expected, hang = written
+    phase = parameter.data_ptr() % 4096
+    hang.end()
     store.settle()
-    assert not weights[0].is_in_memory
-    assert torch.equal(model[0].weight.detach(), expected + 1)
+    store.new_buffer(NBYTES, phase).fill_(0xFF)
+    assert torch.equal(parameter.detach(), expected)
+
+
+def test_memory_that_was_looked_at_while_the_drive_writes_it_is_kept_until_it_is_written(written):
+    parameter, weight, store, expected, hang = written
+    phase = weight._buffer.data_ptr() % 4096
+    go(weight, store)
+    store.new_buffer(NBYTES, phase).fill_(0xFF)
+    hang.end()
+    store.settle()
+    assert not weight.is_in_memory
+    assert torch.equal(parameter.detach(), expected)
