@@ -254,7 +254,7 @@ class Keeper:
     # -- on disk, in a thread -----------------------------------------------------------------------------------------------
 
     def _stop_writing(self) -> None:
-        """After the checkpoint that is being written, which is complete then."""
+        """Once the newest snapshot is on disk."""
         with self._lock:
             self._stopped = True
             self._disk.notify()
@@ -262,12 +262,14 @@ class Keeper:
             self._writer.join()
 
     def _write_to_disk(self) -> None:
-        """The newest snapshot, again and again: one that is taken while another is written comes next, or is left out."""
+        """The newest snapshot, again and again: one that is taken while another is written comes next, or is left out for
+        a newer one. The last is never left out.
+        """
         while True:
             with self._lock:
                 while not self._stopped and (self._unwritten is None or self._unwritten.record is None):
                     self._disk.wait()
-                if self._stopped or self._unwritten is None or self._directory is None:
+                if self._unwritten is None or self._unwritten.record is None or self._directory is None:
                     return
                 slot, self._unwritten = self._unwritten, None
                 assert slot.record is not None

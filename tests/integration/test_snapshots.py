@@ -22,7 +22,7 @@ from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArgu
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, TierFullError
 from hf_offload.errors import SnapshotError
-from hf_offload.snapshots import restoring
+from hf_offload.snapshots import process, restoring
 from hf_offload.snapshots.client import SnapshotClient, address_of
 from hf_offload.storage.service import storage_of
 from tests.faults.killed_snapshots import held_by, result_of, same, trainer_in
@@ -281,6 +281,37 @@ def test_a_checkpoint_on_disk_is_one_of_the_trainer(whole, tmp_path):
     model = GPT2LMHeadModel.from_pretrained(disk / "checkpoint-16")
     saved = load_file(disk / "checkpoint-16" / "model.safetensors")
     assert all(torch.equal(model.state_dict()[name], saved[name]) for name in saved)
+
+
+def test_the_last_snapshot_is_written_to_disk_though_the_one_before_still_is_when_training_ends(tmp_path, monkeypatch):
+    writes, goes_on, written = threading.Event(), threading.Event(), process._write_checkpoint
+
+    def held_up(*args):
+        writes.set()
+        assert goes_on.wait(30)
+        written(*args)
+
+    monkeypatch.setattr(process, "_write_checkpoint", held_up)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address_of(tmp_path))
+    listener.listen()
+    keeper = process.Keeper(listener)
+    thread = threading.Thread(target=keeper.run)
+    thread.start()
+    client = SnapshotClient.connect(address_of(tmp_path), start=False)
+    client.ask("join")
+    client.ask("start", run="run", began=0.0, directory=str(tmp_path / "disk"), wait_s=1.0, slots=3)
+    for step in (4, 8):
+        slot = client.ask("begin")["slot"]
+        client.ask("commit", slot=slot, record={"run": "run", "sequence": step, "step": step, "files": []})
+        assert writes.wait(30)
+    client.ask("done")
+    goes_on.set()
+    thread.join()
+    client.close()
+    for each in (listener, *keeper._connections.values()):  # a process that ends closes them
+        each.close()
+    assert sorted(path.name for path in (tmp_path / "disk").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-8"]
 
 
 def test_one_that_starts_anew_drops_the_snapshots_of_the_one_before(whole, tmp_path, caplog):
