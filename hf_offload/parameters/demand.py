@@ -21,6 +21,7 @@ from torch import nn
 from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.backward import asking_in_backward
 from hf_offload.parameters.casts import forget_cast
+from hf_offload.parameters.changes import Call, changes_uncounted
 from hf_offload.parameters.harmless import is_harmless
 from hf_offload.parameters.holders import storage_holders
 from hf_offload.parameters.saved import Residence
@@ -34,8 +35,6 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _MAKING = nn.Parameter.__new__.__code__
 _SAVING = nn.Module._save_to_state_dict.__code__
 _ADDRESSES = {torch.Tensor.data_ptr, vars(torch.Tensor)["__cuda_array_interface__"].__get__}
-# They change tensors without counting it as a version.
-_UNCOUNTED = {getattr(torch, name) for name in dir(torch) if name.startswith("_fused_") and name.endswith("_")}
 # They read every gradient only to drop it, or to make zeros of it.
 _ZEROING = {nn.Module.zero_grad.__code__}
 
@@ -64,13 +63,16 @@ class DemandedParameter(nn.Parameter):
             each is not torch.Tensor and not issubclass(each, (DemandedParameter, HoldingView)) for each in types
         )
         if others or _has_functions_of_its_own(cls):
-            with as_plain(asked, _changes_uncounted(func)), views_in_memory((args, kwargs)):
+            with as_plain(asked, changes_uncounted(func)), views_in_memory((args, kwargs)):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.autograd.grad:  # whose weights need not be in memory
                 with in_memory(list(demanded_in((args[2:], kwargs)))), asking_in_backward():
                     return func(*args, **kwargs)
-            with in_memory(parameters, _changes_uncounted(func)), views_in_memory((args, kwargs)):
+            with (
+                in_memory(parameters, changes_uncounted(func), Call(func, args, kwargs)),
+                views_in_memory((args, kwargs)),
+            ):
                 if func in _ADDRESSES and (residence := residence_of(asked[0])) is not None:
                     residence.note_address()
                 result = func(*args, **kwargs)
@@ -215,15 +217,6 @@ def _asking(wrap: Callable[..., Any]) -> Callable[..., Any]:
         return wrap(value, *args, **kwargs)
 
     return asking
-
-
-def _changes_uncounted(func: Any) -> bool:
-    """Whether ``func`` may change its arguments without a change of their versions, as fused optimizers do. Operators that
-    were defined elsewhere do so, too, unless their authors have thought of it.
-    """
-    if isinstance(func, torch._ops.OpOverloadPacket):
-        return any(schema.is_mutable for schema in func._schemas.values())
-    return func._schema.is_mutable if isinstance(func, torch._ops.OpOverload) else func in _UNCOUNTED
 
 
 def _answer(parameter: nn.Parameter, func: Any, args: Any) -> None:

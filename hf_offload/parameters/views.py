@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload.interrupts import signals_deferred
+from hf_offload.parameters.changes import Call
 from hf_offload.parameters.harmless import is_harmless
 from hf_offload.parameters.holders import hull_of
 from hf_offload.parameters.saved import SavedWeight, SharesMemory, whereabouts
@@ -38,7 +39,7 @@ class FollowingView(Tensor):
         if is_harmless(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        with views_in_memory((args, kwargs)):
+        with views_in_memory((args, kwargs), Call(func, args, kwargs)):
             return func(*args, **kwargs)
 
 
@@ -58,11 +59,11 @@ class HoldingView(SharesMemory):
             if func is Tensor.detach and _is_made_a_parameter():
                 args[0].__class__ = Tensor  # which the parameter is compared with; it has the memory, and holds it
             if all(each is HoldingView for each in types):
-                with in_memory(parameters):
+                with in_memory(parameters, call=Call(func, args, kwargs)):
                     result = func(*args, **kwargs)
                     note_views(func, result, parameters)
                     return result
-        with in_memory(parameters), _as_plain(list(_found((args, kwargs), HoldingView))):
+        with in_memory(parameters, call=Call(func, args, kwargs)), _as_plain(list(_found((args, kwargs), HoldingView))):
             return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
@@ -121,8 +122,10 @@ def note_views(func: Any, result: Any, parameters: list[Any]) -> None:
 
 
 @contextlib.contextmanager
-def views_in_memory(values: Any) -> Iterator[None]:
-    """Let the views that are in ``values`` be plain tensors with their memory inside the block."""
+def views_in_memory(values: Any, call: Call | None = None) -> Iterator[None]:
+    """Let the views that are in ``values`` be plain tensors with their memory inside the block, which is a ``call``, if that
+    is known.
+    """
     views = {id(view): view for view in _found(values, FollowingView)}
     if not views:
         yield
@@ -130,7 +133,7 @@ def views_in_memory(values: Any) -> Iterator[None]:
     saved = [(view, vars(view)[_SAVED]) for view in views.values()]
     for _, weight in saved:
         complete(weight.parameter)
-    with in_memory([weight.parameter for _, weight in saved]):
+    with in_memory([weight.parameter for _, weight in saved], call=call):
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 for view, weight in saved:

@@ -7,7 +7,8 @@ from typing import Protocol
 from torch import nn
 
 from hf_offload.interrupts import signals_deferred
-from hf_offload.parameters.casts import fill_cast
+from hf_offload.parameters.casts import fill_cast, has_casts, keep_casts
+from hf_offload.parameters.changes import Call, changes_arguments
 from hf_offload.parameters.hooks import saving_hooks
 from hf_offload.parameters.saved import Residence
 
@@ -50,24 +51,39 @@ def complete(parameter: nn.Parameter) -> None:
         demand.finish()
 
 
+def about_to_change(parameter: nn.Parameter) -> None:
+    """``parameter`` gets another value later, which counts as a change from now on: graphs keep their casts of this one."""
+    if has_casts(parameter):
+        with in_memory([parameter]):
+            pass
+
+
 @contextlib.contextmanager
-def in_memory(parameters: Iterable[nn.Parameter], changed: bool = False) -> Iterator[None]:
+def in_memory(parameters: Iterable[nn.Parameter], changed: bool = False, call: Call | None = None) -> Iterator[None]:
     """Let the memory of ``parameters`` be there inside the block, which may have ``changed`` it in a way that does not show.
-    What autograd saves of it inside the block does not hold it.
+    What autograd saves of it inside the block does not hold it. The block is a ``call``, or something that is not known.
     """
     residents = [(each, found) for each in parameters if (found := residence_of(each)) is not None]
     if not residents:
         yield
         return
     entered: list[Residence] = []
+    cast: list[tuple[nn.Parameter, Residence]] = []
     try:
         with signals_deferred:  # but where one of them waits for the drive
             for parameter, residence in residents:
                 residence.enter()
                 entered.append(residence)
-                fill_cast(parameter)
+                if fill_cast(parameter):
+                    cast.append((parameter, residence))
+            if cast and (changed or call is None or changes_arguments(call)):
+                for parameter, _ in cast:
+                    keep_casts(parameter)
         with saving_hooks([parameter for parameter, _ in residents]):
             yield
+        for parameter, residence in cast:
+            if residence.is_held:  # by others that may write there
+                keep_casts(parameter)
     finally:
         try:
             _leave(entered, changed)

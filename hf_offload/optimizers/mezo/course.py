@@ -17,7 +17,7 @@ from hf_offload.errors import OffloadError
 from hf_offload.optimizers.mezo.directions import Directions, Move, Shift, Update
 from hf_offload.parameters.contexts import outside
 from hf_offload.parameters.demand import demanded, held_elsewhere
-from hf_offload.parameters.waiting import complete, demand_of, in_memory, residence_of
+from hf_offload.parameters.waiting import about_to_change, complete, demand_of, in_memory, residence_of
 
 
 class Course:
@@ -54,6 +54,8 @@ class Course:
 
     def _add(self, seed: int, move_of: Callable[[int], Move]) -> None:
         with self._lock:
+            for parameter in self.parameters:
+                about_to_change(parameter)
             number, count = self.end
             if number not in self._steps:
                 self._steps[number] = _Step(seed, {0: self._directions.generator(seed).get_state()})

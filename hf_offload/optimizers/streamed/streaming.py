@@ -29,7 +29,7 @@ from hf_offload.optimizers.streamed.shadow import Shadow, attributes_of, options
 from hf_offload.optimizers.streamed.states import States
 from hf_offload.parameters.contexts import StepContext, is_outside, outside
 from hf_offload.parameters.demand import gradient_of, held_elsewhere, own_class, set_gradient
-from hf_offload.parameters.waiting import demand_of, in_memory
+from hf_offload.parameters.waiting import about_to_change, demand_of, in_memory
 from hf_offload.storage.stored import Store
 
 PART_BYTES = 8 << 20
@@ -243,6 +243,7 @@ class Streaming:
                     record.refresh(parameter)
                     # A gradient in memory is the user's, who may change it from now on.
                     if may_wait and update.gradient is not None and not held_elsewhere(parameter):
+                        about_to_change(parameter)
                         torch.autograd.graph.increment_version(parameter)  # backward of older graphs is an error
                     else:
                         at_once.append(record)
