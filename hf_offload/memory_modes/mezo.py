@@ -32,7 +32,7 @@ class Mezo(MemoryMode):
     Args:
         eps: How far weights go in a random direction, and in the opposite one.
         restore: ``"reference"``: weights go back as in the authors' code, which leaves rounding errors. ``"pristine"``: they
-            are copied before.
+            are copied before, or read again from the tier.
         seed: The seeds of all steps depend on it.
     """
 
@@ -90,11 +90,6 @@ class Mezo(MemoryMode):
         why = "memory_mode='mezo' has no backward"
         if config.tier not in ("none", "auto"):
             yield f"tier={config.tier!r} moves what is saved for backward, and {why}: set tier='none'."
-        if config.params not in (None, "none") and self.restore == "pristine":
-            yield (
-                f"params={config.params!r} moves weights out of memory, and restore='pristine' keeps a copy of them in it: "
-                "use restore='reference'."
-            )
         if config.optimizer not in (None, "none"):
             yield f"optimizer={config.optimizer!r} moves state and gradients, and memory_mode='mezo' has none: leave it out."
         if config.tiles:

@@ -20,17 +20,35 @@ class Derivation(Protocol):
         """Whether the value in memory is not yet the one to use."""
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the value to use cannot be made from the one in memory, but only from the one that is kept."""
+
+    @property
+    def may_come_again(self) -> bool:
+        """Whether the value that is kept may be needed again after it has come to memory and was changed there."""
+
+    @property
+    def is_kept_next(self) -> bool:
+        """Whether, on the way to the value to use, there is one to be kept first: :meth:`derive` stops there."""
+
+    @property
     def may_go(self) -> bool:
         """Whether the value in memory need not be kept: it is computed anew from the one that was."""
 
     def arrived(self) -> None:
         """The value that is kept is in memory."""
 
+    def changes_in_sight(self) -> None:
+        """The value in memory is about to change where others may look at it."""
+
     def kept(self) -> None:
         """The value in memory is kept from now on."""
 
+    def copy(self, value: Tensor) -> None:
+        """Keep a copy of ``value``, the one in memory, whose memory others may look at: it changes where it is."""
+
     def derive(self, value: Tensor) -> None:
-        """Change ``value``, the one in memory, to the one to use."""
+        """Change ``value``, the one in memory, to the one to use, or to the next one that is to be kept."""
 
 
 class Residence(Protocol):
@@ -51,6 +69,10 @@ class Residence(Protocol):
 
     def note_address(self) -> None:
         """The address of the parameter's memory is about to be known."""
+
+    @property
+    def is_mostly_away(self) -> bool:
+        """Whether no more than half of the weights of its model may be in memory at a time."""
 
     @property
     def is_held(self) -> bool:

@@ -86,6 +86,10 @@ class Weight:
         self.derivation = derivation
 
     @property
+    def is_mostly_away(self) -> bool:
+        return self.residency.total_bytes > 2 * self.residency.limit_bytes
+
+    @property
     def may_be_seen(self) -> bool:
         return self.is_in_memory and (self.uses > 0 or self.stays or self.is_held)
 
@@ -148,6 +152,8 @@ class Weight:
         buffer, stored = self._buffer, self._stored
         if self.derivation is not None and not self.derivation.may_go:
             self._changed = True
+        elif self.derivation is not None and self.derivation.may_come_again:
+            self._changed = self._exposed = False  # what is kept stays as it is
         if self._changed or self._exposed:
             buffer = self._bytes(parameter) if buffer is None else buffer
             digest = xxhash.xxh3_128_digest(buffer.numpy().data)
@@ -182,8 +188,9 @@ class Weight:
         if parameter is None or self._memory is not None:
             return
         assert self._stored is not None
+        comes_again = self.derivation is not None and self.derivation.may_come_again
         try:
-            buffer = self._stored.lend()
+            buffer = self._stored.take(last=False) if comes_again else self._stored.lend()
         except StorageError as error:
             raise StorageError(
                 f"The weight {self.name} cannot be read back: go on from the last checkpoint. {error}"
@@ -205,12 +212,54 @@ class Weight:
         if derivation is None or parameter is None or not derivation.is_due:
             return
         with outside():
-            stored, buffer = self._stored, self._buffer
-            if stored is not None and buffer is not None and not stored.is_safe_without(buffer):
-                self._changed = True  # else the value that is kept would change
-            derivation.derive(parameter.detach())
-            self._version = parameter._version  # others have changed nothing
+            if self.may_be_seen:
+                derivation.changes_in_sight()
+            if derivation.is_lost:
+                self._restore(derivation, parameter)
+            if derivation.is_kept_next:
+                self._derive(derivation, parameter)
+                if self.may_leave():
+                    self._keep(derivation, parameter)
+                else:
+                    derivation.copy(parameter.detach())
+            self._derive(derivation, parameter)
             self._copy = None
+
+    def _restore(self, derivation: Derivation, parameter: nn.Parameter) -> None:
+        """Let the value that is kept be in memory again."""
+        if derivation.may_go and self.may_leave():
+            self.send(self.residency.store)
+            self.bring()
+            return
+        assert self._stored is not None
+        flat = self._stored.take(last=False).view(parameter.dtype)
+        parameter.detach().copy_(flat.as_strided(parameter.size(), parameter.stride(), 0))
+        derivation.arrived()
+
+    def _derive(self, derivation: Derivation, parameter: nn.Parameter) -> None:
+        if not derivation.is_due:
+            return
+        stored, buffer = self._stored, self._buffer
+        if stored is not None and buffer is not None and not stored.is_safe_without(buffer):
+            self._changed = True  # else the value that is kept would change
+        derivation.derive(parameter.detach())
+        self._version = parameter._version  # others have changed nothing
+
+    def _keep(self, derivation: Derivation, parameter: nn.Parameter) -> None:
+        """Write what is in memory, and let the parameter have a copy: what is written may not change."""
+        store = self.residency.store
+        written = self._bytes(parameter) if self._buffer is None else self._buffer
+        fresh = parameter.detach().clone()
+        assert self._memory is not None
+        whereabouts.remove(self._memory, self)
+        parameter.data = fresh
+        self._buffer = None
+        self._stored = Stored(store, written)
+        self._note_memory(parameter)
+        self._changed = self._exposed = False
+        derivation.kept()
+        self._stored.send()
+        store.throttle()
 
     def read_ahead(self) -> bool:
         """Begin to read it, if there is room for that; false otherwise."""

@@ -268,6 +268,8 @@ class Stored:
         """Wait until what was lent may be changed while the tier has it as it was. False if the tier has not: then
         ``buffer`` is the only place where it is.
         """
+        if buffer is not self._buffer:
+            return True
         self.wait_until_written()
         with signals_deferred, self._store.lock:
             if buffer is self._buffer and self._is_written():

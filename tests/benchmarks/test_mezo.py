@@ -22,5 +22,5 @@ def test_a_small_model_is_trained_with_table_and_figures(tmp_path):
     measured = found["measured"]
     assert measured["roofline_ratio"] == pytest.approx(measured["step_s"] / measured["roofline_s"])
     assert 0 < measured["written_bytes_per_weight"] <= 4
-    assert measured["written_bytes_per_weight"] < measured["read_bytes_per_weight"] <= 8
+    assert 0 < measured["read_bytes_per_weight"] <= 4 * (1 + 512 * 256 / found["weights"])  # the head is the embedding
     assert all(one["most_weight_bytes"] < 4 * found["weights"] / 2 for one in found["steps_taken"])

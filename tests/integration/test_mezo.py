@@ -428,10 +428,6 @@ def test_arguments_that_are_refused(others, message, tmp_path):
     [
         ({"tier": "ram"}, "tier='ram' moves what is saved for backward"),
         ({"tier": "none", "optimizer": "ram"}, "optimizer='ram' moves state and gradients"),
-        (
-            {"tier": "none", "params": "ram", "memory_mode_kwargs": {"restore": "pristine"}},
-            "params='ram' moves weights out of memory, and restore='pristine' keeps a copy",
-        ),
         ({"tier": "none", "sampled_linear": 0.3}, "sampled_linear estimates gradients"),
         ({"tier": "none", "tiled_loss": "on"}, "compute in pieces what has a backward"),
     ],

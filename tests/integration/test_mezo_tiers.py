@@ -31,17 +31,17 @@ def groups_of(model):
     return [{"params": trained[::2], "weight_decay": 0.1}, {"params": trained[1::2], "lr": 2e-2}]
 
 
-def optimizer_of(model):
-    return MeZO(groups_of(model), model, lr=1e-2, **SETTINGS)
+def optimizer_of(model, restore="reference"):
+    return MeZO(groups_of(model), model, lr=1e-2, restore=restore, **SETTINGS)
 
 
 def no_event(model, optimizer, step):
     pass
 
 
-def trained(model, name, between=no_event, session=None):
+def trained(model, name, between=no_event, session=None, restore="reference"):
     """The weights, the log and all losses after some steps, with ``between`` after each."""
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, restore)
     losses = []
     for step in range(STEPS):
         for group in optimizer.param_groups:
@@ -59,14 +59,18 @@ def of(name):
     return model
 
 
+RESTORES = pytest.mark.parametrize("restore", ["reference", "pristine"])
+
+
+@RESTORES
 @pytest.mark.parametrize(
     ("name", "tier"), [("gpt2", "ram"), ("bert", "ssd"), ("t5", "ssd"), ("llama", "ssd"), ("mixtral", "ssd")]
 )
-def test_weights_move_when_they_are_used_and_have_the_bits_of_a_run_in_memory(name, tier, tmp_path):
-    expected = trained(of(name), name)
+def test_weights_move_when_they_are_used_and_have_the_bits_of_a_run_in_memory(name, tier, restore, tmp_path):
+    expected = trained(of(name), name, restore=restore)
     model = of(name)
     session = attached(model, tmp_path, tier)
-    assert trained(model, name, session=session)[1:] == expected[1:]
+    assert trained(model, name, session=session, restore=restore)[1:] == expected[1:]
     assert same(weights(model), expected[0])
     initial = weights(of(name))
     replay(expected[1], initial)
@@ -109,19 +113,21 @@ def a_resumed_log(model, optimizer, step):
 EVENTS = [an_evaluation, a_state_dict, changes_by_others, an_aborted_step, a_resumed_log]
 
 
+@RESTORES
 @pytest.mark.parametrize("between", EVENTS)
-def test_what_comes_between_steps_finds_weights_as_in_memory(between, tmp_path):
+def test_what_comes_between_steps_finds_weights_as_in_memory(between, restore, tmp_path):
     model, other = tiny_model("gpt2"), tiny_model("gpt2")
-    expected = trained(model, "gpt2", between)
+    expected = trained(model, "gpt2", between, restore=restore)
     session = attached(other, tmp_path)
-    found = trained(other, "gpt2", between, session)
+    found = trained(other, "gpt2", between, session, restore)
     assert found[1:] == expected[1:]
     assert same(found[0], expected[0])
     if between is a_state_dict:
         assert same(model.kept, other.kept)
 
 
-def test_memory_that_others_hold_follows_at_once(tmp_path):
+@RESTORES
+def test_memory_that_others_hold_follows_at_once(restore, tmp_path):
     """Views and arrays of large and of small weights, and a block that lets weights come."""
     model, other = tiny_model("gpt2"), tiny_model("gpt2")
     session = attached(other, tmp_path)
@@ -129,7 +135,7 @@ def test_memory_that_others_hold_follows_at_once(tmp_path):
     for one in (model, other):
         large, small = one.transformer.h[0].mlp.c_fc.weight, one.transformer.h[0].ln_1.weight
         arrays = [each.detach().numpy() for each in (large, small)]
-        optimizer = optimizer_of(one)
+        optimizer = optimizer_of(one, restore)
         found = []
 
         def closure(one=one, arrays=arrays, found=found):
@@ -153,11 +159,12 @@ def test_memory_that_others_hold_follows_at_once(tmp_path):
     assert same(weights(model), weights(other))
 
 
-def test_weights_that_find_no_room_on_the_tier_have_the_same_bits(tmp_path):
-    expected = trained(tiny_model("gpt2"), "gpt2")
+@RESTORES
+def test_weights_that_find_no_room_on_the_tier_have_the_same_bits(restore, tmp_path):
+    expected = trained(tiny_model("gpt2"), "gpt2", restore=restore)
     model = tiny_model("gpt2")
     session = attached(model, tmp_path, disk_budget="32KiB")
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, restore)
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] *= 0.7
@@ -209,12 +216,13 @@ def test_autocast_keeps_no_casts_of_weights_that_leave_memory(tmp_path):
     assert found == [False] * 4 + expected[4:]
 
 
-def test_a_step_reads_each_weight_twice_and_writes_it_once(tmp_path):
+@RESTORES
+def test_a_step_reads_each_weight_twice_and_writes_it_once(restore, tmp_path):
     """4 bytes written and 8 read of a parameter in fp32."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     session = attached(model, tmp_path, memory_budget=None)
     residency = session.residency
-    optimizer = MeZO(model.parameters(), model, lr=1e-3)
+    optimizer = MeZO(model.parameters(), model, lr=1e-3, restore=restore)
     inputs = torch.randn(4, 64)
     moved = []
     for _ in range(6):

@@ -5,6 +5,8 @@ Note: what is written
     its memory comes, it makes those that it has not made; it goes without being written where the same moves lead
     there from what was written before. So a step reads a weight once for each forward pass, and writes it once.
     The operations of each weight and their order are those of weights in memory, and so are the bits.
+    A weight that is to be as it was (``restore="pristine"``) is written before it moves, and read again instead of going
+    back: as often as one that goes back.
 """
 
 import threading
@@ -15,9 +17,17 @@ from torch import Tensor, nn
 
 from hf_offload.errors import OffloadError
 from hf_offload.optimizers.mezo.directions import Directions, Move, Shift, Update
+from hf_offload.optimizers.mezo.pairs import UnfitError
 from hf_offload.parameters.contexts import outside
 from hf_offload.parameters.demand import demanded, held_elsewhere
 from hf_offload.parameters.waiting import about_to_change, complete, demand_of, in_memory, residence_of
+
+Place = tuple[int, int]
+"""The number of a stage of the way, and how many of its moves were made."""
+
+
+NOT_A_NUMBER = 1 << 30
+"""The number of moves after which a weight is not a number, as no moves make it."""
 
 
 class Course:
@@ -25,24 +35,73 @@ class Course:
 
     Attributes:
         parameters: The weights.
-        end: The number of the present step, and how many moves it has.
+        end: Where weights are to be when they are used.
+        kept_at: Where a weight is kept before it goes on, as it may have to go on from there again. None: weights are kept
+            when they leave memory.
+        is_seen: Others can look at the memory of some of them without asking.
+        takes_turns: Two passes take turns: one that can see how a weight changes for the other one ends with
+            :class:`~hf_offload.optimizers.mezo.pairs.UnfitError`.
     """
 
     def __init__(self, weights: dict[str, nn.Parameter]):
         self.parameters = list(weights.values())
         self._directions = Directions(self.parameters)
-        self._steps: dict[int, _Step] = {}
+        self._stages: dict[int, _Stage] = {}
+        self._begun = 0  # the stage that the present step began with
         self._lock = threading.RLock()
-        self.end = (0, 0)
+        self.end: Place = (0, 0)
+        self.kept_at: Place | None = None
+        self.is_seen = self.takes_turns = False
         self._moving = [MovingWeight(self, number, name) for number, name in enumerate(weights)]
 
     def begin_step(self) -> None:
         """The moves to come are those of another step. Weights that no pass of the last step has used make its moves now."""
-        last = self.end[0]
+        last = self._begun
         self._settle(one.number for one in self._moving if one.now[0] < last)
         with self._lock:
-            self._steps = {number: step for number, step in self._steps.items() if number >= last}
-            self.end = (last + 1, 0)
+            self._stages = {number: stage for number, stage in self._stages.items() if number >= last}
+            self._begun = self.end[0] + 1
+            self.end = (self._begun, 0)
+
+    def keep_here(self) -> None:
+        """Each weight is kept where it is to be now, and can go on from there again, until :meth:`go_on` or :meth:`undo`."""
+        self.kept_at = self.end
+
+    def turn(self, count: int, inform: bool = True) -> None:
+        """Let weights be where they have made so many moves of this step when they are used."""
+        self.end = (self.end[0], count)
+        if inform:
+            self._inform()
+
+    def go_on(self) -> None:
+        """All moves of this step are to be made. No weight goes on from where it was kept again."""
+        self.kept_at = None
+        if self.end[0] in self._stages:
+            self.turn(len(self._stages[self.end[0]].moves), inform=False)
+        self._forget_copies()
+
+    def undo(self) -> None:
+        """Weights have not made the moves since :meth:`keep_here`, which is where the step has begun."""
+        with self._lock:
+            number = self.end[0]
+            undone = self._stages.pop(number, None)
+            if undone is not None:
+                self._stages[number + 1] = _Stage(undone.seed, undone.states)
+            self.end, self.kept_at = (number + 1, 0), None
+        self._inform()
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        copied = [one for one in self._moving if one.copy_of is not None]
+        self._settle(one.number for one in copied)
+        for one in copied:
+            one.copy_of = None
+
+    def is_lost(self, place: Place) -> bool:
+        """Whether no moves lead from ``place`` to the end."""
+        number, made = place
+        stage = self._stages.get(number)
+        return place > self.end or made > (0 if stage is None else len(stage.moves))
 
     def move(self, shift: Shift) -> None:
         """Let all weights make this move."""
@@ -57,9 +116,9 @@ class Course:
             for parameter in self.parameters:
                 about_to_change(parameter)
             number, count = self.end
-            if number not in self._steps:
-                self._steps[number] = _Step(seed, {0: self._directions.generator(seed).get_state()})
-            self._steps[number].moves.append(move_of)
+            if number not in self._stages:
+                self._stages[number] = _Stage(seed, {0: self._directions.generator(seed).get_state()})
+            self._stages[number].moves.append(move_of)
             self.end = (number, count + 1)
         self._inform()
 
@@ -85,6 +144,7 @@ class Course:
                     is_seen = residence.may_be_seen
             if is_seen:
                 seen.append(moving.number)
+        self.is_seen = bool(seen)
         self._settle(seen)
 
     def _settle(self, numbers: Iterable[int]) -> None:
@@ -93,35 +153,40 @@ class Course:
             with in_memory([parameter]):
                 complete(parameter)
 
-    def bring(self, moving: "MovingWeight", value: Tensor) -> None:
-        """Let ``value``, which is where ``moving`` says, make the moves that are left."""
+    def bring(self, moving: "MovingWeight", value: Tensor, target: Place) -> None:
+        """Let ``value``, which is where ``moving`` says, make the moves that are left to ``target``."""
         with self._lock, outside():
             ways = []
-            for number in range(moving.now[0], self.end[0] + 1):
-                step = self._steps.get(number)
+            for number in range(moving.now[0], target[0] + 1):
+                stage = self._stages.get(number)
+                if stage is None:
+                    continue
                 made = moving.now[1] if number == moving.now[0] else 0
-                if step is not None and made < len(step.moves):
-                    moves = [move_of(moving.number) for move_of in step.moves[made:]]
-                    ways.append((step, self._generator(step, moving.number), moves))
+                left = stage.moves[made : target[1] if number == target[0] else None]
+                if left:
+                    moves = [move_of(moving.number) for move_of in left]
+                    ways.append((stage, self._generator(stage, moving.number), moves))
             moving.now = (-1, 0)
+            if target[1] == NOT_A_NUMBER:
+                value.fill_(float("nan"))
             self._directions.make([(generator, moves) for _, generator, moves in ways], value)
-            moving.now = self.end
-            for step, generator, _ in ways:
-                step.states.setdefault(moving.number + 1, generator.get_state())
+            moving.now = target
+            for stage, generator, _ in ways:
+                stage.states.setdefault(moving.number + 1, generator.get_state())
 
-    def _generator(self, step: "_Step", number: int) -> torch.Generator:
+    def _generator(self, stage: "_Stage", number: int) -> torch.Generator:
         """At the beginning of the direction of the weight of this number."""
-        place = max(known for known in step.states if known <= number)
-        generator = self._directions.generator(step.seed)
-        generator.set_state(step.states[place])
+        place = max(known for known in stage.states if known <= number)
+        generator = self._directions.generator(stage.seed)
+        generator.set_state(stage.states[place])
         for passed in range(place, number):
             self._directions.skip(passed, generator)
-            step.states[passed + 1] = generator.get_state()
+            stage.states[passed + 1] = generator.get_state()
         return generator
 
 
-class _Step:
-    """The moves of one step.
+class _Stage:
+    """Moves along one direction: those of a step, or its update alone if the others were undone.
 
     Attributes:
         seed: Of the direction.
@@ -141,7 +206,8 @@ class MovingWeight:
 
     Attributes:
         number: In the order in which directions are drawn.
-        now: The step, and how many moves of it the value in memory has made.
+        now: Where the value in memory is.
+        copy_of: A place, and the value there, of a weight that is kept in memory instead of on the tier.
     """
 
     def __init__(self, course: Course, number: int, name: str):
@@ -149,12 +215,28 @@ class MovingWeight:
         self._name = name
         self.number = number
         self.now = self._kept = course.end
+        self.copy_of: tuple[Place, Tensor] | None = None
 
     # -- Derivation -----------------------------------------------------------------------------------------------------
 
     @property
     def is_due(self) -> bool:
         return self.now != self._course.end
+
+    @property
+    def is_lost(self) -> bool:
+        return self.copy_of is None and self._course.is_lost(self.now)
+
+    @property
+    def may_come_again(self) -> bool:
+        return self._kept == self._course.kept_at or self.is_lost
+
+    @property
+    def is_kept_next(self) -> bool:
+        place = self._course.kept_at
+        return (
+            place is not None and self.now <= place < self._course.end and self.copy_of is None and self._kept != place
+        )
 
     @property
     def may_go(self) -> bool:
@@ -167,13 +249,26 @@ class MovingWeight:
     def kept(self) -> None:
         self._kept = self.now
 
+    def changes_in_sight(self) -> None:
+        if self._course.takes_turns:
+            raise UnfitError
+
+    def copy(self, value: Tensor) -> None:
+        self.copy_of = self.now, value.clone()
+
     def derive(self, value: Tensor) -> None:
         if self.now[0] < 0:
             raise OffloadError(
                 f"An earlier error came while MeZO changed the weight {self._name}: load a checkpoint into the model, and "
                 "make a new optimizer."
             )
-        self._course.bring(self, value)
+        course = self._course
+        if self.copy_of is not None and course.is_lost(self.now):
+            self.now, before = (-1, 0), self.copy_of
+            value.copy_(before[1])
+            self.now = before[0]
+        target = course.kept_at if self.is_kept_next else None
+        course.bring(self, value, course.end if target is None else target)
 
     # -- Demand ---------------------------------------------------------------------------------------------------------
 
@@ -181,6 +276,11 @@ class MovingWeight:
         parameter = self._course.parameters[self.number]
         if self.is_due:
             with in_memory([parameter]):
+                if held_elsewhere(parameter):
+                    self.changes_in_sight()
+                if self.is_kept_next:
+                    self.derive(parameter.detach())
+                    self.copy(parameter.detach())
                 self.derive(parameter.detach())
 
     def overwrite(self) -> None:

@@ -24,6 +24,7 @@ from hf_offload.optimizers.mezo.checks import (
 from hf_offload.optimizers.mezo.course import Course
 from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Directions, Shift, checksum
 from hf_offload.optimizers.mezo.log import MezoLog, Row, Setup
+from hf_offload.optimizers.mezo.passes import Passes
 from hf_offload.optimizers.projected.projections import draw_seed
 from hf_offload.parameters.waiting import residence_of
 
@@ -52,7 +53,8 @@ class MeZO(Optimizer):
         model: What computes the loss, with all of ``params``. Directions are drawn in the order of its parameters.
         eps: How far the weights go in each direction.
         restore: ``"reference"``: weights go back by adding ``eps z`` again, as in the authors' code. It does not give the
-            same bits: rounding errors stay. ``"pristine"``: a copy of the weights is kept while the losses are computed.
+            same bits: rounding errors stay. ``"pristine"``: a copy of the weights is kept while the losses are computed, or they
+            are read again from a tier.
         seed: The seeds of all steps depend on it.
         lr: Learning rate, of groups that have none.
         weight_decay: Of groups that have none.
@@ -103,6 +105,7 @@ class MeZO(Optimizer):
         self._evaluated = False
         self._is_changing = False
         self._course: Course | None = None  # of weights that leave memory
+        self._passes = Passes()
         self._made = True
 
     @torch.no_grad()
@@ -119,23 +122,32 @@ class MeZO(Optimizer):
             self.log.initial = tuple(map(checksum, weights))
         seed = draw_seed(setup.seed, 0, len(self.log.rows)) & _SEED_BITS
         mover = self._mover()
-        kept = [one.detach().clone() for one in weights] if setup.restore == "pristine" else None
+        is_pristine = setup.restore == "pristine"
+        kept = [one.detach().clone() for one in weights] if is_pristine and isinstance(mover, Directions) else None
         losses: list[Tensor] = []
         way = iter((PLUS, MINUS, BACK))
         before = len(self.log.rows)
         self._evaluated = False
         if isinstance(mover, Course):
             mover.begin_step()
+            if is_pristine:
+                mover.keep_here()
         with self._eval_mode(), _no_cached_casts(mover):
             try:
                 with signals_deferred:
                     # Until step() says otherwise, weights go there and back, and no update is made.
                     self.log.rows.append(self._row(seed, math.nan))
                     self._move(mover, seed, next(way))
-                losses.append(loss_of(closure()))
-                with signals_deferred:
-                    self._move(mover, seed, next(way))
-                losses.append(loss_of(closure()))
+                if isinstance(mover, Course) and not is_pristine and self._passes.one_pays(mover, self._model_alive()):
+                    with signals_deferred:
+                        mover.keep_here()
+                        self._move(mover, seed, next(way))
+                    losses = self._passes.losses(mover, self._model_alive(), lambda: loss_of(closure()))
+                else:
+                    losses.append(loss_of(closure()))
+                    with signals_deferred:
+                        self._move(mover, seed, next(way))
+                    losses.append(loss_of(closure()))
             finally:
                 with signals_deferred:
                     if len(self.log.rows) > before and not self._is_changing:
@@ -202,13 +214,18 @@ class MeZO(Optimizer):
             )
 
     def _go_back(self, mover: Directions | Course, seed: int, way: Iterator[int], kept: list[Tensor] | None) -> None:
-        if kept is None:
+        if isinstance(mover, Course) and self.log.setup.restore == "pristine":
+            mover.undo()
+            torch.clear_autocast_cache()
+        elif kept is None:
+            if isinstance(mover, Course):
+                mover.go_on()
             for scale in way:  # what is left of it, so that an aborted step has the bits of one without an update
                 self._move(mover, seed, scale)
-            return
-        with self._changing():
-            for one, before in zip(self._weights.values(), kept, strict=True):
-                one.detach().copy_(before)
+        else:
+            with self._changing():
+                for one, before in zip(self._weights.values(), kept, strict=True):
+                    one.detach().copy_(before)
 
     def _check_losses(self, first: Tensor, second: Tensor) -> None:
         if not (math.isfinite(first.item()) and math.isfinite(second.item())):
@@ -225,9 +242,7 @@ class MeZO(Optimizer):
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:
-        model = self._model()
-        if model is None:
-            raise OffloadError("The model of this MeZO has gone: keep it as long as its optimizer.")
+        model = self._model_alive()
         before = [(module, module.training) for module in model.modules()]
         try:
             model.eval()
@@ -235,6 +250,12 @@ class MeZO(Optimizer):
         finally:
             for module, training in before:
                 module.training = training
+
+    def _model_alive(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise OffloadError("The model of this MeZO has gone: keep it as long as its optimizer.")
+        return model
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
