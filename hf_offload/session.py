@@ -180,7 +180,7 @@ class OffloadSession:
         units: Mapping[str, nn.Module] = blocks
         if automatic:
             self._automatic = AutomaticPlan(
-                model, blocks, config, self._engine, self._plan, self.ranks, self._on_infeasible
+                model, blocks, config, self._engine, self._plan, self.ranks, self._state, self._on_infeasible
             )
             self._state.plan_for(self._automatic.budget_bytes)
             units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}

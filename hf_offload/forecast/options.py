@@ -15,6 +15,7 @@ _OF_MODES = ("memory_mode", "memory_mode_kwargs")
 PLANNED = (
     "memory_budget",
     "min_bytes",
+    "max_step_write_bytes",
     *(
         field.name
         for field in dataclasses.fields(OffloadConfig)

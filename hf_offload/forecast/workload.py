@@ -72,6 +72,7 @@ class Workload:
         state_place, weights_place: Where gradients and optimizer state, and weights, may be: ``none`` (in memory), ``ram``,
             ``ssd`` or ``auto``.
         streams_in_backward: Whether state that is on a tier is updated in backward.
+        written_bytes: Most bytes that a step may write to drives, if there is a limit.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Workload:
     state_place: str = "auto"
     weights_place: str = "auto"
     streams_in_backward: bool = False
+    written_bytes: int | None = None
 
     @property
     def mode(self) -> MemoryMode | None:
@@ -163,8 +165,8 @@ class Workload:
     def allowed(self) -> Allowed:
         """What a plan may do with weights, gradients and state. Optimizers of memory modes have their own way."""
         if self.memory_mode not in _STREAMED_MODES:
-            return Allowed("none", "none")
-        return Allowed(self.state_place, self.weights_place, self.streams_in_backward)
+            return Allowed("none", "none", written_bytes=self.written_bytes)
+        return Allowed(self.state_place, self.weights_place, self.streams_in_backward, written_bytes=self.written_bytes)
 
     def resized(self, batch: int, sequence: int) -> "Workload":
         """The same model on a batch of another shape."""

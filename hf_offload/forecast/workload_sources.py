@@ -96,6 +96,7 @@ def _of_settings(offload: OffloadConfig) -> dict[str, Any]:
         "tiled_mlp": offload.tiled_mlp,
         "cut": cut_for(offload),
         "budget_bytes": None if offload.memory_budget is None else int(offload.memory_budget),
+        "written_bytes": None if offload.max_step_write_bytes is None else int(offload.max_step_write_bytes),
     }
 
 

@@ -228,6 +228,10 @@ class Whereabouts:
         if found is not None and found[1]() is residence:  # else it was freed, and is another one's by now
             del self._parameters[number]
 
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this is the memory of such a parameter."""
+        return int(storage._cdata) in self._parameters
+
     def find(self, tensor: Tensor) -> SavedWeight | None:
         """What to save instead of ``tensor``, if it is such a parameter or a view of one, and counts its changes."""
         if not self._parameters or tensor.layout is not torch.strided or has_no_memory(tensor):

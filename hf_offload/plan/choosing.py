@@ -2,7 +2,7 @@
 
 There are few choices for them: state in memory or on a tier, weights in memory or on a tier with so many bytes of them in
 memory. A step in which all activations stay, whether they fit or not, bounds what each choice can reach; in this order, those
-that fit are planned until none that is left can be faster. What stays in memory next to some plan is not moved, as in a run.
+that fit are planned until none that is left can be faster.
 """
 
 import dataclasses
@@ -10,18 +10,19 @@ from collections.abc import Iterator, Sequence
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.holding import Held, hold, least_weights, tier_bytes
+from hf_offload.plan.holding import IN_MEMORY, Held, hold, least_weights, moved_bytes, tier_bytes
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import make_problem
+from hf_offload.plan.planner import make_problem, refusal
 from hf_offload.plan.problem import Choices, Problem, Solution
 from hf_offload.plan.search import can_fit, find_greedy, find_uniform, local_search, smallest
 
 _SHARES = 8
 """Weights that stay are tried in so many steps."""
 _SOLVED = 4
-_STAGES = 3
 _SMALL_STATE = 0.25
 """Of the budget: gradients and state that may stay in memory while weights leave it."""
+_GAIN = 1.05
+"""What is no faster than this is not worth another place of weights and state in a run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,46 +41,75 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """What may be where: ``"none"`` is memory, ``"auto"`` wherever it is best. ``in_backward`` as in :class:`Held`."""
+    """What may be where: ``"none"`` is memory, ``"auto"`` wherever it is best.
+
+    Attributes:
+        state, weights: Where gradients and state, and weights, may be.
+        in_backward: As in :class:`Held`.
+        may_recompute: Whether blocks may be recomputed in backward.
+        now: Where a running training has them, and the footprint is taken so; None before it. What has left memory stays out
+            of it, but how many bytes of weights are in memory may change, unless ``weights`` is ``"none"``.
+        written_bytes: Most bytes that a step may write to drives; None: no limit.
+    """
 
     state: str = "auto"
     weights: str = "auto"
     in_backward: bool = False
     may_recompute: bool = True
+    now: Held | None = None
+    written_bytes: int | None = None
 
 
 def problem_of(footprint: Footprint, hardware: Hardware, budget_bytes: int, held: Held, allowed: Allowed) -> Problem:
     """What is left to be placed: activations, in the memory and the room that the rest leaves."""
     on_host = hardware.device == "cpu"
-    found = hold(footprint, held, budget_bytes, on_host)
+    found = hold(footprint, held, budget_bytes, on_host, allowed.now or IN_MEMORY)
+    known = tuple(one for one in found.transfers if one.tier in hardware.store_bytes_per_s)
+    found = dataclasses.replace(found, transfers=known)
     problem = make_problem(found, hardware, budget_bytes, may_recompute=allowed.may_recompute)
     taken = tier_bytes(footprint, held)
     room = {tier: nbytes - taken.get(tier, 0) for tier, nbytes in problem.room_bytes.items()}
+    if allowed.written_bytes is not None and "ssd" in room:
+        # What activations take of a drive in a step is written in it.
+        room["ssd"] = min(room["ssd"], allowed.written_bytes - moved_bytes(found)[0].get("ssd", 0))
     return dataclasses.replace(problem, room_bytes=room)
 
 
 def choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice | None:
-    """The fastest step within the budget that is found; None if nothing fits. In a run that fits, everything stays."""
+    """The fastest step within the budget that is found; None if nothing fits. In a run that fits, everything stays.
+
+    Weights and state of a running training stay where they are unless that is a good deal slower.
+    """
     found: list[tuple[float, int, Held, Problem]] = []
-    for number, held in enumerate(ways(footprint, hardware, allowed)):
+    for held in ways(footprint, hardware, allowed):
         problem = problem_of(footprint, hardware, budget_bytes, held, allowed)
         if not _may_fit(problem):
             continue
         kept = problem.play(Choices(problem).uniform(Placement.KEEP), problem.windows[0], "keep")
-        if number == 0 and problem.fits(kept):
+        if not held.moves and problem.fits(kept):
             return Choice(held, problem, kept)
         found.append((round(kept.timeline.step_s, 4), problem.footprint.base_bytes, held, problem))
-    for stage in range(_STAGES):
-        best = _fastest([one for one in found if _stage(one[2]) == stage])
-        if best is not None:
-            improved = local_search(best.problem, [best.solution])
-            return best if improved is None else dataclasses.replace(best, solution=improved)
-    return _smallest(found)
+    best = _fastest(found)
+    if best is None:
+        return _smallest(found)
+    if allowed.now is not None and best.held != allowed.now:
+        present = _fastest([one for one in found if one[2] == allowed.now])
+        if present is not None and present.step_s <= _GAIN * best.step_s:
+            best = present
+    improved = local_search(best.problem, [best.solution])
+    return best if improved is None else dataclasses.replace(best, solution=improved)
 
 
-def _stage(held: Held) -> int:
-    """A run moves state where no plan fits next to it, and weights where none fits then."""
-    return 2 if held.weights is not None else int(held.state is not None)
+def find_choice(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice:
+    """As :func:`choose`.
+
+    Raises :class:`~hf_offload.errors.OffloadPlanError` with the smallest budget that would do, and what would lower it.
+    """
+    choice = choose(footprint, hardware, budget_bytes, allowed)
+    if choice is None:
+        least = least_memory(footprint, hardware, budget_bytes, allowed)
+        raise refusal(least.problem, least.solution)
+    return choice
 
 
 def _fastest(found: Sequence[tuple[float, int, Held, Problem]]) -> Choice | None:
@@ -132,19 +162,33 @@ def _smallest(found: Sequence[tuple[float, int, Held, Problem]]) -> Choice | Non
 
 
 def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed) -> Iterator[Held]:
-    """What may be where, everything in memory first if that is allowed."""
+    """What may be where: as it is, and then the others, everything in memory first if that is allowed."""
     total = sum(one.weight_bytes for one in footprint.weights.values())
     least = min(least_weights(footprint), total)
     trained = sum(one.trained_bytes for one in footprint.weights.values())
-    for state in _places(allowed.state, hardware) if trained else [None]:
-        for weights in _places(allowed.weights, hardware) if total else [None]:
+    now = allowed.now or IN_MEMORY
+    if now.moves:
+        yield now
+    states = _places(allowed.state, hardware) if trained else [None]
+    places = _places(allowed.weights, hardware) if total else [None]
+    for state in states if now.state is None else [now.state]:
+        for weights in places if now.weights is None else [now.weights]:
             if weights is None:
-                yield Held(state, None, 0, allowed.in_backward)
+                found = Held(state, None, 0, allowed.in_backward)
+                if not now.moves or found != now:
+                    yield found
+                continue
+            if now.weights is not None and allowed.weights == "none":
+                if state != now.state:
+                    yield dataclasses.replace(now, state=state)
                 continue
             if state is None and allowed.weights == "auto" and trained > _SMALL_STATE * total:
                 continue  # the optimizer's step takes all of them at once
-            for share in range(_SHARES - 1, -1, -1):
-                yield Held(state, weights, least + (total - least) * share // _SHARES, allowed.in_backward)
+            # Weights that have left may all come back.
+            for share in range(_SHARES - (now.weights is None), -1, -1):
+                found = Held(state, weights, least + (total - least) * share // _SHARES, allowed.in_backward)
+                if found != now:
+                    yield found
 
 
 def _places(allowed: str, hardware: Hardware) -> Sequence[str | None]:

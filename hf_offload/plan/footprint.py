@@ -68,11 +68,14 @@ class BlockSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitWeights:
-    """Bytes of a unit's weights that are large enough to leave memory, of those that are trained, and of their state."""
+    """Bytes of a unit's weights that are large enough to leave memory, of those that are trained, of their state, and of the
+    largest weight.
+    """
 
     weight_bytes: int
     trained_bytes: int
     state_bytes: int
+    largest_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

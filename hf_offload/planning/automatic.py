@@ -14,6 +14,7 @@ from hf_offload.plan.hardware import BUDGET_SHARE
 from hf_offload.plan.plan import Plan
 from hf_offload.planning.feedback import Feedback
 from hf_offload.planning.known import Known
+from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.ranks import Ranks, hardware_of_all
 from hf_offload.settings.schema import OffloadConfig
 
@@ -34,6 +35,7 @@ class AutomaticPlan:
         engine: Engine,
         safest: Plan,
         ranks: Ranks,
+        model_state: ModelState,
         on_infeasible: Callable[[], bool],
     ):
         self.plan = safest
@@ -50,6 +52,7 @@ class AutomaticPlan:
             safest=safest,
             apply=self._apply,
             engine=engine,
+            model_state=model_state,
             on_infeasible=on_infeasible,
             ranks=ranks,
         )

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 
 from hf_offload.errors import OffloadPlanError
+from hf_offload.plan.choosing import Allowed, problem_of
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.simulate import simulate
 from hf_offload.planning.known import Known, known_by_simulating
@@ -23,7 +24,9 @@ def say(ranks: Ranks, level: int, message: str, *values: object) -> None:
         logger.log(level, message, *values)
 
 
-def corrected_plan(known: Known, peak_bytes: int, budget_bytes: int, hardware: Hardware, ranks: Ranks) -> Known | None:
+def corrected_plan(
+    known: Known, peak_bytes: int, budget_bytes: int, hardware: Hardware, ranks: Ranks, allowed: Allowed
+) -> Known | None:
     """Another plan for the same micro-batch, if its step broke the budget, or if another is faster by what was measured.
 
     Where ``known`` stays, its prediction is corrected.
@@ -50,12 +53,14 @@ def corrected_plan(known: Known, peak_bytes: int, budget_bytes: int, hardware: H
             less=less,
             corrections=known.corrections + 1,
             ranks=ranks,
+            allowed=allowed,
         )
     except OffloadPlanError as error:
         say(ranks, logging.WARNING, "The step needed %s, and no other plan needs less. %s", needed, error)
         known.corrections = _MOST_CORRECTIONS
         return None
-    timeline = simulate(footprint, known.solution.placements, other.problem.channels, known.solution.windows)
+    present = problem_of(footprint, hardware, budget_bytes, known.held, allowed).footprint
+    timeline = simulate(present, known.solution.placements, other.problem.channels, known.solution.windows)
     if may_correct and (excess > 0 or timeline.step_s > _GAIN * other.solution.timeline.step_s):
         return other
     before = known.solution.timeline.step_s

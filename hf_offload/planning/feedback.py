@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.interrupts import signals_deferred
+from hf_offload.plan.choosing import Allowed
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
 from hf_offload.plan.planner import windows_for
@@ -27,6 +28,7 @@ from hf_offload.planning.known import (
     windows_to_measure,
 )
 from hf_offload.planning.measuring import StepMeter
+from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.observed import ObservedEngine, OneForward, with_measured_bandwidth
 from hf_offload.planning.optimizer_state import OptimizerState
 from hf_offload.planning.ranks import Ranks
@@ -45,6 +47,8 @@ _LASTING = 3
 # A gradient penalty comes every sixteenth step or more often, where it comes again at all.
 _MOST_WITHOUT_GRAPH = 32
 _MOST_PLAYED = 1024
+# Each is followed by a measured step.
+_MOST_CHANGES_OF_STATE = 4
 
 
 @dataclasses.dataclass
@@ -66,8 +70,9 @@ class Feedback:
     The first time that a situation comes, it runs with everything moved, and is measured; a plan is made of what was
     measured. A smaller batch runs under the plan of a larger one, which it fits into, until it has come several times in a
     row and earns its own. The second step under each plan is measured, too: a peak over the budget is planned again with as
-    much less, and a plan whose steps take longer than predicted is made from a new measurement. Where no plan fits,
-    ``on_infeasible`` is called to change the model so that it needs less; if it has, the next step is measured, too.
+    much less, and a plan whose steps take longer than predicted is made from a new measurement. Where the plan moves weights
+    or state of the ``model_state``, the next step is measured. Where no plan fits, ``on_infeasible`` is called to change the
+    model so that it needs less; if it has, the next step is measured, too.
 
     Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan:
     each of them runs as many forwards as the others.
@@ -82,6 +87,7 @@ class Feedback:
         safest: Plan,
         apply: Callable[[Plan], None],
         engine: ObservedEngine,
+        model_state: ModelState,
         on_infeasible: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
     ):
@@ -92,6 +98,8 @@ class Feedback:
         self._safest = safest
         self._apply = apply
         self._engine = engine
+        self._model_state = model_state
+        self._changes_of_state = 0
         self._on_infeasible = on_infeasible
         self._state = OptimizerState(next((one.device for one in model.parameters()), torch.device("cpu")))
         self._meter: StepMeter | None = None
@@ -266,11 +274,20 @@ class Feedback:
             return known
         del self._known[known.situation]
         try:
-            other = known_with_more_state(
-                known, more, with_measured_bandwidth(self._hardware, self._engine), self._budget, ranks=self._ranks
+            other = self._with_state_in_place(
+                lambda: known_with_more_state(
+                    known,
+                    more,
+                    with_measured_bandwidth(self._hardware, self._engine),
+                    self._budget,
+                    ranks=self._ranks,
+                    allowed=self._allowed,
+                )
             )
         except OffloadPlanError:
             return None  # it is measured, and refused if need be
+        if other is None:
+            return None
         self._log(logging.INFO, "Optimizer state has grown by %s: planning again.", format_bytes(more))
         self._adopt(other)
         return other
@@ -300,8 +317,11 @@ class Feedback:
             metered = found[situation]
             if not any(self._ranks.gather(meter.has_backward(metered))):
                 continue
+            changes = self._changes_of_state
             try:
                 known = self._find_measured(situation, meter, metered)
+                if changes != self._changes_of_state:
+                    return
                 if known is not None:
                     plans[situation] = known
             except OffloadPlanError as error:
@@ -310,7 +330,7 @@ class Feedback:
         if refusal is not None:
             if not self._on_infeasible():
                 raise refusal
-            self._measure_with_less(str(refusal))
+            self._measure_again(str(refusal))
             return
         if not plans:
             return
@@ -329,12 +349,17 @@ class Feedback:
     def _find_measured(self, situation: Situation, meter: StepMeter, metered: int) -> Known | None:
         """The plan for a micro-batch that was measured; None if it has to be measured again, as ``self._narrow`` says."""
         footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
+        footprint = self._model_state.with_weights(self._present_model, footprint)
         hardware = with_measured_bandwidth(self._hardware, self._engine)
         if not any(self._ranks.gather(meter.walks_again(metered))):
             if self._with_graphs.get(situation, 0) > 0:
                 self._with_graphs[situation] -= 1
                 return None
-            return known_by_simulating(situation, footprint, hardware, self._budget, ranks=self._ranks)
+            return self._with_state_in_place(
+                lambda: known_by_simulating(
+                    situation, footprint, hardware, self._budget, ranks=self._ranks, allowed=self._allowed
+                )
+            )
         plan = next(one.plan for one in self._played if one.metered == metered and one.plan is not None)
         peak = max(self._ranks.gather(meter.peak_bytes(metered)))
         known = known_if_kept(situation, footprint, hardware, self._budget, plan, peak)
@@ -354,7 +379,8 @@ class Feedback:
                 key = one.known.situation
                 peaks[key] = max(peaks.get(key, 0), meter.peak_bytes(one.metered))
         for situation, peak in peaks.items():
-            self._check_peak(self._known[situation], max(self._ranks.gather(peak)))
+            if situation in self._known:
+                self._check_peak(self._known[situation], max(self._ranks.gather(peak)))
 
     def _check_peak(self, known: Known, peak: int) -> None:
         """Was it within the budget, and was compute as fast as in the first step?"""
@@ -363,20 +389,50 @@ class Feedback:
             if peak > self._budget:
                 self._log(logging.WARNING, "A step needed %s, with all that can be moved moved.", format_bytes(peak))
             return
-        corrected = corrected_plan(
-            known, peak, self._budget, with_measured_bandwidth(self._hardware, self._engine), self._ranks
+        hardware = with_measured_bandwidth(self._hardware, self._engine)
+        changes = self._changes_of_state
+        corrected = self._with_state_in_place(
+            lambda: corrected_plan(known, peak, self._budget, hardware, self._ranks, self._allowed)
         )
+        if changes != self._changes_of_state:
+            return
         if corrected is not None:
             self._adopt(corrected)
         elif peak > self._budget and self._on_infeasible():
-            self._measure_with_less(f"A step needed {format_bytes(peak)}.")
+            self._measure_again(f"A step needed {format_bytes(peak)}.")
 
-    def _measure_with_less(self, why: str) -> None:
-        """What is known is of a run that kept more in memory."""
+    @property
+    def _present_model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None, "a step has a model"
+        return model
+
+    @property
+    def _allowed(self) -> Allowed:
+        allowed = self._model_state.allowed
+        if self._changes_of_state < _MOST_CHANGES_OF_STATE:
+            return allowed
+        return dataclasses.replace(allowed, state="none", weights="none")
+
+    def _with_state_in_place(self, find: Callable[[], Known | None]) -> Known | None:
+        """The plan that is found, once weights and state are where it has them; None if there is none, or if they had to be
+        moved: the next step is measured then.
+        """
+        while True:
+            known = find()
+            if known is None or known.plan is not None or known.held == self._model_state.held:
+                return known
+            self._changes_of_state += 1
+            if self._model_state.hold(self._present_model, known.held):
+                self._measure_again(f"The plan: {known.reason}.")
+                return None
+
+    def _measure_again(self, why: str) -> None:
+        """What is known is of a run that had other weights and state in memory, or was computed in another way."""
         self._known.clear()
         self._wanted.clear()
         self._in_force = self.planned = None
-        self._log(logging.INFO, "Measuring again, with less in memory. %s", why)
+        self._log(logging.INFO, "Measuring again, with something else in memory. %s", why)
 
     def _check_time(self, main: Known, seconds: float) -> None:
         predicted = main.prediction.step_s

@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 
 from hf_offload.errors import OffloadPlanError
+from hf_offload.plan.choosing import Allowed, find_choice
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.holding import IN_MEMORY, Held
 from hf_offload.plan.plan import Placement, Plan
-from hf_offload.plan.planner import find_plan, make_problem, plan_of
+from hf_offload.plan.planner import make_problem, plan_of
 from hf_offload.plan.problem import Problem, Solution, smallest_budget
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.ranks import Ranks
@@ -43,6 +45,7 @@ class Known:
         correction_bytes: How much less than the budget it was made for.
         steps: How many ran under it.
         pace: Time of compute as a ratio to what was measured at first.
+        held: Where weights, gradients and state are to be.
     """
 
     situation: Situation
@@ -55,6 +58,7 @@ class Known:
     steps: int = 0
     pace: float = 1.0
     plan: Plan | None = None
+    held: Held = IN_MEMORY
 
     def is_for(self, situation: Situation) -> bool:
         """Whether it was made for ``situation``, and not for a larger one."""
@@ -97,18 +101,17 @@ def known_by_simulating(
     less: int = 0,
     corrections: int = 0,
     ranks: Ranks,
+    allowed: Allowed,
 ) -> Known:
-    """The plan for a footprint, with ``less`` bytes less than the budget.
+    """The plan for a footprint, with ``less`` bytes less than the budget, over all that is ``allowed``.
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
     """
-
-    def solve() -> tuple[Problem, Solution]:
-        problem = make_problem(footprint, hardware, budget_bytes - less)
-        return problem, find_plan(problem)
-
-    problem, solution = ranks.first(solve)
-    return _known(situation, footprint, problem, solution, solution.timeline.peak_bytes + less, less, corrections)
+    choice = ranks.first(lambda: find_choice(footprint, hardware, budget_bytes - less, allowed))
+    problem, solution = choice.problem, choice.solution
+    known = _known(situation, footprint, problem, solution, solution.timeline.peak_bytes + less, less, corrections)
+    known.held = choice.held
+    return known
 
 
 def known_if_kept(
@@ -148,7 +151,9 @@ def known_as_measured(
     return known
 
 
-def known_with_more_state(known: Known, nbytes: int, hardware: Hardware, budget_bytes: int, *, ranks: Ranks) -> Known:
+def known_with_more_state(
+    known: Known, nbytes: int, hardware: Hardware, budget_bytes: int, *, ranks: Ranks, allowed: Allowed
+) -> Known:
     """The plan for the same micro-batch, with ``nbytes`` more of optimizer state.
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
@@ -168,6 +173,7 @@ def known_with_more_state(known: Known, nbytes: int, hardware: Hardware, budget_
         less=known.correction_bytes,
         corrections=known.corrections,
         ranks=ranks,
+        allowed=allowed,
     )
 
 

@@ -1,5 +1,6 @@
 """Weights, gradients and optimizer state of a session's model: in memory as long as the budget allows it."""
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Callable
@@ -11,7 +12,11 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.streamed import StreamedSetting, streaming_of
 from hf_offload.optimizers.streamed.trial import state_per_weight
 from hf_offload.parameters.waiting import residence_of
+from hf_offload.plan.choosing import Allowed
+from hf_offload.plan.footprint import Footprint
+from hf_offload.plan.holding import Held
 from hf_offload.plan.problem import limit_of
+from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.residency.residency import Residency
 from hf_offload.residency.setting import blocks_at_a_time, park_weights, residency_of
 from hf_offload.settings.memory_modes import NONE
@@ -35,8 +40,8 @@ class ModelState:
     """What ``params`` and ``optimizer`` say about the model of one session. It keeps neither the model nor an optimizer.
 
     Where they are ``auto`` together with the tier, everything begins in memory if its bytes are within the budget. What
-    cannot fit leaves when the optimizer is prepared, which is when its bytes are known; what turns out not to fit with the
-    activations of a measured step leaves after it (:meth:`on_infeasible`).
+    cannot fit leaves when the optimizer is prepared, which is when its bytes are known. After a measured step, a plan says
+    what is where (:meth:`hold`).
 
     Attributes:
         residency: Which weights are in memory; None where all of them are.
@@ -58,11 +63,12 @@ class ModelState:
         self._limit_bytes = 0
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._in_backward = False
+        self._state_per_weight = 0.0
         self._has_warned = False
         self._after_streaming: list[Callable[[], None]] = []
         present = residency_of(model)
         if self._may_park and present is not None:
-            self._park(model)
+            self._park(model, self._place)
         elif not self._may_park and (config.params not in (None, "none") or present is not None):
             self.residency = park_weights(model, config, storage, processes)
         if not self._may_stream and config.optimizer not in (None, "none"):
@@ -84,11 +90,14 @@ class ModelState:
         weights = sum(p.nbytes for p in model.parameters())
         more = self._more_bytes(model)
         if self._may_stream and self.streamed is None and weights + more > self._limit_bytes:
-            self._stream(model, f"weights, gradients and optimizer state take {format_bytes(weights + more)}")
+            self._stream(
+                model, self._place, f"weights, gradients and optimizer state take {format_bytes(weights + more)}"
+            )
         if self._may_park and self.residency is None:
             staying = weights + (0 if self.streams else more)
             if staying > _MOST_WEIGHTS * self._limit_bytes and self._can_park(model):
-                self._park(model)
+                self._park(model, self._place)
+                self._let_stay(model, 0)  # until a step has been measured
 
     def _warn_of(self, optimizer: Optimizer, residency: Residency) -> None:
         """Say, once, that the step of ``optimizer`` needs more memory than ``residency`` leaves for weights."""
@@ -104,20 +113,55 @@ class ModelState:
                 format_bytes(nbytes),
             )
 
-    def on_infeasible(self, model: nn.Module) -> bool:
-        """No plan fits the budget: let more leave memory; whether there was anything."""
-        if self._may_stream and self.streamed is None and self._stream(model, "activations do not fit next to them"):
-            return True
-        if not self._can_park(model):
-            return False
+    @property
+    def held(self) -> Held:
+        """Where weights, gradients and state are now."""
+        state = self.streamed.place if self.streamed is not None and self.streamed.is_used else None
         if self.residency is None:
-            self._park(model)
-            return self.residency is not None
-        least = blocks_at_a_time(model)
-        if self.residency.limit_bytes <= least:
-            return False
-        self.residency.limit_bytes = least
-        return True
+            return Held(state, None, 0, self._in_backward)
+        place = "ram" if self.residency.store.tier.name == "ram" else "ssd"
+        return Held(state, place, self.residency.limit_bytes, self._in_backward)
+
+    @property
+    def allowed(self) -> Allowed:
+        """What a plan may do with them."""
+        written = self._config.max_step_write_bytes
+        can_stream = self._may_stream and bool(self._prepared())
+        return Allowed(
+            state="auto" if can_stream else "none",
+            weights="auto" if self._may_park else "none",
+            in_backward=self._in_backward,
+            now=self.held,
+            written_bytes=None if written is None else int(written),
+        )
+
+    def with_weights(self, model: nn.Module, footprint: Footprint) -> Footprint:
+        """A measured ``footprint`` with what may leave memory of the model's units."""
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        state_bytes = int(self._state_per_weight * trained) if self.streams else footprint.state_bytes
+        weights = unit_weights(model, footprint.units, state_bytes, self._config.smallest_bytes(self._on_host))
+        return dataclasses.replace(footprint, weights=weights)
+
+    def hold(self, model: nn.Module, held: Held) -> bool:
+        """Let weights, gradients and state be where ``held`` says, as far as they can be; whether that changed anything."""
+        before = self.held
+        if held.state is not None and self._may_stream and self.streamed is None:
+            self._stream(model, held.state, "activations do not fit next to them, or take longer")
+        if held.weights is not None and self._can_park(model):
+            if self.residency is None:
+                self._park(model, held.weights)
+            self._let_stay(model, held.weights_bytes)
+        return self.held != before
+
+    def on_infeasible(self, model: nn.Module) -> bool:
+        """No plan fits the budget: let all that can leave memory; whether there was anything."""
+        return self.hold(model, Held(self._place, self._place))
+
+    def _let_stay(self, model: nn.Module, nbytes: int) -> None:
+        if self.residency is not None:
+            wanted = max(nbytes, blocks_at_a_time(model))
+            if self.residency.limit_bytes != wanted:
+                self.residency.limit_bytes = wanted
 
     @property
     def moves(self) -> bool:
@@ -165,7 +209,7 @@ class ModelState:
             state += int(mine * (0 if streaming_of(one) is not None else state_per_weight(one)))
         return gradients + state
 
-    def _stream(self, model: nn.Module, why: str) -> bool:
+    def _stream(self, model: nn.Module, place: str, why: str) -> bool:
         optimizers = self._prepared()
         if not optimizers:
             logger.info(
@@ -178,7 +222,7 @@ class ModelState:
         setting = None
         try:
             setting = StreamedSetting(
-                model, with_checked(self._config, optimizer=self._place), self._storage, self._processes
+                model, with_checked(self._config, optimizer=place), self._storage, self._processes
             )
             for optimizer in optimizers:
                 setting.prepare(model, optimizer)
@@ -190,7 +234,7 @@ class ModelState:
             return False
         logger.info(
             "Gradients and optimizer state go to %s, for %s of a budget of %s.",
-            self._place,
+            place,
             why,
             format_bytes(self._limit_bytes),
         )
@@ -199,6 +243,7 @@ class ModelState:
             call()
         self._after_streaming.clear()
         setting.update_in_backward(self._in_backward)
+        self._state_per_weight = max(map(state_per_weight, optimizers))
         return True
 
     def _can_park(self, model: nn.Module) -> bool:
@@ -210,10 +255,10 @@ class ModelState:
         # Else the optimizer's step takes all weights at once.
         return trained + self._more_bytes(model) <= _MOST_ON_DEVICE * self._limit_bytes
 
-    def _park(self, model: nn.Module) -> None:
+    def _park(self, model: nn.Module, place: str) -> None:
         try:
             self.residency = park_weights(
-                model, with_checked(self._config, params=self._place), self._storage, self._processes
+                model, with_checked(self._config, params=place), self._storage, self._processes
             )
         except OffloadConfigError as error:
             self._may_park = False

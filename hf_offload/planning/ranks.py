@@ -25,7 +25,7 @@ T = TypeVar("T")
 _TO_MEET = datetime.timedelta(minutes=5)
 _TO_ANSWER = datetime.timedelta(minutes=60)
 # Settings of the machine: each of its processes gets a part.
-_SHARED = ("ram_budget", "disk_budget", "max_disk_write_bytes")
+_SHARED = ("ram_budget", "disk_budget", "max_disk_write_bytes", "max_step_write_bytes")
 
 
 class Ranks:

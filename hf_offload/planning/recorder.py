@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.optimizers.streamed import gradient_of
+from hf_offload.parameters.saved import whereabouts
 from hf_offload.plan.footprint import BlockSpan, Segment
 from hf_offload.planning.workspace import workspace_bytes
 from hf_offload.structure.effects import Effects
@@ -257,7 +258,8 @@ class StepRecorder(TorchDispatchMode):
         if key in self._known:
             return False
         self._known.add(key)
-        nbytes = storage.nbytes() if counts else 0
+        # Weights that come and go are a part of what is there all the time.
+        nbytes = storage.nbytes() if counts and not whereabouts.has(storage) else 0
         self._live += nbytes
         # A callback may run in any thread and under any lock: it only leaves a note, in C (see interrupts.py).
         self._seen[key] = seen = _Seen(storage, self._dead.put)

@@ -15,7 +15,7 @@ def unit_weights(
     fewer than ``smallest_bytes`` are left out.
     """
     names = sorted(units, key=len, reverse=True)
-    found = {name: [0, 0] for name in names}
+    found = {name: [0, 0, 0] for name in names}
     seen: set[int] = set()
     trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
     for name, parameter in model.named_parameters():
@@ -29,5 +29,10 @@ def unit_weights(
             path = names[-1]  # the model itself, which has the shortest name
         found[path][0] += nbytes_of(parameter)
         found[path][1] += nbytes_of(parameter) * parameter.requires_grad
+        found[path][2] = max(found[path][2], nbytes_of(parameter))
     ratio = state_bytes / max(1, trained)
-    return {name: UnitWeights(weights, mine, round(mine * ratio)) for name, (weights, mine) in found.items() if weights}
+    return {
+        name: UnitWeights(weights, mine, round(mine * ratio), largest)
+        for name, (weights, mine, largest) in found.items()
+        if weights
+    }

@@ -155,6 +155,12 @@ class OffloadConfig:
         '"stop" (the run ends after the step: a Trainer saves, a loop of your own gets an error).',
         scope=DRIVES,
     )
+    max_step_write_bytes: int | str | None = setting(
+        None,
+        size(),
+        'With {tier}="auto": most bytes that a planned step of one micro-batch writes to drives. Measured steps may '
+        "write more. Default: no limit.",
+    )
     drive_endurance_bytes: int | str | None = setting(
         None,
         size(at_least=1),
@@ -276,6 +282,12 @@ class OffloadConfig:
                 raise OffloadConfigError(
                     f"{tier}='auto' chooses what is kept and how far backward reads ahead: drop {name('keep_last_count')} "
                     f"and {name('read_ahead_bytes')}, or set {tier}='ram' or 'ssd'."
+                )
+        with check:
+            if self.max_step_write_bytes is not None and self.tier != "auto":
+                raise OffloadConfigError(
+                    f"{name('max_step_write_bytes')} is given, but {tier}={self.tier!r} plans nothing: set {tier}='auto', or "
+                    "leave it out."
                 )
         with check:
             if check.good("tiled_mlp") and self.tiled_mlp == "auto" and self.tier != "auto":

@@ -91,8 +91,9 @@ class Trained:
         [
             *((name, 0.5, "state") for name in CONFIGS),
             *((name, 0.25, "weights") for name in ("gpt2", "llama", "bert")),
+            *((name, 0.15, "weights") for name in ("gpt2", "llama")),
         ],
-        quick=[("t5", 0.5, "state"), ("llama", 0.25, "weights")],
+        quick=[("t5", 0.5, "state"), ("llama", 0.15, "weights")],
     ),
 )
 def test_what_does_not_fit_leaves_memory_and_nothing_changes(name, share, moved, tmp_path):

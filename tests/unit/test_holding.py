@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_offload.plan.choosing import Allowed, choose, least_memory
 from hf_offload.plan.footprint import UnitWeights
@@ -20,9 +22,15 @@ EVERYTHING = 4 * LAYERS * WEIGHT
 
 def trained(layers=LAYERS):
     """Blocks of 100 MB of weights with gradients and twice as much state; 50 MB of activations in each."""
-    plain = footprint_of([50 * MB] * layers, [0.05] * layers, [60 * MB] * layers, base=3 * layers * WEIGHT)
+    plain = footprint_of([50 * MB] * layers, [0.05] * layers, [60 * MB] * layers)
+    return with_gradients(plain, WEIGHT, 2, optimizer_s=0.1)
+
+
+def with_gradients(plain, weight, state, optimizer_s=0.01):
+    """``plain``, whose base are weights and ``state`` times as much, with gradients."""
+    layers = len(plain.units)
     backward = [one for one in plain.segments if one.backward]
-    gradients = {id(one): (index + 1) * WEIGHT for index, one in enumerate(backward)}
+    gradients = {id(one): (index + 1) * weight for index, one in enumerate(backward)}
     return dataclasses.replace(
         plain,
         segments=tuple(
@@ -31,10 +39,11 @@ def trained(layers=LAYERS):
             )
             for one in plain.segments
         ),
-        gradient_bytes=layers * WEIGHT,
-        state_bytes=2 * layers * WEIGHT,
-        optimizer_step_s=0.1,
-        weights={f"layers.{index}": UnitWeights(WEIGHT, WEIGHT, 2 * WEIGHT) for index in range(layers)},
+        base_bytes=(1 + state) * layers * weight,
+        gradient_bytes=layers * weight,
+        state_bytes=state * layers * weight,
+        optimizer_step_s=optimizer_s,
+        weights={f"layers.{index}": UnitWeights(weight, weight, state * weight) for index in range(layers)},
     )
 
 
@@ -123,3 +132,80 @@ def test_kinds_add_up():
     ]  # fmt: skip
     assert kinds[STATE].memory_bytes == kinds[GRADIENTS].memory_bytes == 0
     assert kinds[WEIGHTS].memory_bytes >= 2 * WEIGHT
+
+
+ROOMY = Allowed()
+MACHINES = st.tuples(*map(st.sampled_from, [("1GB/s", "3GB/s", "6GB/s"), ("8GB/s", "25GB/s"), ("1MB", "2GB", "64GB")]))
+
+
+@st.composite
+def steps(draw):
+    """Steps of different proportions: weights, state, activations and times of a few blocks."""
+    count = draw(st.integers(2, 4))
+    weight = draw(st.integers(5, 150)) * MB
+    frozen = draw(st.booleans())
+    sizes = draw(st.lists(st.integers(5, 200), min_size=count, max_size=count))
+    plain = footprint_of(
+        [size * MB for size in sizes], [0.02] * count, [draw(st.integers(5, 80)) * MB] * count, base=count * weight
+    )
+    if frozen:
+        held = {f"layers.{index}": UnitWeights(weight, 0, 0) for index in range(count)}
+        return dataclasses.replace(plain, weights=held)
+    return with_gradients(plain, weight, state=draw(st.sampled_from([1, 2])))
+
+
+def limits_are_kept(found, footprint, hardware, budget):
+    timeline = found.solution.timeline
+    lying = tier_bytes(footprint, found.held)
+    return timeline.must_fit_bytes <= 0.97 * budget and all(
+        lying.get(tier, 0) + timeline.tier_bytes.get(tier, 0) <= room for tier, room in hardware.room.items()
+    )
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(footprint=steps(), described=MACHINES, shares=st.lists(st.integers(5, 110), min_size=2, max_size=2))
+def test_any_step_keeps_its_limits_and_is_no_slower_with_more_budget(footprint, described, shares):
+    ssd, pcie, ram = described
+    hardware = describe_hardware("24GB", tflops=80, pcie=pcie, ssd=ssd, ram=ram)
+    everything = footprint.base_bytes + footprint.gradient_bytes + sum(footprint.saved_bytes.values())
+    last = None
+    for share in sorted(shares):
+        budget = everything * share // 100
+        found = choose(footprint, hardware, budget, ROOMY)
+        if found is None:
+            assert last is None
+            continue
+        assert limits_are_kept(found, footprint, hardware, budget)
+        assert last is None or found.step_s <= last
+        last = found.step_s
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(footprint=steps(), share=st.integers(15, 80))
+def test_any_step_is_no_slower_with_a_faster_drive(footprint, share):
+    everything = footprint.base_bytes + footprint.gradient_bytes + sum(footprint.saved_bytes.values())
+    found = [
+        choose(footprint, machine(ssd, ram="1MB"), everything * share // 100, ROOMY)
+        for ssd in ("1GB/s", "2GB/s", "8GB/s")
+    ]
+    assert len({one is None for one in found}) == 1
+    for slower, faster in itertools.pairwise(one for one in found if one is not None):
+        assert faster.step_s <= slower.step_s
+
+
+def written(found):
+    return moved_bytes(found.problem.footprint)[0].get("ssd", 0) + found.solution.timeline.tier_bytes.get("ssd", 0)
+
+
+def test_a_step_writes_no_more_than_allowed():
+    footprint = with_gradients(footprint_of([50 * MB] * 8, [0.05] * 8, [60 * MB] * 8), MB, 2)
+
+    def within(written_bytes):
+        return choose(footprint, machine(ram="1MB"), 350 * MB, Allowed(written_bytes=written_bytes))
+
+    free = within(None)
+    assert written(free) >= 100 * MB
+    limited = within(60 * MB)
+    assert written(limited) <= 60 * MB
+    assert limited.step_s > free.step_s  # something is recomputed instead
+    assert chosen(3000 * MB, machine(ram="1MB"), written_bytes=60 * MB) is None

@@ -213,3 +213,9 @@ def test_training_arguments_are_refused_by_their_own_names(tmp_path):
     ]
     with pytest.raises(OffloadConfigError, match="offload_memory_budget is given, but offload='ssd' does not use it"):
         OffloadTrainingArguments(str(tmp_path), offload="ssd", offload_memory_budget="20GiB")
+
+
+def test_a_limit_of_a_planned_step_needs_a_plan():
+    assert OffloadConfig(max_step_write_bytes="1GiB").max_step_write_bytes == 2**30
+    with pytest.raises(OffloadConfigError, match="max_step_write_bytes is given, but tier='ssd' plans nothing"):
+        OffloadConfig(tier="ssd", max_step_write_bytes="1GiB")

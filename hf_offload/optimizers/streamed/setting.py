@@ -93,6 +93,11 @@ class StreamedSetting:
             self._tell(streaming, optimizer, compiled)
 
     @property
+    def place(self) -> str:
+        """The tier of gradients and state."""
+        return self._place
+
+    @property
     def is_used(self) -> bool:
         """Whether an optimizer is streamed."""
         return bool(self._streamings)
