@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.workload import count_workload
 from hf_offload.forecast.workload_sources import find_workload
-from hf_offload.plan.choosing import choose, least_memory
+from hf_offload.plan.choosing import Choice, find_choice
+from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
+from hf_offload.plan.kinds import kinds_of
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import make_problem, refusal
+from hf_offload.plan.planner import make_problem
 from hf_offload.plan.problem import Solution
 from hf_offload.plan.search import solve, uniform
 from hf_offload.settings.recipe_meta import Predicted
@@ -27,6 +29,8 @@ _PLACEMENTS: Mapping[tuple[str, bool], Placement | None] = {
 }
 """Tier, and whether blocks are recomputed -> the row of ``hf-offload plan``; None for the plan itself."""
 
+_TIERS = (("ram", "ram"), ("ssd", "drive"))
+
 
 @dataclasses.dataclass(frozen=True)
 class RecipePrediction:
@@ -39,6 +43,8 @@ class RecipePrediction:
         peak_bytes, step_s: Of the recipe as it is.
         kept_peak_bytes, kept_step_s: If every activation were kept.
         planned_step_s: With ``offload.tier=auto``, if the recipe has another tier and a plan fits.
+        tier_bytes: Where weights or state leave memory: all that lies in each tier.
+        tokens: Of a micro-batch, where they count.
     """
 
     machine: str
@@ -49,6 +55,8 @@ class RecipePrediction:
     kept_peak_bytes: int
     kept_step_s: float
     planned_step_s: float | None
+    tier_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tokens: int = 0
 
     @property
     def written(self) -> Predicted:
@@ -61,7 +69,17 @@ class RecipePrediction:
             baseline_peak=_gib(self.kept_peak_bytes),
             baseline_micro_batch=format_seconds(self.kept_step_s) if fits else None,
             auto_micro_batch=None if self.planned_step_s is None else format_seconds(self.planned_step_s),
+            **self._moved,
         )
+
+    @property
+    def _moved(self) -> dict[str, str]:
+        if not self.tier_bytes:
+            return {}
+        found = {name: _gib(nbytes) for tier, name in _TIERS if (nbytes := self.tier_bytes.get(tier))}
+        if self.tokens:
+            found["million_tokens"] = f"{self.step_s * 1e6 / self.tokens / 3600:.1f} h"
+        return found
 
     @property
     def line(self) -> str:
@@ -71,9 +89,10 @@ class RecipePrediction:
         if self.micro_batches > 1:
             step = f"{found.micro_batch} a micro-batch, {self.micro_batches} a step"
         planned = "" if found.auto_micro_batch is None else f"; tier auto: {found.auto_micro_batch}"
+        moved = "".join(f"; {name.replace('_', ' ')}: {value}" for name, value in self._moved.items())
         return (
             f"on {self.machine}: peak {found.peak} of {found.budget}, {step}; no offloading: {found.baseline_peak}, "
-            f"{found.baseline_micro_batch or 'does not fit'}{planned}"
+            f"{found.baseline_micro_batch or 'does not fit'}{planned}{moved}"
         )
 
 
@@ -96,11 +115,9 @@ def predict_recipe(name: str) -> RecipePrediction:
     problem = make_problem(counted, hardware, budget)
     kept = uniform(problem, Placement.KEEP)
     chosen: Solution | None
+    choice: Choice | None = None
     if placement is None:
-        choice = choose(counted, hardware, budget, workload.allowed)
-        if choice is None:
-            least = least_memory(counted, hardware, budget, workload.allowed)
-            raise refusal(least.problem, least.solution)
+        choice = find_choice(counted, hardware, budget, workload.allowed)
         problem, chosen = choice.problem, choice.solution
     else:
         chosen = uniform(problem, placement)
@@ -121,7 +138,14 @@ def predict_recipe(name: str) -> RecipePrediction:
         kept_peak_bytes=kept.timeline.peak_bytes,
         kept_step_s=kept.timeline.step_s,
         planned_step_s=None if planned is None else planned.timeline.step_s,
+        tier_bytes={} if choice is None or not choice.held.moves else _lying(choice, counted),
+        tokens=workload.batch * workload.sequence if workload.length_unit == "tokens" else 0,
     )
+
+
+def _lying(choice: Choice, counted: Footprint) -> dict[str, int]:
+    kinds = kinds_of(counted, choice.problem, choice.held, choice.solution)
+    return {tier: sum(kind.tiers.get(tier, 0) for kind in kinds) for tier, _ in _TIERS}
 
 
 def _way(recipe: Recipe) -> tuple[str, bool]:

@@ -83,6 +83,8 @@ class Predicted:
         micro_batch: Time.
         baseline_peak, baseline_micro_batch: The same without offloading; no time where it does not fit.
         auto_micro_batch: Time with ``offload.tier=auto``, where the recipe has another tier.
+        ram, drive: Where weights or state leave memory: what all that leaves takes in RAM and on drives.
+        million_tokens: Where they do: hours for a million tokens, with a step for each micro-batch.
     """
 
     peak: str | None = setting(None, text())
@@ -91,6 +93,9 @@ class Predicted:
     baseline_peak: str | None = setting(None, text())
     baseline_micro_batch: str | None = setting(None, text())
     auto_micro_batch: str | None = setting(None, text())
+    ram: str | None = setting(None, text())
+    drive: str | None = setting(None, text())
+    million_tokens: str | None = setting(None, text())
 
     def __post_init__(self) -> None:
         with read_fields(self, "prediction", "meta.predicted."):
