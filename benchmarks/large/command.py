@@ -64,14 +64,14 @@ def large(
             ("", "predicted", "measured"),
             rows_of(found),
             left=("",),
-            caption="Roofline: forward and backward in memory on these cores (one block times their number, and the "
-            "rest), or all transfers at this drive's rate, whichever takes longer; the faster of before and after the run.",
+            caption="Roofline: a step in memory on these cores, extended from models of few layers, or all transfers at this "
+            "drive's rate, whichever takes longer; the faster of before and after the run.",
         )
         output().print(f"Results: {output_folder}", markup=False, highlight=False)
 
 
 def _run(shape: Shape, folder: str, limit: int, seconds: float) -> dict[str, Any]:
-    messages().print("Measuring these cores and this drive: about a minute, 4 GB are written.", highlight=False)
+    messages().print("Measuring these cores and this drive: one or two minutes, 4 GB are written.", highlight=False)
     before = _roofline(shape, folder)
     expected = forecast(shape, before)
     if expected.total_written_bytes > limit:

@@ -43,7 +43,7 @@ class Forecast:
 
 
 def roofline_s(roofline: dict[str, Any], moved_bytes: float) -> float:
-    """Seconds of a step if computation and transfers overlapped fully: of forward and backward in memory, or of the drive."""
+    """Seconds of a step if computation and transfers overlapped fully: of one in memory, or of the drive."""
     return max(roofline["compute_s"], moved_bytes / (roofline["both_bytes_per_s"] or float("inf")))
 
 

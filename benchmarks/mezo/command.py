@@ -44,8 +44,8 @@ def mezo(
             ("", "measured"),
             rows_of(found),
             left=("",),
-            caption="Roofline: two forward passes in memory (one block times their number, and the rest) and three "
-            "directions, or all transfers at this drive's rate, whichever takes longer.",
+            caption="Roofline: two forward passes in memory, extended from models of few layers, and three directions, or "
+            "all transfers at this drive's rate, whichever takes longer.",
         )
         output().print(f"Results: {output_folder}", markup=False, highlight=False)
 

@@ -1,21 +1,15 @@
 """What these cores and this drive allow, in a process of its own: ``python -m benchmarks.mezo.roofline JSON``."""
 
-import json
-import os
-import statistics
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from benchmarks.large.shape import Shape, text_tokens
+from benchmarks.large.shape import Shape
+from benchmarks.roofline import drive_rates, median_s, print_measured, seconds_in_memory
 from hf_offload.optimizers.mezo.directions import MINUS, PLUS, Directions, Move, Shift, Update
-from hf_offload.planning.machine import probe_machine
 
-_SAMPLE_BYTES = 1 << 30
-_REPEATS = 3
 _DRAWN = 1 << 24
 
 
@@ -24,26 +18,16 @@ def measure(shape: Shape, directory: str) -> dict[str, Any]:
     """Seconds of a forward pass in memory, of the three directions that a step draws with the moves along them, and the
     rates of the drive.
     """
-    from transformers import GPT2LMHeadModel
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-
-    config = shape.model_config()
-    config._attn_implementation = "sdpa"
-    block = GPT2Block(config, layer_idx=0).eval()
-    hidden = torch.randn(1, shape.tokens, shape.width)
-    of_block = _seconds(lambda: block(hidden))
-    config.n_layer = 0
-    rest = GPT2LMHeadModel(config).eval()
-    tokens = next(text_tokens(shape.tokens))
-    of_rest = _seconds(lambda: rest(input_ids=tokens, labels=tokens).loss)
-    drive = probe_machine([directory], sample_bytes=_SAMPLE_BYTES).drives[0]
     return {
-        "forward_s": shape.layers * of_block + of_rest,
+        "forward_s": seconds_in_memory(shape, _forward),
         "directions_s": _of_directions() * shape.weights / _DRAWN,
-        "write_bytes_per_s": drive.write.bytes_per_s,
-        "read_bytes_per_s": drive.read.bytes_per_s,
-        "both_bytes_per_s": drive.both.bytes_per_s,
+        **drive_rates(shape, directory),
     }
+
+
+def _forward(model: nn.Module, tokens: Tensor) -> Callable[[], object]:
+    model.eval()
+    return lambda: model(input_ids=tokens, labels=tokens)
 
 
 def _of_directions() -> float:
@@ -56,26 +40,8 @@ def _of_directions() -> float:
         directions.make([(directions.generator(0), last), (directions.generator(1), [Shift(1, PLUS, 1e-3)])], weight)
         directions.make([(directions.generator(1), [Shift(1, MINUS, 1e-3)])], weight)
 
-    return _seconds(moves)
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    """The median of those behind the first time."""
-    seconds = []
-    for _ in range(1 + _REPEATS):
-        begin = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[1:])
-
-
-def main(text: str) -> None:
-    """Print what was measured as the last line."""
-    given = json.loads(text)
-    sys.stdout.write(f"\n{json.dumps(measure(Shape(**given['shape']), given['directory']))}\n")
-    sys.stdout.flush()
-    os._exit(0)
+    return median_s(moves)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print_measured(measure)
