@@ -53,8 +53,8 @@ class MeZO(Optimizer):
         model: What computes the loss, with all of ``params``. Directions are drawn in the order of its parameters.
         eps: How far the weights go in each direction.
         restore: ``"reference"``: weights go back by adding ``eps z`` again, as in the authors' code. It does not give the
-            same bits: rounding errors stay. ``"pristine"``: a copy of the weights is kept while the losses are computed, or they
-            are read again from a tier.
+            same bits: rounding errors stay. ``"pristine"``: a copy of the weights is kept while the losses are computed, or
+            they are read again from a tier.
         seed: The seeds of all steps depend on it.
         lr: Learning rate, of groups that have none.
         weight_decay: Of groups that have none.
