@@ -1,7 +1,7 @@
 """Two forward passes that take turns, a block at a time, so that what each block needs is there for both.
 
 Note: two threads, of which one runs
-    A forward pass is Python code, which cannot be stopped in the middle, but a thread can wait there. So the second pass runs in
+    A forward pass is Python code, which stops nowhere in the middle, but a thread can wait there. So the second pass runs in
     a thread of its own, and each waits in front of a block until the other one has come as far. What PyTorch and Python keep
     for each thread is set in the second one as it is in the first. What a model keeps on itself is not: a model that lets one
     block leave something there for another block, or that draws random numbers, may compute something else than it does in
