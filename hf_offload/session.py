@@ -28,7 +28,8 @@ from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
 from hf_offload.planning.automatic import AutomaticPlan
 from hf_offload.planning.known import Known, Prediction
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.ranks import Ranks, agreed
+from hf_offload.planning.ranks import agreed
+from hf_offload.ranks import Ranks
 from hf_offload.residency.residency import Residency
 from hf_offload.residency.setting import run_storage
 from hf_offload.settings.environment import unless_disabled
@@ -368,7 +369,7 @@ class OffloadSession:
         model = self._model()
         if self.config.snapshot_steps is None or model is None:
             raise OffloadConfigError("session.snapshots() needs a model, and OffloadConfig(snapshot_steps=...).")
-        refuse_loop(self.config, self.ranks.count)
+        refuse_loop(self.config, self.ranks.count, [model])
         found = LoopSnapshots(Objects(model, objects), self.config, Path(folder), self._storage, resume)
         self._end_expecting()
         return found

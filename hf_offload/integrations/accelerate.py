@@ -264,7 +264,7 @@ class OffloadedAccelerator:
                 "step ends: give it to OffloadTrainingArguments, or to OffloadPlugin in a loop with accelerator.snapshots()."
             )
         trains = any(one.requires_grad for one in model.parameters())
-        config = with_checked(self._config, snapshot_steps=None, snapshot_dir=None)
+        config = with_checked(self._config, snapshot_steps=None, snapshot_dir=None, snapshot_parity=0)
         config = config if trains else config.without_mode()
         session = attach(model, config, run_id=self, owner=self._by)
         self._sessions.append(session)

@@ -7,10 +7,11 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state, load_custom_state, save_accelerator_state
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, load
 from torch import Tensor, nn
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
 from hf_offload.snapshots.loops import refuse_loop
@@ -48,8 +49,8 @@ class Prepared:
         """In accelerate's wrappers."""
         return list(self._accelerator._optimizers)
 
-    def files(self) -> tuple[dict[str, Write], list[Tensor]]:
-        """Optimizers, to be written later, and what is small, as accelerate writes it."""
+    def files(self, ranks: Ranks) -> tuple[dict[str, Write], list[Tensor]]:
+        """Optimizers, to be written later, and what is small, as accelerate writes it: much of it in the first rank alone."""
         accelerator = self._accelerator
         files: dict[str, Write] = {}
         later: list[Tensor] = []
@@ -64,16 +65,16 @@ class Prepared:
                 [],
                 accelerator._schedulers,
                 accelerator._dataloaders,
-                0,
+                accelerator.process_index,
                 accelerator.step,
                 accelerator.scaler,
             )
-            small = {path.name: contents.small_file(path.read_bytes()) for path in sorted(Path(folder).iterdir())}
+            own = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
         for number, each in enumerate(accelerator._custom_objects):
-            small[f"custom_checkpoint_{number}.pkl"] = contents.archive_now(each.state_dict())
-        return files | small, later
+            own[_custom(number, ranks)] = contents.archived(each.state_dict())
+        return files | contents.of_all_ranks(own, ranks), later
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, ranks: Ranks) -> None:
         """As ``load_state`` does it."""
         accelerator = self._accelerator
         found = load_accelerator_state(
@@ -82,14 +83,22 @@ class Prepared:
             accelerator._optimizers,
             accelerator._schedulers,
             accelerator._dataloaders,
-            0,
+            accelerator.process_index,
             accelerator.scaler,
             "cpu",
             {"weights_only": False},
         )
         accelerator.step = found.get("step", accelerator.step)
         for number, each in enumerate(accelerator._custom_objects):
-            load_custom_state(each, folder, number)
+            if ranks.is_first:
+                load_custom_state(each, folder, number)
+            else:
+                each.load_state_dict(load(folder / _custom(number, ranks), map_location="cpu", weights_only=False))
+
+
+def _custom(number: int, ranks: Ranks) -> str:
+    """Accelerate has that of the first rank alone."""
+    return f"custom_checkpoint_{number}.pkl" if ranks.is_first else f"custom_checkpoint_{number}_{ranks.number}.pkl"
 
 
 def _numbered(name: str, number: int) -> str:
@@ -98,7 +107,7 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _refuse(accelerator: Accelerator, config: OffloadConfig) -> None:
-    refuse_loop(config, accelerator.num_processes)
+    refuse_loop(config, accelerator.num_processes, accelerator._models)
     problem = None
     if accelerator.distributed_type in _SHARDED:
         problem = f"{accelerator.distributed_type.value} saves shards in a way of its own"

@@ -28,12 +28,14 @@ from transformers.training_args import ParallelMode
 import hf_offload
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
+from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
 from hf_offload.snapshots.client import address_of
-from hf_offload.snapshots.opening import LINKS, Opened, open_snapshots
+from hf_offload.snapshots.loops import ALONE
+from hf_offload.snapshots.opening import Opened, links_of, open_snapshots
 from hf_offload.snapshots.restoring import Found
 from hf_offload.snapshots.taking import Snapshots, Write
 from hf_offload.snapshots.weights import ModelWeights
@@ -55,6 +57,8 @@ class TrainerSnapshots:
     def __init__(self, trainer: Trainer, config: OffloadConfig):
         _refuse(trainer, config)
         self.taking: Snapshots | None = None
+        self._ranks = Ranks()
+        self._with_parity = config.snapshot_parity > 0
         self._trainer = trainer
         self._steps = int(config.snapshot_steps or 0)
         self._directory = None if config.snapshot_dir is None else Path(config.snapshot_dir).resolve()
@@ -76,10 +80,12 @@ class TrainerSnapshots:
         fit this one.
         """
         resume = asked is True or (asked is None and is_on(RESUME_VARIABLE))
-        opened = self._opened = open_snapshots(self._output, self._directory, resume)
+        opened = self._opened = open_snapshots(self._output, self._directory, resume, self._ranks)
         if not resume:
             return asked or None  # type: ignore[return-value]  # it is the name of a checkpoint
-        checkpoint = last_complete_checkpoint(self._output) if self._output.is_dir() else None
+        checkpoint = self._ranks.first(
+            lambda: last_complete_checkpoint(self._output) if self._output.is_dir() else None
+        )
         found = opened.found
         if found is None:
             if checkpoint is None and next(self._output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), None) is not None:
@@ -89,13 +95,12 @@ class TrainerSnapshots:
                     "There is no snapshot or checkpoint of %s yet: training starts at its beginning.", self._output
                 )
             return checkpoint
-        if checkpoint is not None and _is_newer(Path(checkpoint), found):
+        if checkpoint is not None and self._ranks.first(lambda: _is_newer(Path(checkpoint), found)):
             opened.forget_found()
             return checkpoint
         if self._trainer.model is not None:  # else it is made later, by model_init
-            self._weights.check(
-                found.folder, found.record["model"], f"The snapshot of step {found.step} in {found.place}"
-            )
+            what = f"The snapshot of step {found.step} in {found.place}"
+            self._ranks.each(lambda: self._weights.check(found.folder, found.record["model"], what))
         logger.info("Resuming from the snapshot of step %d in %s.", found.step, found.place)
         return str(found.folder)
 
@@ -109,14 +114,17 @@ class TrainerSnapshots:
         found = opened.found
         if self.taking is not None:
             self.taking.settle()
-            opened.run, opened.began = uuid.uuid4().hex, time.time()
+            opened.run, opened.began = self._ranks.first(lambda: (uuid.uuid4().hex, time.time()))
         else:
-            held = HeldRam(storage_of(self._model), "snapshots")
-            self.taking = Snapshots(address_of(self._output), opened.client, held, sequence=opened.sequence)
-            if found is not None and found.slot is not None:
-                self.taking.adopt(found.slot, found.record, found.files)
-        directory = None if self._directory is None else str(self._directory)
-        self.taking.start(opened.run, opened.began, directory, self._wait_s)
+            self.taking = Snapshots(
+                address_of(self._output, self._ranks.number),
+                opened.client,
+                HeldRam(storage_of(self._model), "snapshots"),
+                self._ranks,
+                sequence=opened.sequence,
+                with_parity=self._with_parity,
+            )
+        self.taking.start(opened.run, opened.began, self._directory, self._wait_s, found)
         self._last_step = trainer.state.global_step
         if found is not None and found.step == trainer.state.global_step:
             self._restore_losses(found.record["trainer"])
@@ -124,8 +132,9 @@ class TrainerSnapshots:
 
     def _restore_losses(self, kept: dict[str, Any]) -> None:
         trainer: Any = self._trainer
-        trainer._tr_loss += kept["unlogged_loss"]
-        trainer._total_loss_scalar = -kept["unlogged_loss"]  # the mean at the end is that of the steps which follow
+        unlogged = kept["unlogged_losses"][self._ranks.number]
+        trainer._tr_loss += unlogged
+        trainer._total_loss_scalar = -unlogged  # the mean at the end is that of the steps which follow
         trainer._globalstep_last_logged = kept["last_logged_step"]
         trainer.state.total_flos, trainer.current_flos = kept["total_flos"], kept["current_flos"]
 
@@ -168,6 +177,7 @@ class TrainerSnapshots:
 
     def _take(self) -> None:
         assert self.taking is not None
+        self.taking.settle()  # before the ranks talk of something else
         trainer: Any = self._trainer
         if self._unchanging is None:
             self._unchanging = self._unchanging_files()
@@ -178,8 +188,9 @@ class TrainerSnapshots:
             self._weights.file: contents.weights_file(weights, layout),
             OPTIMIZER_NAME: contents.archive(optimizer),
             SCHEDULER_NAME: contents.archive_now(trainer.lr_scheduler.state_dict()),
-            RNG_NAME: contents.archive_now(contents.random_states()),
         }
+        own = {contents.of_rank(RNG_NAME, self._ranks): contents.archived(contents.random_states())}
+        files |= contents.of_all_ranks(own, self._ranks)
         scaler = getattr(trainer.accelerator, "scaler", None)
         if scaler is not None:
             files[SCALER_NAME] = contents.archive_now(scaler.state_dict())
@@ -195,7 +206,7 @@ class TrainerSnapshots:
                 "version": hf_offload.__version__,
                 "model": contents.fingerprint(layout),
                 "trainer": {
-                    "unlogged_loss": trainer._tr_loss.item(),
+                    "unlogged_losses": self._ranks.gather(trainer._tr_loss.item()),
                     "last_logged_step": trainer._globalstep_last_logged,
                     "total_flos": trainer.state.total_flos,
                     "current_flos": trainer.current_flos,
@@ -208,7 +219,7 @@ class TrainerSnapshots:
     def _unchanging_files(self) -> dict[str, Write]:
         """Those by which a checkpoint is more than numbers, as the Trainer writes them."""
         trainer = self._trainer
-        folder = self._output / LINKS
+        folder = self._output / links_of(self._ranks)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         try:
@@ -256,6 +267,7 @@ class TrainerSnapshots:
         if taking is not None:
             if well:
                 taking.settle()
+                self._ranks.gather(None)  # what one has that ends too early is of no use to the others
                 logger.info(
                     "%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s
                 )
@@ -264,6 +276,7 @@ class TrainerSnapshots:
                 taking.leave()
         elif opened is not None:
             opened.client.close()
+        self._ranks.close()
 
 
 @contextlib.contextmanager
@@ -291,8 +304,10 @@ def _refuse(trainer: Trainer, config: OffloadConfig) -> None:
         problem = "snapshots need Linux"
     elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         problem = "DeepSpeed and FSDP save shards in a way of their own"
-    elif args.parallel_mode == ParallelMode.DISTRIBUTED or args.world_size > 1:
-        problem = "several processes train together"
+    elif args.parallel_mode not in (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED):
+        problem = f"processes that train together as {args.parallel_mode.value} are not DDP's"
+    elif config.snapshot_parity and args.world_size == 1:
+        problem = ALONE
     elif args.ignore_data_skip:
         problem = "with ignore_data_skip=True a run that resumes sees other batches than one that did not stop"
     elif config.sampling is not None and config.sampling.probabilities == "gradient-cache":

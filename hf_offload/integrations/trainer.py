@@ -79,7 +79,10 @@ class OffloadCallback(TrainerCallback):
         trainer = extend_calling_trainer(self)  # for a callback that was added after the constructor
         if trainer is not None:
             refuse_own_state(trainer.accelerator, config)
-        steps, config = config.snapshot_steps, with_checked(config, snapshot_steps=None, snapshot_dir=None)
+        steps, config = (
+            config.snapshot_steps,
+            with_checked(config, snapshot_steps=None, snapshot_dir=None, snapshot_parity=0),
+        )
         if steps is not None:  # which copy weights and state in memory
             config = with_checked(config, params=config.params or "none", optimizer=config.optimizer or "none")
         self.session = attach(model, config, run_id=state, owner="the Trainer's OffloadCallback")

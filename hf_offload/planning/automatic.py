@@ -15,7 +15,8 @@ from hf_offload.plan.plan import Plan
 from hf_offload.planning.feedback import Feedback
 from hf_offload.planning.known import Known
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.ranks import Ranks, hardware_of_all
+from hf_offload.planning.ranks import hardware_of_all
+from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig
 
 

@@ -8,7 +8,7 @@ from hf_offload.plan.choosing import Allowed, problem_of
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.simulate import simulate
 from hf_offload.planning.known import Known, known_by_simulating
-from hf_offload.planning.ranks import Ranks
+from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.observed import ObservedEngine, OneForward, with_measured_bandwidth
 from hf_offload.planning.optimizer_state import OptimizerState
-from hf_offload.planning.ranks import Ranks
 from hf_offload.planning.situation import Situation, situation_of, tensors_in
+from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import make_problem, plan_of
 from hf_offload.plan.problem import Problem, Solution, smallest_budget
 from hf_offload.plan.timeline import Windows
-from hf_offload.planning.ranks import Ranks
 from hf_offload.planning.situation import Situation
+from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
 
 

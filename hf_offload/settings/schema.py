@@ -233,16 +233,25 @@ class OffloadConfig:
         whole(0, "of seconds"),
         "How long snapshots stay in memory after a training that did not end well.",
     )
+    snapshot_parity: int = setting(
+        0,
+        whole(0, at_most=1),
+        "With several processes, how many may lose their snapshot in memory: with 1, each also holds a part of the parity "
+        "of the others', by which one that is lost is rebuilt. Adds to each snapshot its bytes, divided by the number of the "
+        "other processes.",
+    )
 
     def __post_init__(self) -> None:
         with read_fields(self, "offload settings") as check:
             name = check.name
             with check:
-                if self.snapshot_dir is not None and self.snapshot_steps is None and check.good("snapshot_steps"):
-                    raise OffloadConfigError(
-                        f"{name('snapshot_dir')} is given, but no snapshots are taken: set {name('snapshot_steps')}, or "
-                        "leave it out."
-                    )
+                if self.snapshot_steps is None and check.good("snapshot_steps", "snapshot_parity"):
+                    given = [each for each in ("snapshot_dir", "snapshot_parity") if getattr(self, each)]
+                    if given:
+                        raise OffloadConfigError(
+                            f"{name(given[0])} is given, but no snapshots are taken: set {name('snapshot_steps')}, or "
+                            "leave it out."
+                        )
             with check:
                 if (
                     check.good("on_disk_write_limit", "max_disk_write_bytes")

@@ -15,7 +15,9 @@ from torch import Tensor
 from hf_offload.errors import SnapshotError
 from hf_offload.parameters.demand import own_class
 from hf_offload.parameters.waiting import residence_of
-from hf_offload.snapshots.taking import Writable, Write
+from hf_offload.ranks import Ranks
+from hf_offload.snapshots.memory import Writable
+from hf_offload.snapshots.taking import Write
 
 _NAMES = {
     torch.float64: "F64",
@@ -97,16 +99,33 @@ def archive(content: Any) -> Write:
     return lambda file: torch.save(content, file)  # type: ignore[arg-type]  # it asks for no more than these methods
 
 
-def archive_now(content: Any) -> Write:
-    """The same for something small, as it is now."""
+def archived(content: Any) -> bytes:
+    """The bytes of such a file, of something small as it is now."""
     file = io.BytesIO()
     torch.save(content, file)
-    return small_file(file.getvalue())
+    return file.getvalue()
+
+
+def archive_now(content: Any) -> Write:
+    """A file with these bytes."""
+    return small_file(archived(content))
 
 
 def small_file(content: bytes) -> Write:
     """A file with this content."""
     return lambda file: file.write(content)
+
+
+def of_rank(name: str, ranks: Ranks) -> str:
+    """The name of a file of which each rank has its own, as a Trainer gives it: ``rng_state_1.pth``."""
+    stem, ending = name.rsplit(".", 1)
+    return name if ranks.count == 1 else f"{stem}_{ranks.number}.{ending}"
+
+
+def of_all_ranks(own: Mapping[str, bytes], ranks: Ranks) -> dict[str, Write]:
+    """Small files of all ranks, so that the snapshot of one of them is a whole checkpoint. All ranks call it."""
+    everyone = [*ranks.gather(dict(own)), own]  # those that all have under the same name are one's own
+    return {name: small_file(content) for files in everyone for name, content in files.items()}
 
 
 def random_states() -> dict[str, Any]:

@@ -8,9 +8,11 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError, OffloadError, SnapshotError
+from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
@@ -23,6 +25,8 @@ from hf_offload.storage.service import HeldRam, RunStorage
 from hf_offload.surgery import InertInCopies
 
 logger = logging.getLogger(__name__)
+
+ALONE = "with snapshot_parity, processes make good what one of them loses, and there is one"
 
 _RANDOM_FILE = "rng_state.pth"
 _POSITION_FILE = "position.pth"
@@ -42,10 +46,10 @@ class Source(Protocol):
     @property
     def optimizers(self) -> Sequence[Any]: ...
 
-    def files(self) -> tuple[dict[str, Write], list[Tensor]]:
-        """The other files, and the tensors that are written after this has returned."""
+    def files(self, ranks: Ranks) -> tuple[dict[str, Write], list[Tensor]]:
+        """The other files, and the tensors that are written after this has returned. All ranks call it."""
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, ranks: Ranks) -> None:
         """Take over the other files."""
 
 
@@ -79,7 +83,9 @@ class LoopSnapshots:
         self._directory = None if config.snapshot_dir is None else Path(config.snapshot_dir).resolve()
         self._wait_s = float(config.snapshot_wait_s)
         self._at_once = config.optimizer not in (None, "none") or config.memory_mode != "none" or not source.optimizers
+        self._with_parity = config.snapshot_parity > 0
         self._folder = folder.resolve()
+        self._ranks: Ranks = Ranks()
         self._storage = storage
         self._resume = is_on(RESUME_VARIABLE) if resume is None else resume
         self._position = Position()
@@ -106,22 +112,25 @@ class LoopSnapshots:
             self._take(self.taking)
 
     def __enter__(self) -> Self:
-        opened = open_snapshots(self._folder, self._directory, self._resume)
+        opened = open_snapshots(self._folder, self._directory, self._resume, self._ranks)
         try:
+            others = {**self._source.files(self._ranks)[0], **self._small_files()}
             if opened.found is not None:
-                self._restore(opened)
+                self._ranks.each(lambda: self._restore(opened, [*self._source.models, *others]))
             elif self._resume:
                 logger.warning("There is no snapshot of %s yet: training starts at its beginning.", self._folder)
             taking = Snapshots(
-                address_of(self._folder), opened.client, HeldRam(self._storage, "snapshots"), sequence=opened.sequence
+                address_of(self._folder, self._ranks.number),
+                opened.client,
+                HeldRam(self._storage, "snapshots"),
+                self._ranks,
+                sequence=opened.sequence,
+                with_parity=self._with_parity,
             )
-            taking.start(
-                opened.run, opened.began, None if self._directory is None else str(self._directory), self._wait_s
-            )
-            if opened.found is not None and opened.found.slot is not None:
-                taking.adopt(opened.found.slot, opened.found.record, opened.found.files)
+            taking.start(opened.run, opened.began, self._directory, self._wait_s, opened.found)
         except BaseException:
             opened.client.close()
+            self._ranks.close()
             raise
         finally:
             opened.forget_found()
@@ -143,51 +152,51 @@ class LoopSnapshots:
             return
         if kind is not None:
             taking.leave()
+            self._ranks.close()
             return
         try:
             taking.settle()
+            self._ranks.gather(None)  # what one has that ends too early is of no use to the others
         finally:
             taking.end()
+            self._ranks.close()
         logger.info("%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s)
 
-    def _restore(self, opened: Opened) -> None:
+    def _restore(self, opened: Opened, expected: Sequence[str]) -> None:
         found = opened.found
         assert found is not None
         what = f"The snapshot of step {found.step} in {found.place}"
         for name, weights in self._source.models.items():
-            expected = found.record["models"].get(name)
-            weights.check(found.folder, expected, what, name)
+            weights.check(found.folder, found.record["models"].get(name), what, name)
         names = sorted(name for name, _, _ in found.record["files"])
-        expected_names = sorted([*self._source.models, *self._source.files()[0], _RANDOM_FILE, _POSITION_FILE])
-        if names != expected_names:
+        if names != sorted(expected):
             raise SnapshotError(
-                f"{what} holds {', '.join(names)}, and this training has {', '.join(expected_names)}: resume with what it "
+                f"{what} holds {', '.join(names)}, and this training has {', '.join(sorted(expected))}: resume with what it "
                 "was taken of, or start from the beginning."
             )
         for name, weights in self._source.models.items():
             weights.load(found.folder / name)
-        self._source.load(found.folder)
+        self._source.load(found.folder, self._ranks)
         self.step = self.resumed_step = found.step
-        self._position.restore(_read(found.folder / _POSITION_FILE))
-        contents.restore_random_states(_read(found.folder / _RANDOM_FILE))
+        self._position.restore(_read(found.folder / contents.of_rank(_POSITION_FILE, self._ranks)))
+        contents.restore_random_states(_read(found.folder / contents.of_rank(_RANDOM_FILE, self._ranks)))
         logger.info("Resuming from the snapshot of step %d in %s.", found.step, found.place)
 
     def _take(self, taking: Snapshots) -> None:
         from hf_offload import __version__
 
+        taking.settle()  # before the ranks talk of something else
         files: dict[str, Write] = {}
         watched: list[Tensor] = []
         models: dict[str, str] = {}
-        others, written_later = self._source.files()  # first: it may complete updates of the weights
+        others, written_later = self._source.files(self._ranks)  # first: it may complete updates of the weights
         for name, weights in self._source.models.items():
             tensors = weights.tensors(copy_buffers=True)
             layout = contents.layout_of(tensors)
             models[name] = contents.fingerprint(layout)
             files[name] = contents.weights_file(tensors, layout)
             watched += tensors.values()
-        files |= others
-        files[_RANDOM_FILE] = contents.archive_now(contents.random_states())
-        files[_POSITION_FILE] = contents.archive_now(self._position.state())
+        files |= others | self._small_files()
         watched += written_later
         taking.take(
             self.step,
@@ -197,6 +206,13 @@ class LoopSnapshots:
             sum(tensor.nbytes for tensor in watched),
             at_once=self._at_once or any(weights.are_parked for weights in self._source.models.values()),
         )
+
+    def _small_files(self) -> dict[str, Write]:
+        own = {
+            contents.of_rank(_RANDOM_FILE, self._ranks): contents.archived(contents.random_states()),
+            contents.of_rank(_POSITION_FILE, self._ranks): contents.archived(self._position.state()),
+        }
+        return contents.of_all_ranks(own, self._ranks)
 
 
 class Objects:
@@ -214,8 +230,9 @@ class Objects:
                 )
         self.optimizers = [each for each in self._objects.values() if isinstance(each, Optimizer)]
 
-    def files(self) -> tuple[dict[str, Write], list[Tensor]]:
+    def files(self, ranks: Ranks) -> tuple[dict[str, Write], list[Tensor]]:
         files: dict[str, Write] = {}
+        own: dict[str, bytes] = {}
         later: list[Tensor] = []
         for name, each in self._objects.items():
             state = each.state_dict()
@@ -223,12 +240,13 @@ class Objects:
                 files[f"{name}.pt"] = contents.archive(state)
                 later += contents.tensors_in(state)
             else:
-                files[f"{name}.pt"] = contents.archive_now(state)
-        return files, later
+                own[contents.of_rank(f"{name}.pt", ranks)] = contents.archived(state)
+        return files | contents.of_all_ranks(own, ranks), later
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, ranks: Ranks) -> None:
         for name, each in self._objects.items():
-            each.load_state_dict(_read(folder / f"{name}.pt"))
+            file = f"{name}.pt" if isinstance(each, Optimizer) else contents.of_rank(f"{name}.pt", ranks)
+            each.load_state_dict(_read(folder / file))
 
 
 def _read(file: Path) -> Any:
@@ -239,11 +257,13 @@ def _read(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def refuse_loop(config: OffloadConfig, processes: int) -> None:
+def refuse_loop(config: OffloadConfig, processes: int, models: Sequence[nn.Module]) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` where a snapshot would not be all that a loop needs to go on."""
     problem = None
-    if processes > 1:
-        problem = "several processes train together"
+    if config.snapshot_parity and processes == 1:
+        problem = ALONE
+    elif any(isinstance(each, DTensor) for model in models for each in model.parameters()):
+        problem = "the shards of FSDP2 are saved in a way of their own"
     elif config.sampling is not None and config.sampling.probabilities == "gradient-cache":
         problem = (
             'sampled_linear keeps a cache of gradients (probabilities="gradient-cache"), which snapshots do not hold'

@@ -6,15 +6,16 @@ import os
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from hf_offload.errors import OffloadConfigError, SnapshotError
+from hf_offload.ranks import Ranks
 from hf_offload.snapshots.client import SnapshotClient, address_of
 from hf_offload.snapshots.restoring import Found, newest_whole
 
 logger = logging.getLogger(__name__)
 
 LINKS = ".hf_offload-snapshot"
-"""In the output directory, while a training resumes from memory: links to files that have no name."""
 
 
 @dataclasses.dataclass
@@ -23,15 +24,15 @@ class Opened:
 
     Attributes:
         client: The connection.
-        found: The snapshot; None to start at the beginning.
         run, began, sequence: Number, time of the beginning and last snapshot of the run that goes on, or a new one's.
+        found: The snapshot; None to start at the beginning.
     """
 
     client: SnapshotClient
-    found: Found | None = None
-    run: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
-    began: float = dataclasses.field(default_factory=time.time)
+    run: str
+    began: float
     sequence: int = 0
+    found: Found | None = None
 
     def forget_found(self) -> None:
         """Nothing of the snapshot is needed any more. Idempotent."""
@@ -40,24 +41,47 @@ class Opened:
             self.found = None
 
 
-def open_snapshots(output: Path, directory: Path | None, resume: bool) -> Opened:
+def open_snapshots(output: Path, directory: Path | None, resume: bool, ranks: Ranks) -> Opened:
     """Connect to the snapshot process of the training that writes to ``output``, or start it. With ``resume``, find the
-    newest whole snapshot, in memory or in ``directory``.
+    newest snapshot that is whole in all ranks, in memory or in ``directory``. All ranks call it.
 
     Raises :class:`~hf_offload.errors.SnapshotError` if another training is connected to it, or for those of another version.
     """
+    client, status = ranks.each(lambda: _joined(output, ranks.number))
+    run, began = ranks.first(lambda: (uuid.uuid4().hex, time.time()))
+    if not resume:
+        if status["snapshots"]:
+            logger.warning("Training starts anew: the snapshots of an earlier training in memory are dropped.")
+        return Opened(client, run, began)
     try:
-        return _open(output, directory, resume)
+        found = newest_whole(client, status, directory, output / links_of(ranks), ranks)
+    except BaseException:
+        client.close()
+        raise
+    if found is None:
+        return Opened(client, run, began)
+    record = found.record
+    return Opened(client, record["run"], record["began"], record["sequence"], found)
+
+
+def links_of(ranks: Ranks) -> str:
+    """In the output directory, while a training resumes from memory: links to files that have no name."""
+    return LINKS if ranks.count == 1 else f"{LINKS}-{ranks.number}"
+
+
+def _joined(output: Path, rank: int) -> tuple[SnapshotClient, dict[str, Any]]:
+    try:
+        return _join(output, rank)
     except ConnectionError as error:
         logger.warning("%s: another one is started.", str(error).capitalize())
     try:
-        return _open(output, directory, resume)
+        return _join(output, rank)
     except ConnectionError as error:
         raise SnapshotError(f"Again, {error}: see whether the machine has memory.") from error
 
 
-def _open(output: Path, directory: Path | None, resume: bool) -> Opened:
-    client = SnapshotClient.connect(address_of(output), start=True)
+def _join(output: Path, rank: int) -> tuple[SnapshotClient, dict[str, Any]]:
+    client = SnapshotClient.connect(address_of(output, rank), start=True)
     assert client is not None
     joined = client.ask("join")
     if "refused" in joined:
@@ -66,19 +90,7 @@ def _open(output: Path, directory: Path | None, resume: bool) -> Opened:
             f"Process {joined['refused']} trains already with {output} as its output directory, and takes "
             "snapshots: end it, or write to another directory."
         )
-    if not resume:
-        if joined["snapshots"]:
-            logger.warning("Training starts anew: the snapshots of an earlier training in memory are dropped.")
-        return Opened(client)
-    try:
-        found = newest_whole(client, directory, output / LINKS)
-    except BaseException:
-        client.close()
-        raise
-    if found is None:
-        return Opened(client)
-    record = found.record
-    return Opened(client, found, record["run"], record["began"], record["sequence"])
+    return client, joined
 
 
 def check_memory_files() -> None:

@@ -11,7 +11,8 @@ Messages are single packets of JSON, most with descriptors, and each has one ans
     ``join``     the sender trains from now on; as ``status``, or ``refused`` with the process that trains already
     ``fetch``    the files of the snapshot in a ``slot``
     ``start``    the run's number, its settings; snapshots of another run are dropped
-    ``begin``    a slot to be written to, whose snapshot is no longer there from then on; its files may be written again
+    ``begin``    a slot to be written to, whose snapshot is no longer there from then on; its files may be written again.
+                 It is not that of the snapshot with the number ``keep``
     ``commit``   the snapshot in a slot is whole: its record and its files
     ``done``     training has ended well: nothing is needed any more
 """
@@ -31,7 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 """Of records and messages: raised when what is written by one version cannot be read by the other."""
 RECORD_FILE = "hf_offload_snapshot.json"
 RUN_FILE = "hf_offload_snapshots.json"
@@ -176,7 +177,7 @@ class Keeper:
             self._start(message)
             return {"error": self._error}, ()
         if asked == "begin":
-            return {"slot": self._begin(), "error": self._error}, ()
+            return {"slot": self._begin(message["keep"]), "error": self._error}, ()
         if asked == "commit":
             self._commit(message, files)
         elif asked == "done":
@@ -229,14 +230,12 @@ class Keeper:
             self._writer = threading.Thread(target=self._write_to_disk)
             self._writer.start()
 
-    def _begin(self) -> int:
+    def _begin(self, keep: int | None) -> int:
         with self._lock:
-            whole = [slot.record["sequence"] for slot in self._slots if slot.record is not None]
-            newest = max(whole, default=None)
             free = [
                 (slot.record is not None, slot.record["sequence"] if slot.record else 0, number)
                 for number, slot in enumerate(self._slots)
-                if not slot.is_read and (slot.record is None or slot.record["sequence"] != newest)
+                if not slot.is_read and (slot.record is None or slot.record["sequence"] != keep)
             ]
             number = min(free)[2]
             self._slots[number].clear()
@@ -286,12 +285,14 @@ class Keeper:
 
 
 def _write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -> None:
-    """A checkpoint with a record, under its name once it is complete; older ones are removed then."""
+    """A checkpoint with a record, under its name once it is complete; older ones are removed then. What files hold of other
+    processes comes last, and stays in memory.
+    """
     unfinished = directory / _UNFINISHED
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     try:
-        for (name, nbytes, _), source in zip(record["files"], files, strict=True):
+        for (name, nbytes, _), source in zip(record["files"], files, strict=False):
             with (unfinished / name).open("wb") as file:
                 done = 0
                 while done < nbytes:

@@ -8,15 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from hf_offload.errors import SnapshotError
-from hf_offload.snapshots import process
+from hf_offload.ranks import Ranks
+from hf_offload.snapshots import parity, process
 from hf_offload.snapshots.client import SnapshotClient
+from hf_offload.snapshots.memory import MemoryFile, damage_of
 
 logger = logging.getLogger(__name__)
-
-_CHUNK_BYTES = 8 << 20
 
 
 class Found:
@@ -25,15 +23,24 @@ class Found:
     Attributes:
         record: Its step, its run and what else was noted when it was taken.
         folder: A folder with its files.
-        slot: Where the snapshot process has it; None if it is on disk.
-        files: Their descriptors; none if it is on disk.
+        slot: Where the snapshot process has it, or what was left of it; None if it has nothing.
+        files: Their descriptors, with that of the parity; none if it is on disk.
+        is_rebuilt: Whether it was made from those of other ranks.
     """
 
-    def __init__(self, record: dict[str, Any], folder: Path, slot: int | None = None, files: Sequence[int] = ()):
+    def __init__(
+        self,
+        record: dict[str, Any],
+        folder: Path,
+        slot: int | None = None,
+        files: Sequence[int] = (),
+        is_rebuilt: bool = False,
+    ):
         self.record = record
         self.folder = folder
         self.slot = slot
         self.files = list(files)
+        self.is_rebuilt = is_rebuilt
 
     @property
     def step(self) -> int:
@@ -43,11 +50,11 @@ class Found:
     @property
     def place(self) -> str:
         """Where it was found, in words."""
-        return str(self.folder) if self.slot is None else "memory"
+        return "memory" if self.files else str(self.folder)
 
     def close(self) -> None:
         """Nothing of it is needed any more. Idempotent."""
-        if self.slot is None:
+        if not self.files:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
         for file in self.files:
@@ -55,41 +62,128 @@ class Found:
         self.files = []
 
 
-def newest_whole(client: SnapshotClient | None, directory: Path | None, links: Path) -> Found | None:
-    """The newest snapshot that is whole; a warning names each one that is not.
+def newest_whole(
+    client: SnapshotClient, status: dict[str, Any], directory: Path | None, links: Path, ranks: Ranks
+) -> Found | None:
+    """The newest snapshot that is whole in all ranks, or can be made so; a warning names each one that cannot.
 
-    ``client`` is connected to the snapshot process, if there is one, and ``directory`` is where it writes, if anywhere. The
-    folder of one that is found in memory is ``links``: until :meth:`Found.close`, its files are links to memory.
+    ``client`` is connected to the snapshot process, which has said its ``status``, and ``directory`` is where that of the
+    first rank writes, if anywhere. The folder of one that is found in memory is ``links``: until :meth:`Found.close`, its
+    files are links to memory.
 
-    Raises :class:`~hf_offload.errors.SnapshotError` for those of another version.
+    Raises :class:`~hf_offload.errors.SnapshotError` for those of another version, or of another number of processes.
     """
-    status = {} if client is None else client.ask("status")
-    _check_format(status.get("format", process.FORMAT), "in memory")
-    run = status.get("run")
-    candidates: list[tuple[int, bool, dict[str, Any], Any]] = [
-        (each["record"]["sequence"], True, each["record"], each["slot"]) for each in status.get("snapshots", ())
-    ]
-    for path, record in _on_disk(directory, run):
-        candidates.append((record["sequence"], False, record, path))
-    for _, in_memory, record, place in sorted(candidates, key=lambda one: one[:2], reverse=True):
-        if in_memory:
-            assert client is not None
-            numbers = client.fetch(place)
-            damage = _damage_in_memory(record, numbers)
-            if damage is None:
-                return Found(record, _linked(links, record, numbers), place, numbers)
-            for number in numbers:
-                os.close(number)
+    ranks.each(lambda: _check_format(status.get("format"), "in memory"))
+    here = {each["record"]["sequence"]: (each["record"], each["slot"]) for each in status["snapshots"]}
+    listed = [record for record, _ in here.values()]
+    told = [each for of_rank in ranks.gather([_summary(record) for record in listed]) for each in of_rank]
+    run = max(told, default=(0.0, None))[1]
+    if status["run"] != run:
+        here = {}
+    on_disk: dict[int, tuple[dict[str, Any], Path]] = ranks.first(
+        lambda: {record["sequence"]: (record, path) for path, record in _on_disk(directory, run)}
+    )
+    in_memory = {sequence: (step, count) for _, of_run, sequence, step, count in told if of_run == run}
+    places = [(sequence, True) for sequence in in_memory] + [(sequence, False) for sequence in on_disk]
+    for sequence, is_in_memory in sorted(places, reverse=True):
+        if is_in_memory:
+            step, count = in_memory[sequence]
+            _check_count(step, count, ranks)
+            found = _found_in_memory(client, here.get(sequence), step, links, ranks)
         else:
-            damage = _damage_on_disk(record, place)
-            if damage is None:
-                return Found(record, place)
-        logger.warning(
-            "The snapshot of step %d in %s is damaged and skipped: %s.",
-            record["step"],
-            "memory" if in_memory else place,
-            damage,
+            record, folder = on_disk[sequence]
+            _check_count(record["step"], record["ranks"], ranks)
+            found = _found_on_disk(record, folder, ranks)
+        if found is not None:
+            return found
+    return None
+
+
+def _summary(record: dict[str, Any]) -> tuple[float, str, int, int, int]:
+    return record["began"], record["run"], record["sequence"], record["step"], record["ranks"]
+
+
+def _check_count(step: int, count: int, ranks: Ranks) -> None:
+    if count != ranks.count:
+        raise SnapshotError(
+            f"The snapshot of step {step} is of {count} processes, and {ranks.count} train now: start as many, or start from "
+            "the beginning without resume_from_checkpoint."
         )
+
+
+def _found_in_memory(
+    client: SnapshotClient, held: tuple[dict[str, Any], int] | None, step: int, links: Path, ranks: Ranks
+) -> Found | None:
+    own = _Held(client, held)
+    verdicts = ranks.gather((own.damage, own.record.get(parity.NAME)))
+    lost = {rank: damage for rank, (damage, _) in enumerate(verdicts) if damage is not None}
+    what = f"The snapshot of step {step} in memory"
+    reasons = ", ".join(damage if ranks.count == 1 else f"{damage} (rank {rank})" for rank, damage in lost.items())
+    kept = next((description for _, description in verdicts if description is not None), None)
+    if lost and len(lost) == 1 and kept is not None:
+        logger.warning("%s is damaged and rebuilt from those of the other ranks: %s.", what, reasons)
+        reasons = _rebuild(own, next(iter(lost)), kept["length"], ranks)
+    if reasons:
+        own.close()
+        logger.warning("%s is damaged and skipped: %s.", what, reasons)
+        return None
+    return Found(own.record, _linked(links, own.record, own.numbers), own.slot, own.numbers, own.is_rebuilt)
+
+
+class _Held:
+    """What the snapshot process of this rank has of a snapshot, and what is wrong with it."""
+
+    def __init__(self, client: SnapshotClient, held: tuple[dict[str, Any], int] | None):
+        self.record: dict[str, Any] = {}
+        self.slot: int | None = None
+        self.numbers: list[int] = []
+        self.is_rebuilt = False
+        self.damage: str | None = "it is not there"
+        if held is None:
+            return
+        self.record, self.slot = held
+        try:
+            self.numbers = client.fetch(self.slot)
+            self.damage = _damage_in_memory(self.record, self.numbers)
+        except ConnectionError as error:
+            self.damage = str(error)
+
+    def replace(self, rebuilt: parity.Rebuilt, row: MemoryFile, length: int) -> None:
+        self.close()
+        self.record = {**rebuilt.record, parity.NAME: {"files": [[row.nbytes, row.checksum]], "length": length}}
+        self.is_rebuilt, self.numbers = True, [file.number for file in (*rebuilt.files, row)]
+        self.damage = _damage_in_memory(self.record, self.numbers)
+
+    def close(self) -> None:
+        for number in self.numbers:
+            os.close(number)
+        self.numbers = []
+
+
+def _rebuild(own: _Held, lost: int, length: int, ranks: Ranks) -> str:
+    """Have the rank that has lost its part get it again. Returns why that was not possible."""
+    stream, row = None, None
+    if ranks.number != lost:
+        stream, row = parity.Stream(own.record, own.numbers), own.numbers[len(own.record["files"])]
+    try:
+        made = parity.rebuild(ranks, lost, length, stream, row)
+        if made is not None:
+            own.replace(*made, length)
+    except OSError as error:
+        own.damage = str(error)
+    return next((damage for damage in ranks.gather(own.damage) if damage is not None), "")
+
+
+def _found_on_disk(record: dict[str, Any], folder: Path, ranks: Ranks) -> Found | None:
+    """One that the first rank finds whole, and all can read."""
+    damage = ranks.first(lambda: _damage_on_disk(record, folder))
+    if damage is None:
+        damage = next(
+            (each for each in ranks.gather(None if folder.is_dir() else f"{folder} is not there") if each), None
+        )
+    if damage is None:
+        return Found(record, folder)
+    logger.warning("The snapshot of step %d in %s is damaged and skipped: %s.", record["step"], folder, damage)
     return None
 
 
@@ -116,10 +210,11 @@ def _check_format(found: Any, where: str) -> None:
 
 
 def _damage_in_memory(record: dict[str, Any], numbers: list[int]) -> str | None:
-    if len(numbers) != len(record["files"]):
-        return f"{len(record['files'])} files were taken, and {len(numbers)} are there"
-    for (name, nbytes, checksum), number in zip(record["files"], numbers, strict=True):
-        damage = _damage_of(number, nbytes, checksum)
+    listed = [*record["files"], *([parity.NAME, *each] for each in record.get(parity.NAME, {}).get("files", ()))]
+    if len(numbers) != len(listed):
+        return f"{len(listed)} files were taken, and {len(numbers)} are there"
+    for (name, nbytes, checksum), number in zip(listed, numbers, strict=True):
+        damage = damage_of(number, nbytes, checksum)
         if damage is not None:
             return f"{name} {damage}"
     return None
@@ -129,7 +224,7 @@ def _damage_on_disk(record: dict[str, Any], folder: Path) -> str | None:
     for name, nbytes, checksum in record["files"]:
         try:
             with (folder / name).open("rb") as file:
-                damage = _damage_of(file.fileno(), nbytes, checksum)
+                damage = damage_of(file.fileno(), nbytes, checksum)
         except OSError as error:
             damage = f"cannot be read: {error}"
         if damage is not None:
@@ -137,24 +232,10 @@ def _damage_on_disk(record: dict[str, Any], folder: Path) -> str | None:
     return None
 
 
-def _damage_of(number: int, nbytes: int, checksum: int) -> str | None:
-    size = os.fstat(number).st_size
-    if size != nbytes:
-        return f"has {size} bytes instead of {nbytes}"
-    found, done = xxhash.xxh3_64(), 0
-    while done < size:  # not mapped into memory, where a drive that fails ends the process
-        chunk = os.pread(number, _CHUNK_BYTES, done)
-        if not chunk:
-            return f"ends after {done} bytes"
-        found.update(chunk)
-        done += len(chunk)
-    return None if found.intdigest() == checksum else "does not match its checksum"
-
-
 def _linked(folder: Path, record: dict[str, Any], numbers: list[int]) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
-    for (name, _, _), number in zip(record["files"], numbers, strict=True):
+    for (name, _, _), number in zip(record["files"], numbers, strict=False):
         with contextlib.suppress(FileExistsError):
             (folder / name).symlink_to(f"/proc/self/fd/{number}")
     return folder

@@ -7,6 +7,11 @@ Note: consistency
     end: then the snapshot is dropped, the one before stays, and from then on snapshots are copied at once.
     The thread takes the checksum of what it writes as it writes it. The record, with names, sizes and checksums, is the last
     that the snapshot process receives: a snapshot without one does not exist.
+
+Note: one step for all ranks
+    Ranks copy by themselves, and then say whether they have: what one of them has not is dropped by all. Two may still be
+    killed between the commits of the first and of the last one. So the snapshot before stays until it is known of all that
+    they have committed this one, and all of them go on from the newest that all have.
 """
 
 import contextlib
@@ -15,74 +20,29 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, TypeVar
 
-import xxhash
 from torch import Tensor
 
 from hf_offload.errors import SnapshotError, TierFullError
+from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.snapshots import process
+from hf_offload.snapshots import parity, process
 from hf_offload.snapshots.client import SnapshotClient
+from hf_offload.snapshots.memory import MemoryFile, Writable
+from hf_offload.snapshots.restoring import Found
 from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.storage.service import HeldRam
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 8 << 20
 _SPARE_BYTES = 1 << 20
 """For all that is small, and what archives add."""
 
 
-class Writable(Protocol):
-    """What contents are written to, from the first byte to the last."""
-
-    def write(self, data: Any) -> int: ...
-
-    def flush(self) -> None: ...
-
-
 Write = Callable[[Writable], object]
-
-
-class MemoryFile:
-    """A file without a name that only this process, and those it is passed on to, can open."""
-
-    def __init__(self) -> None:
-        self.number = os.memfd_create("hf_offload-snapshot", os.MFD_CLOEXEC)
-        os.fchmod(self.number, 0o600)
-        self.begin()
-
-    @property
-    def checksum(self) -> int:
-        """That of all that was written."""
-        return self._digest.intdigest()
-
-    def begin(self) -> None:
-        """Write from the first byte on."""
-        self.nbytes = 0
-        self._digest = xxhash.xxh3_64()
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _CHUNK_BYTES):
-            chunk = view[start : start + _CHUNK_BYTES]
-            done = 0
-            while done < len(chunk):
-                done += os.pwrite(self.number, chunk[done:], self.nbytes + done)
-            self._digest.update(chunk)
-            self.nbytes += len(chunk)
-        return len(view)
-
-    def flush(self) -> None:
-        """There is no buffer."""
-
-    def end(self) -> None:
-        """What was longer before ends here."""
-        os.ftruncate(self.number, self.nbytes)
-
-    def close(self) -> None:
-        os.close(self.number)
+T = TypeVar("T")
 
 
 class Snapshots:
@@ -93,13 +53,25 @@ class Snapshots:
         stalled_s: Seconds that training has waited for them.
     """
 
-    def __init__(self, address: bytes, client: SnapshotClient, held: HeldRam, *, sequence: int = 0):
+    def __init__(
+        self,
+        address: bytes,
+        client: SnapshotClient,
+        held: HeldRam,
+        ranks: Ranks,
+        *,
+        sequence: int = 0,
+        with_parity: bool = False,
+    ):
         self.taken = 0
         self.stalled_s = 0.0
         self._address = address
         self._client: SnapshotClient | None = client
         self._held = held
+        self._ranks = ranks
+        self._with_parity = with_parity
         self._sequence = sequence
+        self._kept: int | None = None  # the number of the newest snapshot that all ranks have
         self._start: dict[str, Any] = {}
         self._files: dict[int, list[MemoryFile]] = {}
         self._whole: dict[int, dict[str, Any]] = {}  # by slot: what another snapshot process would have to be given
@@ -111,12 +83,23 @@ class Snapshots:
         self._disk_error: str | None = None
         self._was_on_disk = False
 
-    def start(self, run: str, began: float, directory: str | None, wait_s: float) -> None:
-        """Begin a run. ``directory``, where snapshots go from memory; ``wait_s``, how long the snapshot process waits for the
-        next training after one that did not end well.
+    def start(
+        self, run: str, began: float, directory: Path | None, wait_s: float, resumed: Found | None = None
+    ) -> None:
+        """Begin a run. ``directory``, where snapshots go from memory: to that of the first rank; ``wait_s``, how long the
+        snapshot process waits for the next training after one that did not end well. What this one has ``resumed`` from is
+        held until its slot is used again: the snapshot process may end before.
 
         Raises :class:`~hf_offload.errors.SnapshotError` if nothing can be written to ``directory``.
         """
+        if resumed is not None and resumed.slot is not None and not resumed.is_rebuilt:
+            self._adopt(resumed.slot, resumed)
+        self._ranks.each(lambda: self._begin_run(run, began, directory if self._ranks.is_first else None, wait_s))
+        if resumed is not None and resumed.is_rebuilt:  # the snapshot process has not seen it yet
+            self._again(lambda: self._hand_over(resumed))
+
+    def _begin_run(self, run: str, began: float, folder: Path | None, wait_s: float) -> None:
+        directory = None if folder is None else str(folder)
         slots = 2 if directory is None else 3  # one may be on its way to disk
         self._start = {"run": run, "began": began, "directory": directory, "wait_s": wait_s, "slots": slots}
         try:
@@ -128,10 +111,15 @@ class Snapshots:
                 f"Snapshots cannot be written to {directory}: {error}. Name another snapshot_dir, or none."
             )
 
-    def adopt(self, slot: int, record: dict[str, Any], numbers: Sequence[int]) -> None:
-        """Hold what this training has resumed from, until the slot is used again: the snapshot process may end before."""
-        self._adopted[slot] = [os.dup(number) for number in numbers]
-        self._whole[slot] = record
+    def _hand_over(self, rebuilt: Found) -> None:
+        slot = self._started().ask("begin", keep=None)["slot"] if rebuilt.slot is None else rebuilt.slot
+        self._started().ask("commit", rebuilt.files, slot=slot, record=rebuilt.record)
+        self._adopt(slot, rebuilt)
+
+    def _adopt(self, slot: int, resumed: Found) -> None:
+        self._adopted[slot] = [os.dup(number) for number in resumed.files]
+        self._whole[slot] = resumed.record
+        self._kept = resumed.record["sequence"]
 
     def take(
         self,
@@ -166,6 +154,7 @@ class Snapshots:
             "began": self._start["began"],
             "sequence": self._sequence,
             "step": step,
+            "ranks": self._ranks.count,
             **description,
         }
         self._thread = threading.Thread(
@@ -238,24 +227,83 @@ class Snapshots:
         self, record: dict[str, Any], files: dict[str, Write], versions: Sequence[tuple[Tensor, int]], nbytes: int
     ) -> None:
         try:
-            try:
-                self._copy_to_slot(record, files, versions, nbytes)
-            except ConnectionError:
-                self._reconnect()
-                self._copy_to_slot(record, files, versions, nbytes)
+            self._copy_in_step(record, files, versions, nbytes)
         except BaseException as error:
             self._failure = error
 
-    def _copy_to_slot(
+    def _copy_in_step(
         self, record: dict[str, Any], files: dict[str, Write], versions: Sequence[tuple[Tensor, int]], nbytes: int
     ) -> None:
-        client = self._started()
-        answer = client.ask("begin")
+        """Copy, and commit what all ranks have copied. An error of one of them is one of all."""
+        slot, written, failure = 0, list[MemoryFile](), None
+        try:
+            slot, written = self._again(lambda: self._copy_to_slot(files, nbytes))
+        except Exception as error:
+            failure = error
+        changed = next((tensor for tensor, version in versions if tensor._version != version), None)
+        torn = None if changed is None else f"A tensor of shape {tuple(changed.shape)}"
+        listed = [[name, file.nbytes, file.checksum] for name, file in zip(files, written, strict=failure is None)]
+        record = {**record, "files": listed}
+        if self._agree(record["step"], torn, failure):
+            return
+        if self._with_parity:
+            failure = None
+            try:
+                record, written = self._parity_of(slot, record, written)
+            except OSError as error:
+                failure = self._no_room(nbytes, error)
+            if self._agree(record["step"], None, failure):
+                return
+        failure = None
+        try:
+            self._again(lambda: self._commit(slot, record, written))
+        except OSError as error:
+            failure = error
+        # Until all have said that they have, the one before keeps its place.
+        if not self._agree(record["step"], None, failure):
+            self._kept = record["sequence"]
+
+    def _agree(self, step: int, torn: str | None, failure: Exception | None) -> bool:
+        """Whether a rank has failed, which is noted then; or all have copied the same step."""
+        told = self._tell((step, torn, None if failure is None else str(failure)))
+        if any(step != other for other, _, _ in told):
+            raise RuntimeError(
+                f"Ranks take snapshots of different steps, {', '.join(str(each) for each, _, _ in told)}: all of them "
+                "have to end the same steps."
+            )
+        if failure is not None:
+            raise failure
+        for rank, (_, other_torn, other_failure) in enumerate(told):
+            who = "" if rank == self._ranks.number else f"Rank {rank}: "
+            if other_failure is not None:
+                raise SnapshotError(f"{who}{other_failure}")
+            if other_torn is not None:
+                self._torn = f"{who}{other_torn}"
+                return True
+        return False
+
+    def _tell(self, value: Any) -> list[Any]:
+        try:
+            return self._ranks.gather(value)
+        except RuntimeError as error:
+            raise SnapshotError(f"Another process of the training does not answer: {error}.") from error
+
+    def _again(self, work: Callable[[], T]) -> T:
+        """Once more, with another snapshot process, if this one has ended."""
+        try:
+            return work()
+        except ConnectionError:
+            self._reconnect()
+            return work()
+
+    def _copy_to_slot(self, files: dict[str, Write], nbytes: int) -> tuple[int, list[MemoryFile]]:
+        answer = self._started().ask("begin", keep=self._kept)
         slot, self._disk_error = answer["slot"], answer["error"]
         self._whole.pop(slot, None)
         self._drop_adopted(slot)
         present = self._files.setdefault(slot, [])
-        self._make_room(slot, nbytes + _SPARE_BYTES, sum(file.nbytes for file in present))
+        parity_bytes = nbytes // (self._ranks.count - 1) if self._with_parity else 0
+        self._make_room(slot, nbytes + parity_bytes + _SPARE_BYTES, sum(file.nbytes for file in present))
         try:
             present += [MemoryFile() for _ in range(len(files) - len(present))]
             for file, write in zip(present, files.values(), strict=False):
@@ -268,19 +316,33 @@ class Snapshots:
             for file in present:
                 with contextlib.suppress(OSError):
                     os.ftruncate(file.number, 0)
-            raise SnapshotError(
-                f"There is no room in shared memory for a snapshot of {format_bytes(nbytes)}: {error}. Snapshots take "
-                f"{self._start['slots']} times that: free memory, raise its limit, or drop snapshot_steps."
-            ) from error
-        changed = next((tensor for tensor, version in versions if tensor._version != version), None)
-        if changed is not None:
-            self._torn = f"A tensor of shape {tuple(changed.shape)}"
-            return
-        used = present[: len(files)]
-        listed = [[name, file.nbytes, file.checksum] for name, file in zip(files, used, strict=True)]
-        record = {**record, "files": listed}
-        client.ask("commit", [file.number for file in used], slot=slot, record=record)
+            raise self._no_room(nbytes, error) from error
+        return slot, present[: len(files)]
+
+    def _parity_of(
+        self, slot: int, record: dict[str, Any], written: list[MemoryFile]
+    ) -> tuple[dict[str, Any], list[MemoryFile]]:
+        """What is kept of the others, behind the files of this rank."""
+        stream = parity.Stream(record, [file.number for file in written])
+        sizes = self._tell(stream.nbytes)
+        present = self._files[slot]
+        if len(present) == len(written):
+            present.append(MemoryFile())
+        file = present[len(written)]
+        file.begin()
+        found = parity.take(self._ranks, stream, sizes, file)
+        file.end()
+        return {**record, parity.NAME: found}, [*written, file]
+
+    def _commit(self, slot: int, record: dict[str, Any], written: list[MemoryFile]) -> None:
+        self._started().ask("commit", [file.number for file in written], slot=slot, record=record)
         self._whole[slot] = record
+
+    def _no_room(self, nbytes: int, error: OSError) -> SnapshotError:
+        return SnapshotError(
+            f"There is no room in shared memory for a snapshot of {format_bytes(nbytes)}: {error}. Snapshots take "
+            f"{self._start['slots']} times that: free memory, raise its limit, or drop snapshot_steps."
+        )
 
     def _make_room(self, slot: int, nbytes: int, present: int) -> None:
         """Take the bytes from the budget, and see that the machine has them."""
@@ -296,7 +358,7 @@ class Snapshots:
                     "ram_budget, or drop snapshot_steps."
                 ) from error
         available = ram_bytes()[1]
-        if available is not None and nbytes - present > available:
+        if available is not None and (nbytes - present) * self._ranks.local_count > available:
             raise SnapshotError(
                 f"There is no room in shared memory for a snapshot of {format_bytes(nbytes)}: {format_bytes(available)} are "
                 f"available. Snapshots take {self._start['slots']} times that: free memory, or drop snapshot_steps."
@@ -330,7 +392,8 @@ class Snapshots:
         self._client = client
         error: str | None = client.ask("start", **self._start)["error"]
         for slot, record in sorted(self._whole.items(), key=lambda item: item[1]["sequence"]):
-            numbers = self._adopted.get(slot) or [file.number for file in self._files[slot][: len(record["files"])]]
+            count = len(record["files"]) + len(record.get(parity.NAME, {}).get("files", ()))
+            numbers = self._adopted.get(slot) or [file.number for file in self._files[slot][:count]]
             client.ask("commit", numbers, slot=slot, record=record)
         return error
 

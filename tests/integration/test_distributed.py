@@ -9,11 +9,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadPlugin, attach, offload_activations
+from hf_offload import (
+    OffloadCallback,
+    OffloadConfig,
+    OffloadConfigError,
+    OffloadPlugin,
+    attach,
+    offload_activations,
+    ranks,
+)
 from hf_offload.errors import OffloadPlanError
 from hf_offload.integrations.summary import summary_lines
 from hf_offload.plan.hardware import Hardware, Measurement
-from hf_offload.planning import ranks
 from hf_offload.settings.sizes import format_bytes
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.gloo_processes import assert_done, run_in_processes

@@ -302,7 +302,7 @@ def test_the_last_snapshot_is_written_to_disk_though_the_one_before_still_is_whe
     client.ask("join")
     client.ask("start", run="run", began=0.0, directory=str(tmp_path / "disk"), wait_s=1.0, slots=3)
     for step in (4, 8):
-        slot = client.ask("begin")["slot"]
+        slot = client.ask("begin", keep=None)["slot"]
         client.ask("commit", slot=slot, record={"run": "run", "sequence": step, "step": step, "files": []})
         assert writes.wait(30)
     client.ask("done")
@@ -486,7 +486,7 @@ def test_a_snapshot_of_another_model_is_refused_by_the_name_of_a_weight(tmp_path
 def test_snapshots_of_another_version_are_refused(tmp_path, monkeypatch):
     dies_at(6, tmp_path)
     monkeypatch.setattr(restoring.process, "FORMAT", 99)
-    with pytest.raises(SnapshotError, match="in memory are of format 2, and this version of hf_offload reads 99"):
+    with pytest.raises(SnapshotError, match="in memory are of format 3, and this version of hf_offload reads 99"):
         trainer_in(tmp_path, True, **SHORT).train(resume_from_checkpoint=True)
 
 

@@ -32,12 +32,14 @@ EXAMPLES = {
     "memory_mode": "lora",
     "memory_mode_kwargs": {"rank": 4},
     "snapshot_dir": "/a b",
+    "snapshot_parity": 1,
 }
 NEEDED = {
     "memory_budget": {"tier": "auto"},
     "tile_bytes": {"tiled_loss": "on"},
     "memory_mode_kwargs": {"memory_mode": "galore"},
     "snapshot_dir": {"snapshot_steps": 3},
+    "snapshot_parity": {"snapshot_steps": 3},
     "on_disk_write_limit": {"max_disk_write_bytes": "1TiB"},
 }
 

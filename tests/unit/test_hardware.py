@@ -13,7 +13,8 @@ from hf_offload.plan.hardware import CARDS, describe_hardware
 from hf_offload.planning import hardware
 from hf_offload.planning.hardware import measure_hardware
 from hf_offload.planning.machine import probe_machine
-from hf_offload.planning.ranks import Ranks, hardware_of_all
+from hf_offload.planning.ranks import hardware_of_all
+from hf_offload.ranks import Ranks
 
 
 def test_a_card_brings_its_figures():
