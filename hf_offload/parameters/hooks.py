@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.casts import Casts
+from hf_offload.parameters.recompute import as_tensor, is_of_checkpoint, what_checkpoint_keeps
 from hf_offload.parameters.saved import KeptTensor, whereabouts
 
 
@@ -35,12 +36,12 @@ class _Hooks:
             weight = whereabouts.find(tensor)
             if weight is None and self._casts is not None:
                 weight = self._casts.find(tensor)
-        if weight is not None:
+        if weight is not None and (self._outer is None or not is_of_checkpoint(self._outer[0])):
             return weight.unpack
         if self._outer is not None:
             pack, unpack = self._outer
-            handle = pack(tensor)
-            return lambda: unpack(handle)
+            handle = pack(tensor if weight is None else what_checkpoint_keeps(pack, tensor, weight))
+            return lambda: as_tensor(unpack(handle))
         # A leaf holds no graph. Anything else does, and would hold itself.
         return KeptTensor(tensor if tensor.is_leaf else tensor.detach(), tensor._version).unpack
 

@@ -110,7 +110,7 @@ class KeptTensor:
 class SavedWeight:
     """What autograd holds for a parameter, or a view of one, whose memory comes and goes.
 
-    It holds the parameter, which as a leaf holds no graph.
+    It holds the parameter, which as a leaf holds no graph. Without a ``version``, changes of the parameter are no error.
     """
 
     __slots__ = ("conj", "dtype", "neg", "offset", "parameter", "residence", "size", "stride", "version", "whole")
@@ -119,7 +119,7 @@ class SavedWeight:
         self.parameter = parameter
         self.residence = residence
         self.whole = tensor is parameter
-        self.version = tensor._version
+        self.version: int | None = tensor._version
         self.dtype = tensor.dtype
         self.size = tensor.size()
         self.stride = tensor.stride()
@@ -138,14 +138,16 @@ class SavedWeight:
         parameter = self.parameter
         with signals_deferred, torch._C.DisableTorchFunctionSubclass():
             version = parameter._version
-            if version != self.version:
+            if self.version is not None and version != self.version:
                 raise modified(version, self.version, str(self.dtype), self.size, "a weight")
             self.residence.enter()
             try:
-                if self.whole:
-                    _in_use.hold(self.residence)
-                    return parameter
-                return self._view(parameter)
+                if not self.whole:
+                    return self._view(parameter)
+                if torch.is_grad_enabled() and not parameter.requires_grad:
+                    return parameter.detach()  # the graph of this backward would save the parameter itself
+                _in_use.hold(self.residence)
+                return parameter
             finally:
                 self.residence.leave()
 

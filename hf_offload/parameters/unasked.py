@@ -13,6 +13,7 @@ import torch
 
 from hf_offload.parameters.backward import ask_in_backward, keep_inputs_of_checkpoints
 from hf_offload.parameters.demand import as_plain, demanded_in, is_demanded
+from hf_offload.parameters.recompute import resolve_in_checkpoints
 from hf_offload.parameters.saved import whereabouts
 from hf_offload.parameters.views import FollowingView, follow_views, parameters_of, views_in_memory
 from hf_offload.parameters.waiting import complete, in_memory
@@ -24,6 +25,7 @@ def ask_everywhere() -> None:
         _ask_in_apply()
         ask_in_backward(_used)
         keep_inputs_of_checkpoints(is_demanded)
+        resolve_in_checkpoints()
         _ask_in_constructors()
         _ask_in_methods()
         _ask_in_tensors()

@@ -75,7 +75,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def mlp(width: int = 96, bias: bool = True) -> nn.Module:

@@ -70,3 +70,24 @@ def test_a_version_that_is_set_back_hides_no_change(tmp_path):
             weight.fill_(3.0)
         leave_memory(session)
         assert (weight == 3.0).all()
+
+
+@pytest.mark.parametrize("group", ["with others", "of its own"])
+def test_integers_that_an_optimizer_passes_by_are_no_obstacle(group, tmp_path):
+    found = []
+    for place in ("none", "ssd"):
+        model = mlp()
+        model.numbers = torch.nn.Parameter(torch.arange(8), requires_grad=False)
+        weights = [p for p in model.parameters() if p.is_floating_point()]
+        groups = (
+            [*weights, model.numbers] if group == "with others" else [{"params": weights}, {"params": [model.numbers]}]
+        )
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        if place == "ssd":
+            optimizer = parked(model, tmp_path, optimizer="ssd").prepare_optimizer(optimizer)
+        for _ in range(3):
+            model(torch.ones(4, 96)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert same(*found)

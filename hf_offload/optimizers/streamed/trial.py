@@ -96,11 +96,16 @@ def state_per_weight(optimizer: Optimizer) -> float:
 def _different(groups: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
-        if group["params"]:
+        if any(_has_gradients(p) for p in group["params"]):
             kinds = {(p.dtype, p.dim()) for p in group["params"]}
             options = {name: value for name, value in sorted(group.items()) if name not in _NOT_COMPARED}
             found.setdefault(repr((options, sorted(map(str, kinds)))), group)
     return found.values()
+
+
+def _has_gradients(parameter: Tensor) -> bool:
+    """Whether it may have one: optimizers pass integers by."""
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 class _Trial:
@@ -116,8 +121,9 @@ class _Trial:
             self._options["lr"] = torch.full_like(lr, _LR)
         elif isinstance(lr, float | int):
             self._options["lr"] = _LR
-        dims = {p.dim() for p in group["params"]}
-        examples = [p for p in group["params"] if p.dim() > 1] or group["params"]
+        parameters = [p for p in group["params"] if _has_gradients(p)]
+        dims = {p.dim() for p in parameters}
+        examples = [p for p in parameters if p.dim() > 1] or parameters
         self._dtype, self._device = examples[0].dtype, examples[0].device
         self._shapes: list[tuple[int, ...]] = [*_MATRICES, *((40, 36, *[3] * (dim - 2)) for dim in dims if dim > 2)]
         if min(dims) < 2:
