@@ -19,7 +19,11 @@ _REPEATS = 3
 _DEPTHS = (2, 6)
 
 
-def seconds_in_memory(shape: Shape, prepare: Callable[[nn.Module, Tensor], Callable[[], Any]]) -> float:
+def seconds_in_memory(
+    shape: Shape,
+    prepare: Callable[[nn.Module, Tensor], Callable[[], Any]],
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Of what ``prepare(model, tokens)`` returns, if all of the model were in memory: a line through two models of few
     layers. A single block would be faster than one of a model, whose activations are not at hand any more.
     """
@@ -28,20 +32,21 @@ def seconds_in_memory(shape: Shape, prepare: Callable[[nn.Module, Tensor], Calla
     tokens = next(text_tokens(shape.tokens))
     few, more = (
         median_s(
-            prepare(GPT2LMHeadModel._from_config(dataclasses.replace(shape, layers=layers).model_config()), tokens)
+            prepare(GPT2LMHeadModel._from_config(dataclasses.replace(shape, layers=layers).model_config()), tokens),
+            clock,
         )
         for layers in _DEPTHS
     )
     return few + (shape.layers - _DEPTHS[0]) * (more - few) / (_DEPTHS[1] - _DEPTHS[0])
 
 
-def median_s(work: Callable[[], Any]) -> float:
-    """Seconds of ``work``: the median of those behind the first one."""
+def median_s(work: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of ``work`` by ``clock``: the median of those behind the first one."""
     seconds = []
     for _ in range(1 + _REPEATS):
-        begin = time.perf_counter()
+        begin = clock()
         work()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(clock() - begin)
     return statistics.median(seconds[1:])
 
 

@@ -94,6 +94,8 @@ def _measured(
     found = {
         "peak_bytes": max(made["peak_bytes"], *(one["peak_bytes"] for one in steps)),
         "step_s": of_steps("seconds"),
+        "step_cores_s": of_steps("cores_s"),
+        "cores_s": 2 * roofline["forward_cores_s"] + roofline["directions_cores_s"],
         **moved,
         **{f"{name}_per_weight": count / shape.weights for name, count in moved.items()},
         "forwards_s": 2 * roofline["forward_s"],
@@ -101,7 +103,10 @@ def _measured(
         "drive_s": drive_s,
         "roofline_s": max(cores_s, drive_s),
     }
-    return found | {"roofline_ratio": found["step_s"] / found["roofline_s"]}
+    return found | {
+        "roofline_ratio": found["step_s"] / found["roofline_s"],
+        "cores_ratio": found["step_cores_s"] / found["cores_s"],
+    }
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -114,6 +119,9 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("roofline: three directions", f"{measured['directions_s']:.1f} s"),
         ("roofline: transfers", f"{measured['drive_s']:.1f} s"),
         ("step, ratio to the roofline", f"{measured['roofline_ratio']:.3f}"),
+        ("step, of all cores", f"{measured['step_cores_s']:.1f} s"),
+        ("two forward passes in memory and three directions, of all cores", f"{measured['cores_s']:.1f} s"),
+        ("ratio of these", f"{measured['cores_ratio']:.3f}"),
         (
             "read a step",
             f"{measured['read_bytes'] / 1e9:.2f} GB, {measured['read_bytes_per_weight']:.2f} bytes a weight",

@@ -1,5 +1,6 @@
 """What these cores and this drive allow, in a process of its own: ``python -m benchmarks.mezo.roofline JSON``."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,15 @@ _DRAWN = 1 << 24
 
 @torch.no_grad()
 def measure(shape: Shape, directory: str) -> dict[str, Any]:
-    """Seconds of a forward pass in memory, of the three directions that a step draws with the moves along them, and the
-    rates of the drive.
+    """Seconds of a forward pass in memory and of the three directions that a step draws with the moves along them, by the
+    clock and of all cores, which others on the machine do not slow; and the rates of the drive.
     """
+    drawn = shape.weights / _DRAWN
     return {
         "forward_s": seconds_in_memory(shape, _forward),
-        "directions_s": _of_directions() * shape.weights / _DRAWN,
+        "forward_cores_s": seconds_in_memory(shape, _forward, time.process_time),
+        "directions_s": _of_directions(time.perf_counter) * drawn,
+        "directions_cores_s": _of_directions(time.process_time) * drawn,
         **drive_rates(shape, directory),
     }
 
@@ -30,7 +34,7 @@ def _forward(model: nn.Module, tokens: Tensor) -> Callable[[], object]:
     return lambda: model(input_ids=tokens, labels=tokens)
 
 
-def _of_directions() -> float:
+def _of_directions(clock: Callable[[], float]) -> float:
     """The moves of a step, as a weight on a tier makes them."""
     weight = torch.randn(_DRAWN)
     directions = Directions([weight])
@@ -40,7 +44,7 @@ def _of_directions() -> float:
         directions.make([(directions.generator(0), last), (directions.generator(1), [Shift(1, PLUS, 1e-3)])], weight)
         directions.make([(directions.generator(1), [Shift(1, MINUS, 1e-3)])], weight)
 
-    return median_s(moves)
+    return median_s(moves, clock)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def train(shape: Shape, directory: str, seconds: float) -> None:
         tokens = next(batches)
         written, read = residency.moved_bytes
         gauge.reset_peak()
-        begin = time.perf_counter()
+        begin, begin_cores = time.perf_counter(), time.process_time()
         loss = optimizer.step(lambda: model(input_ids=tokens, labels=tokens).loss)  # noqa: B023 - at once
         step_s = time.perf_counter() - begin
         longest = max(longest, step_s)
@@ -48,6 +48,7 @@ def train(shape: Shape, directory: str, seconds: float) -> None:
             "step",
             number=number,
             seconds=step_s,
+            cores_s=time.process_time() - begin_cores,
             loss=loss.item(),
             projected_gradient=optimizer.projected_gradient,
             peak_bytes=gauge.peak(),
