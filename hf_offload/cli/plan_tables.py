@@ -37,6 +37,7 @@ def plan_tables(forecast: "Forecast") -> Iterator[str | Table]:
     if forecast.lines:
         yield _unit_table(forecast)
     yield _alternative_table(forecast)
+    yield _frontier_table(forecast)
 
 
 def modes_table(workload: "Workload", hardware: "Hardware", found: "ModeComparison") -> Table:
@@ -129,6 +130,27 @@ def _kind_table(forecast: "Forecast") -> Table:
         cells = [kind.total_bytes, kind.memory_bytes]
         moved = [sum(kind.tiers.values()), sum(kind.read_bytes.values()), sum(kind.written_bytes.values())]
         table.add_row(kind.name, *(_gib(cell) for cell in (*cells, *moved)), kind.place)
+    return table
+
+
+def _frontier_table(forecast: "Forecast") -> Table:
+    from hf_offload.plan.holding import STATE, WEIGHTS
+    from hf_offload.plan.kinds import ACTIVATIONS, kinds_of
+
+    columns = ("budget", "step", "ratio", WEIGHTS, STATE, ACTIVATIONS)
+    table = make_table(
+        "Predicted, for other budgets",
+        columns,
+        left=columns[3:],
+        caption="budget: GiB, from the least that does to what everything fits into. ratio: of the step to one without a "
+        "limit. Activations that are recomputed are nowhere.",
+    )
+    for budget, choice in forecast.frontier:
+        kinds = {
+            one.name: one.place for one in kinds_of(forecast.counted, choice.problem, choice.held, choice.solution)
+        }
+        ratio = f"{choice.step_s / forecast.step_s:.2f}"
+        table.add_row(_gib(budget), format_seconds(choice.step_s), ratio, *(kinds[name] for name in columns[3:]))
     return table
 
 

@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_workload
-from hf_offload.plan.choosing import can_hold, choose, least_memory
+from hf_offload.plan.choosing import Choice, can_hold, choose, frontier, least_memory
 from hf_offload.plan.explain import UnitLine, unit_lines
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
@@ -27,6 +28,7 @@ _RATED_BYTES = 600e12
 """What many drives of 1 TB are rated to take in their lifetime."""
 _SLOW = 10
 _MOST_TOKENS = 1 << 22
+_BUDGETS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,12 @@ class Forecast:
     def kinds(self) -> list[Kind]:
         """What is where, by kind, under the plan."""
         return kinds_of(self.counted, self.problem, self.held, self.solution)
+
+    @functools.cached_property
+    def frontier(self) -> list[tuple[int, Choice]]:
+        """What would be chosen for budgets from the smallest that does to one that everything fits into."""
+        allowed = dataclasses.replace(self.workload.allowed, may_recompute=self.problem.may_recompute)
+        return frontier(self.counted, self.hardware, allowed, _BUDGETS)
 
     @property
     def remarks(self) -> list[str]:
@@ -121,6 +129,10 @@ class Forecast:
             "held": dataclasses.asdict(self.held),
             "kinds": [dataclasses.asdict(kind) for kind in self.kinds],
             "unlimited_step_s": self.step_s,
+            "frontier": [
+                {"budget_bytes": budget, "held": dataclasses.asdict(one.held)} | _summary(one.solution.timeline)
+                for budget, one in self.frontier
+            ],
             "method": None if self.solution is None else self.solution.method,
             "refusal": self.refusal,
             "predicted": [

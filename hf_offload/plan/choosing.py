@@ -6,6 +6,7 @@ that fit are planned until none that is left can be faster.
 """
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 
 from hf_offload.plan.footprint import Footprint
@@ -13,7 +14,7 @@ from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import IN_MEMORY, Held, hold, least_weights, moved_bytes, tier_bytes
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem, refusal
-from hf_offload.plan.problem import Choices, Problem, Solution
+from hf_offload.plan.problem import Choices, Problem, Solution, smallest_budget
 from hf_offload.plan.search import can_fit, find_greedy, find_uniform, local_search, smallest
 
 _SHARES = 8
@@ -89,14 +90,14 @@ def choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed:
         if not held.moves and problem.fits(kept):
             return Choice(held, problem, kept)
         found.append((round(kept.timeline.step_s, 4), problem.footprint.base_bytes, held, problem))
-    best = _fastest(found)
+    best, families = _fastest(found)
     if best is None:
         return _smallest(found)
     if allowed.now is not None and best.held != allowed.now:
-        present = _fastest([one for one in found if one[2] == allowed.now])
+        present, others = _fastest([one for one in found if one[2] == allowed.now])
         if present is not None and present.step_s <= _GAIN * best.step_s:
-            best = present
-    improved = local_search(best.problem, [best.solution])
+            best, families = present, others
+    improved = local_search(best.problem, *families)
     return best if improved is None else dataclasses.replace(best, solution=improved)
 
 
@@ -112,8 +113,10 @@ def find_choice(footprint: Footprint, hardware: Hardware, budget_bytes: int, all
     return choice
 
 
-def _fastest(found: Sequence[tuple[float, int, Held, Problem]]) -> Choice | None:
+def _fastest(found: Sequence[tuple[float, int, Held, Problem]]) -> tuple[Choice | None, Sequence[Sequence[Solution]]]:
+    """The fastest, and what the search for it began with."""
     best: Choice | None = None
+    families: Sequence[Sequence[Solution]] = ()
     tried = 0
     # Activations that are moved or recomputed make no step faster.
     for least_s, _, held, problem in sorted(found, key=lambda one: one[:2]):
@@ -121,12 +124,13 @@ def _fastest(found: Sequence[tuple[float, int, Held, Problem]]) -> Choice | None
             break
         if not any(True for _ in _narrowest(problem)):
             continue
-        solutions = [*find_greedy(problem), *find_uniform(problem)]
+        tries = find_greedy(problem), find_uniform(problem)
+        solutions = [*tries[0], *tries[1]]
         tried += bool(solutions)
         solution = min(solutions, key=lambda one: one.objective, default=None)
         if solution is not None and (best is None or solution.timeline.step_s < best.step_s):
-            best = Choice(held, problem, solution)
-    return best
+            best, families = Choice(held, problem, solution), tries
+    return best, families
 
 
 def least_memory(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice:
@@ -216,3 +220,22 @@ def _narrowest(problem: Problem) -> Iterator[Solution]:
         solution = problem.play(choices.uniform(placement), problem.windows[-1], placement.value)
         if problem.fits(solution):
             yield solution
+
+
+def frontier(footprint: Footprint, hardware: Hardware, allowed: Allowed, points: int) -> list[tuple[int, Choice]]:
+    """Budgets from the smallest that does to the one that keeps everything in memory, and what is chosen for each."""
+    kept = make_problem(footprint, hardware, sys.maxsize)
+    everything = kept.play(Choices(kept).uniform(Placement.KEEP), kept.windows[0], "keep").timeline.must_fit_bytes
+    most = least = smallest_budget(everything)
+    for _ in range(2):  # what is on its way takes a part of the budget
+        least = smallest_budget(least_memory(footprint, hardware, least, allowed).solution.timeline.must_fit_bytes)
+    least = min(least, most)
+    found: list[tuple[int, Choice]] = []
+    for index in range(points):
+        budget = round(least * (most / least) ** (index / (points - 1)))
+        choice = choose(footprint, hardware, budget, allowed)
+        if found and (choice is None or found[-1][1].step_s < choice.step_s):
+            choice = found[-1][1]  # what does with less does with more
+        if choice is not None:
+            found.append((budget, choice))
+    return found

@@ -114,6 +114,8 @@ def too_small(problem: Problem, least: Solution) -> str:
     """Why no plan fits, and what to do."""
     footprint, timeline = problem.footprint, least.timeline
     where = timeline.peak_unit
+    short = smallest_budget(timeline.must_fit_bytes) - problem.budget_bytes
+    more = f", {format_bytes(short)} more" if short > 0 else ""  # else a tier is too small
     advice = ["a smaller batch, with more gradient accumulation", "shorter sequences"]
     weights = footprint.base_bytes + footprint.gradient_bytes
     if footprint.transfers:
@@ -134,7 +136,7 @@ def too_small(problem: Problem, least: Solution) -> str:
     advice += _about_room(problem, least)
     return (
         f"A memory budget of {format_bytes(problem.budget_bytes)} is too small: the least this run can do with is "
-        f"{smallest_budget(timeline.must_fit_bytes) >> 20} MiB (the peak is in {where}). What would lower it: "
+        f"{smallest_budget(timeline.must_fit_bytes) >> 20} MiB{more} (the peak is in {where}). What would lower it: "
         f"{'; '.join(advice)}."
     )
 

@@ -60,6 +60,7 @@ class ModelState:
         trains = any(p.requires_grad for p in model.parameters())
         self._may_stream = alone and config.state_place == "auto"
         self._may_park = alone and trains and config.weights_place == "auto"
+        self._may_resize = alone and trains and config.weights_place != "none"
         self._limit_bytes = 0
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._in_backward = False
@@ -129,7 +130,7 @@ class ModelState:
         can_stream = self._may_stream and bool(self._prepared())
         return Allowed(
             state="auto" if can_stream else "none",
-            weights="auto" if self._may_park else "none",
+            weights="auto" if self._may_park or (self._may_resize and self.residency is not None) else "none",
             in_backward=self._in_backward,
             now=self.held,
             written_bytes=None if written is None else int(written),
@@ -147,10 +148,11 @@ class ModelState:
         before = self.held
         if held.state is not None and self._may_stream and self.streamed is None:
             self._stream(model, held.state, "activations do not fit next to them, or take longer")
-        if held.weights is not None and self._can_park(model):
-            if self.residency is None:
+        if held.weights is not None:
+            if self.residency is None and self._can_park(model):
                 self._park(model, held.weights)
-            self._let_stay(model, held.weights_bytes)
+            if self._may_resize:
+                self._let_stay(model, held.weights_bytes)
         return self.held != before
 
     def on_infeasible(self, model: nn.Module) -> bool:

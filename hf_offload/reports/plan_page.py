@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hf_offload.plan.plan import Placement
 from hf_offload.reports.page import Block, Table, from_rich, write_page
-from hf_offload.reports.plan_plots import frontier_chart, step_chart, ways_of
+from hf_offload.reports.plan_plots import forecast_chart, step_chart
 from hf_offload.settings.sizes import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def write_plan_page(path: Path, forecast: "Forecast", tables: "Sequence[str | ri
 
     problem, solution, workload = forecast.problem, forecast.solution, forecast.workload
     opening = [Text.from_markup(one).plain for one in tables if isinstance(one, str)]
-    machine, *units, ways = [from_rich(one) for one in tables if not isinstance(one, str)]
+    machine, *units, ways, budgets = [from_rich(one) for one in tables if not isinstance(one, str)]
     facts = {"budget": format_bytes(problem.budget_bytes)}
     step: list[Block] = []
     where: list[Block] = []
@@ -54,7 +54,7 @@ def write_plan_page(path: Path, forecast: "Forecast", tables: "Sequence[str | ri
         "Memory over time": step,
         "What is where": where,
         "Predicted": [ways],
-        "Budget and step time": [frontier_chart(problem, ways_of(forecast))],
+        "Budget and step time": [budgets, forecast_chart(forecast)],
         "The drive's life": drive,
         "Machine": [f"{forecast.hardware.name}. Figures come from where the last column says.", machine],
     }

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.planner import frontier
 from hf_offload.plan.simulate import simulate
 from hf_offload.reports.charts import Chart, Colour, Kind, Series, byte_unit, draw, level, save_png, thinned, time_unit
 from hf_offload.reports.plots import figure_at
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from hf_offload.plan.problem import Problem, Solution
     from hf_offload.plan.timeline import MemoryUse, Timeline
 
-_POINTS = 14
 _CHANNELS = ("compute", "recompute", "wait", "store", "load")
 _ORDER_COLOURS = ("#4c4c4c", Colour.SKY, Colour.AMBER, Colour.GREEN, Colour.BLUE)
 _WAY_COLOURS = (Colour.GREY, Colour.GREEN, Colour.RED, Colour.AMBER, Colour.PINK, Colour.SKY)
@@ -83,16 +81,17 @@ def step_chart(problem: "Problem", solution: "Solution", measured: "Sequence[tup
     )
 
 
-def frontier_chart(problem: "Problem", ways: "Iterable[tuple[str, Timeline | None]]") -> Chart:
-    """The fastest predicted step for every budget, and the ``ways`` that place every unit alike."""
-    found = frontier(problem, _POINTS)
+def frontier_chart(
+    found: "Sequence[tuple[int, Solution]]", budget_bytes: int, ways: "Iterable[tuple[str, Timeline | None]]"
+) -> Chart:
+    """The fastest predicted steps that were ``found`` for budgets, and the ``ways`` that place every unit alike."""
     slowest = max(solution.timeline.step_s for _, solution in found)
     divisor, unit = byte_unit(found[-1][0])
     one_s, seconds = time_unit(slowest)
     budgets, steps = zip(*((budget / divisor, one.timeline.step_s / one_s) for budget, one in found), strict=True)
     series = [Series("fastest plan", budgets, steps, Colour.BLUE)]
-    if problem.budget_bytes <= _SHOWN_ABOVE * found[-1][0]:
-        given = problem.budget_bytes / divisor
+    if budget_bytes <= _SHOWN_ABOVE * found[-1][0]:
+        given = budget_bytes / divisor
         series.append(Series("the budget", (given, given), (0, slowest / one_s), Colour.GREY, Kind.LINE, dashed=True))
     for (name, timeline), colour in zip(ways, _WAY_COLOURS, strict=False):
         if timeline is not None and timeline.step_s <= 2 * slowest:  # one that waits for minutes hides all others
@@ -108,16 +107,18 @@ def frontier_chart(problem: "Problem", ways: "Iterable[tuple[str, Timeline | Non
     )
 
 
-def ways_of(forecast: "Forecast") -> "list[tuple[str, Timeline | None]]":
-    """The simple ways by name, for :func:`frontier_chart`."""
-    return [(row.name, row.timeline) for row in forecast.rows if row.name != "auto"]
+def forecast_chart(forecast: "Forecast") -> Chart:
+    """:func:`frontier_chart` of a forecast, over all kinds of memory."""
+    found = [(budget, one.solution) for budget, one in forecast.frontier]
+    ways = [(row.name, row.timeline) for row in forecast.rows if row.name != "auto"]
+    return frontier_chart(found, forecast.problem.budget_bytes, ways)
 
 
 def plot_frontier(forecast: "Forecast", path: Path) -> None:
-    """:func:`frontier_chart` as a PNG at ``path``."""
+    """:func:`forecast_chart` as a PNG at ``path``."""
     workload = forecast.workload
     title = f"{workload.name}, {workload.shape} on {forecast.hardware.name}"
-    save_png(frontier_chart(forecast.problem, ways_of(forecast)), title, path)
+    save_png(forecast_chart(forecast), title, path)
 
 
 def plot_timeline(forecast: "Forecast", path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_offload.plan.explain import unit_lines
-from hf_offload.plan.planner import simple_ways
+from hf_offload.plan.planner import frontier, simple_ways
 from hf_offload.reports.charts import Chart, Colour, Kind, Series, byte_unit, level, require_report_libraries, thinned
 from hf_offload.reports.page import Block, Table, write_page
 from hf_offload.reports.plan_page import DAY_S, time_until, where_table
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from hf_offload.training.report import TrainingReport
 
 logger = logging.getLogger(__name__)
+
+_BUDGETS = 14
 
 
 class ReportCallback(TrainerCallback):
@@ -76,13 +78,13 @@ def write_report(
     )
     over_time: list[Block] = [] if memory is None else [_memory_chart(memory)]
     where: list[Block] = []
-    frontier: list[Block] = []
+    over_budgets: list[Block] = []
     if known is not None:
         problem = dataclasses.replace(known.problem, footprint=known.footprint)  # at the pace that was measured since
         over_time.insert(0, step_chart(problem, known.solution, _last_micro_batch(memory, known)))
         where = [where_table(problem, known.solution), _units_table(problem, known.solution)]
         ways = [(one.name, one.solution.timeline) for one in simple_ways(problem) if one.solution]
-        frontier = [frontier_chart(problem, ways)]
+        over_budgets = [frontier_chart(frontier(problem, _BUDGETS), problem.budget_bytes, ways)]
     elif session is not None:
         placed = session.plan.placements
         placed = {**placed, "all other units" if placed else "all units": session.plan.default}
@@ -94,7 +96,7 @@ def write_report(
         "What is where": where,
         "Predicted and measured": _compared(session, measured),
         "Each step": _each_step(session, measured),
-        "Budget and step time": frontier,
+        "Budget and step time": over_budgets,
         "The drive's life": [] if session is None else [_drives(session, measured)],
     }
     name = "a run" if measured is None else measured.recipe

@@ -112,6 +112,22 @@ def test_a_budget_is_kept_and_nothing_changes(name, share, tmp_path):
     assert forecast.measured_peak_bytes <= 1.02 * budget
 
 
+def test_state_and_weights_stay_where_activations_alone_make_room(tmp_path):
+    fixed, activations = live_peaks("gpt2")
+    model = model_of("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with offload_activations(model, auto(int(fixed + 0.4 * activations), tmp_path)) as session:
+        session.prepare_optimizer(optimizer)
+        for _ in range(3):
+            model(**batch()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+        assert set(session.plan.placements.values()) != {Placement.KEEP}
+        assert not session.streams_optimizer
+        assert session.residency is None
+
+
 def test_a_run_that_fits_is_left_alone(tmp_path):
     _, _, forecast, plan = train(model_of("gpt2"), auto("1GiB", tmp_path))
     assert set(plan.placements.values()) == {Placement.KEEP}

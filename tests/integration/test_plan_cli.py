@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -66,11 +67,22 @@ def test_a_budget_decides():
     assert tight["predicted"][-1]["peak_bytes"] <= budget
 
 
+def test_plans_for_other_budgets_are_shown():
+    answer, result = run_json("gpt2-small", *SMALL, *CARD)
+    assert result.exit_code == 0
+    budgets, steps = ([one[name] for one in answer["frontier"]] for name in ("budget_bytes", "step_s"))
+    assert len(budgets) == 8
+    assert budgets == sorted(budgets)
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] == answer["unlimited_step_s"]
+
+
 def test_an_impossible_budget_is_refused_with_the_smallest_possible():
     result = run("gpt2-small", *SMALL, *CARD, "--memory-budget", "1MiB")
     assert result.exit_code == 2
     message = " ".join(result.stderr.split())
     assert "the least this run can do with is" in message
+    assert re.search(r"is \d+ MiB, [\d.]+ [KMG]iB more \(the peak is in", message)
     assert "What would lower it" in message
 
 

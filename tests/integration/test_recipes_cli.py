@@ -78,13 +78,14 @@ def test_a_recipe_says_how_it_is_launched_planned_and_what_is_predicted(name):
     meta = read_meta(name)
     train, *launch, plan = meta.command_lines(name)
     assert train == f"hf-offload train {name}"
-    assert len(launch) == (load_recipe(name).offload.memory_mode != "mezo"), "which trains in one process only"
+    alone = load_recipe(name).offload.memory_mode == "mezo" or meta.prediction.million_tokens is not None
+    assert len(launch) == (not alone), "weights and state leave memory, and mezo trains, in one process only"
     for line in launch:
         assert re.fullmatch(
             rf"hf-offload launch --config_file (fsdp2|ddp) -m hf_offload train {name}( \w[\w.]*=\S+)*", line
         )
     assert shlex.split(plan)[:5] == ["hf-offload", "plan", name, "--gpu", meta.machine.gpu]
-    assert meta.machine.given.keys() <= {"gpu", "ssd", "pcie", "ram"}
+    assert meta.machine.given.keys() <= {"gpu", "tflops", "ssd", "pcie", "ram"}
     assert {"peak", "budget", "micro_batch", "baseline_peak"} <= meta.predicted.given.keys()
 
 

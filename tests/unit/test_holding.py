@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload.plan.choosing import Allowed, choose, least_memory
+from hf_offload.plan.choosing import Allowed, choose, frontier, least_memory
 from hf_offload.plan.footprint import UnitWeights
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, least_weights, moved_bytes, tier_bytes
@@ -209,3 +209,14 @@ def test_a_step_writes_no_more_than_allowed():
     assert written(limited) <= 60 * MB
     assert limited.step_s > free.step_s  # something is recomputed instead
     assert chosen(3000 * MB, machine(ram="1MB"), written_bytes=60 * MB) is None
+
+
+def test_the_frontier_goes_from_two_blocks_to_everything_in_memory():
+    found = frontier(trained(), machine(), Allowed(), 5)
+    budgets, choices = zip(*found, strict=True)
+    assert len(found) == 5
+    assert budgets[0] < EVERYTHING / 4 < EVERYTHING < budgets[-1]
+    assert (choices[0].held.state is None, choices[0].held.weights is None) == (False, False)
+    assert not choices[-1].held.moves
+    assert all(more.step_s <= less.step_s for less, more in itertools.pairwise(choices))
+    assert chosen(budgets[0] * 9 // 10) is None
