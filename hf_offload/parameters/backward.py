@@ -50,8 +50,10 @@ def ask_in_backward(using: Any) -> None:
     torch.autograd._engine_run_backward = run
 
 
-def keep_inputs_of_checkpoints(is_demanded: Any) -> None:
-    """Checkpoints keep parameters, and no alias of their memory that hooks around the model would return. Idempotent."""
+def keep_inputs_of_checkpoints(is_demanded: Any, complete: Any) -> None:
+    """Checkpoints keep parameters, after ``complete``, which may change them, and no alias of their memory that hooks around
+    the model would return. Idempotent.
+    """
     own = getattr(checkpointing, "_make_saved_tensor", None)  # of late
     if own is None or hasattr(own, "__wrapped__"):
         return
@@ -60,6 +62,7 @@ def keep_inputs_of_checkpoints(is_demanded: Any) -> None:
     def make(value: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_demanded(value):
             return own(value, *args, **kwargs)
+        complete(value)
         with _without_hooks():
             return own(value, *args, **kwargs)
 

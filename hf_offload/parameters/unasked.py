@@ -24,7 +24,7 @@ def ask_everywhere() -> None:
     if not hasattr(torch.autograd.Function.apply, "_hf_offload_asks"):
         _ask_in_apply()
         ask_in_backward(_used)
-        keep_inputs_of_checkpoints(is_demanded)
+        keep_inputs_of_checkpoints(is_demanded, complete)
         resolve_in_checkpoints()
         _ask_in_constructors()
         _ask_in_methods()
@@ -54,7 +54,7 @@ def _ask_in_apply() -> None:
 def _ask_in_constructors() -> None:
     torch.utils._device._device_constructors()  # a default device is for PyTorch's own, which these call
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
-    for name in ("tensor", "as_tensor", "asarray"):
+    for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor"):
         own = getattr(torch, name)
         asking = _asking(own)
         torch.jit._builtins._register_builtin(asking, f"aten::{name}")

@@ -70,6 +70,10 @@ class HoldingView(SharesMemory):
         with _as_plain([self]):
             return repr(self)
 
+    def __format__(self, format_spec: str) -> str:
+        with _as_plain([self]):
+            return format(self, format_spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _as_plain([self]):
             return self.__deepcopy__(memo)

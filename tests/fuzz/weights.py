@@ -73,6 +73,8 @@ class Player:
         for name in self.rng.choices(names, weights, k=steps):
             rng = random.Random(self.rng.randrange(1 << 30))
             self._log(name, lambda name=name, rng=rng: ACTIONS[name][0](self, rng))
+            if name.startswith("step") and self.log[-1][1] == "RuntimeError":
+                return  # an update that is an error has changed some of the weights, and which ones is not promised
         self._log("weights", lambda: [as_values(value) for value in self.model.state_dict().values()])
         self._log("gradients", lambda: [p.grad for p in self.model.parameters()])
 

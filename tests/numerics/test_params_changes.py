@@ -91,3 +91,20 @@ def test_integers_that_an_optimizer_passes_by_are_no_obstacle(group, tmp_path):
             optimizer.zero_grad()
         found.append({name: value.clone() for name, value in model.state_dict().items()})
     assert same(*found)
+
+
+def test_an_update_that_is_an_error_is_one_of_its_step(tmp_path):
+    """Its state has another dtype than the weights since."""
+    for place in ("none", "ssd"):
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        if place == "ssd":
+            optimizer = parked(model, tmp_path, optimizer="ssd").prepare_optimizer(optimizer)
+        for dtype in (torch.float32, torch.float64):
+            model.to(dtype)
+            model(torch.ones(4, 96, dtype=dtype)).square().mean().backward()
+            if dtype == torch.float32:
+                optimizer.step()
+                optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="expected dtype"):
+            optimizer.step()

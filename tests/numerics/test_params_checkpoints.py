@@ -109,3 +109,23 @@ def test_the_graph_of_gradients_has_frozen_weights(dtype, tmp_path):
         return [gradient.detach(), x.grad]
 
     assert same(found(False), found(True))
+
+
+def test_a_checkpoint_that_is_given_a_weight_waits_for_its_update(tmp_path):
+    def found(offloaded):
+        torch.manual_seed(0)
+        model = nn.Linear(32, 32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if offloaded:
+            session = parked(model, tmp_path, optimizer="ssd")
+            optimizer = session.prepare_optimizer(optimizer)
+        x = torch.ones(4, 32)
+        for _ in range(3):
+            loss = checkpoint(nn.functional.linear, x, model.weight, model.bias, use_reentrant=False).square().sum()
+            loss.backward()
+            session.clip_grad_norm_(0.1) if offloaded else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert same(found(False), found(True))

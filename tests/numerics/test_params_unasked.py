@@ -287,6 +287,32 @@ def test_what_shares_a_weight_has_its_memory(tmp_path, made):
     assert torch.equal(found.detach(), expected)
 
 
+READS = {
+    "formatted": lambda weight: f"{weight[0, 0]:.3f} {weight.view(-1)[1]}",
+    "formatted without a graph": lambda weight: f"{weight.data[0, 0]:.3f}",
+    "sparse": lambda weight: torch.sparse_coo_tensor(torch.arange(weight.numel())[None], weight.view(-1)).to_dense(),
+    "rows of a sparse one": lambda weight: torch.sparse_coo_tensor(torch.arange(len(weight))[None], weight).to_dense(),
+    "returned by a hook": lambda weight: _returned(weight),
+}
+
+
+def _returned(weight):
+    value = torch.ones_like(weight.detach(), requires_grad=True)
+    doubled = value * 2
+    doubled.register_hook(lambda gradient: weight.detach())
+    doubled.sum().backward()
+    return value.grad
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_what_reads_a_weight_finds_it(tmp_path, read):
+    expected = read(mlp()[0].weight)
+    model = mlp()
+    leave_memory(parked(model, tmp_path))
+    assert same(expected, read(model[0].weight))
+
+
 def test_backward_begins_with_a_weight(tmp_path):
     model = mlp()
     expected = model[0].weight.detach().clone()

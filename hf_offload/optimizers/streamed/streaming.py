@@ -122,6 +122,7 @@ class Streaming:
                 self.states.forget(record)
         self.gradients.reveal(record)
         record.lay_out(parameter, self._part_elements(parameter))
+        record.is_doubtful = True
 
     @property
     def streams_gradients(self) -> bool:
@@ -241,8 +242,9 @@ class Streaming:
                 for record, parameter, update in noted:
                     record.update = update
                     record.refresh(parameter)
-                    # A gradient in memory is the user's, who may change it from now on.
-                    if may_wait and update.gradient is not None and not held_elsewhere(parameter):
+                    # A gradient in memory is the user's, who may change it from now on. Errors belong to the step.
+                    waits = may_wait and update.gradient is not None and not record.is_doubtful
+                    if waits and not held_elsewhere(parameter):
                         about_to_change(parameter)
                         torch.autograd.graph.increment_version(parameter)  # backward of older graphs is an error
                     else:
@@ -365,7 +367,7 @@ class Streaming:
             record.moved = record.moved or after is not None
             update.done += 1
             if update.done == len(targets):
-                record.update = None
+                record.update, record.is_doubtful = None, False
                 record.refresh(parameter)
             del gradient, before, buffer, after
             state.send()
