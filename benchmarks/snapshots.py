@@ -69,8 +69,7 @@ def snapshots(
             for row in found
         ],
         left=("way", "same bits"),
-        caption="Ratio: to the run with neither, in the same round. Stall: what training waits for each, for "
-        "snapshots without gathering state dicts.",
+        caption="Ratio: to the run with neither, in the same round. Stall: what training waits for each.",
     )
 
 

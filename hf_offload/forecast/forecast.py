@@ -63,6 +63,7 @@ class Forecast:
     held: Held
     counted: Footprint
     step_s: float
+    snapshots_bytes: int = 0
 
     @property
     def kinds(self) -> list[Kind]:
@@ -85,6 +86,11 @@ class Forecast:
             sum(getattr(kind, name).get(tier, 0) for kind in self.kinds)
             for name, tier in (("tiers", "ram"), ("tiers", "ssd"), ("written_bytes", "ssd"))
         )
+        if self.snapshots_bytes:
+            found.append(
+                f"Snapshots take {format_bytes(self.snapshots_bytes)} of RAM: {self.workload.snapshots} of weights and "
+                "optimizer state."
+            )
         if in_ram or on_drive:
             found.append(
                 f"The run needs {format_bytes(in_ram)} of RAM and {format_bytes(on_drive)} of drives for what it moves."
@@ -121,6 +127,7 @@ class Forecast:
             "weights_and_optimizer_bytes": footprint.base_bytes,
             "gradient_bytes": footprint.gradient_bytes,
             "optimizer_state_bytes": footprint.state_bytes,
+            "snapshots_bytes": self.snapshots_bytes,
             "saved_bytes": sum(one.nbytes for one in footprint.saved),
             "source": footprint.source,
             "hardware": dataclasses.asdict(self.hardware),
@@ -169,6 +176,9 @@ def make_forecast(
 def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_recompute: bool) -> Forecast:
     limit = workload.longest
     here = count_workload(workload, hardware)
+    snapshots_bytes = workload.snapshots * _snapshot_bytes(workload, here)
+    missing_bytes = snapshots_bytes - _ram_bytes(hardware, budget_bytes)
+    hardware = hardware.without_ram(snapshots_bytes)
     family = Family(workload.batch, workload.sequence, here, _of_another_length(workload, hardware, limit))
 
     def problem_for(footprint: Footprint) -> Problem:
@@ -184,6 +194,12 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         refused = str(refusal(least.problem, least.solution))
     else:
         held, problem, solution = choice.held, choice.problem, choice.solution
+    if missing_bytes > 0:
+        solution = None
+        refused = (
+            f"Snapshots need {format_bytes(snapshots_bytes)} of RAM, {format_bytes(missing_bytes)} more than there are. "
+            f"Drop snapshot_steps{', or snapshot_dir: then two are held instead of three' if workload.snapshots > 2 else ''}."
+        )
 
     def reach(fits: Callable[[Footprint], bool]) -> tuple[int, int | None]:
         rows = largest(lambda rows: fits(family.at(rows, workload.sequence)), workload.batch, _MOST_ROWS)
@@ -219,7 +235,22 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         held=held,
         counted=here,
         step_s=here.step_s,
+        snapshots_bytes=snapshots_bytes,
     )
+
+
+def _snapshot_bytes(workload: Workload, counted: Footprint) -> int:
+    """Weights, buffers and optimizer state; of adapters, what is trained, which is as large as its gradients."""
+    if workload.memory_mode in ("lora", "qlora"):
+        return counted.gradient_bytes + counted.state_bytes
+    return counted.base_bytes
+
+
+def _ram_bytes(hardware: Hardware, budget_bytes: int) -> int:
+    """What a run leaves of RAM, or may put there."""
+    if hardware.device == "cpu":
+        return int(hardware.memory_bytes.value) - budget_bytes
+    return hardware.room.get("ram", 0)
 
 
 def _of_another_length(workload: Workload, hardware: Hardware, limit: int | None) -> tuple[int, Footprint] | None:

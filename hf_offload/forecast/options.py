@@ -16,6 +16,8 @@ PLANNED = (
     "memory_budget",
     "min_bytes",
     "max_step_write_bytes",
+    "snapshot_steps",
+    "snapshot_dir",
     *(
         field.name
         for field in dataclasses.fields(OffloadConfig)

@@ -69,6 +69,7 @@ class Workload:
         cut: How large pieces are.
         update_in_backward: Whether every weight is updated as soon as its gradient is there, so that gradients never add up.
         budget_bytes: The memory budget that a recipe names.
+        snapshots: How many snapshots are held in RAM.
         state_place, weights_place: Where gradients and optimizer state, and weights, may be: ``none`` (in memory), ``ram``,
             ``ssd`` or ``auto``.
         streams_in_backward: Whether state that is on a tier is updated in backward.
@@ -97,6 +98,7 @@ class Workload:
     cut: Cut = dataclasses.field(default_factory=Cut)
     update_in_backward: bool = False
     budget_bytes: int | None = None
+    snapshots: int = 0
     state_place: str = "auto"
     weights_place: str = "auto"
     streams_in_backward: bool = False

@@ -18,7 +18,7 @@ from hf_offload.settings.memory_modes import read_mode_settings
 from hf_offload.settings.models import KnownModel, known_model, model_names
 from hf_offload.settings.recipe_files import PRESETS, recipe_names
 from hf_offload.settings.recipes import TASKS, load_recipe
-from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.schema import OffloadConfig, snapshots_held
 from hf_offload.settings.shown import listed, shown
 from hf_offload.settings.text_files import is_folder, reason_of
 from hf_offload.settings.values import expand
@@ -96,6 +96,7 @@ def _of_settings(offload: OffloadConfig) -> dict[str, Any]:
         "tiled_mlp": offload.tiled_mlp,
         "cut": cut_for(offload),
         "budget_bytes": None if offload.memory_budget is None else int(offload.memory_budget),
+        "snapshots": snapshots_held(offload),
         "written_bytes": None if offload.max_step_write_bytes is None else int(offload.max_step_write_bytes),
     }
 

@@ -173,7 +173,8 @@ class TrainerSnapshots:
             self._postponed = state.global_step  # what belongs to the end of the epoch comes first
             return
         self._last_step = state.global_step
-        self._take()
+        with self.taking.waited():
+            self._take()
 
     def _take(self) -> None:
         assert self.taking is not None

@@ -121,6 +121,13 @@ class Hardware:
             room_bytes=part(self.room_bytes, ["ram", "ssd"]),
         )
 
+    def without_ram(self, nbytes: int) -> "Hardware":
+        """What is left where others hold that much of the RAM tier."""
+        room = dict(self.room_bytes)
+        if nbytes and "ram" in room:
+            room["ram"] = dataclasses.replace(room["ram"], value=max(0, room["ram"].value - nbytes))
+        return dataclasses.replace(self, room_bytes=room)
+
     @property
     def channels(self) -> dict[str, Channel]:
         """The tiers as the simulation takes them."""

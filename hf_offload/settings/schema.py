@@ -55,6 +55,13 @@ def _tiled_mlp(name: str, value: Any) -> str | tuple[str, ...]:
     return found
 
 
+def snapshots_held(config: "OffloadConfig") -> int:
+    """How many snapshots are in memory at a time: the newest two, and one that may be on its way to a drive."""
+    if config.snapshot_steps is None:
+        return 0
+    return 2 if config.snapshot_dir is None else 3
+
+
 @described
 @takes_old_names
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,8 @@ class LoopSnapshots:
         self.step += 1
         self.taking.look()
         if self.step % self._steps == 0:
-            self._take(self.taking)
+            with self.taking.waited():
+                self._take(self.taking)
 
     def __enter__(self) -> Self:
         opened = open_snapshots(self._folder, self._directory, self._resume, self._ranks)

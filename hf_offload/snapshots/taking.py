@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,6 +77,7 @@ class Snapshots:
         self._whole: dict[int, dict[str, Any]] = {}  # by slot: what another snapshot process would have to be given
         self._adopted: dict[int, list[int]] = {}  # files of an earlier training, which may be mapped into memory
         self._thread: threading.Thread | None = None
+        self._began: float | None = None  # to wait
         self._failure: BaseException | None = None
         self._torn: str | None = None
         self._at_once = False
@@ -100,7 +101,7 @@ class Snapshots:
 
     def _begin_run(self, run: str, began: float, folder: Path | None, wait_s: float) -> None:
         directory = None if folder is None else str(folder)
-        slots = 2 if directory is None else 3  # one may be on its way to disk
+        slots = 2 if directory is None else 3  # as snapshots_held() has it
         self._start = {"run": run, "began": began, "directory": directory, "wait_s": wait_s, "slots": slots}
         try:
             error = self._started().ask("start", **self._start)["error"]
@@ -144,7 +145,6 @@ class Snapshots:
         Raises :class:`~hf_offload.errors.SnapshotError` or :class:`~hf_offload.errors.TierFullError` if there is no room for
         the first one. A later one that fails is a warning: the one before stays.
         """
-        began = time.perf_counter()
         self.settle()
         versions = [(tensor, tensor._version) for tensor in watched]
         self._sequence += 1
@@ -163,7 +163,6 @@ class Snapshots:
         self._thread.start()
         if at_once or self._at_once:
             self.settle()
-        self.stalled_s += time.perf_counter() - began
 
     def settle(self) -> None:
         """Wait until the snapshot that was begun is whole: the weights may change then.
@@ -173,10 +172,9 @@ class Snapshots:
         thread = self._thread
         if thread is None:
             return
-        began = time.perf_counter()
-        thread.join()
+        with self.waited():
+            thread.join()
         self._thread = None
-        self.stalled_s += time.perf_counter() - began
         failure, self._failure = self._failure, None
         torn, self._torn = self._torn, None
         if torn is not None:
@@ -191,6 +189,17 @@ class Snapshots:
         else:
             self.taken += 1
             self._say_disk_error()
+
+    @contextlib.contextmanager
+    def waited(self) -> Iterator[None]:
+        """Training waits for what is done inside, such as a snapshot that is gathered."""
+        began, self._began = self._began, self._began or time.perf_counter()
+        try:
+            yield
+        finally:
+            if began is None:
+                self.stalled_s += time.perf_counter() - self._began
+            self._began = began
 
     def look(self) -> None:
         """Have another snapshot process keep what there is, should this one have ended. Costs a system call."""

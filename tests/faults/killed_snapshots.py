@@ -1,4 +1,5 @@
-"""Trainings with snapshots that are killed at random moments: ``python -m tests.faults.killed_snapshots 200`` (and a seed).
+"""Trainings with snapshots that are killed at random moments: ``python -m tests.faults.killed_snapshots 200``, with a seed
+and what trains: ``trainer`` or ``loop``.
 
 One process imports everything and forks trainings one after the other. Each goes on from the snapshot of the one before,
 until it is killed: the trainer, its snapshot process, or both. A training that comes to its end must have the bits of one
@@ -6,6 +7,7 @@ that never stopped, and no start may have lost more steps than lie between two s
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -19,10 +21,11 @@ from pathlib import Path
 
 import torch
 from rich.progress import track
-from transformers import Trainer, TrainerCallback
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.utils import logging as transformers_logging
 
-from hf_offload import OffloadTrainingArguments
+from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.snapshots.client import SnapshotClient, address_of
 from tests.faults.killed import shared_memory
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
@@ -45,13 +48,16 @@ class Progress(TrainerCallback):
         self._begin = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._begin = state.global_step
-        self._note(state.global_step)
+        self.begin(state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._note(state.global_step)
+        self.note(state.global_step)
 
-    def _note(self, step):
+    def begin(self, step):
+        self._begin = step
+        self.note(step)
+
+    def note(self, step):
         unfinished = self._path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps([self._begin, step]))
         unfinished.rename(self._path)
@@ -64,6 +70,52 @@ def trainer_in(folder: Path, snapshots: bool, callbacks=(), model="gpt2", evalua
     data = ExampleDataset(model if isinstance(model, str) else "gpt2", 50, seed=1)
     built = tiny_model(model, dropout=0.1) if isinstance(model, str) else model
     return Trainer(model=built, args=args, train_dataset=data, eval_dataset=evaluated, callbacks=list(callbacks))
+
+
+def trained_in_loop(folder: Path, snapshots: bool, progress: "Progress | None" = None, **settings) -> dict:
+    """The same in a loop of its own, with an order of the rows that global generators draw."""
+    torch.manual_seed(3)
+    model = tiny_model("gpt2", dropout=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+    data = ExampleDataset("gpt2", 50, seed=1)
+    loader = DataLoader(data, batch_size=2, shuffle=True, collate_fn=default_data_collator)
+    losses = []
+
+    def train(epochs, batches_of, step, end_step):
+        for _ in epochs:
+            for batch in batches_of(loader):
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                step += 1
+                losses.append(loss.item())
+                end_step(step)
+                if step == STEPS:
+                    return
+
+    if not snapshots:
+        train(itertools.count(), iter, 0, lambda step: None)
+    else:
+        session = attach(model, OffloadConfig(tier="none", snapshot_steps=EVERY, snapshot_wait_s=60, **settings))
+        with session.snapshots(folder, optimizer=optimizer, scheduler=scheduler, resume=True) as taken:
+            progress.begin(taken.step)
+
+            def end_step(step):
+                taken.end_step()
+                progress.note(step)
+
+            train(itertools.count(taken.epoch), taken.batches, taken.step, end_step)
+        session.detach()
+    return {
+        "weights": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": scheduler.state_dict(),
+        "last loss": losses[-1],
+        "generators": torch.get_rng_state(),
+    }
 
 
 def result_of(trainer: Trainer) -> dict:
@@ -88,7 +140,7 @@ def same(one, other) -> bool:
     return one == other
 
 
-def in_child(folder: Path, directory: Path | None) -> int:
+def in_child(folder: Path, directory: Path | None, kind: str) -> int:
     """Start a training in a process of its own; returns its number."""
     (folder / "progress").unlink(missing_ok=True)
     pid = os.fork()
@@ -99,10 +151,16 @@ def in_child(folder: Path, directory: Path | None) -> int:
             output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            others = {} if directory is None else {"offload_snapshot_dir": str(directory)}
-            trainer = trainer_in(folder / "run", True, [Progress(folder / "progress")], **others)
-            trainer.train(resume_from_checkpoint=True)
-            torch.save(result_of(trainer), folder / "result")
+            noted = Progress(folder / "progress")
+            others = {} if directory is None else {"snapshot_dir": str(directory)}
+            if kind == "loop":
+                result = trained_in_loop(folder / "run", True, noted, **others)
+            else:
+                others = {f"offload_{name}": value for name, value in others.items()}
+                trainer = trainer_in(folder / "run", True, [noted], **others)
+                trainer.train(resume_from_checkpoint=True)
+                result = result_of(trainer)
+            torch.save(result, folder / "result")
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -162,7 +220,7 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def main(count: int, seed: int = 0) -> int:
+def main(count: int, seed: int = 0, kind: str = "trainer") -> int:
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     logging.getLogger("hf_offload").setLevel(logging.ERROR)
@@ -170,16 +228,19 @@ def main(count: int, seed: int = 0) -> int:
     problems, completed, kills, lost_most = [], 0, dict.fromkeys(TARGETS, 0), 0
     shared = shared_memory()
     with tempfile.TemporaryDirectory(prefix="hf_offload-killed-") as scratch:
-        expected = trainer_in(Path(scratch) / "whole", False)
-        expected.train()
-        wanted = result_of(expected)
+        if kind == "loop":
+            wanted = trained_in_loop(Path(scratch) / "whole", False)
+        else:
+            expected = trainer_in(Path(scratch) / "whole", False)
+            expected.train()
+            wanted = result_of(expected)
         begin, folder, number = time.monotonic(), Path(scratch) / "0", 0
         folder.mkdir()
         reached, forgiven = 0, False
         for _ in track(range(count), description="killing trainings", disable=not sys.stderr.isatty()):
             on_disk = number % 2 == 1
             while True:
-                pid = in_child(folder, folder / "disk" if on_disk else None)
+                pid = in_child(folder, folder / "disk" if on_disk else None, kind)
                 time.sleep(chance.uniform(0.05, LONGEST_S))
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if not ended:
@@ -215,7 +276,7 @@ def main(count: int, seed: int = 0) -> int:
                 reached, forgiven = last, last == STEPS  # at its end, training lets its snapshots go
             # Both at once: what is on disk may be one or two snapshots older, and in memory there is nothing.
             forgiven = forgiven or target == "both"
-        pid = in_child(folder, folder / "disk" if on_disk else None)
+        pid = in_child(folder, folder / "disk" if on_disk else None, kind)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         problems += [f"the last training: {each}" for each in problems_of(folder, code, wanted)]
         time.sleep(0.05)
@@ -231,4 +292,4 @@ def main(count: int, seed: int = 0) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:3] or [200])))
+    sys.exit(main(*map(int, sys.argv[1:3] or [200]), *sys.argv[3:4]))

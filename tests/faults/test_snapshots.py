@@ -8,9 +8,11 @@ import pytest
 
 from tests.faults.killed_snapshots import EVERY
 
+KINDS = ("trainer", "loop")
 
-def kills(count, timeout_s):
-    command = [sys.executable, "-m", "tests.faults.killed_snapshots", str(count)]
+
+def kills(count, kind, timeout_s):
+    command = [sys.executable, "-m", "tests.faults.killed_snapshots", str(count), "0", kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(rf"^{count} kills .*, 0 problems; most steps lost: (\d+)$", done.stdout, re.MULTILINE)
@@ -18,11 +20,13 @@ def kills(count, timeout_s):
     assert int(found[1]) <= EVERY
 
 
-def test_trainings_that_are_killed_go_on_to_the_same_bits():
-    kills(6, 200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainings_that_are_killed_go_on_to_the_same_bits(kind):
+    kills(5, kind, 200)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1500)
-def test_two_hundred_kills():
-    kills(200, 1400)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_hundred_kills(kind):
+    kills(200, kind, 1400)

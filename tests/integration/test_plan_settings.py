@@ -53,3 +53,23 @@ def test_modules_are_tiled_on_auto_only_where_nothing_else_fits():
     assert make_forecast(off, CARD, budget_bytes=int(0.9 * least)).refusal is not None
     assert tight.refusal is None
     assert tight.problem.footprint.tiled == MLPS
+
+
+def test_the_memory_of_snapshots_is_part_of_the_plan():
+    def forecast(ram, *overrides):
+        card = describe_hardware("24GB", tflops=80, pcie="25GB/s", ssd="5GB/s", ram=ram)
+        return make_forecast(workload(*overrides), card)
+
+    taken, steps, folder = "1GB", "offload.snapshot_steps=10", "offload.snapshot_dir=/nvme/run"
+    plain, two, three = forecast(taken), forecast(taken, steps), forecast(taken, steps, folder)
+    assert plain.snapshots_bytes == 0
+    assert two.snapshots_bytes == 2 * two.counted.base_bytes
+    assert three.snapshots_bytes == 3 * three.counted.base_bytes
+    assert plain.hardware.room["ram"] - two.hardware.room["ram"] == two.snapshots_bytes
+    assert any("Snapshots take" in line for line in two.remarks)
+    assert not any("Snapshots take" in line for line in plain.remarks)
+    tight = forecast(f"{int(2.5 * two.counted.base_bytes) // 1024}KiB", steps, folder)
+    assert tight.solution is None
+    assert "Drop snapshot_steps, or snapshot_dir: then two are held" in tight.refusal
+    adapter = make_forecast(workload(steps, memory_mode="lora"), CARD)
+    assert 0 < adapter.snapshots_bytes < 2 * adapter.counted.base_bytes

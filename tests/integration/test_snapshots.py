@@ -24,6 +24,7 @@ from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, TierF
 from hf_offload.errors import SnapshotError
 from hf_offload.snapshots import process, restoring
 from hf_offload.snapshots.client import SnapshotClient, address_of
+from hf_offload.snapshots.memory import MemoryFile
 from hf_offload.storage.service import storage_of
 from tests.faults.killed_snapshots import held_by, result_of, same, trainer_in
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
@@ -474,6 +475,38 @@ def test_buffers_are_those_of_the_step_and_tied_weights_are_one(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trains(tmp_path / "run", True, [Dies(15)])
     assert same(expected, trains(tmp_path / "run", True, resume=True))
+
+
+def test_buffers_that_the_next_forward_changes_are_copied_before_it(tmp_path, caplog, monkeypatch):
+    """The weights are written after that forward here; the buffers are those of the step, and nothing is torn."""
+    is_over, begin = threading.Event(), MemoryFile.begin
+
+    class Late(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            is_over.clear()
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            is_over.set()
+
+    def late(self):
+        is_over.wait(10)
+        begin(self)
+
+    class Keeps(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 12:
+                expected.update({name: one.clone() for name, one in model.named_buffers()})
+
+    expected = {}
+    monkeypatch.setattr(MemoryFile, "begin", late)
+    others = {"offload_snapshot_dir": str(tmp_path / "disk")}
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
+        trainer_in(tmp_path / "run", True, [Late(), Keeps(), Dies(15)], model=Counting(), **SHORT, **others).train()
+    assert "changed while a snapshot was copied" not in caplog.text
+    until(lambda: (tmp_path / "disk" / "checkpoint-12").exists())
+    saved = load_file(tmp_path / "disk" / "checkpoint-12" / "model.safetensors")
+    assert expected
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
 
 
 def test_a_snapshot_of_another_model_is_refused_by_the_name_of_a_weight(tmp_path):
