@@ -166,6 +166,8 @@ class Workload:
     @property
     def allowed(self) -> Allowed:
         """What a plan may do with weights, gradients and state. Optimizers of memory modes have their own way."""
+        if self.mode is not None and not self.mode.uses_gradients:
+            return Allowed("none", self.weights_place, written_bytes=self.written_bytes)
         if self.memory_mode not in _STREAMED_MODES:
             return Allowed("none", "none", written_bytes=self.written_bytes)
         return Allowed(self.state_place, self.weights_place, self.streams_in_backward, written_bytes=self.written_bytes)

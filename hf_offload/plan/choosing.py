@@ -11,7 +11,15 @@ from collections.abc import Iterator, Sequence
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.holding import IN_MEMORY, Held, hold, least_weights, moved_bytes, tier_bytes
+from hf_offload.plan.holding import (
+    IN_MEMORY,
+    Held,
+    has_no_backward,
+    hold,
+    least_weights,
+    moved_bytes,
+    tier_bytes,
+)
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem, refusal
 from hf_offload.plan.problem import Choices, Problem, Solution, smallest_budget
@@ -186,7 +194,8 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed) -> Iterator
                 if state != now.state:
                     yield dataclasses.replace(now, state=state)
                 continue
-            if state is None and allowed.weights == "auto" and trained > _SMALL_STATE * total:
+            at_once = state is None and not has_no_backward(footprint)
+            if at_once and allowed.weights == "auto" and trained > _SMALL_STATE * total:
                 continue  # the optimizer's step takes all of them at once
             # Weights that have left may all come back.
             for share in range(_SHARES - (now.weights is None), -1, -1):

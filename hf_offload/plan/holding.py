@@ -55,6 +55,8 @@ def hold(footprint: Footprint, held: Held, budget_bytes: int, on_host: bool, now
     """
     if not held.moves:
         return footprint
+    if held.weights is not None and has_no_backward(footprint) and _takes_turns(footprint, held):
+        footprint = _in_turns(footprint)
     window_bytes = state_window(budget_bytes)
     buffers = 2 * window_bytes if on_host and held.state is not None else 0
     weights = _memory_of_weights(footprint, held, on_host) - _memory_of_weights(footprint, now, on_host)
@@ -154,7 +156,9 @@ def _transfers(footprint: Footprint, held: Held) -> list[Transfer]:
             if not held.in_backward:
                 found.append(Transfer(GRADIENTS, unit, held.state, one.trained_bytes, use.last, loads=False))
                 found.append(Transfer(GRADIENTS, unit, held.state, one.trained_bytes, use.forward, loads=True))
-    return found + (list(_weights(footprint, held, uses)) if held.weights is not None else [])
+    if held.weights is None:
+        return found
+    return found + list((_weights_of_forwards if has_no_backward(footprint) else _weights)(footprint, held, uses))
 
 
 def _both(kind: str, unit: str, tier: str, nbytes: int, at: int) -> list[Transfer]:
@@ -186,6 +190,48 @@ def _weights(footprint: Footprint, held: Held, uses: Mapping[str, _Uses]) -> lis
             found.append(Transfer(WEIGHTS, unit, held.weights, written, at, loads=False))
         before += one.weight_bytes
     return found
+
+
+def has_no_backward(footprint: Footprint) -> bool:
+    """Whether the step is two forward passes, after which each weight moves by itself."""
+    return not any(segment.backward for segment in footprint.segments)
+
+
+def _takes_turns(footprint: Footprint, held: Held) -> bool:
+    """Two passes go through the model together where that writes less: where more than half of the weights leave."""
+    total = sum(one.weight_bytes for one in footprint.weights.values())
+    return 2 * max(held.weights_bytes, least_weights(footprint)) < total
+
+
+def _in_turns(footprint: Footprint) -> Footprint:
+    """Both passes of ``footprint`` at once: each segment for one and then for the other, whose hidden states wait."""
+    first = footprint.segments[: len(footprint.segments) // 2 + 1]
+    waiting = min((one.live_bytes for one in first if footprint.units.get(one.unit)), default=0)
+    both = tuple(
+        dataclasses.replace(one, live_bytes=one.live_bytes + waiting, seconds=2 * one.seconds) for one in first
+    )
+    return dataclasses.replace(footprint, segments=both)
+
+
+def _weights_of_forwards(footprint: Footprint, held: Held, uses: Mapping[str, _Uses]) -> list[Transfer]:
+    """Each pass brings what leaves, and one of them writes it; passes that take turns bring it once, and write all."""
+    assert held.weights is not None
+    total = sum(one.weight_bytes for one in footprint.weights.values())
+    leaving = max(0, total - max(held.weights_bytes, least_weights(footprint)))
+    both = _takes_turns(footprint, held)
+    second: dict[str, int] = {}
+    for index, segment in enumerate(footprint.segments):
+        if index > len(footprint.segments) // 2:
+            second.setdefault(segment.unit, index)
+    found = []
+    for unit, one in footprint.weights.items():
+        share, use = leaving / max(1, total), uses[unit].forward
+        read, written = round(one.weight_bytes * share), one.trained_bytes if both else round(one.trained_bytes * share)
+        found.append(Transfer(WEIGHTS, unit, held.weights, read, use, loads=True))
+        found.append(Transfer(WEIGHTS, unit, held.weights, written, use, loads=False))
+        if not both:
+            found.append(Transfer(WEIGHTS, unit, held.weights, read, second.get(unit, use), loads=True))
+    return [one for one in found if one.nbytes]
 
 
 def _part(nbytes: int, most: int) -> int:

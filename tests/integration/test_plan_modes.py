@@ -1,5 +1,6 @@
 """Memory modes in a plan: what is counted without data is what real optimizers hold after a step."""
 
+import copy
 import dataclasses
 import json
 
@@ -11,10 +12,12 @@ from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
 from hf_offload.forecast.compare_modes import compare_modes
+from hf_offload.forecast.forecast import make_forecast
 from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.memory_modes.blockwise import Blockwise
 from hf_offload.optimizers.blockwise import BlockwiseConfig, deepest_turn
 from hf_offload.plan.hardware import describe_hardware
+from hf_offload.plan.holding import Held, hold, least_weights, moved_bytes
 from hf_offload.settings.memory_modes import memory_mode, mode_names
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import _ARCHITECTURES, tiny_batch, tiny_model
@@ -182,6 +185,40 @@ def test_a_step_without_backward_is_two_forwards_with_one_direction():
     assert (row.gradient_bytes, row.state_bytes) == (0, 0)
     assert row.peak_bytes == row.weights_bytes + row.activation_bytes < adamw.peak_bytes / 2
     assert row.largest_batch == row.largest_batch_recomputed > 0
+
+
+def test_weights_of_a_step_without_backward_pass_as_in_a_run():
+    """Two passes in turns read each weight once and write all; two passes read what leaves twice and write it once."""
+    shape = workload_of("llama").in_mode("mezo")
+    config = copy.deepcopy(shape.config)
+    config.num_hidden_layers = 8
+    counted = count_workload(dataclasses.replace(shape, config=config), CARD)
+    total = sum(one.weight_bytes for one in counted.weights.values())
+    seconds = sum(segment.seconds for segment in counted.segments)
+    few = least_weights(counted)
+    budget = 1 << 30
+    turns = hold(counted, Held(None, "ssd", total // 2 - 1), budget, on_host=False)
+    passes = hold(counted, Held(None, "ssd", total * 3 // 4), budget, on_host=False)
+    least = hold(counted, Held(None, "ssd", 0), budget, on_host=False)
+    (written, read), (written_twice, read_twice) = moved_bytes(turns), moved_bytes(passes)
+    assert few < total // 2
+    assert written["ssd"] == total
+    assert read["ssd"] == pytest.approx(total // 2, rel=0.01)
+    assert written_twice["ssd"] == pytest.approx(total / 4, rel=0.01)
+    assert read_twice["ssd"] == pytest.approx(total / 2, rel=0.01)
+    assert least.base_bytes == counted.base_bytes - total + few
+    assert sum(segment.seconds for segment in turns.segments) == pytest.approx(seconds, rel=0.05)
+    assert max(segment.live_bytes for segment in turns.segments) > max(one.live_bytes for one in counted.segments)
+
+
+def test_a_plan_lets_weights_leave_in_a_mode_without_gradients():
+    shape = dataclasses.replace(workload_of("llama").in_mode("mezo"), weights_place="ssd")
+    assert (shape.allowed.state, shape.allowed.weights) == ("none", "ssd")
+    inside = make_forecast(dataclasses.replace(shape, weights_place="none"), CARD)
+    outside = make_forecast(shape, CARD)
+    assert outside.held.weights == "ssd"
+    assert inside.held.weights is None
+    assert outside.solution.timeline.step_s > inside.solution.timeline.step_s
 
 
 @pytest.mark.parametrize("dtype", rows([torch.float32, torch.bfloat16], quick=[torch.bfloat16]))
