@@ -51,8 +51,19 @@ class Derivation(Protocol):
         """Change ``value``, the one in memory, to the one to use, or to the next one that is to be kept."""
 
 
+class Former:
+    """The memory that a parameter has, as views in graphs need it: ``kept`` from when the parameter is given other memory."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept: Tensor | None = None
+
+
 class Residence(Protocol):
     """Where the memory of a parameter comes from, and goes to between uses."""
+
+    former: Former
 
     @property
     def derivation(self) -> Derivation | None:
@@ -113,11 +124,24 @@ class SavedWeight:
     It holds the parameter, which as a leaf holds no graph. Without a ``version``, changes of the parameter are no error.
     """
 
-    __slots__ = ("conj", "dtype", "neg", "offset", "parameter", "residence", "size", "stride", "version", "whole")
+    __slots__ = (
+        "conj",
+        "dtype",
+        "former",
+        "neg",
+        "offset",
+        "parameter",
+        "residence",
+        "size",
+        "stride",
+        "version",
+        "whole",
+    )
 
     def __init__(self, parameter: nn.Parameter, residence: Residence, tensor: Tensor):
         self.parameter = parameter
         self.residence = residence
+        self.former = residence.former
         self.whole = tensor is parameter
         self.version: int | None = tensor._version
         self.dtype = tensor.dtype
@@ -152,8 +176,8 @@ class SavedWeight:
                 self.residence.leave()
 
     def data(self) -> Tensor:
-        """The memory of the view in that of the parameter, which is in memory."""
-        parameter = self.parameter
+        """The memory of the view in that of the parameter, which is in memory, or in its former one."""
+        parameter = self.parameter if self.former.kept is None else self.former.kept
         offset = parameter.storage_offset() * parameter.element_size() + self.offset
         data = torch.empty(0, dtype=self.dtype, device=parameter.device)
         return data.set_(parameter.untyped_storage(), offset // data.element_size(), self.size, self.stride)

@@ -16,7 +16,7 @@ from hf_offload.parameters.demand import as_plain, demanded_in, is_demanded
 from hf_offload.parameters.recompute import resolve_in_checkpoints
 from hf_offload.parameters.saved import whereabouts
 from hf_offload.parameters.views import FollowingView, follow_views, parameters_of, views_in_memory
-from hf_offload.parameters.waiting import complete, in_memory
+from hf_offload.parameters.waiting import complete, in_memory, other_memory
 
 
 def ask_everywhere() -> None:
@@ -93,7 +93,11 @@ def _ask_in_tensors() -> None:
     data: Any = torch._C.TensorBase.data
 
     def take(tensor: Any, value: Any) -> None:
-        with as_plain([value] if is_demanded(value) and value is not tensor else []):
+        given = is_demanded(tensor) and torch._C._is_torch_function_enabled()  # else its own memory goes, or comes
+        with (
+            other_memory(tensor) if given else contextlib.nullcontext(),
+            as_plain([value] if is_demanded(value) and value is not tensor else []),
+        ):
             data.__set__(tensor, value)
 
     torch.Tensor.data = property(data.__get__, take)  # type: ignore[assignment]

@@ -1,16 +1,18 @@
 """What a parameter waits for, which is noted on the parameter itself."""
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.casts import fill_cast, has_casts, keep_casts
 from hf_offload.parameters.changes import Call, changes_arguments
 from hf_offload.parameters.hooks import saving_hooks
-from hf_offload.parameters.saved import Residence
+from hf_offload.parameters.saved import Former, Residence
 
 
 class Demand(Protocol):
@@ -30,6 +32,8 @@ class Demand(Protocol):
 
 
 # They belong to the parameter, so that the garbage collector finds both: what they refer to may refer to the parameter.
+_REFERENCES_OF_FORMER = 2
+"""That of the residence, and that of the call that counts."""
 DEMAND = "_hf_offload_demand"
 RESIDENCE = "_hf_offload_residence"
 
@@ -56,6 +60,25 @@ def about_to_change(parameter: nn.Parameter) -> None:
     if has_casts(parameter):
         with in_memory([parameter]):
             pass
+
+
+@contextlib.contextmanager
+def other_memory(parameter: nn.Parameter) -> Iterator[None]:
+    """``parameter`` is given other memory inside the block: views that graphs need keep the former one, as in memory."""
+    residence = residence_of(parameter)
+    if residence is None or sys.getrefcount(residence.former) <= _REFERENCES_OF_FORMER:
+        yield
+        return
+    complete(parameter)
+    with in_memory([parameter]), torch._C.DisableTorchFunctionSubclass():
+        kept = parameter.detach()
+    yield
+    with torch._C.DisableTorchFunctionSubclass():
+        is_same = parameter.untyped_storage()._cdata == kept.untyped_storage()._cdata
+        is_same = is_same and parameter.storage_offset() == kept.storage_offset()
+    if not is_same:
+        residence.former.kept = kept
+        residence.former = Former()
 
 
 @contextlib.contextmanager

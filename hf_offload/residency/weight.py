@@ -18,7 +18,7 @@ from hf_offload.parameters.casts import fill_cast
 from hf_offload.parameters.contexts import outside
 from hf_offload.parameters.demand import housed
 from hf_offload.parameters.holders import hull_of, storage_holders
-from hf_offload.parameters.saved import Derivation, whereabouts
+from hf_offload.parameters.saved import Derivation, Former, whereabouts
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.storage.buffers import whole_storage
 from hf_offload.storage.mapped import MappedFiles
@@ -38,6 +38,7 @@ class Weight:
         stays: It is not to leave memory any more: its address is known.
         nbytes: Bytes of its memory.
         derivation: What makes the value to use from the one that the tier has.
+        former: The memory of views in graphs, should the parameter get other memory.
     """
 
     def __init__(self, parameter: nn.Parameter, name: str, number: int, residency: "Residency"):
@@ -47,6 +48,7 @@ class Weight:
         self.uses = 0
         self.stays = False
         self.derivation: Derivation | None = None
+        self.former = Former()
         self._parameter = weakref.ref(parameter)
         self._stored: Stored | None = None
         self._buffer: Tensor | None = None  # what the parameter lies in, and the tier has, too

@@ -329,3 +329,41 @@ def test_a_weight_with_attributes_is_pickled(tmp_path):
     model[0].weight.kind = "first"
     leave_memory(parked(model, tmp_path))
     assert vars(pickle.loads(pickle.dumps(model[0].weight))) == {"kind": "first"}
+
+
+OTHER_MEMORY = {
+    "values": lambda weight: weight.data.clone() * 2,
+    "strides": lambda weight: weight.data.t().contiguous().t(),
+    "a part": lambda weight: torch.stack([weight.data, weight.data * 3])[1],
+    "a type": lambda weight: weight.data.double(),
+}
+USES = {
+    "linear": lambda weight, x: F.linear(x, weight),
+    "view": lambda weight, x: x @ weight.t(),
+    "itself": lambda weight, x: x @ weight,
+    "row": lambda weight, x: x * weight[0],
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("other", OTHER_MEMORY.values(), ids=OTHER_MEMORY)
+@pytest.mark.parametrize("place", ["ssd", "ram"])
+def test_a_view_in_a_graph_has_the_former_memory_of_a_weight_that_is_given_another(place, other, use, tmp_path):
+    def found(offloaded):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(2)])
+        if offloaded:
+            parked(model, tmp_path if place == "ssd" else None, place)
+        x = torch.randn(3, 64, requires_grad=True)
+        losses = [use(model[0].weight, x).square().sum() for _ in range(2)]
+        for loss in losses:
+            model[0].weight.data = other(model[0].weight)
+            model[1](x)  # for which the first one leaves
+            try:
+                loss.backward()
+            except RuntimeError:
+                return "an error"
+        return x.grad
+
+    expected = found(False)
+    assert same(expected, found(True))
