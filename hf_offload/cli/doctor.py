@@ -39,6 +39,7 @@ _ASKING = (
     "torch.tensor",
     "torch.as_tensor",
     "torch.asarray",
+    "torch.sparse_coo_tensor",
     "torch.to_dlpack",
     "torch.utils.dlpack.to_dlpack",
     "torch.nested.nested_tensor",
@@ -53,6 +54,7 @@ _ASKING = (
     "torch.jit._recursive.create_script_module_impl",
     "torch.autograd._engine_run_backward",
     "torch.utils.checkpoint._make_saved_tensor",
+    "torch.utils.checkpoint._checkpoint_hook.__init__",
 )
 _ACCELERATOR = ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")
 

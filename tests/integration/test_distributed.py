@@ -21,6 +21,7 @@ from hf_offload import (
 from hf_offload.errors import OffloadPlanError
 from hf_offload.integrations.summary import summary_lines
 from hf_offload.plan.hardware import Hardware, Measurement
+from hf_offload.planning import ranks as planning_ranks
 from hf_offload.settings.sizes import format_bytes
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.gloo_processes import assert_done, run_in_processes
@@ -195,8 +196,8 @@ def budgets_are_shared(rank, folder):
 
 def the_machine_is_shared(rank, folder):
     whole = a_machine()
-    ranks.measure_hardware = lambda directories, device, **options: whole
-    part = ranks.hardware_of_all(settings(folder), ranks.Ranks(), torch.device("cpu"))
+    planning_ranks.measure_hardware = lambda directories, device, **options: whole
+    part = planning_ranks.hardware_of_all(settings(folder), ranks.Ranks(), torch.device("cpu"))
     assert part.store_bytes_per_s["ssd"].value == whole.store_bytes_per_s["ssd"].value / TWO
     assert part.memory_bytes.value == whole.memory_bytes.value / TWO
     assert part.room_bytes["ssd"].value == whole.room_bytes["ssd"].value / TWO
@@ -291,7 +292,7 @@ def one_plan_for_shards(rank, folder):
 
 
 def follows_one_plan(rank, folder, wrap):
-    ranks.measure_hardware = lambda directories, device, **options: a_machine()
+    planning_ranks.measure_hardware = lambda directories, device, **options: a_machine()
 
     def run(config):
         torch.manual_seed(0)
@@ -333,7 +334,7 @@ def follows_one_plan(rank, folder, wrap):
 def gone_in_one_of_them(rank, folder):
     """The garbage collector comes to the first process and not to the second, which waits for the first one's part."""
     (folder / f"gone{rank}").mkdir()
-    ranks.measure_hardware = lambda directories, device, **options: a_machine()
+    planning_ranks.measure_hardware = lambda directories, device, **options: a_machine()
     model = tiny_model("gpt2")
     config = OffloadConfig(tier="auto", memory_budget="1GiB", directory=folder / f"gone{rank}", min_bytes=0)
     session = attach(model, config)
