@@ -35,6 +35,7 @@ EXAMPLES = {
     "snapshot_parity": 1,
 }
 NEEDED = {
+    "max_step_write_bytes": {"tier": "auto"},
     "memory_budget": {"tier": "auto"},
     "tile_bytes": {"tiled_loss": "on"},
     "memory_mode_kwargs": {"memory_mode": "galore"},
