@@ -44,11 +44,17 @@ def streaming_of(optimizer: Any) -> Streaming | None:
         return None
 
 
+def _streamings() -> list[Streaming]:
+    """All that there are."""
+    with signals_deferred:  # an iteration that Ctrl-C ends keeps the dictionary from dropping optimizers that have gone
+        return list(_streamed.values())
+
+
 def clip_grad_norm_(
     parameters: list[nn.Parameter], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_``, bit for bit, that leaves gradients of streamed optimizers where they are."""
-    streamings = [one for one in _streamed.values() if one.streams_gradients]
+    streamings = [one for one in _streamings() if one.streams_gradients]
     if not streamings:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
@@ -123,7 +129,7 @@ def stream(
 
 def _first_streamed(parameters: list[nn.Parameter]) -> nn.Parameter | None:
     """The first one that is in a streamed optimizer."""
-    streamings = list(_streamed.values())
+    streamings = _streamings()
     return next((p for p in parameters if any(one.record_of(p) is not None for one in streamings)), None)
 
 
