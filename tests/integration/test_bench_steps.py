@@ -311,6 +311,7 @@ def test_a_memory_limit_needs_cuda(recipe, monkeypatch):
 def test_ctrl_c_reaches_a_running_cell(recipe):
     """A signal to the parent alone, as a supervisor sends it, ends the child too and keeps what it can."""
     command = [sys.executable, "-m", "hf_offload", "bench", "steps", str(recipe), "--steps", "100000"]
+    command.append("training.logging_steps=5")
     # In a session of its own, which a Ctrl-C of this terminal does not reach; it ends with this process all the same.
     process = subprocess.Popen(bound(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     base = Path(f"runs/bench/cells/tiny_2x32/1_baseline_{'glibc' if sys.platform == 'linux' else 'auto'}")
