@@ -1,7 +1,11 @@
 """Ctrl-C at any point of a run whose optimizer is streamed: the step was taken or not, or one error says that it was half."""
 
+import _weakrefset
 import functools
 import gc
+import signal
+import sys
+import weakref
 
 import pytest
 import torch
@@ -114,3 +118,28 @@ def test_ctrl_c_at_a_point_of_a_streamed_step_leaves_whole_steps_or_one_error(in
 @pytest.mark.timeout(3600)
 def test_ctrl_c_at_every_point_of_a_streamed_step_leaves_whole_steps_or_one_error(interrupted):
     check_all(interrupted)
+
+
+def test_ctrl_c_while_optimizers_are_looked_through_keeps_none_that_has_gone(tmp_path):
+    training = Training(tmp_path, backwards=2, clips=True)
+    training.step(0)
+    sent = []
+
+    def send(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "__exit__" and frame.f_code.co_filename == _weakrefset.__file__:
+            sys.setprofile(None)
+            sent.append(frame.f_lineno)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(send)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            training.session.clip_grad_norm_(1.0)
+    finally:
+        sys.setprofile(None)
+    assert len(sent) == 1
+    gone = weakref.ref(streaming_of(training.optimizer))
+    training.session.detach()
+    del training
+    gc.collect()
+    assert gone() is None
