@@ -34,6 +34,7 @@ _RUNS = ("arguments", "memory mode", "callback", "plugin", "plain loop", "auto",
 _STATE = ("optimizer", "weights")
 _ASKING = (
     "torch._functorch.eager_transforms._wrap_tensor_for_grad",
+    "torch._functorch.eager_transforms._wrap_functional_tensor",
     "torch._functorch.vmap._add_batch_dim",
     "torch.autograd.function.Function.apply",
     "torch.tensor",
@@ -53,6 +54,7 @@ _ASKING = (
     "torch.ScriptMethod.__call__",
     "torch.jit._recursive.create_script_module_impl",
     "torch.autograd._engine_run_backward",
+    "torch.utils.swap_tensors",
     "torch.utils.checkpoint._make_saved_tensor",
     "torch.utils.checkpoint._checkpoint_hook.__init__",
 )

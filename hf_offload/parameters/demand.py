@@ -62,7 +62,7 @@ class DemandedParameter(nn.Parameter):
         others = any(
             each is not torch.Tensor and not issubclass(each, (DemandedParameter, HoldingView)) for each in types
         )
-        if others or _has_functions_of_its_own(cls):
+        if others or _has_functions_of_its_own(cls) or _is_traced():
             with as_plain(asked, changes_uncounted(func)), views_in_memory((args, kwargs)):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -114,6 +114,11 @@ def _has_functions_of_its_own(kind: type) -> bool:
     """Whether the class below is asked by PyTorch, too."""
     below: Any = getattr(kind, "_hf_offload_class", nn.Parameter)
     return below.__torch_function__ is not nn.Parameter.__torch_function__
+
+
+def _is_traced() -> bool:
+    """Whether a tracer looks at the operation, such as that of ``make_fx``: it takes plain parameters alone."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def is_demanded(value: Any) -> bool:
@@ -200,7 +205,8 @@ def ask_in_transforms() -> None:
     """Ask before ``torch.func`` wraps a parameter: it does so without PyTorch's calling anyone. Idempotent."""
     from torch._functorch import eager_transforms, vmap
 
-    for module, name in ((eager_transforms, "_wrap_tensor_for_grad"), (vmap, "_add_batch_dim")):
+    transforms = (eager_transforms, "_wrap_tensor_for_grad"), (eager_transforms, "_wrap_functional_tensor")
+    for module, name in (*transforms, (vmap, "_add_batch_dim")):
         wrap = getattr(module, name)
         if not hasattr(wrap, "__wrapped__"):
             setattr(module, name, _asking(wrap))

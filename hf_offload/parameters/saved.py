@@ -93,6 +93,9 @@ class Residence(Protocol):
     def may_be_seen(self) -> bool:
         """Whether the parameter's memory may be read without asking, also by those that have let it come."""
 
+    def let_go(self) -> None:
+        """From now on, the parameter is a plain one in memory, and nothing here refers to it."""
+
     def saved(self) -> Tensor | None:
         """What a state dict is to hold instead of the parameter's memory; None for that."""
 

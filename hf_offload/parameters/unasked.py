@@ -16,7 +16,7 @@ from hf_offload.parameters.demand import as_plain, demanded_in, is_demanded
 from hf_offload.parameters.recompute import resolve_in_checkpoints
 from hf_offload.parameters.saved import whereabouts
 from hf_offload.parameters.views import FollowingView, follow_views, parameters_of, views_in_memory
-from hf_offload.parameters.waiting import complete, in_memory, other_memory
+from hf_offload.parameters.waiting import complete, in_memory, other_memory, residence_of
 
 
 def ask_everywhere() -> None:
@@ -29,6 +29,7 @@ def ask_everywhere() -> None:
         _ask_in_constructors()
         _ask_in_methods()
         _ask_in_tensors()
+        _ask_in_swaps()
 
 
 def _ask_in_apply() -> None:
@@ -101,6 +102,22 @@ def _ask_in_tensors() -> None:
             data.__set__(tensor, value)
 
     torch.Tensor.data = property(data.__get__, take)  # type: ignore[assignment]
+
+
+def _ask_in_swaps() -> None:
+    """``swap_tensors`` takes no tensor that has weak references: parameters lose theirs, and stay in memory."""
+    own = torch.utils.swap_tensors
+
+    @functools.wraps(own)
+    def swap(t1: Any, t2: Any) -> None:
+        for each in (t1, t2):
+            residence = residence_of(each) if is_demanded(each) else None
+            if residence is not None:
+                complete(each)
+                residence.let_go()
+        own(t1, t2)
+
+    torch.utils.swap_tensors = swap
 
 
 @contextlib.contextmanager

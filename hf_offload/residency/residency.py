@@ -161,9 +161,18 @@ class Residency:
         """Let all weights be in memory, for good, as if they had never left."""
         with self._lock, outside():
             for weight in self.weights():
-                weight.bring()
-                weight.prepare()
-                weight.release()
+                self._release(weight)
+
+    def let_go(self, weight: Weight) -> None:
+        """Let ``weight`` be in memory for good, and refer to its parameter no more."""
+        with self._lock, outside():
+            self._release(weight)
+            weight.forget()
+
+    def _release(self, weight: Weight) -> None:
+        weight.bring()
+        weight.prepare()
+        weight.release()
 
     def _make_room(self, nbytes: int, used: Weight | None = None) -> None:
         """Let weights leave that are used last, except the one that is ``used`` now, until so many bytes may come."""

@@ -7,6 +7,7 @@ Note: a hull
 """
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +50,7 @@ class Weight:
         self.stays = False
         self.derivation: Derivation | None = None
         self.former = Former()
-        self._parameter = weakref.ref(parameter)
+        self._parameter: Callable[[], nn.Parameter | None] = weakref.ref(parameter)
         self._stored: Stored | None = None
         self._buffer: Tensor | None = None  # what the parameter lies in, and the tier has, too
         self._changed = True  # since it was on the tier
@@ -73,6 +74,9 @@ class Weight:
     def note_address(self) -> None:
         if self.uses == 1:  # else an operation that goes on uses it
             self.stays = True
+
+    def let_go(self) -> None:
+        self.residency.let_go(self)
 
     def saved(self) -> Tensor | None:
         parameter = self._parameter()
@@ -125,6 +129,7 @@ class Weight:
             and residence_of(parameter) is self
             and not self.is_held
             and is_dense(parameter)
+            and parameter.untyped_storage().nbytes() == self._storage_bytes  # which was resized otherwise
         )
 
     def note_changes(self, changed: bool) -> None:
@@ -307,8 +312,13 @@ class Weight:
             whereabouts.remove(self._memory, self)
             housed(parameter, None)
 
+    def forget(self) -> None:
+        """Its parameter is another's from now on: hold no reference to it."""
+        self._parameter = _nothing
+
     def _note_memory(self, parameter: nn.Parameter) -> None:
         self.nbytes = parameter.nbytes
+        self._storage_bytes = parameter.untyped_storage().nbytes()
         self._version = parameter._version
         self._memory = whereabouts.put(parameter, self)
 
@@ -339,6 +349,10 @@ class _GivenCopy:
     def is_alive(self) -> bool:
         """Whether others still have it, or it was changed."""
         return self.was_changed or self._copy() is not None
+
+
+def _nothing() -> None:
+    return None
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -218,15 +218,12 @@ class Stored:
                 self._store.tier.wait_until_done(self._write)  # the drive still reads it, and the caller may change it
             self._loaded = buffer
             return
-        if self._read is None:
+        read = None if self._read is None else self._wait_for_read()
+        if read is None or read[1].exception() is not None:  # of what was read ahead, before anyone has asked for it
             self._begin_read(urgent=True)
-        assert self._read is not None
-        buffer, future = self._read
-        self._store.tier.wait_until_done(future)
-        self._read = None
-        self._store._reading.discard(self)
-        future.result()
-        self._loaded = buffer
+            read = self._wait_for_read()
+        read[1].result()
+        self._loaded = read[0]
 
     def take(self, last: bool) -> Tensor:
         """The bytes, in memory that is the caller's. They stay here as well, unless this is the ``last`` time.
@@ -301,6 +298,14 @@ class Stored:
             buffer = self._store.new_buffer(self.nbytes, tier.phase(slot))
             self._read = buffer, tier.read(slot, buffer, urgent)
             self._store._reading.add(self)
+
+    def _wait_for_read(self) -> tuple[Tensor, Future[None]]:
+        assert self._read is not None
+        read = self._read
+        self._store.tier.wait_until_done(read[1])
+        self._read = None
+        self._store._reading.discard(self)
+        return read
 
     def _note_failure(self) -> None:
         write, buffer = self._write, self._buffer

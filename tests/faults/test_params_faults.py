@@ -1,6 +1,5 @@
 """A drive that is full, fails, hangs or flips bits under weights: the bits of the run in memory, or one error with a name."""
 
-import contextlib
 import gc
 import os
 import re
@@ -162,20 +161,12 @@ def test_a_weight_that_cannot_be_read_is_an_error_that_names_it(failing, optimiz
         made.load(expected[1])
         done = 1
     else:
-        found = values_patiently(made)
+        found = made.values()
         done = next(number for number in (1, 2) if same(found, expected[number]))
         assert done == 1 or failing in ("step", "read_again")
     assert same(run(made, done), expected[-1])
     made.session.detach()
     assert attached_session(made.model) is None
-
-
-def values_patiently(made):
-    """What was read ahead while the drive failed is an error once more."""
-    for _ in range(30):
-        with contextlib.suppress(StorageError):
-            return made.values()
-    return made.values()
 
 
 def flip_a_bit_on_the_drive(weight):

@@ -12,14 +12,18 @@ _SHOWN = 20
 _LINE_EVERY = 1000
 
 
+class LeftOut(str):
+    """Why a seed says nothing, in place of a problem."""
+
+
 def try_seeds(run: Callable[[int], list[str]], module: str, first: int, count: int, stop: bool) -> None:
     """Call ``run`` with ``count`` seeds from ``first`` on, and exit with 1 if one of them found something.
 
-    The last line is always ``N seeds, M failed``, and names the first seed that failed.
+    The last line is always ``N seeds, M failed, K left out``, and names the first seed that failed.
     """
     logging.disable(logging.CRITICAL)  # tiers are full and writes fail on purpose
     torch.set_num_threads(1)
-    console, failed, done = Console(), [], 0
+    console, failed, left_out, done = Console(), [], 0, 0
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -36,7 +40,10 @@ def try_seeds(run: Callable[[int], list[str]], module: str, first: int, count: i
                 progress.advance(task)
                 if not console.is_terminal and done % _LINE_EVERY == 0:
                     console.print(f"{done} of {count}, {len(failed)} failed", markup=False, highlight=False)
-                if problems:
+                if problems and not failures(problems):
+                    left_out += 1
+                    console.print(f"seed {seed} is left out: {problems[0]}", markup=False, highlight=False)
+                elif problems:
                     failed.append(seed)
                     if len(failed) <= _SHOWN:
                         console.print(f"seed {seed}: " + "\n    ".join(problems), markup=False, highlight=False)
@@ -47,8 +54,13 @@ def try_seeds(run: Callable[[int], list[str]], module: str, first: int, count: i
             f"Stopped. To go on: python -m {module} --first {first + done} --count {count - done}", markup=False
         )
     again = f"; again with: python -m {module} --seed {failed[0]}" if failed else ""
-    console.print(f"{done} seeds from {first} on, {len(failed)} failed{again}", markup=False)
+    console.print(f"{done} seeds from {first} on, {len(failed)} failed, {left_out} left out{again}", markup=False)
     raise typer.Exit(1 if failed else 0)
+
+
+def failures(problems: list[str]) -> list[str]:
+    """Those that a seed has failed for."""
+    return [problem for problem in problems if not isinstance(problem, LeftOut)]
 
 
 def attempt(run: Callable[[int], list[str]], seed: int) -> list[str]:

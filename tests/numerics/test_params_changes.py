@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from hf_offload import OffloadConfig, attach
 from tests.helpers.parked import leave_memory, parked
-from tests.helpers.streamed import mlp, same
+from tests.helpers.streamed import mlp, same, stream_in_parts
 
 FUSED = {
     "AdamW": torch.optim.AdamW,
@@ -108,3 +109,38 @@ def test_an_update_that_is_an_error_is_one_of_its_step(tmp_path):
                 optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="expected dtype"):
             optimizer.step()
+
+
+OPTIMIZERS = {
+    "AdamW": lambda weights: torch.optim.AdamW(weights, lr=0.1),
+    "foreach": lambda weights: torch.optim.AdamW(weights, lr=0.1, foreach=True),
+    "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("params", ["none", "ssd"])
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "in parts"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_streamed_step_counts_as_many_changes_as_in_memory(kind, parts, params, tmp_path, monkeypatch):
+    if parts:
+        stream_in_parts(monkeypatch)
+    found = []
+    for place in ("none", "ssd"):
+        model = mlp()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        if place == "ssd":
+            config = OffloadConfig(tier="none", params=params, optimizer="ssd", min_bytes=1, directory=tmp_path)
+            optimizer = attach(model, config).prepare_optimizer(optimizer)
+        versions = []
+        for _ in range(2):
+            loss = model(torch.ones(4, 96)).square().mean()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            versions.append([weight._version for weight in model.parameters()])
+            loss = model(torch.ones(4, 96)).square().mean()
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            optimizer.zero_grad()
+        found.append(versions)
+    assert found[0] == found[1]

@@ -189,6 +189,7 @@ class Update:
     """A step that has been taken and not computed yet.
 
     ``gradient`` is None where it is in the parameter's ``.grad``. ``done`` is the number of parts that are updated.
+    While it ``waits``, one change has been counted.
     """
 
     context: StepContext
@@ -196,6 +197,19 @@ class Update:
     gradient: Gradient | None
     factors: tuple[Tensor, ...]
     done: int = 0
+    waits: bool = False
+
+    def begin_to_wait(self, parameter: nn.Parameter) -> None:
+        """The parameter counts as changed from now on: backward of older graphs is an error."""
+        torch.autograd.graph.increment_version(parameter)
+        self.waits = True
+
+    def count_once(self, parameter: nn.Parameter, changes: int, parts: int) -> None:
+        """All ``parts`` are updated: let the parameter count the ``changes`` of one of them, as that of a run in memory."""
+        too_many = changes * (parts - 1) + self.waits
+        if changes and too_many:  # fused ones count none
+            version = parameter._version - too_many
+            torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
 
 
 class Record:

@@ -246,7 +246,7 @@ class Streaming:
                     waits = may_wait and update.gradient is not None and not record.is_doubtful
                     if waits and not held_elsewhere(parameter):
                         about_to_change(parameter)
-                        torch.autograd.graph.increment_version(parameter)  # backward of older graphs is an error
+                        update.begin_to_wait(parameter)
                     else:
                         at_once.append(record)
             self._order.begin_step()
@@ -351,7 +351,9 @@ class Streaming:
             try:
                 groups = [{**update.options, "params": [target]}]
                 its_state = {} if before is None else {target: dict(before)}
+                counted = parameter._version
                 after = self._shadow.step(groups, its_state, update.context.attributes).get(target)
+                changes = parameter._version - counted
             except Exception:
                 self._give_up(update.context)
                 raise
@@ -367,6 +369,7 @@ class Streaming:
             record.moved = record.moved or after is not None
             update.done += 1
             if update.done == len(targets):
+                update.count_once(parameter, changes, len(targets))
                 record.update, record.is_doubtful = None, False
                 record.refresh(parameter)
             del gradient, before, buffer, after
