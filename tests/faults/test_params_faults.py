@@ -169,6 +169,19 @@ def test_a_weight_that_cannot_be_read_is_an_error_that_names_it(failing, optimiz
     assert attached_session(made.model) is None
 
 
+def test_what_failed_to_be_read_ahead_is_read_again_when_it_is_used(expected, tmp_path, monkeypatch):
+    made = training(tmp_path)
+    leave_memory(made.session)
+    weight = max(made.session.residency.weights(), key=lambda each: each.nbytes)
+    with monkeypatch.context() as patch:
+        faults = Faults(patch, "read_once", EIO, ALL)
+        assert weight.read_ahead()
+        stored = weight._stored
+        stored._store.tier.wait_until_done(stored._read[1])
+    assert faults.failed > 0
+    assert same(made.values(), expected[0])
+
+
 def flip_a_bit_on_the_drive(weight):
     stored = weight._stored
     file = stored._store.tier.files[0]
