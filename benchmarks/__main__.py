@@ -4,7 +4,7 @@ import typer
 
 from benchmarks.accuracy import accuracy
 from benchmarks.allocators import allocators
-from benchmarks.budgets import budgets
+from benchmarks.budgets.command import budgets
 from benchmarks.large.command import large
 from benchmarks.limits import limits
 from benchmarks.loss import loss

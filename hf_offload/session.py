@@ -183,7 +183,7 @@ class OffloadSession:
             self._automatic = AutomaticPlan(
                 model, blocks, config, self._engine, self._plan, self.ranks, self._state, self._on_infeasible
             )
-            self._state.plan_for(self._automatic.budget_bytes)
+            self._state.plan_for(self._automatic.budget_bytes, self._automatic.hardware)
             units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
         with signals_deferred:
             self._phases.install(model, units, self.begin_forward, self.end_forward)

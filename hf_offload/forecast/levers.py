@@ -7,10 +7,12 @@ from typing import Any
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_workload
+from hf_offload.plan.choosing import Allowed, problem_of
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
+from hf_offload.plan.holding import IN_MEMORY, Held
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import largest, make_problem
+from hf_offload.plan.planner import largest
 from hf_offload.plan.search import uniform
 from hf_offload.settings.schema import smallest_bytes
 from hf_offload.transforms.tiling.cut import Cut
@@ -21,15 +23,20 @@ PIECES = (128, 16)
 _MOST_TOKENS = 1 << 24
 _LENGTHS = (8192, 16384)
 _BOUNDARIES = (Placement.RECOMPUTE_RAM, Placement.RECOMPUTE_SSD)
+_IN_RAM = Held("ram", "ram")
 
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
-    """What is done from here on, on top of what came before: a change of the workload, or a placement of every unit."""
+    """What is done from here on, on top of what came before: a change of the workload, or a placement of every unit.
+
+    ``held`` is where weights, gradients and state are.
+    """
 
     name: str
     changes: Mapping[str, Any]
     placements: tuple[Placement, ...]
+    held: Held = IN_MEMORY
 
 
 LEVERS = (
@@ -38,7 +45,8 @@ LEVERS = (
     Lever("the blocks' inputs in RAM or on SSD", {}, _BOUNDARIES),
     Lever("tiled loss", {"tiled_loss": "on"}, _BOUNDARIES),
     Lever("tiled MLP", {"tiled_mlp": "on"}, _BOUNDARIES),
-    Lever("LoRA instead of all weights", {"memory_mode": "lora", "memory_mode_kwargs": {}}, _BOUNDARIES),
+    Lever("weights and state in RAM", {}, _BOUNDARIES, _IN_RAM),
+    Lever("LoRA instead of all weights", {"memory_mode": "lora", "memory_mode_kwargs": {}}, _BOUNDARIES, _IN_RAM),
 )
 
 
@@ -71,7 +79,7 @@ def pull_levers(
         if family is None or lever.changes:
             now = dataclasses.replace(now, **lever.changes)
             family = _family(now, machines[0])
-        tokens = tuple(_longest(family, machine, now.batch, lever.placements) for machine in machines)
+        tokens = tuple(_longest(family, machine, now.batch, lever) for machine in machines)
         found.append(Reach(lever.name, tokens))
     return found
 
@@ -92,13 +100,13 @@ def _family(workload: Workload, hardware: Hardware) -> Family:
     return family
 
 
-def _longest(family: Family, hardware: Hardware, batch: int, placements: Sequence[Placement]) -> int:
+def _longest(family: Family, hardware: Hardware, batch: int, lever: Lever) -> int:
     budget = int(hardware.memory_bytes.value * BUDGET_SHARE)
 
     def fits(tokens: int) -> bool:
         footprint: Footprint = family.at(batch, tokens)
-        problem = make_problem(footprint, hardware, budget)
-        ways = (uniform(problem, placement) for placement in placements)
+        problem = problem_of(footprint, hardware, budget, lever.held, Allowed())
+        ways = (uniform(problem, placement) for placement in lever.placements)
         return any(way is not None and problem.fits(way) for way in ways)
 
     return largest(fits, 1024, _MOST_TOKENS)

@@ -6,6 +6,8 @@ that fit are planned until none that is left can be faster.
 """
 
 import dataclasses
+import functools
+import heapq
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -89,20 +91,19 @@ def choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed:
 
     Weights and state of a running training stay where they are unless that is a good deal slower.
     """
-    found: list[tuple[float, int, Held, Problem]] = []
+    found: list[_Way] = []
     for held in ways(footprint, hardware, allowed):
-        problem = problem_of(footprint, hardware, budget_bytes, held, allowed)
-        if not _may_fit(problem):
+        way = _Way(held, problem_of(footprint, hardware, budget_bytes, held, allowed))
+        if not _may_fit(way.problem):
             continue
-        kept = problem.play(Choices(problem).uniform(Placement.KEEP), problem.windows[0], "keep")
-        if not held.moves and problem.fits(kept):
-            return Choice(held, problem, kept)
-        found.append((round(kept.timeline.step_s, 4), problem.footprint.base_bytes, held, problem))
+        if not held.moves and way.problem.fits(way.kept):
+            return Choice(held, way.problem, way.kept)
+        found.append(way)
     best, families = _fastest(found)
     if best is None:
         return _smallest(found)
     if allowed.now is not None and best.held != allowed.now:
-        present, others = _fastest([one for one in found if one[2] == allowed.now])
+        present, others = _fastest([way for way in found if way.held == allowed.now])
         if present is not None and present.step_s <= _GAIN * best.step_s:
             best, families = present, others
     improved = local_search(best.problem, *families)
@@ -121,24 +122,73 @@ def find_choice(footprint: Footprint, hardware: Hardware, budget_bytes: int, all
     return choice
 
 
-def _fastest(found: Sequence[tuple[float, int, Held, Problem]]) -> tuple[Choice | None, Sequence[Sequence[Solution]]]:
-    """The fastest, and what the search for it began with."""
+class _Way:
+    """Somewhere weights and state may be, and what is left to be placed then."""
+
+    def __init__(self, held: Held, problem: Problem):
+        self.held = held
+        self.problem = problem
+
+    @functools.cached_property
+    def kept(self) -> Solution:
+        """All activations stay, whether they fit or not: no step of this way is faster."""
+        return self.problem.play(Choices(self.problem).uniform(Placement.KEEP), self.problem.windows[0], "keep")
+
+    @functools.cached_property
+    def written_bytes(self) -> int:
+        """To drives: of ways that are as fast, they wear the least."""
+        return moved_bytes(self.problem.footprint)[0].get("ssd", 0)
+
+    @functools.cached_property
+    def least_s(self) -> float:
+        """What that step takes at least, without playing it: all compute, and all loads."""
+        footprint, channels = self.problem.footprint, self.problem.channels
+        loads = (nbytes / channels[tier].load_bytes_per_s for tier, nbytes in moved_bytes(footprint)[1].items())
+        return max([footprint.step_s, *loads])
+
+
+def _fastest(found: Sequence[_Way]) -> tuple[Choice | None, Sequence[Sequence[Solution]]]:
+    """The fastest, and what the search for it began with: nothing where no search can find a faster one."""
     best: Choice | None = None
     families: Sequence[Sequence[Solution]] = ()
     tried = 0
-    # Activations that are moved or recomputed make no step faster.
-    for least_s, _, held, problem in sorted(found, key=lambda one: one[:2]):
+    # Played are those alone whose turn it is.
+    coming = [(way.least_s, way.problem.footprint.base_bytes, number, False) for number, way in enumerate(found)]
+    heapq.heapify(coming)
+    while coming:
+        least_s, base_bytes, number, is_played = heapq.heappop(coming)
+        way = found[number]
         if best is not None and (tried >= _SOLVED or least_s >= best.step_s):
             break
-        if not any(True for _ in _narrowest(problem)):
+        if not is_played:
+            kept_s = max(least_s, round(way.kept.timeline.step_s, 4))
+            heapq.heappush(coming, (kept_s, base_bytes, number, True))
             continue
-        tries = find_greedy(problem), find_uniform(problem)
+        if way.problem.fits(way.kept):
+            if best is None or way.kept.timeline.step_s < best.step_s:
+                best, families = Choice(way.held, way.problem, way.kept), ()
+            continue
+        if not any(True for _ in _narrowest(way.problem)):
+            continue
+        tries = find_greedy(way.problem), find_uniform(way.problem)
         solutions = [*tries[0], *tries[1]]
         tried += bool(solutions)
         solution = min(solutions, key=lambda one: one.objective, default=None)
         if solution is not None and (best is None or solution.timeline.step_s < best.step_s):
-            best, families = Choice(held, problem, solution), tries
-    return best, families
+            best, families = Choice(way.held, way.problem, solution), tries
+    return (best if best is None or families else _sparing(found, best)), families
+
+
+def _sparing(found: Sequence[_Way], fastest: Choice) -> Choice:
+    """Of all ways in which activations stay, and which are as fast, the one that wears the drive the least."""
+    written_bytes = moved_bytes(fastest.problem.footprint)[0].get("ssd", 0)
+    for way in sorted(found, key=lambda one: one.written_bytes):
+        if way.written_bytes >= written_bytes:
+            break
+        may_be = way.least_s <= fastest.step_s
+        if may_be and way.kept.timeline.step_s <= fastest.step_s and way.problem.fits(way.kept):
+            return Choice(way.held, way.problem, way.kept)
+    return fastest
 
 
 def least_memory(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice:
@@ -165,12 +215,12 @@ def can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowe
     return can_fit(min(possible, key=lambda one: one.footprint.base_bytes + one.footprint.gradient_bytes))
 
 
-def _smallest(found: Sequence[tuple[float, int, Held, Problem]]) -> Choice | None:
+def _smallest(found: Sequence[_Way]) -> Choice | None:
     if not found:
         return None
-    _, _, held, problem = min(found, key=lambda one: one[1])
-    solution = smallest(problem)
-    return Choice(held, problem, solution) if problem.fits(solution) else None
+    way = min(found, key=lambda one: one.problem.footprint.base_bytes)
+    solution = smallest(way.problem)
+    return Choice(way.held, way.problem, solution) if way.problem.fits(solution) else None
 
 
 def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed) -> Iterator[Held]:

@@ -68,14 +68,24 @@ class BlockSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitWeights:
-    """Bytes of a unit's weights that are large enough to leave memory, of those that are trained, of their state, and of the
-    largest weight.
+    """Of a unit's weights that are large enough to leave memory: their bytes, those of the trained ones, and of their state.
+
+    ``sizes`` are the bytes of each, in the order of their use in forward; empty for a single one. ``borrowed`` are weights of
+    other units that it uses, too: the unit, and the place among its ``sizes``. Of a table that is looked up, backward needs
+    nothing.
     """
 
     weight_bytes: int
     trained_bytes: int
     state_bytes: int
-    largest_bytes: int = 0
+    sizes: tuple[int, ...] = ()
+    borrowed: tuple[tuple[str, int], ...] = ()
+    is_looked_up: bool = False
+
+    @property
+    def each(self) -> tuple[int, ...]:
+        """The bytes of every single weight."""
+        return self.sizes or ((self.weight_bytes,) if self.weight_bytes else ())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +125,7 @@ class Footprint:
         skipped_blocks: Blocks that did not run, and may run in another step (layer drop).
         weights: Unit -> what of its weights, gradients and state may leave memory.
         transfers: Of weights, gradients and state that are on tiers, in the order of their segments.
-        transfer_window_bytes: How many bytes of transfers may be on their way each way.
+        transfer_windows: Kind of transfers -> how many bytes of it may be on their way, half of them each way.
     """
 
     segments: tuple[Segment, ...]
@@ -137,7 +147,7 @@ class Footprint:
     skipped_blocks: tuple[str, ...] = ()
     weights: Mapping[str, UnitWeights] = dataclasses.field(default_factory=dict)
     transfers: tuple[Transfer, ...] = ()
-    transfer_window_bytes: int = 0
+    transfer_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def recomputable(self) -> tuple[BlockSpan, ...]:

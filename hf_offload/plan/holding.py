@@ -9,18 +9,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from hf_offload.plan.footprint import Footprint, Segment, Transfer
+from hf_offload.plan.passing import Use, passing
+from hf_offload.plan.windows import state_window, update_bytes, weights_window
 
 WEIGHTS, STATE, GRADIENTS = "weights", "optimizer state", "gradients"
-
-WINDOW_BYTES = 96 << 20
-"""On the way to a tier and back at any time, of each kind."""
-WINDOWS_OF_BUDGET = 32
-"""Each window is at most this part of a budget."""
-_WEIGHTS_WINDOW_BYTES = 64 << 20
-_PART_BYTES = 3 * (8 << 20)
-"""Of a weight that is updated a part at a time: its state and a copy."""
-BLOCKS = 2
-"""So many blocks of weights stay in memory at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,43 +49,48 @@ def hold(footprint: Footprint, held: Held, budget_bytes: int, on_host: bool, now
         return footprint
     if held.weights is not None and has_no_backward(footprint) and _takes_turns(footprint, held):
         footprint = _in_turns(footprint)
-    window_bytes = state_window(budget_bytes)
-    buffers = 2 * window_bytes if on_host and held.state is not None else 0
+    windows = _windows(footprint, held, budget_bytes)
+    buffers = sum(windows[kind] for kind in (STATE, GRADIENTS) if kind in windows) if on_host else 0
     weights = _memory_of_weights(footprint, held, on_host) - _memory_of_weights(footprint, now, on_host)
     found = dataclasses.replace(
         footprint,
         base_bytes=footprint.base_bytes + buffers + weights,
         transfers=tuple(sorted(_transfers(footprint, held), key=lambda one: one.at)),
-        transfer_window_bytes=window_bytes,
+        transfer_windows=windows,
     )
     return _without_state(found, held) if held.state is not None and now.state is None else found
 
 
-def state_window(budget_bytes: int) -> int:
-    """Bytes of state, and of gradients, that may be on the way to a tier and back."""
-    return min(WINDOW_BYTES, budget_bytes // WINDOWS_OF_BUDGET)
-
-
-def weights_window(staying_bytes: int, largest_bytes: int) -> int:
-    """The same of weights, of which so many bytes stay in memory, and the largest has ``largest_bytes``."""
-    return max(2 * largest_bytes, min(_WEIGHTS_WINDOW_BYTES, staying_bytes // 4 or _WEIGHTS_WINDOW_BYTES))
+def _windows(footprint: Footprint, held: Held, budget_bytes: int) -> dict[str, int]:
+    """Of each kind that moves."""
+    found = {}
+    if held.state is not None:
+        found[STATE] = found[GRADIENTS] = state_window(budget_bytes)
+    if held.weights is not None:
+        largest = max((nbytes for one in footprint.weights.values() for nbytes in one.each), default=0)
+        found[WEIGHTS] = weights_window(staying_weights(footprint, held), largest)
+    return found
 
 
 def _memory_of_weights(footprint: Footprint, held: Held, on_host: bool) -> int:
     total = sum(one.weight_bytes for one in footprint.weights.values())
     if held.weights is None:
         return total
-    staying = max(held.weights_bytes, least_weights(footprint))
-    largest = max((one.largest_bytes for one in footprint.weights.values()), default=0)
-    return min(total, staying) + (weights_window(staying, largest) if on_host else 0)
+    window_bytes = _windows(footprint, held, 0)[WEIGHTS]
+    return min(total, staying_weights(footprint, held)) + (window_bytes if on_host else 0)
+
+
+def staying_weights(footprint: Footprint, held: Held) -> int:
+    """Bytes of weights that may be in memory, where they are on a tier otherwise."""
+    return max(held.weights_bytes, least_weights(footprint))
 
 
 def least_weights(footprint: Footprint) -> int:
-    """Bytes of the fewest weights that are ever left in memory."""
+    """Bytes of the fewest weights that are ever left in memory: one block, in addition to those on their way."""
     blocks: collections.Counter[str] = collections.Counter()
     for unit, one in footprint.weights.items():
         blocks[footprint.units.get(unit) or unit] += one.weight_bytes
-    return BLOCKS * max(blocks.values(), default=0)
+    return max(blocks.values(), default=0)
 
 
 def tier_bytes(footprint: Footprint, held: Held) -> dict[str, int]:
@@ -170,26 +167,30 @@ def _weights(footprint: Footprint, held: Held, uses: Mapping[str, _Uses]) -> lis
     beginning.
     """
     assert held.weights is not None
-    order = sorted(footprint.weights, key=lambda unit: uses[unit].forward)
-    total = sum(one.weight_bytes for one in footprint.weights.values())
-    staying = max(held.weights_bytes, least_weights(footprint))
-    found, before = [], 0
-    for unit in order:
-        one, use = footprint.weights[unit], uses[unit]
-        behind = total - before - one.weight_bytes
-        came = _part(before + one.weight_bytes - staying, one.weight_bytes)  # in forward, and left in backward
-        back = _part(behind + one.weight_bytes - staying, one.weight_bytes)  # in backward, and left in forward
-        if came:
-            found.append(Transfer(WEIGHTS, unit, held.weights, came, use.forward, loads=True))
-        if back:
-            found.append(Transfer(WEIGHTS, unit, held.weights, back, use.backward, loads=True))
-        written = min(one.trained_bytes, max(came, back))
-        if written:
-            # An update in backward is written there, unless the weight stays until the next forward.
-            at = use.last if came >= back else use.forward
-            found.append(Transfer(WEIGHTS, unit, held.weights, written, at, loads=False))
-        before += one.weight_bytes
-    return found
+    weights = footprint.weights
+    numbers: dict[tuple[str, int], int] = {}
+    for unit, one in weights.items():
+        for place in range(len(one.each)):
+            numbers[unit, place] = len(numbers)
+    owners = [unit for unit, _ in numbers]
+    sizes = [weights[unit].each[place] for unit, place in numbers]
+    forward, backward = [], []
+    for unit in sorted(weights, key=lambda unit: uses[unit].forward):
+        one, use = weights[unit], uses[unit]
+        own = [(unit, place) for place in range(len(one.each))]
+        for each in (*own, *(tied for tied in one.borrowed if tied in numbers)):
+            trains = weights[each[0]].trained_bytes > 0
+            forward.append(Use(numbers[each], use.forward, trains and not held.in_backward))
+            if not one.is_looked_up or (trains and held.in_backward):
+                backward.append(Use(numbers[each], use.backward, trains and held.in_backward))
+    moved = passing((*forward, *reversed(backward)), tuple(sizes), staying_weights(footprint, held))
+    found: collections.Counter[tuple[int, str, bool]] = collections.Counter()
+    for at, number in moved.read:
+        found[at, owners[number], True] += sizes[number]
+    for at, number in moved.written:
+        one = weights[owners[number]]
+        found[at, owners[number], False] += sizes[number] * one.trained_bytes // one.weight_bytes
+    return [Transfer(WEIGHTS, unit, held.weights, nbytes, at, loads) for (at, unit, loads), nbytes in found.items()]
 
 
 def has_no_backward(footprint: Footprint) -> bool:
@@ -234,10 +235,6 @@ def _weights_of_forwards(footprint: Footprint, held: Held, uses: Mapping[str, _U
     return [one for one in found if one.nbytes]
 
 
-def _part(nbytes: int, most: int) -> int:
-    return max(0, min(nbytes, most))
-
-
 def _without_state(footprint: Footprint, held: Held) -> Footprint:
     """Gradients are there while their unit computes; updates are a part of backward or of forward."""
     weights = footprint.weights
@@ -268,6 +265,6 @@ def _without_state(footprint: Footprint, held: Held) -> Footprint:
         base_bytes=footprint.base_bytes - state,
         state_bytes=footprint.state_bytes - state,
         gradient_bytes=small,
-        optimizer_step_bytes=min(footprint.optimizer_step_bytes, _PART_BYTES),
+        optimizer_step_bytes=update_bytes(footprint.optimizer_step_bytes),
         optimizer_step_s=0.0 if trained else footprint.optimizer_step_s,
     )

@@ -121,14 +121,15 @@ def too_small(problem: Problem, least: Solution) -> str:
     if footprint.transfers:
         advice.insert(
             0,
-            f"two blocks of weights, and what is on its way to tiers, take {format_bytes(weights)} of it, and all else of "
+            f"one block of weights, and what is on its way to tiers, take {format_bytes(weights)} of it, and all else of "
             "the model's state has left memory: 16-bit weights, or a model with smaller blocks or a smaller vocabulary",
         )
     elif weights > 0.5 * timeline.peak_bytes:
         advice.insert(
             0,
-            f"weights, gradients and optimizer state take {format_bytes(weights)} of it: an optimizer with less state, "
-            "16-bit weights, or training adapters only (LoRA)",
+            f"weights, gradients and optimizer state take {format_bytes(weights)} of it: state on a tier (optimizer='ssd' or "
+            "'ram', also with several processes), an optimizer with less state, 16-bit weights, or training adapters only "
+            "(LoRA)",
         )
     elif problem.footprint.units.get(where) is None and where != "the optimizer":
         advice.insert(0, f"the peak is in {where}, outside of the blocks: a smaller vocabulary, or tiled_loss='on'")

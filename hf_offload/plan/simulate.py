@@ -8,10 +8,11 @@ import collections
 from collections.abc import Callable, Iterable, Mapping
 
 from hf_offload.plan import rules
-from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment, Transfer
+from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.stores import Stores
 from hf_offload.plan.timeline import Channel, Interval, MemoryUse, Timeline, Windows
+from hf_offload.plan.transfers import Transfers
 
 
 def simulate(
@@ -136,13 +137,9 @@ class _Player:
             item.stays = True
         self._order = order[staying:]
         self._next = 0
-        self._coming = collections.deque(one for one in footprint.transfers if one.loads)
-        self._due: dict[int, list[Transfer]] = {}
-        for transfer in footprint.transfers:
-            self._due.setdefault(transfer.at, []).append(transfer)
-        self._arriving: collections.deque[tuple[float, int]] = collections.deque()  # when each is there, and its size
-        self._writing: collections.deque[tuple[float, int]] = collections.deque()
-        self._arriving_bytes = self._writing_bytes = 0
+        self._transfers = Transfers(
+            footprint, channels, self._stores, self._load_free, self._intervals if details else None
+        )
 
     def play(self) -> Timeline:
         footprint = self._footprint
@@ -153,14 +150,16 @@ class _Player:
         released = _by_segment(self._items, lambda item: item.released)
         base_bytes, behind_bytes = footprint.base_bytes, self._windows.write_behind_bytes
         details = self._details
-        eventful = {*packed, *gone, *needed, *released, *self._recompute_at, *self._due}
-        self._load_transfers()
+        eventful = {*packed, *gone, *needed, *released, *self._recompute_at, *self._transfers.due}
+        self._transfers.read_ahead(self._now)
         for index, segment in enumerate(footprint.segments):
             if index in eventful:
                 for item in released.get(index, ()):
                     self._release(item)
-                if index in self._due:
-                    self._transfer(self._due[index])
+                for unit, until_s, loads in self._transfers.at(index, lambda: self._now):
+                    waited_s = self._wait_until(unit, until_s)
+                    self._load_stall += waited_s if loads else 0.0
+                    self._store_stall += 0.0 if loads else waited_s
                 if index in self._recompute_at:
                     self._recompute_block(self._recompute_at[index], segment)
                 for item in packed.get(index, ()):
@@ -312,47 +311,6 @@ class _Player:
         self._hold_alone(item)
         if self._details:
             self._intervals.append(Interval("load", item.unit, begin, item.arrives_s))
-
-    def _transfer(self, due: list[Transfer]) -> None:
-        """Weights and state that this segment needs arrive, and what it has changed of them leaves."""
-        for one in due:
-            if one.loads:
-                # Loads of one segment are in the order in which they were begun.
-                if not self._arriving:
-                    self._begin_transfer(self._coming.popleft())
-                arrives_s, nbytes = self._arriving.popleft()
-                self._load_stall += self._wait_until(one.unit, arrives_s)
-                self._arriving_bytes -= nbytes
-                self._load_transfers()
-            else:
-                share = self._channels[one.tier].shared if self._load_free[one.tier] > self._now else 1.0
-                begin_s, end_s = self._stores.pass_by(one.nbytes, one.tier, self._now, share)
-                self._note_transfer("store", one, begin_s, end_s)
-                self._writing.append((end_s, one.nbytes))
-                self._writing_bytes += one.nbytes
-                while self._writing_bytes > self._footprint.transfer_window_bytes // 2 and len(self._writing) > 1:
-                    end_s, nbytes = self._writing.popleft()
-                    self._writing_bytes -= nbytes
-                    self._store_stall += self._wait_until(one.unit, end_s)
-
-    def _load_transfers(self) -> None:
-        """Read ahead what segments to come need."""
-        window_bytes = self._footprint.transfer_window_bytes // 2
-        while self._coming and (not self._arriving or self._arriving_bytes + self._coming[0].nbytes <= window_bytes):
-            self._begin_transfer(self._coming.popleft())
-
-    def _begin_transfer(self, one: Transfer) -> None:
-        channel = self._channels[one.tier]
-        begin_s = max(self._now, self._load_free[one.tier])
-        share = channel.shared if self._stores.free_s(one.tier) > begin_s else 1.0
-        end_s = self._load_free[one.tier] = begin_s + one.nbytes / (channel.load_bytes_per_s * share)
-        self._arriving.append((end_s, one.nbytes))
-        self._arriving_bytes += one.nbytes
-        self._note_transfer("load", one, begin_s, end_s)
-
-    def _note_transfer(self, channel: str, one: Transfer, begin_s: float, end_s: float) -> None:
-        if self._details:
-            self._intervals.append(Interval(channel, f"{one.unit}: {one.kind}", begin_s, end_s))
 
     def _keep(self, item: _Item) -> None:
         """What leaves does not leave any more: backward comes to it now, or soon."""

@@ -25,6 +25,7 @@ class AutomaticPlan:
 
     Attributes:
         budget_bytes: Most memory that the training may take.
+        hardware: What it runs on.
         plan: The present one: ``safest`` until a step has been measured.
     """
 
@@ -42,7 +43,7 @@ class AutomaticPlan:
         self.plan = safest
         self._engine = engine
         self._recompute = Recompute(blocks)
-        hardware = hardware_of_all(config, ranks, device_of(model))
+        self.hardware = hardware = hardware_of_all(config, ranks, device_of(model))
         budget = config.memory_budget
         self.budget_bytes = int(hardware.memory_bytes.value * BUDGET_SHARE) if budget is None else int(budget)
         engine.transfer.mover.time_stalls()  # else plans would count transfers as compute

@@ -12,7 +12,6 @@ from torch import nn
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.plan.choosing import Allowed
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
 from hf_offload.plan.planner import windows_for
@@ -29,6 +28,7 @@ from hf_offload.planning.known import (
 )
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
+from hf_offload.planning.moving import Moving
 from hf_offload.planning.observed import ObservedEngine, OneForward, with_measured_bandwidth
 from hf_offload.planning.optimizer_state import OptimizerState
 from hf_offload.planning.situation import Situation, situation_of, tensors_in
@@ -47,8 +47,6 @@ _LASTING = 3
 # A gradient penalty comes every sixteenth step or more often, where it comes again at all.
 _MOST_WITHOUT_GRAPH = 32
 _MOST_PLAYED = 1024
-# Each is followed by a measured step.
-_MOST_CHANGES_OF_STATE = 4
 
 
 @dataclasses.dataclass
@@ -99,7 +97,7 @@ class Feedback:
         self._apply = apply
         self._engine = engine
         self._model_state = model_state
-        self._changes_of_state = 0
+        self._moving = Moving(model_state)
         self._on_infeasible = on_infeasible
         self._state = OptimizerState(next((one.device for one in model.parameters()), torch.device("cpu")))
         self._meter: StepMeter | None = None
@@ -274,14 +272,14 @@ class Feedback:
             return known
         del self._known[known.situation]
         try:
-            other = self._with_state_in_place(
+            other, _ = self._in_place(
                 lambda: known_with_more_state(
                     known,
                     more,
                     with_measured_bandwidth(self._hardware, self._engine),
                     self._budget,
                     ranks=self._ranks,
-                    allowed=self._allowed,
+                    allowed=self._moving.allowed,
                 )
             )
         except OffloadPlanError:
@@ -317,10 +315,9 @@ class Feedback:
             metered = found[situation]
             if not any(self._ranks.gather(meter.has_backward(metered))):
                 continue
-            changes = self._changes_of_state
             try:
-                known = self._find_measured(situation, meter, metered)
-                if changes != self._changes_of_state:
+                known, has_moved = self._find_measured(situation, meter, metered)
+                if has_moved:
                     return
                 if known is not None:
                     plans[situation] = known
@@ -346,30 +343,32 @@ class Feedback:
         self.planned.prediction.step_s += self.planned.footprint.optimizer_step_s
         self._played = []
 
-    def _find_measured(self, situation: Situation, meter: StepMeter, metered: int) -> Known | None:
-        """The plan for a micro-batch that was measured; None if it has to be measured again, as ``self._narrow`` says."""
+    def _find_measured(self, situation: Situation, meter: StepMeter, metered: int) -> tuple[Known | None, bool]:
+        """The plan for a micro-batch that was measured, None if it has to be measured again, as ``self._narrow`` says; and
+        whether weights or state were moved.
+        """
         footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
         footprint = self._model_state.with_weights(self._present_model, footprint)
         hardware = with_measured_bandwidth(self._hardware, self._engine)
         if not any(self._ranks.gather(meter.walks_again(metered))):
             if self._with_graphs.get(situation, 0) > 0:
                 self._with_graphs[situation] -= 1
-                return None
-            return self._with_state_in_place(
+                return None, False
+            return self._in_place(
                 lambda: known_by_simulating(
-                    situation, footprint, hardware, self._budget, ranks=self._ranks, allowed=self._allowed
+                    situation, footprint, hardware, self._budget, ranks=self._ranks, allowed=self._moving.allowed
                 )
             )
         plan = next(one.plan for one in self._played if one.metered == metered and one.plan is not None)
         peak = max(self._ranks.gather(meter.peak_bytes(metered)))
         known = known_if_kept(situation, footprint, hardware, self._budget, plan, peak)
         if known is not None:
-            return known
+            return known, False
         if situation not in self._narrow:
             # What it needs then does not depend on how fast the tier is at the moment.
             self._narrow[situation] = moving_all(self._safest, windows_for(footprint)[-1])
-            return None
-        return known_as_measured(situation, footprint, hardware, self._budget, plan, peak)
+            return None, False
+        return known_as_measured(situation, footprint, hardware, self._budget, plan, peak), False
 
     def _check_peaks(self, meter: StepMeter) -> None:
         """Look at a step under its plans."""
@@ -390,11 +389,10 @@ class Feedback:
                 self._log(logging.WARNING, "A step needed %s, with all that can be moved moved.", format_bytes(peak))
             return
         hardware = with_measured_bandwidth(self._hardware, self._engine)
-        changes = self._changes_of_state
-        corrected = self._with_state_in_place(
-            lambda: corrected_plan(known, peak, self._budget, hardware, self._ranks, self._allowed)
+        corrected, has_moved = self._in_place(
+            lambda: corrected_plan(known, peak, self._budget, hardware, self._ranks, self._moving.allowed)
         )
-        if changes != self._changes_of_state:
+        if has_moved:
             return
         if corrected is not None:
             self._adopt(corrected)
@@ -407,25 +405,12 @@ class Feedback:
         assert model is not None, "a step has a model"
         return model
 
-    @property
-    def _allowed(self) -> Allowed:
-        allowed = self._model_state.allowed
-        if self._changes_of_state < _MOST_CHANGES_OF_STATE:
-            return allowed
-        return dataclasses.replace(allowed, state="none", weights="none")
-
-    def _with_state_in_place(self, find: Callable[[], Known | None]) -> Known | None:
-        """The plan that is found, once weights and state are where it has them; None if there is none, or if they had to be
-        moved: the next step is measured then.
-        """
-        while True:
-            known = find()
-            if known is None or known.plan is not None or known.held == self._model_state.held:
-                return known
-            self._changes_of_state += 1
-            if self._model_state.hold(self._present_model, known.held):
-                self._measure_again(f"The plan: {known.reason}.")
-                return None
+    def _in_place(self, find: Callable[[], Known | None]) -> tuple[Known | None, bool]:
+        """The plan that is found, and whether weights or state had to be moved for one: the next step is measured then."""
+        known, why = self._moving.settle(self._present_model, find)
+        if why is not None:
+            self._measure_again(why)
+        return known, why is not None
 
     def _measure_again(self, why: str) -> None:
         """What is known is of a run that had other weights and state in memory, or was computed in another way."""

@@ -12,13 +12,15 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.streamed import StreamedSetting, streaming_of
 from hf_offload.optimizers.streamed.trial import state_per_weight
 from hf_offload.parameters.waiting import residence_of
-from hf_offload.plan.choosing import Allowed
+from hf_offload.plan.choosing import Allowed, choose, least_memory
 from hf_offload.plan.footprint import Footprint
-from hf_offload.plan.holding import Held
+from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.holding import Held, least_weights
 from hf_offload.plan.problem import limit_of
+from hf_offload.planning.beforehand import footprint_beforehand
 from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.residency.residency import Residency
-from hf_offload.residency.setting import blocks_at_a_time, park_weights, residency_of
+from hf_offload.residency.setting import park_weights, residency_of
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig, with_checked
 from hf_offload.settings.sizes import format_bytes
@@ -30,8 +32,8 @@ _WITHOUT_A_LOOK = 0.5
 """Of the budget: what takes less with any optimizer is not looked at more closely."""
 _MOST_STATE = 4
 """Bytes of state for each byte of a weight, of the optimizers that keep most."""
-_MOST_WEIGHTS = 0.75
-"""Of the budget: where more stays, weights leave before the first step, which has activations, too."""
+_FOR_ACTIVATIONS = 0.25
+"""Of the budget: what the first step may have of them, which moves all that can be moved."""
 _MOST_ON_DEVICE = 0.25
 """Of the budget: gradients and state of adapters, which may stay where the model's weights leave."""
 
@@ -39,9 +41,9 @@ _MOST_ON_DEVICE = 0.25
 class ModelState:
     """What ``params`` and ``optimizer`` say about the model of one session. It keeps neither the model nor an optimizer.
 
-    Where they are ``auto`` together with the tier, everything begins in memory if its bytes are within the budget. What
-    cannot fit leaves when the optimizer is prepared, which is when its bytes are known. After a measured step, a plan says
-    what is where (:meth:`hold`).
+    Where they are ``auto`` together with the tier, a plan without activations says what leaves memory when the optimizer is
+    prepared, which is when its bytes are known: nothing, if all of them are within the budget. After a measured step, another
+    one says what is where (:meth:`hold`).
 
     Attributes:
         residency: Which weights are in memory; None where all of them are.
@@ -61,7 +63,8 @@ class ModelState:
         self._may_stream = alone and config.state_place == "auto"
         self._may_park = alone and trains and config.weights_place == "auto"
         self._may_resize = alone and trains and config.weights_place != "none"
-        self._limit_bytes = 0
+        self._limit_bytes = self._budget_bytes = 0
+        self._hardware: Hardware | None = None
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._in_backward = False
         self._state_per_weight = 0.0
@@ -75,12 +78,12 @@ class ModelState:
         if not self._may_stream and config.optimizer not in (None, "none"):
             self.streamed = StreamedSetting(model, config, storage, processes)
 
-    def plan_for(self, budget_bytes: int) -> None:
-        """Measured steps are planned for a budget. Without one, what is ``auto`` stays in memory."""
-        self._limit_bytes = limit_of(budget_bytes)
+    def plan_for(self, budget_bytes: int, hardware: Hardware) -> None:
+        """Steps are planned for a budget. Without one, what is ``auto`` stays in memory."""
+        self._budget_bytes, self._limit_bytes, self._hardware = budget_bytes, limit_of(budget_bytes), hardware
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Stream ``optimizer`` if that is set, or if the budget needs it for certain. Idempotent."""
+        """Stream ``optimizer`` if that is set, or if the plan for the first step says so. Idempotent."""
         if self.streamed is not None:
             self.streamed.prepare(model, optimizer)
         elif self.residency is not None and not self._may_stream:
@@ -89,16 +92,38 @@ class ModelState:
             return
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         weights = sum(p.nbytes for p in model.parameters())
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         more = self._more_bytes(model)
-        if self._may_stream and self.streamed is None and weights + more > self._limit_bytes:
-            self._stream(
-                model, self._place, f"weights, gradients and optimizer state take {format_bytes(weights + more)}"
-            )
+        if self._may_stream and self.streamed is None:
+            held = self._held_beforehand(model, more - trained, activation_bytes=0)
+            if held.state is not None:
+                total = format_bytes(weights + more)
+                self._stream(model, held.state, f"weights, gradients and optimizer state take {total}")
         if self._may_park and self.residency is None:
-            staying = weights + (0 if self.streams else more)
-            if staying > _MOST_WEIGHTS * self._limit_bytes and self._can_park(model):
-                self._park(model, self._place)
-                self._let_stay(model, 0)  # until a step has been measured
+            held = self._held_beforehand(model, 0, activation_bytes=int(_FOR_ACTIVATIONS * self._limit_bytes))
+            if held.weights is not None and self._can_park(model):
+                self._park(model, held.weights)
+                self._let_stay(held.weights_bytes)
+
+    def _held_beforehand(self, model: nn.Module, state_bytes: int, activation_bytes: int) -> Held:
+        """What the plan moves of a step that has ``activation_bytes`` in memory, of any place in it."""
+        assert self._hardware is not None
+        footprint = self._footprint_beforehand(model, state_bytes, activation_bytes)
+        allowed = self.allowed
+        if activation_bytes:
+            allowed = dataclasses.replace(allowed, state="none")
+        arguments = footprint, self._hardware, self._budget_bytes, allowed
+        return (choose(*arguments) or least_memory(*arguments)).held
+
+    def _footprint_beforehand(self, model: nn.Module, state_bytes: int, activation_bytes: int) -> Footprint:
+        return footprint_beforehand(
+            model,
+            state_bytes=state_bytes,
+            state_is_there=activation_bytes == 0,
+            streams=self.streams,
+            activation_bytes=activation_bytes,
+            smallest_bytes=self._config.smallest_bytes(self._on_host),
+        )
 
     def _warn_of(self, optimizer: Optimizer, residency: Residency) -> None:
         """Say, once, that the step of ``optimizer`` needs more memory than ``residency`` leaves for weights."""
@@ -152,18 +177,17 @@ class ModelState:
             if self.residency is None and self._can_park(model):
                 self._park(model, held.weights)
             if self._may_resize:
-                self._let_stay(model, held.weights_bytes)
+                self._let_stay(held.weights_bytes)
         return self.held != before
 
     def on_infeasible(self, model: nn.Module) -> bool:
         """No plan fits the budget: let all that can leave memory; whether there was anything."""
-        return self.hold(model, Held(self._place, self._place))
+        least = least_weights(self._footprint_beforehand(model, 0, 0))
+        return self.hold(model, Held(self._place, self._place, least))
 
-    def _let_stay(self, model: nn.Module, nbytes: int) -> None:
-        if self.residency is not None:
-            wanted = max(nbytes, blocks_at_a_time(model))
-            if self.residency.limit_bytes != wanted:
-                self.residency.limit_bytes = wanted
+    def _let_stay(self, nbytes: int) -> None:
+        if self.residency is not None and self.residency.limit_bytes != nbytes:
+            self.residency.limit_bytes = nbytes
 
     @property
     def moves(self) -> bool:

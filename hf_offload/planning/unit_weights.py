@@ -15,24 +15,37 @@ def unit_weights(
     fewer than ``smallest_bytes`` are left out.
     """
     names = sorted(units, key=len, reverse=True)
-    found = {name: [0, 0, 0] for name in names}
-    seen: set[int] = set()
+    trained_bytes = dict.fromkeys(names, 0)
+    sizes: dict[str, list[int]] = {name: [] for name in names}
+    borrowed: dict[str, list[tuple[str, int]]] = {name: [] for name in names}
+    places: dict[int, tuple[str, int]] = {}  # by id of the weight
+    tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
-    for name, parameter in model.named_parameters():
-        if id(parameter) in seen or nbytes_of(parameter) < smallest_bytes:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if nbytes_of(parameter) < smallest_bytes:
             continue
-        seen.add(id(parameter))
         path, _, _ = name.rpartition(".")
-        while path and path not in found:
+        while path and path not in sizes:
             path, _, _ = path.rpartition(".")
-        if path not in found:
+        if path not in sizes:
             path = names[-1]  # the model itself, which has the shortest name
-        found[path][0] += nbytes_of(parameter)
-        found[path][1] += nbytes_of(parameter) * parameter.requires_grad
-        found[path][2] = max(found[path][2], nbytes_of(parameter))
+        place = places.setdefault(id(parameter), (path, len(sizes[path])))
+        if place != (path, len(sizes[path])):
+            if place[0] != path:  # it is tied
+                borrowed[path].append(place)
+            continue
+        sizes[path].append(nbytes_of(parameter))
+        trained_bytes[path] += nbytes_of(parameter) * parameter.requires_grad
     ratio = state_bytes / max(1, trained)
     return {
-        name: UnitWeights(weights, mine, round(mine * ratio), largest)
-        for name, (weights, mine, largest) in found.items()
-        if weights
+        name: UnitWeights(
+            sum(each),
+            trained_bytes[name],
+            round(trained_bytes[name] * ratio),
+            tuple(each),
+            tuple(borrowed[name]),
+            name in tables,
+        )
+        for name, each in sizes.items()
+        if each or borrowed[name]
     }

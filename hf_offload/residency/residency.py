@@ -13,6 +13,7 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.contexts import is_outside, outside
 from hf_offload.parameters.demand import housed
 from hf_offload.parameters.views import follow_attributes
+from hf_offload.plan.windows import weights_window
 from hf_offload.residency.order import UseOrder
 from hf_offload.residency.weight import Weight
 from hf_offload.settings.sizes import format_bytes
@@ -32,6 +33,7 @@ class Residency:
         store: Where they go.
         limit_bytes: What may be in memory of them, unless what is used at once takes more.
         files: Where copies go that a state dict holds; None for copies in memory.
+        largest_bytes: Of the largest of them, as far as that is known.
 
     Attributes:
         most_bytes: Most bytes of them that were in memory at any time of the present run.
@@ -39,9 +41,10 @@ class Residency:
         is_home: The model was made with its weights on the tier: settings that leave them in memory do not bring them there.
     """
 
-    def __init__(self, store: Store, limit_bytes: int, files: MappedFiles | None = None):
+    def __init__(self, store: Store, limit_bytes: int, files: MappedFiles | None = None, largest_bytes: int = 0):
         self.store = store
         self._limit_bytes = limit_bytes
+        self._largest_bytes = largest_bytes
         self._is_short = False  # of room, when the last weight came
         self.most_bytes = self.parked_bytes = 0
         self.is_home = False
@@ -53,7 +56,7 @@ class Residency:
 
     def begin_run(self, limit_bytes: int) -> None:
         """Another run begins."""
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._is_short = False  # of room, when the last weight came
         self.most_bytes = self.bytes_in_memory
         self._moved_before = self._moved_in_all
@@ -84,6 +87,7 @@ class Residency:
             self._make_room(parameter.nbytes)
             weight = Weight(parameter, name, len(self._weights), self)
             self._weights.append(weakref.ref(weight))
+            self._largest_bytes = max(self._largest_bytes, weight.nbytes)
             follow_attributes(parameter, vars(parameter))
             housed(parameter, weight)
 
@@ -104,6 +108,7 @@ class Residency:
     @limit_bytes.setter
     def limit_bytes(self, limit_bytes: int) -> None:
         self._limit_bytes, self._is_short = limit_bytes, True
+        self.store.window_bytes = weights_window(limit_bytes, self._largest_bytes)
 
     @property
     def bytes_in_memory(self) -> int:

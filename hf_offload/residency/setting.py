@@ -13,6 +13,7 @@ from hf_offload.parameters.scripts import ask_in_scripts
 from hf_offload.parameters.unasked import ask_everywhere
 from hf_offload.parameters.views import follow_attributes
 from hf_offload.parameters.waiting import in_memory, residence_of
+from hf_offload.plan.windows import weights_window
 from hf_offload.residency.refusals import refuse
 from hf_offload.residency.residency import Residency
 from hf_offload.residency.weight import Weight, is_dense
@@ -32,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 _KEPT_SHARE = 0.5
 """The part of a memory budget that weights may take."""
-_WINDOW_BYTES = 64 << 20
-"""On the way to the tier and back at any time, unless single weights need more."""
 _BLOCKS = 2
 
 _residencies: "weakref.WeakKeyDictionary[nn.Module, Residency]" = weakref.WeakKeyDictionary()
@@ -88,9 +87,8 @@ def open_residency(
     """The residency of a model to come, whose largest parameter has ``largest_bytes``."""
     directories = named_directories(config) if place == "ssd" else ()
     tier = open_tier(storage, config, on_host, WEIGHTS, directories)
-    window_bytes = max(2 * largest_bytes, min(_WINDOW_BYTES, limit_bytes // 4 or _WINDOW_BYTES))
-    store = Store(storage, tier, WEIGHTS, window_bytes)
-    residency = Residency(store, limit_bytes, _files(tier))
+    store = Store(storage, tier, WEIGHTS, weights_window(limit_bytes, largest_bytes))
+    residency = Residency(store, limit_bytes, _files(tier), largest_bytes)
     storage.members.add(residency)
     ask_in_transforms()
     ask_everywhere()

@@ -1,70 +1,88 @@
-"""``python -m benchmarks budgets``: real runs, in processes of their own."""
+"""``python -m benchmarks budgets``: real runs, in a process whose live bytes are counted; and the lines made of runs."""
 
 import json
+import shutil
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE
+from benchmarks.budgets.table import row_of, texts
 
-RECIPE = """
-model:
-  architecture: gpt2
-  config: {n_layer: 6, n_embd: 128, n_head: 4, n_positions: 128, vocab_size: 512}
-data:
-  source: random-tokens
-  sequence_length: 128
-training:
-  output_dir: out
-  seed: 7
-  max_steps: 8
-  per_device_train_batch_size: 8
-  save_strategy: no
-  disable_tqdm: true
-offload: {min_bytes: 4KiB}
-"""
+BUDGET = 500
 
 
 def run(*arguments):
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["budgets", *arguments])
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("budgets")
-    (folder / "shape.yaml").write_text(RECIPE)
-    result = run(
-        str(folder / "shape.yaml"), "--shares", "80,1", "--steps", "8", "--output", str(folder / "out"),
-        f"offload.directory={folder}",
+@pytest.mark.skipif(shutil.which("cc") is None, reason="the meter is compiled, and there is no C compiler")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the meter is preloaded as on Linux")
+def test_a_budget_is_kept_next_to_all_simple_ways_and_no_run_is_repeated(tmp_path):
+    file = tmp_path / "out" / "budgets.json"
+    asked = (
+        "--families", "gpt", "--shares", "80,1", "--layers", "4", "--width", "128", "--tokens", "64", "--rows", "8",
+        "--directory", str(tmp_path), "--output", str(file), "--json",
     )  # fmt: skip
-    return result, json.loads((folder / "out" / "budgets.json").read_text())
+    result = run(*asked)
+    assert result.exit_code == 0, result.output
+    kept, refused = json.loads(result.stdout)
+    assert kept["same_bits"]
+    assert 0 < kept["peak_bytes"] <= kept["budget_bytes"]
+    assert refused["least_bytes"] > refused["budget_bytes"]
+    before = json.loads(file.read_text())["runs"]
+    assert [one["way"] for one in before] == [*SIMPLE, AUTO, AUTO]
+    assert run(*asked).exit_code == 0
+    assert json.loads(file.read_text())["runs"] == before
+    assert "name another file" in " ".join(run(*asked, "--rows", "4").stderr.split())
 
 
-@pytest.mark.full
-def test_a_budget_that_fits_is_kept_and_compared(done):
-    result, (row, _) = done
-    assert row["problem"] is None, result.stderr
-    assert row["share"] == 0.8
-    assert 0 < row["measured_peak_bytes"] <= 1.02 * row["budget_bytes"]
-    assert row["predicted_peak_bytes"] == pytest.approx(row["measured_peak_bytes"], rel=0.1)
-    assert row["best"] in ("recompute", "ours:ssd")  # the baseline needs more than the budget
-    assert row["step_ratio"] > 0
-    assert row["residency_bytes"] > 0
+def made(way, step_s, peak, **more):
+    return {
+        "way": way, "step_s": step_s, "peaks": [peak] * 5, "losses": [1.0, 2.0], "weights_sha256": "a", "refused": None,
+        "predicted_peak_bytes": int(1.1 * peak), "predicted_step_s": 0.9 * step_s, "placed": "all", **more,
+    }  # fmt: skip
 
 
-@pytest.mark.full
-def test_a_budget_that_does_not_fit_says_what_would(done):
-    result, (_, row) = done
-    assert "is too small: the least this run can do with is" in row["problem"]
-    assert result.exit_code == 0, "a refusal is a result, and the tables after it are still to be made"
-    assert "80%" in result.stdout
-    assert "refused" in result.stdout
-    assert "too small" in " ".join(result.stderr.split())
+def simple(faster):
+    """All ways but one, which takes ``faster`` seconds, need more than the budget."""
+    first, *others = list(SIMPLE)[1:]
+    return [
+        made(IN_MEMORY, 1.0, 1000),
+        made(first, faster, BUDGET),
+        *(made(way, 0.1, BUDGET + 1) for way in others),
+    ]
+
+
+def test_a_line_compares_with_the_fastest_way_that_fits_in_the_same_round():
+    row = row_of("gpt", 0.5, BUDGET, [made(AUTO, 2.2, 400), made(AUTO, 3.0, 450)], [simple(2.0), simple(3.0)])
+    assert row.best == list(SIMPLE)[1]
+    assert row.step_ratio == pytest.approx(1.05)
+    assert row.peak_bytes == 450
+    assert row.peak_error == pytest.approx(0.1)
+    assert row.step_error == pytest.approx(-0.1)
+    assert row.same_bits
+    assert "0.900" in texts(row)
+
+
+def test_other_bits_in_any_round_show():
+    other = made(AUTO, 3.0, 450, weights_sha256="b")
+    row = row_of("gpt", 0.5, BUDGET, [made(AUTO, 2.2, 400), other], [simple(2.0), simple(3.0)])
+    assert not row.same_bits
+    assert texts(row)[-1] == "NO"
+
+
+def test_a_refusal_is_a_result_that_says_what_would_do():
+    row = row_of("gpt", 0.5, BUDGET, [{"refused": "too small", "least_bytes": 600_000_000}], [simple(2.0)])
+    assert row.least_bytes == 600_000_000
+    assert "refused: 600 MB would do" in texts(row)
 
 
 @pytest.mark.parametrize("shares", ["", "much", "0", "80,-5", "300"])
 def test_shares_that_are_none_are_refused(shares, tmp_path):
-    result = run("gpt2-small", "--shares", shares, "--output", str(tmp_path / "out"))
+    result = run("--shares", shares, "--output", str(tmp_path / "out"))
     assert result.exit_code == 2
-    assert "give per cent with commas between" in " ".join(result.stderr.split())
+    assert "such as 80,50,30" in " ".join(result.stderr.split())
     assert not (tmp_path / "out").exists()

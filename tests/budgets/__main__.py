@@ -16,28 +16,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.budgets.meter import is_metered, metered
+
 if TYPE_CHECKING:
     from tests.budgets.runs import Outcome
 
 HERE = Path(__file__).parent
-METERED = "TESTS_BUDGETS_METERED"
-
-
-def build_meter(folder: Path) -> Path:
-    """The preloaded counter, compiled."""
-    library = folder / "meter.so"
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HERE / "meter.c", "-ldl"], check=True)
-    return library
 
 
 def run_metered(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     """This program in a process of its own, whose allocations are counted."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "LD_PRELOAD": str(build_meter(Path(folder))),
-            "HF_HUB_OFFLINE": "1",
-            METERED: "1",
-        }
+        environment = metered(os.environ | {"HF_HUB_OFFLINE": "1"}, Path(folder))
         command = [sys.executable, "-W", "ignore", "-m", "tests.budgets", *arguments]
         return subprocess.run(command, env=environment, cwd=HERE.parents[1], check=False, stdout=sys.stdout, text=True)
 
@@ -70,7 +60,7 @@ def main(
     strict: Annotated[bool, typer.Option(help="Predictions that are off are failures, too.")] = False,
 ) -> None:
     """Train under budgets, and meter every step."""
-    if METERED not in os.environ:
+    if not is_metered():
         raise typer.Exit(run_metered(sys.argv[1:]).returncode)
 
     import torch

@@ -1,6 +1,5 @@
 """A training under a budget, with what an independent meter of live bytes says about each of its steps."""
 
-import ctypes
 import dataclasses
 import gc
 import statistics
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.budgets.meter import Meter
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
 from tests.budgets.models import batch, build, loss
@@ -17,16 +17,6 @@ from tests.budgets.models import batch, build, loss
 STEPS = 7
 # How far a prediction may be off: of runs that keep or recompute, and of others.
 EXACT, ROUGH = 0.05, 0.10
-
-
-class Meter:
-    """The preloaded allocation counter of ``meter.c``."""
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL(None)
-        self.live = library.meter_live
-        self.peak = library.meter_peak
-        self.live.restype = self.peak.restype = ctypes.c_longlong
 
 
 @dataclasses.dataclass

@@ -18,20 +18,18 @@ from hf_offload.optimizers.streamed.parts import joined
 from hf_offload.optimizers.streamed.record import Record
 from hf_offload.optimizers.streamed.saved import StateFiles
 from hf_offload.optimizers.streamed.shadow import Shadow, make_shadow, options_of
-from hf_offload.optimizers.streamed.streaming import PART_BYTES, Streaming
+from hf_offload.optimizers.streamed.streaming import Streaming
 from hf_offload.optimizers.streamed.trial import traits_of
 from hf_offload.parameters.demand import ask_in_transforms
 from hf_offload.parameters.scripts import ask_in_scripts
 from hf_offload.parameters.unasked import ask_everywhere
+from hf_offload.plan.windows import PART_BYTES, STATE_WINDOW_BYTES
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.stored import Store
 from hf_offload.storage.tier import Tier
 from hf_offload.surgery import Undo, extend
-
-WINDOW_BYTES = 96 << 20
-"""On the way to the tier and back at any time, of state and of gradients each."""
 
 _streamed: "weakref.WeakKeyDictionary[Optimizer, Streaming]" = weakref.WeakKeyDictionary()
 
@@ -75,7 +73,7 @@ def stream(
     gradients: bool,
     lazy: bool = True,
     part_bytes: int = PART_BYTES,
-    window_bytes: int = WINDOW_BYTES,
+    window_bytes: int = STATE_WINDOW_BYTES,
 ) -> Streaming:
     """Move the state of ``optimizer`` to a tier, and with ``gradients`` the gradients between backward and step. Idempotent.
 

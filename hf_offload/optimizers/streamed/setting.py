@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.optimizers.streamed.optimizer import WINDOW_BYTES, stream, streaming_of
+from hf_offload.optimizers.streamed.optimizer import stream, streaming_of
 from hf_offload.optimizers.streamed.streaming import Streaming
 from hf_offload.parameters.fast_paths import keep_fast_paths
+from hf_offload.plan.windows import state_window
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
@@ -28,8 +29,6 @@ _KEPT_SHARE = 0.5
 """With ``optimizer="auto"``, the part of the budget that weights, gradients and state may take and stay in memory."""
 _STATE_PER_WEIGHT = 2
 """AdamW's."""
-_WINDOWS_OF_BUDGET = 32
-"""State and gradients have a window each, of at most this part of a memory budget."""
 
 
 class StreamedSetting:
@@ -64,6 +63,7 @@ class StreamedSetting:
         in_graph = self._alone and not compiled
         names = {id(p): name for name, p in model.named_parameters()}
         present = streaming_of(optimizer)
+        budget = self._config.memory_budget
         try:
             streaming = stream(
                 optimizer,
@@ -73,7 +73,7 @@ class StreamedSetting:
                 smallest_bytes=self._config.smallest_bytes(self._on_host),
                 gradients=in_graph,
                 lazy=in_graph,
-                window_bytes=_window_bytes(self._config),
+                window_bytes=state_window(None if budget is None else int(budget)),
             )
         except OffloadConfigError as error:
             mode, own = self._config.memory_mode, type(optimizer).__module__.startswith("hf_offload.")
@@ -155,11 +155,6 @@ class StreamedSetting:
             streaming.states.store.tier.name,
             why,
         )
-
-
-def _window_bytes(config: OffloadConfig) -> int:
-    budget = config.memory_budget
-    return WINDOW_BYTES if budget is None else min(WINDOW_BYTES, int(budget) // _WINDOWS_OF_BUDGET)
 
 
 def _memory_bytes(on_host: bool) -> int:

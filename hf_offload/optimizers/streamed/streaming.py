@@ -30,10 +30,8 @@ from hf_offload.optimizers.streamed.states import States
 from hf_offload.parameters.contexts import StepContext, is_outside, outside
 from hf_offload.parameters.demand import gradient_of, held_elsewhere, own_class, set_gradient
 from hf_offload.parameters.waiting import about_to_change, demand_of, in_memory
+from hf_offload.plan.windows import PART_BYTES
 from hf_offload.storage.stored import Store
-
-PART_BYTES = 8 << 20
-"""Of a parameter, where it can be cut: a step then needs memory for the state of so much."""
 
 
 class Streaming:

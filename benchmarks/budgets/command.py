@@ -1,0 +1,155 @@
+"""``offload="auto"`` within budgets, next to every simple way over kinds and tiers: is each budget kept, were the predictions
+right, and would a simple way be faster?
+"""
+
+import dataclasses
+import json as json_format
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from benchmarks.budgets.families import FAMILIES
+from benchmarks.budgets.meter import metered
+from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE, Family, Job
+from benchmarks.budgets.table import COLUMNS, BudgetRow, row_of, texts
+from benchmarks.console import Json, names_of, numbers_of, show_table
+from hf_offload.allocator import environment_with
+from hf_offload.cli.console import clear_errors, messages, progress_bar
+from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.settings.load import choose
+
+
+def budgets(
+    families: Annotated[str, typer.Option(help=f"Families, with commas between: {', '.join(FAMILIES)}.")] = ",".join(
+        FAMILIES
+    ),
+    shares: Annotated[str, typer.Option(help="Budgets, in per cent of the peak in memory.")] = "80,50,30,15,8",
+    layers: Annotated[int, typer.Option(min=2, help="Layers of each model.")] = 12,
+    width: Annotated[int, typer.Option(min=64, help="Its width.")] = 256,
+    rows: Annotated[int, typer.Option(min=1, help="Rows a step.")] = 4,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of a row.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="How often to run each; they take turns.")] = 1,
+    directory: Annotated[Path | None, typer.Option(help="Where files go. Default: the temporary folder.")] = None,
+    output_file: Annotated[
+        Path, typer.Option("--output", help="File of all runs. Those that are in it are not run again.")
+    ] = Path("runs/budgets.json"),
+    json: Json = False,
+) -> None:
+    """Train under memory budgets: are they kept, were the predictions right, would a simple way be faster?"""
+    with clear_errors():
+        names = names_of(families)
+        for name in names:
+            choose("family", name, FAMILIES)
+        wanted = [share / 100 for share in numbers_of("--shares", shares, float, "80,50,30")]
+        if not wanted or not all(0 < share <= 1 for share in wanted):
+            raise OffloadConfigError(f"--shares {shares!r}: give per cent of the peak in memory, such as 80,50,30.")
+        about = {"layers": layers, "width": width, "rows": rows, "tokens": tokens}
+        runs = _read(output_file, about)
+        rounds_of = [(number, name) for number in range(rounds) for name in names]
+        with progress_bar() as progress:
+            bar = progress.add_task("starting", total=len(rounds_of) * (len(SIMPLE) + len(wanted)))
+            for number, name in rounds_of:
+                family = Family(name, layers, width, rows, tokens, str(directory or tempfile.gettempdir()))
+                for found in _round(family, number, wanted, runs):
+                    if found is not None:
+                        runs.append(found)
+                        _write(output_file, about, runs)
+                    what = "" if found is None else f"{name}, round {number + 1}, {found['way']}"
+                    progress.update(bar, advance=1, description=escape(what))
+        found_rows = [_row(name, share, runs) for name in names for share in wanted]
+        _write(output_file, about, runs, found_rows)
+    if json:
+        typer.echo(json_format.dumps([dataclasses.asdict(row) for row in found_rows], indent=2))
+        return
+    show_table(COLUMNS, map(texts, found_rows), left=("model", "best simple way that fits"))
+    messages().print(f"wrote {output_file}", highlight=False, soft_wrap=True)
+
+
+def _round(
+    family: Family, number: int, shares: Sequence[float], runs: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any] | None]:
+    """The runs of one family, once each. None for one that is there."""
+    peak = _peak(family.name, runs)
+    if peak is None:
+        for found in _missing(family, number, [Job(IN_MEMORY)], runs):
+            assert found is not None, "there is no peak without it"
+            yield found
+        peak = _peak(family.name, runs)
+        assert peak is not None, "the run in memory comes first"
+    jobs = [*map(Job, SIMPLE), *(Job(AUTO, budget_of(share, peak)) for share in shares)]
+    yield from _missing(family, number, jobs, runs)
+
+
+def _missing(
+    family: Family, number: int, jobs: Sequence[Job], runs: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any] | None]:
+    there = {
+        (one["way"], one["budget_bytes"]) for one in runs if one["family"] == family.name and one["round"] == number
+    }
+    missing = [job for job in jobs if (job.way, job.budget_bytes) not in there]
+    for _ in range(len(jobs) - len(missing)):
+        yield None
+    if not missing:
+        return
+    asked = {
+        "family": {key: value for key, value in dataclasses.asdict(family).items() if key != "directory"},
+        "directory": family.directory,
+        "jobs": [dataclasses.asdict(job) for job in missing],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        environment = metered(environment_with("auto") | {"HF_HUB_OFFLINE": "1"}, Path(folder))
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.budgets.runs", json_format.dumps(asked)]
+        with (
+            (Path(folder) / "errors").open("w+") as errors,
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield {"family": family.name, "round": number, **json_format.loads(line)}
+            if process.wait():
+                errors.seek(0)
+                raise OffloadError(f"{family.name}: the runs ended with {process.returncode}: {errors.read()[-2000:]}")
+
+
+def budget_of(share: float, peak_bytes: int) -> int:
+    """The budget that is a ``share`` of the peak in memory."""
+    return int(share * peak_bytes)
+
+
+def _peak(family: str, runs: Sequence[dict[str, Any]]) -> int | None:
+    """Of the first run in memory, after its first step, which has no state yet."""
+    found = (max(one["peaks"][1:]) for one in runs if one["family"] == family and one["way"] == IN_MEMORY)
+    return next(found, None)
+
+
+def _row(name: str, share: float, runs: Sequence[dict[str, Any]]) -> BudgetRow:
+    peak = _peak(name, runs)
+    assert peak is not None
+    budget = budget_of(share, peak)
+    mine = [one for one in runs if one["family"] == name]
+    ours = [one for one in mine if one["way"] == AUTO and one["budget_bytes"] == budget]
+    numbers = [one["round"] for one in ours]
+    return row_of(name, share, budget, ours, [[one for one in mine if one["round"] == number] for number in numbers])
+
+
+def _read(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    found = json_format.loads(path.read_text(encoding="utf-8"))
+    if found["about"] != about:
+        raise OffloadConfigError(f"--output {path}: holds runs of {found['about']}: name another file.")
+    runs: list[dict[str, Any]] = found["runs"]
+    return runs
+
+
+def _write(path: Path, about: dict[str, Any], runs: Sequence[dict[str, Any]], rows: Sequence[BudgetRow] = ()) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"about": about, "rows": [dataclasses.asdict(row) for row in rows], "runs": runs}
+    path.write_text(json_format.dumps(found) + "\n", encoding="utf-8")

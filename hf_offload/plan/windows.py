@@ -1,0 +1,27 @@
+"""How much memory weights, gradients and optimizer state take on their way: what the engine keeps to, and plans count on."""
+
+STATE_WINDOW_BYTES = 96 << 20
+"""On the way to a tier and back at any time, of optimizer state and of gradients each."""
+PART_BYTES = 8 << 20
+"""Of a parameter, where it can be cut: an update then needs memory for the state of so much."""
+
+_PARTS = 3
+"""Of a part that is updated: its state (AdamW's), and a copy."""
+_WEIGHTS_WINDOW_BYTES = 64 << 20
+_STATE_SHARE = 32
+_WEIGHTS_SHARE = 4
+
+
+def state_window(budget_bytes: int | None) -> int:
+    """Bytes of state, and as many of gradients, that may be on the way: of a memory budget, a small part at most."""
+    return STATE_WINDOW_BYTES if budget_bytes is None else min(STATE_WINDOW_BYTES, budget_bytes // _STATE_SHARE)
+
+
+def weights_window(staying_bytes: int, largest_bytes: int) -> int:
+    """The same of weights, of which ``staying_bytes`` may be in memory, and the largest has ``largest_bytes``."""
+    return max(2 * largest_bytes, min(_WEIGHTS_WINDOW_BYTES, staying_bytes // _WEIGHTS_SHARE))
+
+
+def update_bytes(needed_bytes: int) -> int:
+    """Memory of an update that takes ``needed_bytes`` for all parameters at once, where they are cut into parts."""
+    return min(needed_bytes, _PARTS * PART_BYTES)

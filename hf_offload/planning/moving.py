@@ -1,0 +1,39 @@
+"""Weights, gradients and optimizer state of a running training go where a plan has them."""
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import nn
+
+from hf_offload.plan.choosing import Allowed
+from hf_offload.planning.known import Known
+from hf_offload.planning.model_state import ModelState
+
+# Each is followed by a measured step.
+_MOST_CHANGES = 4
+
+
+class Moving:
+    """Lets plans be found for what is where, and moves that where a plan has it. It keeps no model."""
+
+    def __init__(self, state: ModelState):
+        self._state = state
+        self._changes = 0
+
+    @property
+    def allowed(self) -> Allowed:
+        """What a plan may do with them: nothing any more, once they have been moved several times."""
+        allowed = self._state.allowed
+        return allowed if self._changes < _MOST_CHANGES else dataclasses.replace(allowed, state="none", weights="none")
+
+    def settle(self, model: nn.Module, find: Callable[[], Known | None]) -> tuple[Known | None, str | None]:
+        """The plan that is found, once weights and state are where it has them. Or why they were moved for one: what was
+        measured is of a run that had something else in memory.
+        """
+        while True:
+            known = find()
+            if known is None or known.plan is not None or known.held == self._state.held:
+                return known, None
+            self._changes += 1
+            if self._state.hold(model, known.held):
+                return None, f"The plan: {known.reason}."
