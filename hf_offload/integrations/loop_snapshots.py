@@ -15,7 +15,7 @@ from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
 from hf_offload.snapshots.loops import refuse_loop
-from hf_offload.snapshots.taking import Write
+from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.weights import ModelWeights
 
 _OPTIMIZER = "optimizer"

@@ -35,9 +35,10 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
 from hf_offload.snapshots.client import address_of
 from hf_offload.snapshots.loops import ALONE
-from hf_offload.snapshots.opening import Opened, links_of, open_snapshots
+from hf_offload.snapshots.memory import Write
+from hf_offload.snapshots.opening import Opened, links_of, open_snapshots, warn_of_other_sums
 from hf_offload.snapshots.restoring import Found
-from hf_offload.snapshots.taking import Snapshots, Write
+from hf_offload.snapshots.taking import Snapshots
 from hf_offload.snapshots.weights import ModelWeights
 from hf_offload.storage.service import HeldRam, storage_of
 from hf_offload.surgery import InertInCopies
@@ -128,6 +129,7 @@ class TrainerSnapshots:
         self._last_step = trainer.state.global_step
         if found is not None and found.step == trainer.state.global_step:
             self._restore_losses(found.record["trainer"])
+            warn_of_other_sums([self._model], self._ranks)
         self._settle_before_steps_of(optimizer)
 
     def _restore_losses(self, kept: dict[str, Any]) -> None:

@@ -16,8 +16,7 @@ from hf_offload.errors import SnapshotError
 from hf_offload.parameters.demand import own_class
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.ranks import Ranks
-from hf_offload.snapshots.memory import Writable
-from hf_offload.snapshots.taking import Write
+from hf_offload.snapshots.memory import Writable, Write
 
 _ALIGNMENT = 64
 """Of tensors in an archive, as ``torch.save`` has it."""

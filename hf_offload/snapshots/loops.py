@@ -17,9 +17,10 @@ from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
 from hf_offload.snapshots.client import address_of
-from hf_offload.snapshots.opening import Opened, check_memory_files, open_snapshots
+from hf_offload.snapshots.memory import Write
+from hf_offload.snapshots.opening import Opened, check_memory_files, open_snapshots, warn_of_other_sums
 from hf_offload.snapshots.positions import Position
-from hf_offload.snapshots.taking import Snapshots, Write
+from hf_offload.snapshots.taking import Snapshots
 from hf_offload.snapshots.weights import ModelWeights
 from hf_offload.storage.service import HeldRam, RunStorage
 from hf_offload.surgery import InertInCopies
@@ -118,6 +119,7 @@ class LoopSnapshots:
             others = {**self._source.files(self._ranks)[0], **self._small_files()}
             if opened.found is not None:
                 self._ranks.each(lambda: self._restore(opened, [*self._source.models, *others]))
+                warn_of_other_sums([weights.model for weights in self._source.models.values()], self._ranks)
             elif self._resume:
                 logger.warning("There is no snapshot of %s yet: training starts at its beginning.", self._folder)
             taking = Snapshots(

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,10 +21,17 @@ class Writable(Protocol):
     def flush(self) -> None: ...
 
 
-class MemoryFile:
-    """A file without a name that only this process, and those it is passed on to, can open."""
+Write = Callable[[Writable], object]
+"""What writes the content of a file."""
 
-    def __init__(self) -> None:
+
+class MemoryFile:
+    """A file without a name that only this process, and those it is passed on to, can open. Of ``most_bytes``, it takes what
+    is written.
+    """
+
+    def __init__(self, most_bytes: int = 0) -> None:
+        self._most_bytes = most_bytes
         self.number = os.memfd_create("hf_offload-snapshot", os.MFD_CLOEXEC)
         os.fchmod(self.number, 0o600)
         self._mapped: np.ndarray[Any, Any] | None = None
@@ -64,8 +72,9 @@ class MemoryFile:
         if self._mapped is None or len(self._mapped) < end:
             before = 0 if self._mapped is None else len(self._mapped)
             self._mapped = None
-            os.ftruncate(self.number, max(end, 2 * before))  # takes no memory
-            self._mapped = np.frombuffer(mmap.mmap(self.number, max(end, 2 * before)), np.uint8)
+            size = max(end, 2 * before, self._most_bytes)  # another map is one whose pages are all to be found again
+            os.ftruncate(self.number, size)  # takes no memory
+            self._mapped = np.frombuffer(mmap.mmap(self.number, size), np.uint8)
         return self._mapped[self.nbytes : end]
 
     def flush(self) -> None:

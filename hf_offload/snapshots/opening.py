@@ -5,17 +5,24 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_offload.errors import OffloadConfigError, SnapshotError
 from hf_offload.ranks import Ranks
 from hf_offload.snapshots.client import SnapshotClient, address_of
 from hf_offload.snapshots.restoring import Found, newest_whole
+from hf_offload.surgery import InertInCopies
 
 logger = logging.getLogger(__name__)
 
 LINKS = ".hf_offload-snapshot"
+_ORDERED = 3
+"""So many numbers have sums that depend on their order."""
 
 
 @dataclasses.dataclass
@@ -97,3 +104,32 @@ def check_memory_files() -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` where the system has none."""
     if not hasattr(os, "memfd_create"):
         raise OffloadConfigError("snapshot_steps cannot be used here: snapshots need Linux. Leave it out.")
+
+
+def warn_of_other_sums(models: Sequence[nn.Module], ranks: Ranks) -> None:
+    """``models`` go on from a snapshot: warn at their next forward if DDP will sum their gradients in another order than the
+    run that was stopped, which it does in the first step of a training unless it looks for unused parameters.
+    """
+    if ranks.count < _ORDERED:
+        return
+    for model in models:
+        _Sums(model)
+
+
+class _Sums:
+    """Looks at the DDP that a model is in when it is first called by it."""
+
+    def __init__(self, model: nn.Module):
+        self._hook = model.register_forward_pre_hook(InertInCopies(self._look))
+
+    def _look(self, model: nn.Module, args: Any) -> None:
+        if not model.training:
+            return
+        self._hook.remove()
+        found = DistributedDataParallel._get_active_ddp_module()
+        if found is not None and (found.static_graph or not found.find_unused_parameters):
+            logger.warning(
+                "DDP of three or more processes sums the gradients of the first step after a resume in another order: the "
+                "last bits may differ from those of a run that never stopped. With find_unused_parameters=True "
+                "(ddp_find_unused_parameters=True of a Trainer), they do not."
+            )

@@ -286,6 +286,12 @@ def test_a_loop_that_takes_none_although_they_are_set_is_an_error(tmp_path):
         accelerator.snapshots(str(tmp_path))
 
 
+@pytest.mark.parametrize("loop", [own_loop, accelerated_loop])
+def test_parity_of_one_process_is_refused(tmp_path, loop):
+    with pytest.raises(OffloadConfigError, match="processes make good what one of them loses, and there is one"):
+        loop(tmp_path, snapshot_parity=1)
+
+
 def test_models_whose_snapshot_would_not_hold_all_are_refused(tmp_path):
     peft = pytest.importorskip("peft")
 

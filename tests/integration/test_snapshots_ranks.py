@@ -1,6 +1,7 @@
 """Snapshots of several processes: one step for all of them, and what one has lost is rebuilt from the others."""
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -21,10 +22,10 @@ from hf_offload import OffloadConfig, OffloadConfigError, OffloadPlugin, attach
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.ranks import Ranks
-from hf_offload.snapshots import parity
+from hf_offload.snapshots import opening, parity
 from hf_offload.snapshots.client import SnapshotClient, address_of
 from hf_offload.snapshots.memory import MemoryFile
-from hf_offload.snapshots.taking import Snapshots
+from hf_offload.snapshots.slots import Slots
 from tests.faults.killed_snapshots import result_of, same, trainer_in
 from tests.helpers.gloo_processes import assert_done, run_in_processes
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
@@ -196,18 +197,18 @@ def damaged_on_one(rank, folder):
 
 def none_if_one_cannot(rank, folder):
     """One has no room for a snapshot: nobody takes it, and the one before stays."""
-    folder, copy = folder / "none", Snapshots._copy_to_slot
+    folder, copy = folder / "none", Slots.write
 
-    def copies(self, files, nbytes):
-        if rank == 1 and self.taken == 1:
+    def copies(self, *args):
+        if rank == 1 and self.newest is not None:
             raise SnapshotError("There is no room")
-        return copy(self, files, nbytes)
+        return copy(self, *args)
 
-    Snapshots._copy_to_slot = copies
+    Slots.write = copies
     try:
         dies(rank, folder)
     finally:
-        Snapshots._copy_to_slot = copy
+        Slots.write = copy
     assert steps_held(folder, rank) == [4]
     goes_on(rank, folder, 4)
 
@@ -330,6 +331,19 @@ class Total:
         self.value = state["value"]
 
 
+@contextlib.contextmanager
+def warnings_of(module):
+    """What a module of this package warns of inside the block."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    module.logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        module.logger.removeHandler(handler)
+
+
 def made():
     model = tiny_model("gpt2", dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -346,13 +360,13 @@ def finished(model, optimizer, total):
     }
 
 
-def loop_of_three(rank, folder, snapshots, killed=None, resume=False):
+def loop_of_three(rank, folder, snapshots, killed=None, resume=False, looks_for_unused=True, stops=None):
     torch.manual_seed(rank)
     model, optimizer, _ = made()
     data = ExampleDataset("gpt2", 30)
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, seed=3), collate_fn=default_data_collator)
     # Else gradients are summed in another order in the first step than in later ones.
-    wrapped, total = DistributedDataParallel(model, find_unused_parameters=True), Total()
+    wrapped, total = DistributedDataParallel(model, find_unused_parameters=looks_for_unused), Total()
     settings = {"snapshot_steps": EVERY, "snapshot_parity": 1, "snapshot_wait_s": 120} if snapshots else {}
     session = attach(model, OffloadConfig(tier="none", **settings))
     context = contextlib.nullcontext()
@@ -372,6 +386,8 @@ def loop_of_three(rank, folder, snapshots, killed=None, resume=False):
                     if killed == rank and taken.step == DIES:
                         kill_process_of(folder, rank)
                         os.kill(os.getpid(), signal.SIGKILL)
+                    if taken.step == stops:
+                        raise Stops
     session.detach()
     return taken.resumed_step if snapshots else 0, finished(model, optimizer, total)
 
@@ -385,9 +401,23 @@ def its_snapshot_is_rebuilt(rank, folder):
     assert len(set(everyone(expected["total"]))) == THREE
     assert steps_held(folder / "loop", rank) == (None if rank == 1 else [4, 8])
     dist.barrier()
-    begun, found = loop_of_three(rank, folder / "loop", True, resume=True)
+    with warnings_of(opening) as said:
+        begun, found = loop_of_three(rank, folder / "loop", True, resume=True)
     assert begun == LAST
     assert_same(expected, found)
+    assert not any("in another order" in each for each in said)
+
+
+def sums_in_another_order_are_said(rank, folder):
+    """Once: a run that goes on, and whose DDP has another order in its first step."""
+    with warnings_of(opening) as said, contextlib.suppress(Stops):
+        loop_of_three(rank, folder / "other", True, looks_for_unused=False, stops=EVERY)
+    assert said == []
+    with warnings_of(opening) as said, contextlib.suppress(Stops):
+        loop_of_three(rank, folder / "other", True, resume=True, looks_for_unused=False, stops=EVERY + 2)
+    assert [each for each in said if "in another order" in each and "find_unused_parameters=True" in each] == said
+    assert len(said) == 1
+    kill_process_of(folder / "other", rank)
 
 
 def any_lost_rank_is_rebuilt(rank, folder):
@@ -420,7 +450,8 @@ def test_the_snapshots_of_a_process_that_is_killed_with_them_are_rebuilt_from_tw
         run_in_processes((killed_with_its_snapshots,), THREE, tmp_path)
     for rank in (0, 2):
         until(lambda: held_by(tmp_path / "loop", rank)["training"] is None)  # noqa: B023
-    run_in_processes((its_snapshot_is_rebuilt, any_lost_rank_is_rebuilt), THREE, tmp_path)
-    assert_done(its_snapshot_is_rebuilt, THREE, tmp_path)
-    assert_done(any_lost_rank_is_rebuilt, THREE, tmp_path)
+    works = (its_snapshot_is_rebuilt, sums_in_another_order_are_said, any_lost_rank_is_rebuilt)
+    run_in_processes(works, THREE, tmp_path)
+    for work in works:
+        assert_done(work, THREE, tmp_path)
     assert [held_by(tmp_path / "loop", rank) for rank in range(THREE)] == [None] * THREE
