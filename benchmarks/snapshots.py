@@ -21,6 +21,8 @@ from hf_offload.integrations.extended_trainer import snapshots_of_training
 from hf_offload.settings.load import choose
 
 EVERY = 10
+FIRST = 2
+"""Times as many steps come before those that are measured: their snapshots' memory is new."""
 NONE, SNAPSHOTS, SAVES, ASYNC = "none", "snapshots", "save_steps", "async_save"
 WAYS = (NONE, SNAPSHOTS, SAVES, ASYNC)
 
@@ -56,12 +58,13 @@ def snapshots(
         output().print_json(json_format.dumps({**shape, "rounds": rounds, "periods": periods, "rows": found}))
         return
     show_table(
-        ("way", "step (s)", "ratio", "stall (ms)", "of a step", "same bits"),
+        ("way", "step (s)", "ratio", "at first", "stall (ms)", "of a step", "same bits"),
         [
             [
                 row["way"],
                 f"{row['step_s']:.3f}",
                 f"{row['ratio']:.3f}",
+                f"{row['first_ratio']:.3f}",
                 f"{1000 * row['stall_s']:.0f}",
                 f"{row['stall_share']:.1%}",
                 "yes" if row["same_bits"] else "NO",
@@ -69,7 +72,8 @@ def snapshots(
             for row in found
         ],
         left=("way", "same bits"),
-        caption="Ratio: to the run with neither, in the same round. Stall: what training waits for each.",
+        caption="Ratio: to the run with neither, in the same round; at first, of the steps before those that are measured. "
+        "Stall: what training waits for each.",
     )
 
 
@@ -119,7 +123,7 @@ class _Rows(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def _measured(way: str, folder: Path, periods: int, shape: dict[str, int]) -> dict[str, Any]:
-    steps = periods * EVERY + 2
+    steps = (FIRST + periods) * EVERY + 2
     sizes = {name: shape[name] for name in ("layers", "width", "vocabulary", "sequence")}
     settings: dict[str, Any] = {
         "output_dir": str(folder / "run"),
@@ -151,11 +155,17 @@ def _measured(way: str, folder: Path, periods: int, shape: dict[str, int]) -> di
         trainer._save_checkpoint = timed
     trainer.train()
     # From the second step on: ten steps, and all that comes between them and the next one.
+    begin, measured = clock.begins[1], 1 + FIRST * EVERY
     return {
-        "step_s": (clock.begins[steps - 1] - clock.begins[1]) / (steps - 2),
+        "first_step_s": (clock.begins[measured] - begin) / (measured - 1),
+        "step_s": (clock.begins[steps - 1] - clock.begins[measured]) / (steps - 1 - measured),
         "stall_s": statistics.mean(clock.stalls) if clock.stalls else 0.0,
         "weights_sha256": digest_of(trainer.model.parameters()),
     }
+
+
+def _ratio(name: str, own: list[dict[str, Any]], plain: list[dict[str, Any]]) -> float:
+    return statistics.median(one[name] / other[name] for one, other in zip(own, plain, strict=True))
 
 
 def _row(way: str, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -165,7 +175,8 @@ def _row(way: str, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {
         "way": way,
         "step_s": step,
-        "ratio": statistics.median(one["step_s"] / other["step_s"] for one, other in zip(own, plain, strict=True)),
+        "ratio": _ratio("step_s", own, plain),
+        "first_ratio": _ratio("first_step_s", own, plain),
         "stall_s": stall,
         "stall_share": stall / before,
         "same_bits": all(

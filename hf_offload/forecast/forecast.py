@@ -64,6 +64,7 @@ class Forecast:
     counted: Footprint
     step_s: float
     snapshots_bytes: int = 0
+    kept_bytes: int = 0
 
     @property
     def kinds(self) -> list[Kind]:
@@ -89,8 +90,10 @@ class Forecast:
         if self.snapshots_bytes:
             found.append(
                 f"Snapshots take {format_bytes(self.snapshots_bytes)} of RAM: {self.workload.snapshots} of weights and "
-                "optimizer state."
+                f"optimizer state{' that is not on a drive' if self.kept_bytes else ''}."
             )
+        if self.kept_bytes:
+            found.append(f"What they keep of the optimizer state takes {format_bytes(self.kept_bytes)} of the drive.")
         if in_ram or on_drive:
             found.append(
                 f"The run needs {format_bytes(in_ram)} of RAM and {format_bytes(on_drive)} of drives for what it moves."
@@ -128,6 +131,7 @@ class Forecast:
             "gradient_bytes": footprint.gradient_bytes,
             "optimizer_state_bytes": footprint.state_bytes,
             "snapshots_bytes": self.snapshots_bytes,
+            "snapshots_kept_bytes": self.kept_bytes,
             "saved_bytes": sum(one.nbytes for one in footprint.saved),
             "source": footprint.source,
             "hardware": dataclasses.asdict(self.hardware),
@@ -176,9 +180,14 @@ def make_forecast(
 def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_recompute: bool) -> Forecast:
     limit = workload.longest
     here = count_workload(workload, hardware)
-    snapshots_bytes = workload.snapshots * _snapshot_bytes(workload, here)
-    missing_bytes = snapshots_bytes - _ram_bytes(hardware, budget_bytes)
-    hardware = hardware.without_ram(snapshots_bytes)
+    # What an optimizer has on a drive for certain is kept there, and not copied.
+    kept_bytes = workload.snapshots * here.state_bytes if workload.state_place == "ssd" else 0
+    snapshots_bytes = workload.snapshots * _snapshot_bytes(workload, here) - kept_bytes
+    missing = {
+        "RAM": snapshots_bytes - _ram_bytes(hardware, budget_bytes),
+        "the drive": kept_bytes - hardware.room.get("ssd", kept_bytes),
+    }
+    hardware = hardware.without("ram", snapshots_bytes).without("ssd", kept_bytes)
     family = Family(workload.batch, workload.sequence, here, _of_another_length(workload, hardware, limit))
 
     def problem_for(footprint: Footprint) -> Problem:
@@ -194,10 +203,12 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         refused = str(refusal(least.problem, least.solution))
     else:
         held, problem, solution = choice.held, choice.problem, choice.solution
-    if missing_bytes > 0:
+    short = next((place for place, nbytes in missing.items() if nbytes > 0), None)
+    if short is not None:
         solution = None
+        needed = snapshots_bytes if short == "RAM" else kept_bytes
         refused = (
-            f"Snapshots need {format_bytes(snapshots_bytes)} of RAM, {format_bytes(missing_bytes)} more than there are. "
+            f"Snapshots need {format_bytes(needed)} of {short}, {format_bytes(missing[short])} more than there are. "
             f"Drop snapshot_steps{', or snapshot_dir: then two are held instead of three' if workload.snapshots > 2 else ''}."
         )
 
@@ -236,6 +247,7 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         counted=here,
         step_s=here.step_s,
         snapshots_bytes=snapshots_bytes,
+        kept_bytes=kept_bytes,
     )
 
 

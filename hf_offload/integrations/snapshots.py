@@ -125,6 +125,7 @@ class TrainerSnapshots:
                 sequence=opened.sequence,
                 with_parity=self._with_parity,
             )
+        self._expect_writes(trainer.state.global_step)
         self.taking.start(opened.run, opened.began, self._directory, self._wait_s, found)
         self._last_step = trainer.state.global_step
         if found is not None and found.step == trainer.state.global_step:
@@ -161,6 +162,8 @@ class TrainerSnapshots:
             return
         self.taking.look()
         state = trainer.state
+        if state.global_step % self._steps:
+            self._expect_writes(state.global_step)
         if (
             state.global_step % self._steps
             or state.global_step == self._last_step
@@ -177,6 +180,11 @@ class TrainerSnapshots:
         self._last_step = state.global_step
         with self.taking.waited():
             self._take()
+        self._expect_writes(state.global_step)
+
+    def _expect_writes(self, step: int) -> None:
+        """What the step after ``step`` writes to a drive is kept if a snapshot follows."""
+        storage_of(self._model).takes_digests = (step + 1) % self._steps == 0
 
     def _take(self) -> None:
         assert self.taking is not None
@@ -186,10 +194,12 @@ class TrainerSnapshots:
             self._unchanging = self._unchanging_files()
         weights = self._weights.tensors(copy_buffers=True)
         layout = contents.layout_of(weights)
-        optimizer = trainer.optimizer.state_dict()
+        with self.taking.keeping() as kept:
+            optimizer = trainer.optimizer.state_dict()
+            archive = contents.archive(optimizer)
         files: dict[str, Write] = {
             self._weights.file: contents.weights_file(weights, layout),
-            OPTIMIZER_NAME: contents.archive(optimizer),
+            OPTIMIZER_NAME: archive,
             SCHEDULER_NAME: contents.archive_now(trainer.lr_scheduler.state_dict()),
         }
         own = {contents.of_rank(RNG_NAME, self._ranks): contents.archived(contents.random_states())}
@@ -215,7 +225,7 @@ class TrainerSnapshots:
                     "current_flos": trainer.current_flos,
                 },
             },
-            sum(tensor.nbytes for tensor in watched),
+            kept=kept,
             at_once=self._at_once or self._weights.are_parked,
         )
 
@@ -268,6 +278,7 @@ class TrainerSnapshots:
             self._settling = None
         taking, self.taking = self.taking, None
         if taking is not None:
+            storage_of(self._model).takes_digests = False
             if well:
                 taking.settle()
                 self._ranks.gather(None)  # what one has that ends too early is of no use to the others

@@ -121,11 +121,11 @@ class Hardware:
             room_bytes=part(self.room_bytes, ["ram", "ssd"]),
         )
 
-    def without_ram(self, nbytes: int) -> "Hardware":
-        """What is left where others hold that much of the RAM tier."""
+    def without(self, tier: str, nbytes: int) -> "Hardware":
+        """What is left where others hold that much of a tier."""
         room = dict(self.room_bytes)
-        if nbytes and "ram" in room:
-            room["ram"] = dataclasses.replace(room["ram"], value=max(0, room["ram"].value - nbytes))
+        if nbytes and tier in room:
+            room[tier] = dataclasses.replace(room[tier], value=max(0, room[tier].value - nbytes))
         return dataclasses.replace(self, room_bytes=room)
 
     @property

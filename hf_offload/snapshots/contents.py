@@ -17,6 +17,7 @@ from hf_offload.parameters.demand import own_class
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.ranks import Ranks
 from hf_offload.snapshots.memory import Writable, Write
+from hf_offload.storage.kept import Kept, kept_now
 
 _ALIGNMENT = 64
 """Of tensors in an archive, as ``torch.save`` has it."""
@@ -98,16 +99,38 @@ def weights_file(weights: Mapping[str, Tensor], layout: Mapping[str, list[Any]])
 
 def archive(content: Any) -> Write:
     """A file as ``torch.save`` writes it, but for checksums of its parts, which take longer than the copy and are not asked
-    for by ``torch.load``: the snapshot's record has one of the file.
+    for by ``torch.load``: the snapshot's record has one of the file. What is kept on a drive is left out.
     """
+    kept = kept_now()
 
     def write(file: Writable) -> None:
-        writer = torch._C.PyTorchFileWriter(file, False, _ALIGNMENT)  # type: ignore[call-overload]  # asks for these methods
+        # The writer asks for these methods, and is asked for its own.
+        writer: Any = torch._C.PyTorchFileWriter(file, False, _ALIGNMENT)  # type: ignore[call-overload]
         archives = torch.serialization
-        archives._save(content, writer, archives.pickle, archives.DEFAULT_PROTOCOL, False)
+        archives._save(content, _LeavesOut(writer, file, kept), archives.pickle, archives.DEFAULT_PROTOCOL, False)
         writer.write_end_of_file()
 
     return write
+
+
+class _LeavesOut:
+    """Writes an archive's records, without the bytes of placeholders."""
+
+    def __init__(self, writer: Any, file: Writable, kept: Kept | None):
+        self._writer = writer
+        self._file = file
+        self._kept = kept
+
+    def write_record(self, name: str, data: Any, nbytes: int) -> None:
+        parts = None if self._kept is None else self._kept.parts_of(data)
+        if parts is None:
+            self._writer.write_record(name, data, nbytes)
+        else:
+            self._file.leave_out(parts)
+            self._writer.write_record_metadata(name, nbytes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
 
 
 def archived(content: Any) -> bytes:

@@ -112,6 +112,7 @@ class LoopSnapshots:
         if self.step % self._steps == 0:
             with self.taking.waited():
                 self._take(self.taking)
+        self._expect_writes()
 
     def __enter__(self) -> Self:
         opened = open_snapshots(self._folder, self._directory, self._resume, self._ranks)
@@ -138,6 +139,7 @@ class LoopSnapshots:
         finally:
             opened.forget_found()
         self.taking = taking
+        self._expect_writes()
         for optimizer in self._source.optimizers:
             while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper
                 optimizer = optimizer.optimizer
@@ -150,6 +152,7 @@ class LoopSnapshots:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._storage.takes_digests = False
         taking, self.taking = self.taking, None
         if taking is None:
             return
@@ -185,6 +188,10 @@ class LoopSnapshots:
         contents.restore_random_states(_read(found.folder / contents.of_rank(_RANDOM_FILE, self._ranks)))
         logger.info("Resuming from the snapshot of step %d in %s.", found.step, found.place)
 
+    def _expect_writes(self) -> None:
+        """What the next step writes to a drive is kept if a snapshot follows."""
+        self._storage.takes_digests = (self.step + 1) % self._steps == 0
+
     def _take(self, taking: Snapshots) -> None:
         from hf_offload import __version__
 
@@ -192,7 +199,8 @@ class LoopSnapshots:
         files: dict[str, Write] = {}
         watched: list[Tensor] = []
         models: dict[str, str] = {}
-        others, written_later = self._source.files(self._ranks)  # first: it may complete updates of the weights
+        with taking.keeping() as kept:
+            others, written_later = self._source.files(self._ranks)  # first: it may complete updates of the weights
         for name, weights in self._source.models.items():
             tensors = weights.tensors(copy_buffers=True)
             layout = contents.layout_of(tensors)
@@ -206,7 +214,7 @@ class LoopSnapshots:
             files,
             watched,
             {"version": __version__, "models": models},
-            sum(tensor.nbytes for tensor in watched),
+            kept=kept,
             at_once=self._at_once or any(weights.are_parked for weights in self._source.models.values()),
         )
 

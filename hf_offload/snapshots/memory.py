@@ -1,12 +1,20 @@
-"""Files in memory that have no name."""
+"""Files in memory that have no name.
+
+Note: what is kept on a drive
+    A file may lack ranges whose bytes are kept on a drive: it has holes there, which take no memory. Its checksum is that of
+    the bytes before a range, the digest of the range, the bytes behind it, and so on. So it can be computed without these
+    bytes when they are written, and from a file that has them all.
+"""
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import xxhash
+
+from hf_offload.storage.kept import KeptRange, Span
 
 _CHUNK_BYTES = 8 << 20
 _PIECE_BYTES = 1 << 20
@@ -20,6 +28,12 @@ class Writable(Protocol):
 
     def flush(self) -> None: ...
 
+    def leave_out(self, parts: "Sequence[KeptRange | bytes]") -> None:
+        """What comes next is on a drive, but for parts whose bytes are given."""
+
+    def seek(self, count: int, whence: int) -> None:
+        """Go on behind what was left out."""
+
 
 Write = Callable[[Writable], object]
 """What writes the content of a file."""
@@ -28,13 +42,20 @@ Write = Callable[[Writable], object]
 class MemoryFile:
     """A file without a name that only this process, and those it is passed on to, can open. Of ``most_bytes``, it takes what
     is written.
+
+    Attributes:
+        ranges: What was left out: first byte, length, and where the bytes are.
     """
+
+    ranges: list[tuple[int, int, list[Span]]]
 
     def __init__(self, most_bytes: int = 0) -> None:
         self._most_bytes = most_bytes
         self.number = os.memfd_create("hf_offload-snapshot", os.MFD_CLOEXEC)
         os.fchmod(self.number, 0o600)
         self._mapped: np.ndarray[Any, Any] | None = None
+        self._holes: list[tuple[int, int]] = []
+        self._left_out: Sequence[KeptRange | bytes] = ()
         self.begin()
 
     @property
@@ -45,6 +66,9 @@ class MemoryFile:
     def begin(self) -> None:
         """Write from the first byte on."""
         self.nbytes = 0
+        self._former_holes = self._holes
+        self._holes = []
+        self.ranges = []
         self._digest = xxhash.xxh3_64()
 
     def write(self, data: Any) -> int:
@@ -77,6 +101,42 @@ class MemoryFile:
             self._mapped = np.frombuffer(mmap.mmap(self.number, size), np.uint8)
         return self._mapped[self.nbytes : end]
 
+    def leave_out(self, parts: Sequence[KeptRange | bytes]) -> None:
+        self._left_out = parts
+
+    def seek(self, count: int, whence: int) -> None:
+        parts, self._left_out = self._left_out, ()
+        expected = sum(len(each) if isinstance(each, bytes) else each.end - each.begin for each in parts)
+        if whence != os.SEEK_CUR or count != expected:
+            raise OSError(f"{expected} bytes were to be left out, and not {count}.")
+        for part in parts:
+            if isinstance(part, bytes):
+                self.write(part)
+            else:
+                self._leave_out(part)
+
+    def _leave_out(self, part: KeptRange) -> None:
+        spans = list(part.slot.spans(part.begin, part.end))
+        digest = part.digest
+        if digest is None:
+            digest = _digest(chunk for span in spans for chunk in _chunks_of(span))
+        self.ranges.append((self.nbytes, part.end - part.begin, spans))
+        for span in spans:
+            if span.file is None:
+                self._write_piece(memoryview(span.content))
+            else:
+                self._make_hole(span.nbytes)
+            self.nbytes += span.nbytes
+        self._digest.update(digest.to_bytes(8, "little"))
+
+    def _make_hole(self, count: int) -> None:
+        hole = self.nbytes, count
+        if self._former_holes[len(self._holes) : len(self._holes) + 1] != [hole]:
+            os.ftruncate(self.number, self.nbytes)  # what comes next is written anew in any case
+            os.ftruncate(self.number, max(self.nbytes + count, 0 if self._mapped is None else len(self._mapped)))
+            self._former_holes = []
+        self._holes.append(hole)
+
     def flush(self) -> None:
         """There is no buffer."""
 
@@ -89,16 +149,51 @@ class MemoryFile:
         os.close(self.number)
 
 
-def damage_of(number: int, nbytes: int, checksum: int) -> str | None:
-    """What is wrong with a file that had this size and checksum; None if nothing is."""
+Ranges = Sequence[tuple[int, int]]
+"""First byte and length of what is kept on a drive, or was, in the order of the file."""
+
+
+def damage_of(number: int, nbytes: int, checksum: int, ranges: Ranges = ()) -> str | None:
+    """What is wrong with a whole file that had this size and checksum; None if nothing is. Of ``ranges``, the checksum has
+    the digest.
+    """
     size = os.fstat(number).st_size
     if size != nbytes:
         return f"has {size} bytes instead of {nbytes}"
     found, done = xxhash.xxh3_64(), 0
-    while done < size:  # not mapped into memory, where a drive that fails ends the process
-        chunk = os.pread(number, _CHUNK_BYTES, done)
-        if not chunk:
-            return f"ends after {done} bytes"
-        found.update(chunk)
-        done += len(chunk)
+    try:
+        for begin, count in (*ranges, (nbytes, 0)):
+            for chunk in _read(number, done, begin - done):
+                found.update(chunk)
+            if count:
+                found.update(_digest(_read(number, begin, count)).to_bytes(8, "little"))
+            done = begin + count
+    except EOFError as error:
+        return str(error)
     return None if found.intdigest() == checksum else "does not match its checksum"
+
+
+def _digest(chunks: Iterable[bytes]) -> int:
+    found = xxhash.xxh3_64()
+    for chunk in chunks:
+        found.update(chunk)
+    return found.intdigest()
+
+
+def _chunks_of(span: Span) -> Iterator[bytes]:
+    if span.file is None:
+        yield span.content
+    else:
+        yield from _read(span.file.descriptor, span.offset, span.nbytes)
+        os.posix_fadvise(span.file.descriptor, span.offset, span.nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _read(number: int, begin: int, count: int) -> Iterator[bytes]:
+    """The bytes of a file: not mapped into memory, where a drive that fails ends the process."""
+    end = begin + count
+    while begin < end:
+        chunk = os.pread(number, min(_CHUNK_BYTES, end - begin), begin)
+        if not chunk:
+            raise EOFError(f"ends after {begin} bytes")
+        yield chunk
+        begin += len(chunk)

@@ -28,16 +28,20 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 3
+FORMAT = 4
 """Of records and messages: raised when what is written by one version cannot be read by the other."""
 RECORD_FILE = "hf_offload_snapshot.json"
 RUN_FILE = "hf_offload_snapshots.json"
 PREFIX = "checkpoint-"
 KEPT_ON_DISK = 2
+KEPT = "kept"
+"""Of what a record says of ranges that are on drives: the last of its files are one that lists them, and those of drives."""
+RANGES = "ranges"
+"""Of what a record on disk says of them, whose files have all bytes."""
 _UNFINISHED = f".{PREFIX}unfinished"
 _LARGEST_MESSAGE = 1 << 17
 _MOST_FILES = 64
@@ -292,12 +296,15 @@ def _write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     try:
-        for (name, nbytes, _), source in zip(record["files"], files, strict=False):
+        layout = layout_in(record, files)
+        drives = files[len(record["files"]) + 1 :]
+        for number, ((name, nbytes, _), source) in enumerate(zip(record["files"], files, strict=False)):
             with (unfinished / name).open("wb") as file:
-                done = 0
-                while done < nbytes:
-                    done += os.sendfile(file.fileno(), source, done, nbytes - done)
+                copy_whole(file.fileno(), source, nbytes, layout.get(number, ()), drives)
                 os.fsync(file.fileno())
+        if layout:
+            ranges = [[number, begin, count] for number, each in layout.items() for begin, count, _ in each]
+            record = {**{name: value for name, value in record.items() if name != KEPT}, RANGES: ranges}
         _write(unfinished / RECORD_FILE, record)
         final = directory / f"{PREFIX}{record['step']}"
         if final.exists():
@@ -308,6 +315,44 @@ def _write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     _remove_others(directory, record)
+
+
+def layout_in(record: Mapping[str, Any], files: Sequence[int]) -> dict[int, list[Any]]:
+    """Number of a file -> first byte and length of each range that is on drives, and where it is: number of a drive's file,
+    or -1 for the file itself, first byte there, length.
+    """
+    if KEPT not in record:
+        return {}
+    count, _ = record[KEPT]["list"]
+    found: dict[int, list[Any]] = {}
+    for number, *each in json.loads(os.pread(files[len(record["files"])], count, 0)):
+        found.setdefault(number, []).append(each)
+    return found
+
+
+def copy_whole(into: int, source: int, nbytes: int, ranges: Sequence[Any], drives: Sequence[int]) -> None:
+    """Write a file that has all bytes, those in ``ranges`` from ``drives``. Raises ``OSError``."""
+    done = 0
+    for begin, _, spans in ranges:
+        _copy(into, source, done, begin - done)
+        done = begin
+        for drive, offset, count in spans:
+            if drive < 0:
+                _copy(into, source, done, count)
+            else:
+                _copy(into, drives[drive], offset, count)
+                os.posix_fadvise(drives[drive], offset, count, os.POSIX_FADV_DONTNEED)
+            done += count
+    _copy(into, source, done, nbytes - done)
+
+
+def _copy(into: int, source: int, offset: int, count: int) -> None:
+    end = offset + count
+    while offset < end:
+        sent = os.sendfile(into, source, offset, end - offset)
+        if not sent:
+            raise OSError(f"a file of the snapshot ends after {offset} bytes")
+        offset += sent
 
 
 def _remove_others(directory: Path, newest: _Message) -> None:

@@ -1,16 +1,18 @@
 """Finding the newest whole snapshot, in memory or on disk."""
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import SnapshotError
 from hf_offload.ranks import Ranks
-from hf_offload.snapshots import parity, process
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.snapshots import layout, parity, process
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import MemoryFile, damage_of
 
@@ -26,6 +28,7 @@ class Found:
         slot: Where the snapshot process has it, or what was left of it; None if it has nothing.
         files: Their descriptors, with that of the parity; none if it is on disk.
         is_rebuilt: Whether it was made from those of other ranks.
+        assembled: By their number, those of its files that have all bytes, where parts of them are on drives.
     """
 
     def __init__(
@@ -35,12 +38,14 @@ class Found:
         slot: int | None = None,
         files: Sequence[int] = (),
         is_rebuilt: bool = False,
+        assembled: Mapping[int, int] | None = None,
     ):
         self.record = record
         self.folder = folder
         self.slot = slot
         self.files = list(files)
         self.is_rebuilt = is_rebuilt
+        self.assembled = dict(assembled or {})
 
     @property
     def step(self) -> int:
@@ -57,9 +62,9 @@ class Found:
         if not self.files:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
-        for file in self.files:
+        for file in [*self.files, *self.assembled.values()]:
             os.close(file)
-        self.files = []
+        self.files, self.assembled = [], {}
 
 
 def newest_whole(
@@ -114,7 +119,7 @@ def _check_count(step: int, count: int, ranks: Ranks) -> None:
 def _found_in_memory(
     client: SnapshotClient, held: tuple[dict[str, Any], int] | None, step: int, links: Path, ranks: Ranks
 ) -> Found | None:
-    own = _Held(client, held)
+    own = ranks.each(lambda: _Held(client, held))
     verdicts = ranks.gather((own.damage, own.record.get(parity.NAME)))
     lost = {rank: damage for rank, (damage, _) in enumerate(verdicts) if damage is not None}
     what = f"The snapshot of step {step} in memory"
@@ -127,7 +132,8 @@ def _found_in_memory(
         own.close()
         logger.warning("%s is damaged and skipped: %s.", what, reasons)
         return None
-    return Found(own.record, _linked(links, own.record, own.numbers), own.slot, own.numbers, own.is_rebuilt)
+    folder = _linked(links, own.record, [own.assembled.get(number, each) for number, each in enumerate(own.numbers)])
+    return Found(own.record, folder, own.slot, own.numbers, own.is_rebuilt, own.assembled)
 
 
 class _Held:
@@ -138,13 +144,14 @@ class _Held:
         self.slot: int | None = None
         self.numbers: list[int] = []
         self.is_rebuilt = False
+        self.assembled: dict[int, int] = {}
         self.damage: str | None = "it is not there"
         if held is None:
             return
         self.record, self.slot = held
         try:
             self.numbers = client.fetch(self.slot)
-            self.damage = _damage_in_memory(self.record, self.numbers)
+            self.damage = _damage_in_memory(self.record, self.numbers, self.assembled)
         except ConnectionError as error:
             self.damage = str(error)
 
@@ -152,12 +159,12 @@ class _Held:
         self.close()
         self.record = {**rebuilt.record, parity.NAME: {"files": [[row.nbytes, row.checksum]], "length": length}}
         self.is_rebuilt, self.numbers = True, [file.number for file in (*rebuilt.files, row)]
-        self.damage = _damage_in_memory(self.record, self.numbers)
+        self.damage = _damage_in_memory(self.record, self.numbers, self.assembled)
 
     def close(self) -> None:
-        for number in self.numbers:
+        for number in [*self.numbers, *self.assembled.values()]:
             os.close(number)
-        self.numbers = []
+        self.numbers, self.assembled = [], {}
 
 
 def _rebuild(own: _Held, lost: int, length: int, ranks: Ranks) -> str:
@@ -209,22 +216,38 @@ def _check_format(found: Any, where: str) -> None:
         )
 
 
-def _damage_in_memory(record: dict[str, Any], numbers: list[int]) -> str | None:
+def _damage_in_memory(record: dict[str, Any], numbers: list[int], assembled: dict[int, int]) -> str | None:
+    """What is wrong with it. What lacks ranges that are on drives is assembled on the way."""
     listed = [*record["files"], *([parity.NAME, *each] for each in record.get(parity.NAME, {}).get("files", ()))]
-    if len(numbers) != len(listed):
-        return f"{len(listed)} files were taken, and {len(numbers)} are there"
-    for (name, nbytes, checksum), number in zip(listed, numbers, strict=True):
-        damage = damage_of(number, nbytes, checksum)
+    count = len(listed) + (1 + record[process.KEPT]["sources"] if process.KEPT in record else 0)
+    if len(numbers) != count:
+        return f"{count} files were taken, and {len(numbers)} are there"
+    ranges, damage = layout.layout_of(record, numbers)
+    if damage is not None:
+        return damage
+    for place, ((name, nbytes, checksum), number) in enumerate(zip(listed, numbers, strict=False)):
+        if place in ranges:
+            try:
+                number = assembled[place] = layout.assembled(record, numbers, ranges, place)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EACCES, errno.EROFS):
+                    raise SnapshotError(
+                        f"The snapshot of step {record['step']} has state on a drive, which cannot be gathered in "
+                        f"{record[process.KEPT]['directory']}: {error}. Make room for {format_bytes(nbytes)} there."
+                    ) from error
+                return f"{name} cannot be read from the drive: {error}"
+        damage = damage_of(number, nbytes, checksum, layout.ranges_of(ranges, place))
         if damage is not None:
             return f"{name} {damage}"
     return None
 
 
 def _damage_on_disk(record: dict[str, Any], folder: Path) -> str | None:
-    for name, nbytes, checksum in record["files"]:
+    for place, (name, nbytes, checksum) in enumerate(record["files"]):
+        ranges = [(begin, count) for number, begin, count in record.get(process.RANGES, ()) if number == place]
         try:
             with (folder / name).open("rb") as file:
-                damage = damage_of(file.fileno(), nbytes, checksum)
+                damage = damage_of(file.fileno(), nbytes, checksum, ranges)
         except OSError as error:
             damage = f"cannot be read: {error}"
         if damage is not None:

@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 from hf_offload.errors import SnapshotError, TierFullError
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.snapshots import parity
+from hf_offload.snapshots import process
 from hf_offload.snapshots.client import SnapshotClient
+from hf_offload.snapshots.layout import KeptOnDrives
 from hf_offload.snapshots.memory import MemoryFile, Write
 from hf_offload.snapshots.restoring import Found
 from hf_offload.storage.host_memory import ram_bytes
+from hf_offload.storage.kept import Kept
 from hf_offload.storage.service import HeldRam
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,9 @@ class Slots:
         self._files: dict[int, list[MemoryFile]] = {}
         self._whole: dict[int, dict[str, Any]] = {}  # by slot: what another snapshot process would have to be given
         self._adopted: dict[int, list[int]] = {}  # files of an earlier training, which may be mapped into memory
+        self._kept: dict[int, Kept] = {}
+        self._on_drives: dict[int, KeptOnDrives] = {}
+        self._numbers: dict[int, list[int]] = {}  # of the descriptors of what is whole
 
     # -- a run --------------------------------------------------------------------------------------------------------------
 
@@ -84,8 +89,20 @@ class Slots:
         self._started().ask("commit", rebuilt.files, slot=slot, record=rebuilt.record)
         self.adopt(slot, rebuilt)
 
-    def close(self, how: Callable[[SnapshotClient], None]) -> None:
-        """Part from the process. Idempotent."""
+    def end(self) -> None:
+        """Have the process end: no snapshot is needed any more. Idempotent."""
+        kept = list(self._kept.values())
+        self._close(SnapshotClient.end)
+        for each in kept:
+            each.release()
+
+    def leave(self) -> None:
+        """Part from the process, which keeps what there is. Idempotent."""
+        for kept in self._kept.values():
+            kept.abandon()
+        self._close(SnapshotClient.close)
+
+    def _close(self, how: Callable[[SnapshotClient], None]) -> None:
         client, self._client = self._client, None
         if client is not None:
             how(client)
@@ -94,8 +111,12 @@ class Slots:
                 file.close()
         for slot in list(self._adopted):
             self._drop_adopted(slot)
+        for each in self._on_drives.values():
+            each.close()
         self._files.clear()
         self._whole.clear()
+        self._on_drives.clear()
+        self._kept.clear()
         self._held.release(list(self._held.held))
 
     # -- a snapshot ---------------------------------------------------------------------------------------------------------
@@ -108,12 +129,22 @@ class Slots:
             self._reconnect()
             return work()
 
-    def write(self, files: Mapping[str, Write], nbytes: int, more_bytes: int) -> tuple[int, list[MemoryFile]]:
-        """Write a snapshot of ``nbytes`` to a slot, whose former one is gone then; ``more_bytes`` will follow."""
+    def write(
+        self, files: Mapping[str, Write], nbytes: int, more_bytes: int, kept: Kept | None
+    ) -> tuple[int, list[MemoryFile]]:
+        """Write a snapshot to a slot, whose former one is gone then. It has ``nbytes`` besides what is ``kept`` on drives,
+        and ``more_bytes`` will follow.
+        """
         answer = self._started().ask("begin", keep=self.newest)
         slot, self.disk_error = answer["slot"], answer["error"]
         self._whole.pop(slot, None)
         self._drop_adopted(slot)
+        former = self._kept.pop(slot, None)
+        if former is not None and former is not kept:
+            former.release()
+        if kept is not None:
+            self._kept = {number: each for number, each in self._kept.items() if each is not kept} | {slot: kept}
+            self._check_drives(kept)
         present = self._files.setdefault(slot, [])
         self._make_room(slot, nbytes + more_bytes + _SPARE_BYTES, sum(file.nbytes for file in present))
         try:
@@ -140,8 +171,14 @@ class Slots:
 
     def commit(self, slot: int, record: dict[str, Any], written: list[MemoryFile]) -> None:
         """The snapshot is whole: have the process keep it."""
-        self._started().ask("commit", [file.number for file in written], slot=slot, record=record)
-        self._whole[slot] = record
+        numbers = [file.number for file in written]
+        if slot in self._kept:
+            on_drives = self._on_drives.setdefault(slot, KeptOnDrives())
+            noted = on_drives.note(written)
+            if noted is not None:
+                record, numbers = {**record, process.KEPT: noted}, [*numbers, *on_drives.numbers]
+        self._started().ask("commit", numbers, slot=slot, record=record)
+        self._whole[slot], self._numbers[slot] = record, numbers
 
     def no_room(self, nbytes: int, error: OSError) -> SnapshotError:
         """What is raised where memory has no room."""
@@ -149,6 +186,16 @@ class Slots:
             f"There is no room in shared memory for a snapshot of {format_bytes(nbytes)}: {error}. Snapshots take "
             f"{self.start['slots']} times that: free memory, raise its limit, or drop snapshot_steps."
         )
+
+    def _check_drives(self, kept: Kept) -> None:
+        """What is kept is written to another place by the next step, which has to be there."""
+        for room, nbytes in kept.rooms.items():
+            if room.free_bytes < nbytes:
+                where = ", ".join(str(file.directory) for file in room.files)
+                raise SnapshotError(
+                    f"A snapshot keeps {format_bytes(nbytes)} in {where}, and the next step needs as much again, but there "
+                    f"are {format_bytes(room.free_bytes)}: raise disk_budget, free space there, or drop snapshot_steps."
+                )
 
     def _make_room(self, slot: int, nbytes: int, present: int) -> None:
         """Take the bytes from the budget, and see that the machine has them."""
@@ -213,7 +260,5 @@ class Slots:
         self._client = client
         error: str | None = client.ask("start", **self.start)["error"]
         for slot, record in sorted(self._whole.items(), key=lambda item: item[1]["sequence"]):
-            count = len(record["files"]) + len(record.get(parity.NAME, {}).get("files", ()))
-            numbers = self._adopted.get(slot) or [file.number for file in self._files[slot][:count]]
-            client.ask("commit", numbers, slot=slot, record=record)
+            client.ask("commit", self._adopted.get(slot) or self._numbers[slot], slot=slot, record=record)
         return error

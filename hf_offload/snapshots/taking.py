@@ -27,6 +27,7 @@ from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.restoring import Found
 from hf_offload.snapshots.slots import Slots
 from hf_offload.snapshots.together import Together
+from hf_offload.storage.kept import Kept, keeping
 from hf_offload.storage.service import HeldRam
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Snapshots:
         self._slots = Slots(address, client, held, ranks.local_count)
         self._together = Together(self._slots, ranks, with_parity)
         self._ranks = ranks
+        self._with_parity = with_parity
         self._sequence = sequence
         self._thread: threading.Thread | None = None
         self._began: float | None = None  # to wait
@@ -83,8 +85,8 @@ class Snapshots:
         files: Mapping[str, Write],
         watched: Iterable[Tensor],
         description: Mapping[str, Any],
-        nbytes: int,
         *,
+        kept: Kept | None = None,
         at_once: bool = False,
     ) -> None:
         """Begin a snapshot of ``step``.
@@ -94,14 +96,16 @@ class Snapshots:
             files: Name -> what writes its content.
             watched: The tensors whose bytes are written, which must stay as they are until :meth:`settle`.
             description: Goes into the record.
-            nbytes: Of all files, roughly.
+            kept: What is not written, for it is on drives.
             at_once: Whether to write it now.
 
         Raises :class:`~hf_offload.errors.SnapshotError` or :class:`~hf_offload.errors.TierFullError` if there is no room for
         the first one. A later one that fails is a warning: the one before stays.
         """
         self.settle()
-        versions = [(tensor, tensor._version) for tensor in watched]
+        written = [tensor for tensor in watched if kept is None or not kept.has(tensor)]
+        nbytes = sum(tensor.nbytes for tensor in written)
+        versions = [(tensor, tensor._version) for tensor in written]
 
         def torn() -> str | None:
             changed = next((tensor for tensor, version in versions if tensor._version != version), None)
@@ -118,11 +122,22 @@ class Snapshots:
             **description,
         }
         self._thread = threading.Thread(
-            target=self._copy, args=(record, dict(files), nbytes, torn), name="hf_offload-snapshot", daemon=True
+            target=self._copy, args=(record, dict(files), nbytes, kept, torn), name="hf_offload-snapshot", daemon=True
         )
         self._thread.start()
         if at_once or self._at_once:
             self.settle()
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[Kept | None]:
+        """State dicts that are asked for inside leave on drives what is there. Not with parity: a machine that goes takes its
+        drives with it.
+        """
+        if self._with_parity:
+            yield None
+        else:
+            with keeping() as kept:
+                yield kept
 
     def settle(self) -> None:
         """Wait until the snapshot that was begun is whole: the weights may change then.
@@ -168,23 +183,28 @@ class Snapshots:
 
     def leave(self) -> None:
         """Training has not ended well: the snapshots stay for the next one. Idempotent."""
-        self._close(SnapshotClient.close)
+        self._close(self._slots.leave)
 
     def end(self) -> None:
         """Training has ended well: the snapshots go. Idempotent."""
-        self._close(SnapshotClient.end)
+        self._close(self._slots.end)
 
-    def _close(self, how: Callable[[SnapshotClient], None]) -> None:
+    def _close(self, how: Callable[[], None]) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = self._failure = None
-        self._slots.close(how)
+        how()
 
     def _copy(
-        self, record: dict[str, Any], files: dict[str, Write], nbytes: int, torn: Callable[[], str | None]
+        self,
+        record: dict[str, Any],
+        files: dict[str, Write],
+        nbytes: int,
+        kept: Kept | None,
+        torn: Callable[[], str | None],
     ) -> None:
         """In the thread."""
         try:
-            self._together.snapshot(record, files, nbytes, torn)
+            self._together.snapshot(record, files, nbytes, kept, torn)
         except BaseException as error:
             self._failure = error

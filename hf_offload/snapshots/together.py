@@ -13,6 +13,7 @@ from hf_offload.ranks import Ranks
 from hf_offload.snapshots import parity
 from hf_offload.snapshots.memory import MemoryFile, Write
 from hf_offload.snapshots.slots import Slots
+from hf_offload.storage.kept import Kept
 
 
 class Together:
@@ -34,7 +35,12 @@ class Together:
         self._with_parity = with_parity
 
     def snapshot(
-        self, record: dict[str, Any], files: dict[str, Write], nbytes: int, torn: Callable[[], str | None]
+        self,
+        record: dict[str, Any],
+        files: dict[str, Write],
+        nbytes: int,
+        kept: Kept | None,
+        torn: Callable[[], str | None],
     ) -> None:
         """Copy, and commit what all ranks have copied; not if something is ``torn`` in one of them. An error of one of them
         is one of all.
@@ -43,7 +49,7 @@ class Together:
         slot, written = 0, list[MemoryFile]()
         try:
             more_bytes = nbytes // (self._ranks.count - 1) if self._with_parity else 0
-            slot, written = self._slots.again(lambda: self._slots.write(files, nbytes, more_bytes))
+            slot, written = self._slots.again(lambda: self._slots.write(files, nbytes, more_bytes, kept))
         except Exception as error:
             failure = error
         listed = [[name, file.nbytes, file.checksum] for name, file in zip(files, written, strict=failure is None)]

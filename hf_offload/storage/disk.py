@@ -25,6 +25,7 @@ from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk_io import DataFile
 from hf_offload.storage.disk_room import Piece, round_down
 from hf_offload.storage.forking import Gate, guard
+from hf_offload.storage.kept import KeptSlot
 from hf_offload.storage.queued import QueuedSlot, QueuedTier, QueuedTransfer, memory
 from hf_offload.storage.service import ACTIVATIONS, RunStorage
 from hf_offload.storage.tier import Slot
@@ -155,6 +156,15 @@ class DiskTier(QueuedTier):
             self.stats.reserve(room)
             where = ", ".join(f"{self._room.files[piece.file]} at offset {piece.offset}" for piece in pieces[:4])
             return DiskSlot(nbytes, room_bytes=room, pieces=tuple(pieces), place=where or "an empty slot")
+
+    def keep(self, slot: Slot) -> KeptSlot | None:
+        assert isinstance(slot, DiskSlot)
+        with self._lock:
+            image = slot.image
+            if image is None or slot.freed or slot.writing:
+                return None
+            self._room.hold(slot.pieces)
+            return KeptSlot(self._room, slot.pieces, image.lead, image.middle_bytes, image.tail)
 
     def _pay(self, nbytes: int) -> None:
         """Count a write before it happens, against what the drives may be worn by."""

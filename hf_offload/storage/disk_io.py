@@ -248,6 +248,11 @@ class DataFile:
         self.size_bytes += nbytes
 
     @property
+    def descriptor(self) -> int:
+        """For those who read it by themselves, through the page cache."""
+        return self._buffered_fd
+
+    @property
     def written_bytes(self) -> int:
         """Bytes written so far; ``written`` says by which account of the run."""
         return self.written.total()

@@ -44,6 +44,7 @@ class DiskRoom:
         files: The open files, one a directory.
         block_bytes: What direct I/O wants addresses, offsets and lengths to be multiples of.
         abandoned: Numbers of tiers that were dropped without :meth:`leave`.
+        let_go: Pieces that are not held any more, as :meth:`hold` was called for them: from any thread, without a lock.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class DiskRoom:
         self.files = files
         self.block_bytes = block_bytes
         self.abandoned: collections.deque[int] = collections.deque()
+        self.let_go: collections.deque[tuple[Piece, ...]] = collections.deque()
         self._granule_bytes = _granule(block_bytes)
         self._chunk_bytes = chunk_bytes
         self._budget = budget
@@ -68,6 +70,8 @@ class DiskRoom:
         self._closed = False
         self._numbers = itertools.count()
         self._taken: dict[int, set[Piece]] = {}  # by the tier's number
+        self._holds: collections.Counter[Piece] = collections.Counter()
+        self._waiting: set[Piece] = set()  # given back, and held
         self._close = weakref.finalize(self, _close_files, files, os.getpid(), budget, closed)
         self._close.atexit = False
 
@@ -122,8 +126,39 @@ class DiskRoom:
 
     def _forget_abandoned(self) -> None:
         while self.abandoned:
-            for piece in self._taken.pop(self.abandoned.popleft(), ()):
+            self._give(self._taken.pop(self.abandoned.popleft(), ()))
+        while self.let_go:
+            for piece in self.let_go.popleft():
+                self._holds[piece] -= 1
+                if not self._holds[piece]:
+                    del self._holds[piece]
+                    if piece in self._waiting:
+                        self._waiting.remove(piece)
+                        self._give([piece])
+
+    def _give(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if piece in self._holds:
+                self._waiting.add(piece)
+            else:
                 self._extents[piece.file].give(piece.offset, piece.nbytes)
+
+    def hold(self, pieces: Iterable[Piece]) -> None:
+        """Whoever gives these pieces back, nobody else gets them until they were put to :attr:`let_go` as often as this was
+        called.
+        """
+        with self._lock:
+            self._holds.update(pieces)
+
+    @property
+    def free_bytes(self) -> int:
+        """Disk space that slots could still take: what is free in the files, and what budget and drives have left."""
+        with self._lock:
+            self._forget_abandoned()
+            free = sum(extents.free_bytes for extents in self._extents)
+        drives = {file.directory.stat().st_dev: os.statvfs(file.directory) for file in self.files}
+        left = sum(drive.f_bavail * drive.f_frsize for drive in drives.values())
+        return free + (left if self._budget.left_bytes is None else min(left, self._budget.left_bytes))
 
     @property
     def occupied_bytes(self) -> int:
@@ -143,9 +178,9 @@ class DiskRoom:
         """Return pieces that :meth:`place` handed out to the tier of this number."""
         with self._lock:
             taken = self._taken.get(number, set())
-            for piece in taken.intersection(pieces):
-                self._extents[piece.file].give(piece.offset, piece.nbytes)
-            taken.difference_update(pieces)
+            given = taken.intersection(pieces)
+            taken.difference_update(given)
+            self._give(given)
 
     def place(self, number: int, room: int, call_with_watchdog: Call) -> list[Piece]:
         """Pieces of ``room`` bytes together, for the tier of this number. Raises ``TierFullError`` that names the limit."""

@@ -56,6 +56,23 @@ class Packing:
         """The state, whose tensors are copies of what is in ``buffer``, with storages of their own."""
         return {key: _cloned(entry, _view(entry, buffer)) for key, entry in self._entries.items()}
 
+    @property
+    def places(self) -> dict[str, tuple[int, Tensor]] | None:
+        """Where each tensor that moves begins, and one like it without bytes; None if some of them are made of others."""
+        if any(isinstance(entry, _Wrapped) for entry in self._entries.values()):
+            return None
+        return {key: (entry.offset, entry.like) for key, entry in self._entries.items() if isinstance(entry, _Place)}
+
+    @property
+    def names(self) -> list[str]:
+        """Those of the state, in its order."""
+        return list(self._entries)
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """What does not move."""
+        return {key: entry for key, entry in self._entries.items() if not isinstance(entry, (_Place, _Wrapped))}
+
     def keep(self, state: Mapping[str, Any], views: Mapping[str, Any]) -> bool:
         """Whether ``state``, which began as ``views``, still has all its tensors where they were; the rest is noted."""
         if state.keys() != self._entries.keys():

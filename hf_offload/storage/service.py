@@ -45,6 +45,7 @@ class RunStorage:
         tiers: Counters of each tier over all accounts, by its name.
         members: What uses the storage. Without any, the next run on the same model gets a new one.
         ram_tiers: Those that may hold RAM without using it.
+        takes_digests: Whether digests are taken of what is written now: it is going to be kept.
     """
 
     def __init__(self, max_disk_write_bytes: int | None = None) -> None:
@@ -57,6 +58,7 @@ class RunStorage:
         self.tiers: dict[str, TierStats] = {}
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ram_tiers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.takes_digests = False
         self._freeing: weakref.WeakMethod[Callable[[], None]] | None = None
         self._rooms: weakref.WeakValueDictionary[Any, DiskRoom] = weakref.WeakValueDictionary()
         self._opening = threading.Lock()

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 import torch
 
 from hf_offload.errors import TierFullError
+from hf_offload.storage.kept import KeptSlot
 from hf_offload.storage.tier import Slot, Tier, TierStats
 
 
@@ -64,6 +65,10 @@ class SpillTier(Tier):
     def phase(self, slot: Slot) -> int:
         assert isinstance(slot, SpillSlot)
         return slot.tier.phase(slot.inner)
+
+    def keep(self, slot: Slot) -> KeptSlot | None:
+        assert isinstance(slot, SpillSlot)
+        return slot.tier.keep(slot.inner)
 
     def host_view(self, slot: Slot) -> torch.Tensor | None:
         assert isinstance(slot, SpillSlot)

@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_offload.errors import StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.storage.buffers import PAGE, empty_at_phase
+from hf_offload.storage.kept import KeptSlot
 from hf_offload.storage.service import RunStorage
 from hf_offload.storage.tier import Slot, Tier
 
@@ -243,6 +244,12 @@ class Stored:
             elif buffer is self._buffer:
                 return buffer.clone()
             return buffer
+
+    def keep(self) -> KeptSlot | None:
+        """Hold the bytes where they are on a drive, once they are; None if they are anywhere else."""
+        self.wait_until_written()
+        held = self._held
+        return None if held is None else self._store.tier.keep(held.slot)
 
     def lend(self) -> Tensor:
         """The bytes, without a copy, while they stay here as well: until :meth:`give_back`, or for good if they are changed,

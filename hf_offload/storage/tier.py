@@ -20,12 +20,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hf_offload.errors import StandstillError
 from hf_offload.interrupts import signals_deferred
+
+if TYPE_CHECKING:
+    from hf_offload.storage.kept import KeptSlot
 
 T = TypeVar("T")
 
@@ -241,6 +244,10 @@ class Tier(abc.ABC):
 
     def host_view(self, slot: Slot) -> torch.Tensor | None:
         """The slot's own memory, where the tier is host memory a device can copy to and from directly."""
+        return None
+
+    def keep(self, slot: Slot) -> "KeptSlot | None":
+        """Hold the bytes of a slot that was written, also when it is freed; None where they are not on a drive."""
         return None
 
     def copied(self, slot: Slot, kind: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.killed_snapshots import EVERY
 
-KINDS = ("trainer", "loop")
+KINDS = ("trainer", "loop", "drive")
 
 
 def kills(count, kind, timeout_s):
@@ -22,7 +22,7 @@ def kills(count, kind, timeout_s):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trainings_that_are_killed_go_on_to_the_same_bits(kind):
-    kills(5, kind, 200)
+    kills(4, kind, 200)
 
 
 @pytest.mark.full

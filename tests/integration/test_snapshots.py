@@ -22,7 +22,7 @@ from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArgu
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, TierFullError
 from hf_offload.errors import SnapshotError
-from hf_offload.snapshots import process, restoring
+from hf_offload.snapshots import contents, process, restoring
 from hf_offload.snapshots.client import SnapshotClient, address_of
 from hf_offload.snapshots.memory import MemoryFile
 from hf_offload.storage.service import storage_of
@@ -243,20 +243,125 @@ def test_other_trainings_go_on_to_the_same_bits(tmp_path, others, dies):
     assert same(expected, trains(tmp_path / "run", True, (), True, **others))
 
 
-@pytest.mark.parametrize("params", ["none", "ssd"])
-def test_state_on_a_drive_is_copied(whole, tmp_path, params):
-    (tmp_path / "tier").mkdir()
-    others = {
+def on_a_drive(folder, params="none", **others):
+    (folder / "tier").mkdir(exist_ok=True)
+    return {
         "offload_optimizer": "ssd",
         "offload_params": params,
-        "offload_directory": str(tmp_path / "tier"),
+        "offload_directory": str(folder / "tier"),
         "offload_min_bytes": "0",
+        **others,
     }
-    dies_at(15, tmp_path / "run", **others)
+
+
+def kept_by(folder):
+    """Bytes of the newest snapshot that are on a drive, each with its place: path of the file, first byte, length."""
+    held = held_by(folder)
+    newest = max(held["snapshots"], key=lambda each: each["record"]["step"])
+    client = SnapshotClient.connect(address_of(folder), start=False)
+    with contextlib.closing(client):
+        assert "refused" not in client.ask("join")
+        numbers = client.fetch(newest["slot"])
+    places = []
+    for each in process.layout_in(newest["record"], numbers).values():
+        for _, _, spans in each:
+            for drive, offset, count in spans:
+                if drive >= 0:
+                    file = numbers[len(newest["record"]["files"]) + 1 + drive]
+                    places.append((os.open(f"/proc/self/fd/{file}", os.O_RDWR), offset, count))
+    in_memory = sum(os.fstat(number).st_blocks * 512 for number in numbers[: len(newest["record"]["files"])])
+    for number in numbers:
+        os.close(number)
+    return in_memory, places
+
+
+@pytest.mark.parametrize("params", ["none", "ssd"])
+def test_state_on_a_drive_is_kept_there(whole, tmp_path, params):
+    others = on_a_drive(tmp_path, params)
+    trainer = dies_at(15, tmp_path / "run", **others)
+    in_memory, places = kept_by(tmp_path / "run")
+    state = trainer.optimizer.state_dict()["state"].values()
+    large = sum(tensor.nbytes for one in state for tensor in contents.tensors_in(one) if tensor.nbytes >= 4096)
+    assert large * 0.9 < sum(count for _, _, count in places) <= large
+    weights = sum(weight.nbytes for weight in trainer.model.parameters())
+    assert weights < in_memory < weights + large  # small things, and pages that are not whole
     begun, found = resumed(tmp_path / "run", **others)
     assert begun == 12
     assert same(whole, found)
     assert list((tmp_path / "tier").iterdir()) == []
+
+
+def test_what_is_kept_on_a_drive_is_of_the_step_and_free_again_later(tmp_path):
+    """However many snapshots there are, the drive holds the state of two, and the one that is used."""
+    used = []
+
+    class Looks(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            used.append(storage_of(model).accounts["optimizer state"]["ssd"].used_bytes)
+            room = next(iter(storage_of(model)._rooms.values()))
+            most.append(room.used_bytes)
+
+    most = []
+    trainer = trainer_in(tmp_path / "run", True, [Looks()], **{**SHORT, **on_a_drive(tmp_path)})
+    trainer.train()
+    assert 2 * used[-1] < most[-1] <= 4 * used[-1]
+    assert max(most) <= 4 * max(used)
+
+
+def test_a_damaged_byte_on_a_drive_is_noticed_and_the_snapshot_before_is_taken(whole, tmp_path, caplog):
+    others = on_a_drive(tmp_path)
+    dies_at(15, tmp_path / "run", **others)
+    file, offset, count = kept_by(tmp_path / "run")[1][0]
+    byte = os.pread(file, 1, offset + count // 2)
+    os.pwrite(file, bytes([byte[0] ^ 1]), offset + count // 2)
+    with caplog.at_level(logging.WARNING):
+        begun, found = resumed(tmp_path / "run", **others)
+    assert "step 12 in memory is damaged and skipped: optimizer.pt does not match its checksum" in caplog.text
+    assert begun == 8
+    assert same(whole, found)
+
+
+def test_a_checkpoint_of_what_is_on_a_drive_is_one_of_the_trainer(whole, tmp_path):
+    others = on_a_drive(tmp_path, offload_snapshot_dir=str(tmp_path / "disk"))
+    dies_at(15, tmp_path / "run", **others)
+    until(lambda: (tmp_path / "disk" / "checkpoint-12").exists())
+    os.kill(held_by(tmp_path / "run")["pid"], signal.SIGKILL)
+    plain = trainer_in(tmp_path / "plain", False, **SHORT)
+    plain.train(resume_from_checkpoint=str(tmp_path / "disk" / "checkpoint-12"))
+    assert same(whole["weights"], result_of(plain)["weights"])
+    flip(tmp_path / "disk" / "checkpoint-12" / "optimizer.pt")
+    begun, found = resumed(tmp_path / "run", **others)
+    assert begun == 8
+    assert same(whole, found)
+
+
+def test_another_snapshot_process_gets_what_is_on_a_drive(whole, tmp_path):
+    others = on_a_drive(tmp_path)
+
+    class Kills(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 13:
+                os.kill(held_by(tmp_path / "run")["pid"], signal.SIGKILL)
+
+    dies_at(15, tmp_path / "run", [Kills()], **others)
+    assert steps_held(tmp_path / "run") == [8, 12]
+    begun, found = resumed(tmp_path / "run", **others)
+    assert begun == 12
+    assert same(whole, found)
+
+
+def test_a_drive_without_room_for_what_is_kept_is_an_error_at_the_first_snapshot(tmp_path):
+    sizes = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            sizes.append(next(iter(storage_of(model)._rooms.values())).used_bytes)
+
+    settings = {**SHORT, "max_steps": 2, **on_a_drive(tmp_path)}
+    trainer_in(tmp_path / "sizes", False, [Looks()], **settings).train()
+    budget = int(1.05 * max(sizes))
+    with pytest.raises(SnapshotError, match=r"A snapshot keeps .* raise disk_budget"):
+        dies_at(15, tmp_path / "run", **on_a_drive(tmp_path, offload_disk_budget=str(budget)))
 
 
 def test_a_newer_checkpoint_of_the_same_run_comes_first_and_an_older_run_s_does_not(whole, tmp_path):
@@ -433,15 +538,15 @@ class Writes(TrainerCallback):
 def test_what_changes_while_it_is_copied_is_dropped_and_copied_at_once_from_then_on(
     whole, tmp_path, caplog, monkeypatch
 ):
-    from hf_offload.snapshots import taking
+    from hf_offload.snapshots import memory
 
-    end = taking.MemoryFile.end
+    end = memory.MemoryFile.end
 
     def late(self):
         time.sleep(0.02)
         end(self)
 
-    monkeypatch.setattr(taking.MemoryFile, "end", late)
+    monkeypatch.setattr(memory.MemoryFile, "end", late)
     with caplog.at_level(logging.WARNING):
         dies_at(15, tmp_path, [Writes()])
     assert caplog.text.count("changed while a snapshot was copied, which is dropped") == 1

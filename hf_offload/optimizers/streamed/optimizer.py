@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import clip_stored
+from hf_offload.optimizers.streamed.kept import kept_state
 from hf_offload.optimizers.streamed.parts import joined
 from hf_offload.optimizers.streamed.record import Record
 from hf_offload.optimizers.streamed.saved import StateFiles
@@ -25,6 +26,7 @@ from hf_offload.parameters.scripts import ask_in_scripts
 from hf_offload.parameters.unasked import ask_everywhere
 from hf_offload.plan.windows import PART_BYTES, STATE_WINDOW_BYTES
 from hf_offload.storage.disk import DiskTier
+from hf_offload.storage.kept import kept_now
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.stored import Store
@@ -182,16 +184,23 @@ class StreamedOptimizer(Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of the optimizer's own class. State on disk is copied to files that are mapped into memory."""
+        """The state dict of the optimizer's own class. State on disk is copied to files that are mapped into memory;
+        placeholders stand for it inside of :func:`~hf_offload.storage.kept.keeping`.
+        """
         streaming = _streamed[self]
         streaming.damage.check_states(streaming.records)
         streaming.finish()
         files = _mapped_files(streaming)
         whole = self._without_streaming()
+        kept = kept_now() if _is_plain(whole) else None
         for group in self.param_groups:
             for parameter in group["params"]:
                 record = streaming.record_of(parameter)
                 if record is not None and record.moved:
+                    held = None if kept is None else kept_state(kept, record)
+                    if held is not None:
+                        whole.state[parameter] = held
+                        continue
                     parts = streaming.states.parts(record, parameter)
                     whole.state[parameter] = (
                         joined(list(parts), record) if files is None else files.state(parts, record)
@@ -269,6 +278,12 @@ class StreamedOptimizer(Optimizer):
 def _own_class(optimizer: Optimizer) -> type[Optimizer]:
     own: type[Optimizer] = type(optimizer).__mro__[2]  # behind StreamedOptimizer
     return own
+
+
+def _is_plain(whole: Optimizer) -> bool:
+    """Whether its state dict has the tensors of its state as they are: nothing else looks at them."""
+    hooks: Any = (whole._optimizer_state_dict_pre_hooks, whole._optimizer_state_dict_post_hooks)
+    return type(whole).state_dict is Optimizer.state_dict and not any(hooks)
 
 
 def _mapped_files(streaming: Streaming) -> StateFiles | None:

@@ -5,6 +5,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from hf_offload.errors import OffloadError, StorageError
@@ -12,6 +13,7 @@ from hf_offload.optimizers.streamed.shadow import CUT_ELEMENTS, pieces
 from hf_offload.parameters.contexts import StepContext
 from hf_offload.parameters.demand import demanded
 from hf_offload.parameters.waiting import demand_of
+from hf_offload.storage.kept import KeptRange, KeptSlot
 from hf_offload.storage.packing import Packing
 from hf_offload.storage.stored import Store, Stored, as_bytes
 
@@ -28,6 +30,7 @@ class PartState:
     def __init__(self) -> None:
         self._packing: Packing | None = None
         self._stored: Stored | None = None
+        self._digests: dict[str, int] = {}  # of its tensors, as they were written
 
     @property
     def nbytes(self) -> int:
@@ -78,12 +81,50 @@ class PartState:
         if buffer is None:
             buffer = store.new_buffer(self._packing.nbytes)
             self._packing.fill(buffer, state)
-        self._stored = Stored(store, as_bytes(buffer))
+        content = as_bytes(buffer)
+        self._digests = {}
+        if store.storage.takes_digests:
+            self._digests = {
+                name: xxhash.xxh3_64_intdigest(content[begin : begin + like.nbytes].numpy().data)
+                for name, (begin, like) in (self._packing.places or {}).items()
+            }
+        self._stored = Stored(store, content)
 
     def send(self) -> None:
         """Begin to write it, once."""
         if self._stored is not None:
             self._stored.send()
+
+    def keep(self) -> "KeptPart | None":
+        """Hold it where it is on a drive; None if a part of it is anywhere else."""
+        packing = self._packing
+        if packing is None:
+            return KeptPart([], None, {}, {}, {})
+        if packing.places is None:
+            return None
+        slot = None if self._stored is None else self._stored.keep()
+        if slot is None and packing.places:
+            return None
+        return KeptPart(packing.names, slot, packing.places, packing.rest, self._digests)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptPart:
+    """The state of a part with these ``names``: tensors that lie in ``slot``, as :attr:`Packing.places` has them, with
+    digests where these were taken, and the ``rest``.
+    """
+
+    names: list[str]
+    slot: KeptSlot | None
+    places: dict[str, tuple[int, Tensor]]
+    rest: dict[str, Any]
+    digests: dict[str, int]
+
+    def range_of(self, name: str) -> KeptRange:
+        """The bytes of one of the tensors."""
+        begin, like = self.places[name]
+        assert self.slot is not None
+        return KeptRange(self.slot, begin, begin + like.nbytes, self.digests.get(name))
 
 
 class StoredGradient:

@@ -1,0 +1,162 @@
+"""Bytes on a drive that stay there as they are, whatever becomes of their slots.
+
+Note: redirect on write
+    What is written back to a tier gets a slot of its own each time, and the former one is given back. So a state as of a step
+    needs no copy: its slots are held (:class:`KeptSlot`), and their room is free once nobody needs them any more.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import mmap
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_offload.storage.disk_io import DataFile
+from hf_offload.storage.disk_room import DiskRoom, Piece
+
+_MAP_NORESERVE = 0x4000
+_now: "contextvars.ContextVar[Kept | None]" = contextvars.ContextVar("hf_offload_kept", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Bytes that follow each other in one place: ``content``, or ``nbytes`` of ``file`` from ``offset`` on."""
+
+    nbytes: int
+    content: bytes = b""
+    file: DataFile | None = None
+    offset: int = 0
+
+
+class KeptSlot:
+    """The bytes of one slot of the disk tier as they are now, until :meth:`release`.
+
+    Args:
+        room: Where it is.
+        pieces: Its room, held already.
+        lead, tail: What lies in memory, before the ``middle_bytes`` in the pieces and behind them.
+    """
+
+    def __init__(self, room: DiskRoom, pieces: Sequence[Piece], lead: bytes, middle_bytes: int, tail: bytes):
+        self.room = room
+        self._pieces = tuple(pieces)
+        self._lead, self._middle_bytes, self._tail = lead, middle_bytes, tail
+        self._held = weakref.finalize(self, room.let_go.append, self._pieces)
+        self._held.atexit = False
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of the drive that it takes."""
+        return sum(piece.nbytes for piece in self._pieces)
+
+    def spans(self, begin: int, end: int) -> Iterator[Span]:
+        """Where the bytes from ``begin`` to ``end`` are."""
+        start = 0
+        for whole in self._all():
+            first, last = max(begin, start), min(end, start + whole.nbytes)
+            if first < last:
+                content = whole.content[first - start : last - start]
+                yield dataclasses.replace(
+                    whole, nbytes=last - first, content=content, offset=whole.offset + first - start
+                )
+            start += whole.nbytes
+
+    def _all(self) -> Iterator[Span]:
+        if self._lead:
+            yield Span(len(self._lead), self._lead)
+        left = self._middle_bytes
+        for piece in self._pieces:
+            used = min(piece.nbytes, left)
+            if used:
+                yield Span(used, file=self.room.files[piece.file], offset=piece.offset)
+            left -= used
+        if self._tail:
+            yield Span(len(self._tail), self._tail)
+
+    def release(self) -> None:
+        """The bytes are not needed any more. Idempotent."""
+        self._held()
+
+    def abandon(self) -> None:
+        """They are needed for as long as their file is open."""
+        self._held.detach()
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptRange:
+    """Bytes of a slot, and what their digest was when they were written, if it was taken."""
+
+    slot: KeptSlot
+    begin: int
+    end: int
+    digest: int | None
+
+
+class Kept:
+    """What a state dict that was asked for inside of :func:`keeping` has on drives: its tensors have no bytes."""
+
+    def __init__(self) -> None:
+        self._slots: list[KeptSlot] = []
+        self._tensors: list[Tensor] = []
+        self._parts: dict[int, list[KeptRange | bytes]] = {}
+
+    def placeholder(
+        self, like: Tensor, shape: torch.Size, slots: Iterable[KeptSlot], parts: list[KeptRange | bytes]
+    ) -> Tensor:
+        """A tensor of the dtype of ``like`` whose bytes are these ``parts`` of ``slots``, and which takes no memory. Its
+        strides are those of ``like`` where that has the same ``shape``.
+        """
+        nbytes = shape.numel() * like.dtype.itemsize
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        flat = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=like.dtype)
+        found = flat.as_strided(shape, like.stride()) if like.shape == shape else flat.view(shape)
+        self._slots += slots
+        self._tensors.append(found)  # whose address must not become another one's
+        self._parts[found.untyped_storage()._cdata] = parts
+        return found
+
+    def parts_of(self, storage: object) -> "list[KeptRange | bytes] | None":
+        """Where the bytes of a storage are; None if it is not one of a placeholder."""
+        return self._parts.get(storage._cdata) if isinstance(storage, torch.UntypedStorage) else None
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it is a placeholder."""
+        return any(tensor is one for one in self._tensors)
+
+    @property
+    def rooms(self) -> dict[DiskRoom, int]:
+        """Bytes of drives that are held in each room."""
+        found: dict[DiskRoom, int] = {}
+        for slot in {id(slot): slot for slot in self._slots}.values():
+            found[slot.room] = found.get(slot.room, 0) + slot.room_bytes
+        return found
+
+    def release(self) -> None:
+        """None of it is needed any more. Idempotent."""
+        for slot in self._slots:
+            slot.release()
+
+    def abandon(self) -> None:
+        """It is needed for as long as its files are open."""
+        for slot in self._slots:
+            slot.abandon()
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[Kept]:
+    """A state dict that is asked for inside the block may have placeholders for what is on a drive."""
+    kept = Kept()
+    token = _now.set(kept)
+    try:
+        yield kept
+    finally:
+        _now.reset(token)
+
+
+def kept_now() -> Kept | None:
+    """That of the block."""
+    return _now.get()
