@@ -43,19 +43,21 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def no_process_is_left():
-    """Of those that the test has started, which end when their address is asked to."""
-    before = processes()
+    """Of those that the test has started: others may run on the machine."""
     yield
-    for pid in processes() - before:
+    for pid in processes():
         os.kill(pid, signal.SIGKILL)
 
 
 def processes():
+    """Snapshot processes of this test, which have its name in their environment."""
+    test = f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST'].rpartition(' ')[0]} ".encode()
     found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if b"hf_offload/snapshots/process.py" in path.read_bytes():
-                found.add(int(path.parent.name))
+            is_one = b"hf_offload/snapshots/process.py" in (path / "cmdline").read_bytes()
+            if is_one and test in (path / "environ").read_bytes():
+                found.add(int(path.name))
     return found
 
 
