@@ -56,9 +56,9 @@ def test_modules_are_tiled_on_auto_only_where_nothing_else_fits():
 
 
 def test_the_memory_of_snapshots_is_part_of_the_plan():
-    def forecast(ram, *overrides):
+    def forecast(ram, *overrides, **options):
         card = describe_hardware("24GB", tflops=80, pcie="25GB/s", ssd="5GB/s", ram=ram)
-        return make_forecast(workload(*overrides), card)
+        return make_forecast(workload(*overrides, **options), card)
 
     taken, steps, folder = "1GB", "offload.snapshot_steps=10", "offload.snapshot_dir=/nvme/run"
     plain, two, three = forecast(taken), forecast(taken, steps), forecast(taken, steps, folder)
@@ -71,7 +71,7 @@ def test_the_memory_of_snapshots_is_part_of_the_plan():
     tight = forecast(f"{int(2.5 * two.counted.base_bytes) // 1024}KiB", steps, folder)
     assert tight.solution is None
     assert "Drop snapshot_steps, or snapshot_dir: then two are held" in tight.refusal
-    on_drive = forecast(taken, steps, "offload.optimizer=ssd")
+    on_drive = forecast(taken, steps, state="ssd")
     assert on_drive.kept_bytes == 2 * on_drive.counted.state_bytes > 0
     assert on_drive.snapshots_bytes == two.snapshots_bytes - on_drive.kept_bytes
     assert plain.hardware.room["ssd"] - on_drive.hardware.room["ssd"] == on_drive.kept_bytes
