@@ -36,7 +36,7 @@ class Slots:
         local_count: Processes of the training on this machine, each of which takes snapshots.
 
     Attributes:
-        start: What the process was told of the run.
+        start: What the process knows of the run.
         newest: The number of the newest snapshot that all ranks have: its slot is not written to.
         disk_error: Why the last snapshot was not written to disk, if it was not.
     """

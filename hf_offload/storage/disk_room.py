@@ -144,8 +144,8 @@ class DiskRoom:
                 self._extents[piece.file].give(piece.offset, piece.nbytes)
 
     def hold(self, pieces: Iterable[Piece]) -> None:
-        """Whoever gives these pieces back, nobody else gets them until they were put to :attr:`let_go` as often as this was
-        called.
+        """Do not hand these pieces out, also when they are given back, until they were put to :attr:`let_go` as often as this
+        was called.
         """
         with self._lock:
             self._holds.update(pieces)

@@ -2,7 +2,7 @@
 
 Note: redirect on write
     What is written back to a tier gets a slot of its own each time, and the former one is given back. So a state as of a step
-    needs no copy: its slots are held (:class:`KeptSlot`), and their room is free once nobody needs them any more.
+    needs no copy: its slots are held (:class:`KeptSlot`), and their room is free once they are not needed any more.
 """
 
 import contextlib
