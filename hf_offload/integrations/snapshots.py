@@ -194,12 +194,11 @@ class TrainerSnapshots:
             self._unchanging = self._unchanging_files()
         weights = self._weights.tensors(copy_buffers=True)
         layout = contents.layout_of(weights)
-        with self.taking.keeping() as kept:
-            optimizer = trainer.optimizer.state_dict()
-            archive = contents.archive(optimizer)
+        kept = self.taking.kept()
+        optimizer = contents.optimizer_state(trainer.optimizer, kept)
         files: dict[str, Write] = {
             self._weights.file: contents.weights_file(weights, layout),
-            OPTIMIZER_NAME: archive,
+            OPTIMIZER_NAME: contents.archive(optimizer, kept),
             SCHEDULER_NAME: contents.archive_now(trainer.lr_scheduler.state_dict()),
         }
         own = {contents.of_rank(RNG_NAME, self._ranks): contents.archived(contents.random_states())}

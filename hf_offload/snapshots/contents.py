@@ -17,7 +17,7 @@ from hf_offload.parameters.demand import own_class
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.ranks import Ranks
 from hf_offload.snapshots.memory import Writable, Write
-from hf_offload.storage.kept import Kept, kept_now
+from hf_offload.storage.kept import Kept, keeping
 
 _ALIGNMENT = 64
 """Of tensors in an archive, as ``torch.save`` has it."""
@@ -97,11 +97,21 @@ def weights_file(weights: Mapping[str, Tensor], layout: Mapping[str, list[Any]])
     return write
 
 
-def archive(content: Any) -> Write:
+def optimizer_state(optimizer: Any, kept: Kept | None) -> Any:
+    """The state dict of an optimizer, to be written by :func:`archive`. With ``kept``, what is on drives may stay there."""
+    if kept is None:
+        return optimizer.state_dict()
+    owner = optimizer
+    while type(owner).__name__ == "AcceleratedOptimizer":  # it passes on what its optimizer returns
+        owner = owner.optimizer
+    with keeping(kept, owner):
+        return optimizer.state_dict()
+
+
+def archive(content: Any, kept: Kept | None = None) -> Write:
     """A file as ``torch.save`` writes it, but for checksums of its parts, which take longer than the copy and are not asked
-    for by ``torch.load``: the snapshot's record has one of the file. What is kept on a drive is left out.
+    for by ``torch.load``: the snapshot's record has one of the file. What is ``kept`` on a drive is left out.
     """
-    kept = kept_now()
 
     def write(file: Writable) -> None:
         # The writer asks for these methods, and is asked for its own.

@@ -22,6 +22,7 @@ from hf_offload.snapshots.opening import Opened, check_memory_files, open_snapsh
 from hf_offload.snapshots.positions import Position
 from hf_offload.snapshots.taking import Snapshots
 from hf_offload.snapshots.weights import ModelWeights
+from hf_offload.storage.kept import Kept
 from hf_offload.storage.service import HeldRam, RunStorage
 from hf_offload.surgery import InertInCopies
 
@@ -47,8 +48,10 @@ class Source(Protocol):
     @property
     def optimizers(self) -> Sequence[Any]: ...
 
-    def files(self, ranks: Ranks) -> tuple[dict[str, Write], list[Tensor]]:
-        """The other files, and the tensors that are written after this has returned. All ranks call it."""
+    def files(self, ranks: Ranks, kept: Kept | None) -> tuple[dict[str, Write], list[Tensor]]:
+        """The other files, and the tensors that are written after this has returned; with ``kept``, optimizers leave there
+        what is on drives. All ranks call it.
+        """
 
     def load(self, folder: Path, ranks: Ranks) -> None:
         """Take over the other files."""
@@ -117,7 +120,7 @@ class LoopSnapshots:
     def __enter__(self) -> Self:
         opened = open_snapshots(self._folder, self._directory, self._resume, self._ranks)
         try:
-            others = {**self._source.files(self._ranks)[0], **self._small_files()}
+            others = {**self._source.files(self._ranks, None)[0], **self._small_files()}
             if opened.found is not None:
                 self._ranks.each(lambda: self._restore(opened, [*self._source.models, *others]))
                 warn_of_other_sums([weights.model for weights in self._source.models.values()], self._ranks)
@@ -199,8 +202,8 @@ class LoopSnapshots:
         files: dict[str, Write] = {}
         watched: list[Tensor] = []
         models: dict[str, str] = {}
-        with taking.keeping() as kept:
-            others, written_later = self._source.files(self._ranks)  # first: it may complete updates of the weights
+        kept = taking.kept()
+        others, written_later = self._source.files(self._ranks, kept)  # first: it may complete updates of the weights
         for name, weights in self._source.models.items():
             tensors = weights.tensors(copy_buffers=True)
             layout = contents.layout_of(tensors)
@@ -241,17 +244,17 @@ class Objects:
                 )
         self.optimizers = [each for each in self._objects.values() if isinstance(each, Optimizer)]
 
-    def files(self, ranks: Ranks) -> tuple[dict[str, Write], list[Tensor]]:
+    def files(self, ranks: Ranks, kept: Kept | None) -> tuple[dict[str, Write], list[Tensor]]:
         files: dict[str, Write] = {}
         own: dict[str, bytes] = {}
         later: list[Tensor] = []
         for name, each in self._objects.items():
-            state = each.state_dict()
             if isinstance(each, Optimizer):
-                files[f"{name}.pt"] = contents.archive(state)
+                state = contents.optimizer_state(each, kept)
+                files[f"{name}.pt"] = contents.archive(state, kept)
                 later += contents.tensors_in(state)
             else:
-                own[contents.of_rank(f"{name}.pt", ranks)] = contents.archived(state)
+                own[contents.of_rank(f"{name}.pt", ranks)] = contents.archived(each.state_dict())
         return files | contents.of_all_ranks(own, ranks), later
 
     def load(self, folder: Path, ranks: Ranks) -> None:

@@ -27,7 +27,7 @@ from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.restoring import Found
 from hf_offload.snapshots.slots import Slots
 from hf_offload.snapshots.together import Together
-from hf_offload.storage.kept import Kept, keeping
+from hf_offload.storage.kept import Kept
 from hf_offload.storage.service import HeldRam
 
 logger = logging.getLogger(__name__)
@@ -128,16 +128,9 @@ class Snapshots:
         if at_once or self._at_once:
             self.settle()
 
-    @contextlib.contextmanager
-    def keeping(self) -> Iterator[Kept | None]:
-        """State dicts that are asked for inside leave on drives what is there. Not with parity: a machine that goes takes its
-        drives with it.
-        """
-        if self._with_parity:
-            yield None
-        else:
-            with keeping() as kept:
-                yield kept
+    def kept(self) -> Kept | None:
+        """For what the next snapshot leaves on drives. None with parity: a machine that goes takes its drives with it."""
+        return None if self._with_parity else Kept()
 
     def settle(self) -> None:
         """Wait until the snapshot that was begun is whole: the weights may change then.

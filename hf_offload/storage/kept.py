@@ -19,7 +19,7 @@ from hf_offload.storage.disk_io import DataFile
 from hf_offload.storage.disk_room import DiskRoom, Piece
 
 _MAP_NORESERVE = 0x4000
-_now: "contextvars.ContextVar[Kept | None]" = contextvars.ContextVar("hf_offload_kept", default=None)
+_now: "contextvars.ContextVar[tuple[Kept, object] | None]" = contextvars.ContextVar("hf_offload_kept", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,16 +147,18 @@ class Kept:
 
 
 @contextlib.contextmanager
-def keeping() -> Iterator[Kept]:
-    """A state dict that is asked for inside the block may have placeholders for what is on a drive."""
-    kept = Kept()
-    token = _now.set(kept)
+def keeping(kept: Kept, owner: object) -> Iterator[None]:
+    """The state dict of ``owner``, asked for inside the block, may have placeholders of ``kept`` for what is on a drive. Not
+    that of an object that ``owner`` asks in turn: what it does with the tensors is not known.
+    """
+    token = _now.set((kept, owner))
     try:
-        yield kept
+        yield
     finally:
         _now.reset(token)
 
 
-def kept_now() -> Kept | None:
-    """That of the block."""
-    return _now.get()
+def kept_for(owner: object) -> Kept | None:
+    """What :func:`keeping` was called with for ``owner``."""
+    found = _now.get()
+    return found[0] if found is not None and found[1] is owner else None

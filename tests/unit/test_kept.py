@@ -1,5 +1,6 @@
 """Bytes of a drive that are kept where they are, and archives that leave them out."""
 
+import copy
 import gc
 import os
 
@@ -7,11 +8,12 @@ import pytest
 import torch
 import xxhash
 
+from hf_offload import OffloadConfig, attach
 from hf_offload.snapshots import contents, process
 from hf_offload.snapshots.layout import KeptOnDrives, ranges_of
 from hf_offload.snapshots.memory import MemoryFile, damage_of
 from hf_offload.storage.disk import DiskTier
-from hf_offload.storage.kept import Kept, KeptRange, keeping
+from hf_offload.storage.kept import Kept, KeptRange
 from hf_offload.storage.service import RunStorage
 
 COUNT = 1_000_123
@@ -93,10 +95,10 @@ def test_an_archive_without_what_is_kept_is_whole_again_and_damage_is_noticed(ti
     parts = [KeptRange(kept_slot, *cut, digest) for cut, digest in zip(cuts, digests, strict=True)]
     parts.append(content[COUNT - 5 :].numpy().tobytes())
     state = {"before": torch.arange(5000), "after": torch.ones(3)}
-    with keeping() as kept:
-        like = torch.empty(0, dtype=torch.uint8, device="meta")
-        left_out = kept.placeholder(like, torch.Size([COUNT - 64]), [kept_slot], parts)
-        write = contents.archive({"before": state["before"], "kept": left_out, "after": state["after"]})
+    kept = Kept()
+    like = torch.empty(0, dtype=torch.uint8, device="meta")
+    left_out = kept.placeholder(like, torch.Size([COUNT - 64]), [kept_slot], parts)
+    write = contents.archive({"before": state["before"], "kept": left_out, "after": state["after"]}, kept)
     file = MemoryFile()
     file.write(b"x" * (2 * COUNT))  # what a slot had before
     for _ in range(2):
@@ -121,6 +123,40 @@ def test_an_archive_without_what_is_kept_is_whole_again_and_damage_is_noticed(ti
             os.pwrite(whole.fileno(), byte, place)
     on_drives.close()
     file.close()
+
+
+class Wraps(torch.optim.Optimizer):
+    """Returns copies of what another optimizer has."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def state_dict(self):
+        return copy.deepcopy(self.inner.state_dict())
+
+
+def test_only_the_optimizer_that_is_asked_itself_has_placeholders(tmp_path):
+    model = torch.nn.Linear(100, 100)
+    session = attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=str(tmp_path), min_bytes=0))
+    optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    model(torch.ones(2, 100)).sum().backward()
+    optimizer.step()
+    whole = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    assert whole.any()
+    kept = Kept()
+    wrapped = contents.optimizer_state(Wraps(optimizer), kept)
+    assert torch.equal(wrapped["state"][0]["exp_avg"], whole)
+    assert kept.rooms == {}
+    held = contents.optimizer_state(optimizer, kept)
+    assert kept.has(held["state"][0]["exp_avg"])
+    assert kept.rooms
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: state)
+    hooked = Kept()
+    assert torch.equal(contents.optimizer_state(optimizer, hooked)["state"][0]["exp_avg"], whole)
+    assert hooked.rooms == {}
+    kept.release()
+    session.detach()
 
 
 def test_only_placeholders_have_no_bytes():

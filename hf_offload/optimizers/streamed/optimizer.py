@@ -26,7 +26,7 @@ from hf_offload.parameters.scripts import ask_in_scripts
 from hf_offload.parameters.unasked import ask_everywhere
 from hf_offload.plan.windows import PART_BYTES, STATE_WINDOW_BYTES
 from hf_offload.storage.disk import DiskTier
-from hf_offload.storage.kept import kept_now
+from hf_offload.storage.kept import kept_for
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.stored import Store
@@ -192,7 +192,7 @@ class StreamedOptimizer(Optimizer):
         streaming.finish()
         files = _mapped_files(streaming)
         whole = self._without_streaming()
-        kept = kept_now() if _is_plain(whole) else None
+        kept = kept_for(self) if _is_plain(whole) and "state_dict" not in vars(self) else None
         for group in self.param_groups:
             for parameter in group["params"]:
                 record = streaming.record_of(parameter)
