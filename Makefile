@@ -64,7 +64,6 @@ GPT2    = $(BIN)/hf-offload bench steps gpt2-small --batch 4 --sequence 512 $(SM
 NO_DROP = model.config.resid_pdrop=0.0 model.config.embd_pdrop=0.0 model.config.attn_pdrop=0.0
 LLAMA   = model.dtype=float32 model.config.num_hidden_layers=6 model.config.hidden_size=768 \
           model.config.num_attention_heads=12 model.config.num_key_value_heads=4 model.config.intermediate_size=2048
-BUDGETS = $(BIN)/python -m benchmarks budgets --steps 10 --rounds $(ROUNDS)
 PAIR    = --strategies baseline,ours:ssd
 bench-cpu: $(STAMP)  ## The tables of docs/measured.md (more than an hour); ROUNDS=1 for a look
 	$(GPT2) model.config.n_layer=6 --output runs/bench/gpt2_6l
@@ -77,15 +76,7 @@ bench-cpu: $(STAMP)  ## The tables of docs/measured.md (more than an hour); ROUN
 	$(BIN)/hf-offload bench steps t5-base --batch 8 --sequence 128 $(SMALL) $(PAIR) --output runs/bench/t5
 	$(BIN)/hf-offload bench steps llama-1b $(LLAMA) --batch 4 --sequence 512 $(SMALL) --output runs/bench/llama
 	$(GPT2) model.config.n_layer=6 --strategies all --read-ahead 32MiB,64MiB,96MiB,160MiB,256MiB --output runs/bench/peers
-	$(BUDGETS) gpt2-small model.config.vocab_size=8192 --batch 2 --sequence 512 model.config.n_layer=6 model.config.n_embd=384 model.config.n_head=6 \
-	    --output runs/bench/budgets_gpt2
-	$(BUDGETS) bert-base model.config.vocab_size=8192 --batch 16 --sequence 128 model.config.num_hidden_layers=6 model.config.hidden_size=384 \
-	    model.config.num_attention_heads=6 model.config.intermediate_size=1536 --output runs/bench/budgets_bert
-	$(BUDGETS) t5-base model.config.vocab_size=8192 --batch 8 --sequence 128 model.config.num_layers=3 model.config.num_decoder_layers=3 \
-	    model.config.d_model=384 model.config.d_ff=1536 model.config.num_heads=6 --output runs/bench/budgets_t5
-	$(BUDGETS) llama-1b model.config.vocab_size=8192 --batch 4 --sequence 512 model.dtype=float32 model.config.num_hidden_layers=6 \
-	    model.config.hidden_size=384 model.config.num_attention_heads=6 model.config.num_key_value_heads=2 \
-	    model.config.intermediate_size=1024 --output runs/bench/budgets_llama
+	$(BIN)/python -m benchmarks budgets --rounds $(ROUNDS) --output runs/bench/budgets.json
 	$(BIN)/hf-offload bench disk
 	$(BIN)/hf-offload bench overhead
 

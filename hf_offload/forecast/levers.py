@@ -106,6 +106,8 @@ def _longest(family: Family, hardware: Hardware, batch: int, lever: Lever) -> in
     def fits(tokens: int) -> bool:
         footprint: Footprint = family.at(batch, tokens)
         problem = problem_of(footprint, hardware, budget, lever.held, Allowed())
+        if "ram" not in problem.room_bytes or min(problem.room_bytes.values()) < 0:  # they do not fit there
+            problem = problem_of(footprint, hardware, budget, IN_MEMORY, Allowed())
         ways = (uniform(problem, placement) for placement in lever.placements)
         return any(way is not None and problem.fits(way) for way in ways)
 

@@ -18,6 +18,7 @@ def run(*arguments):
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["budgets", *arguments])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the meter is compiled, and there is no C compiler")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the meter is preloaded as on Linux")
 def test_a_budget_is_kept_next_to_all_simple_ways_and_no_run_is_repeated(tmp_path):

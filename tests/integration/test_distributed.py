@@ -331,46 +331,6 @@ def follows_one_plan(rank, folder, wrap):
     assert found[2][-1]
 
 
-def state_leaves_by_one_plan(rank, folder):
-    """Where the state does not fit, ``auto`` says in all processes what would do; that done, they follow one plan."""
-    planning_ranks.measure_hardware = lambda directories, device, **options: a_machine()
-
-    def run(**settings):
-        torch.manual_seed(0)
-        model = build("gpt2", 0.1, layers=4)
-        wrapped = DistributedDataParallel(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        losses = []
-        with offload_activations(model, OffloadConfig(min_bytes=4096, **settings)) as session:
-            assert session.prepare_optimizer(optimizer) is optimizer
-            for _ in range(5):
-                loss = wrapped(**batch()).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                session.end_step()
-                losses.append(loss.item())
-            streams, placements = session.streams_optimizer, dict(session.plan.placements)
-        return losses, [local(parameter) for parameter in model.parameters()], streams, placements
-
-    def auto(budget, **settings):
-        return {"tier": "auto", "memory_budget": budget, "directory": folder, **settings}
-
-    with pytest.raises(OffloadPlanError, match="state on a tier") as refused:
-        run(**auto("1MiB"))
-    with pytest.raises(OffloadPlanError) as least:
-        run(**auto("1MiB", optimizer="ssd"))
-    assert least.value.smallest_bytes < refused.value.smallest_bytes
-    budget = (least.value.smallest_bytes + refused.value.smallest_bytes) // 2
-    expected, found = run(tier="none"), run(**auto(budget, optimizer="ssd"))
-    assert found[2]
-    assert found[0] == expected[0]
-    assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
-    everyone = [None] * TWO
-    dist.all_gather_object(everyone, (str(refused.value), budget, found[3]))
-    assert everyone[0] == everyone[1]
-
-
 def gone_in_one_of_them(rank, folder):
     """The garbage collector comes to the first process and not to the second, which waits for the first one's part."""
     (folder / f"gone{rank}").mkdir()
@@ -406,7 +366,6 @@ IN_TWO = (
     an_interrupted_training_waits_for_nobody,
     one_plan_for_all,
     one_plan_for_shards,
-    state_leaves_by_one_plan,
     gone_in_one_of_them,
     streamed_shards_are_refused,
     one_alone_is_refused,
