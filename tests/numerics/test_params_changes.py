@@ -144,3 +144,15 @@ def test_a_streamed_step_counts_as_many_changes_as_in_memory(kind, parts, params
             optimizer.zero_grad()
         found.append(versions)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("place", ["none", "ram"])
+def test_an_update_of_memory_that_overlaps_is_an_error_of_its_step(place):
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(1, 64).expand(32, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if place == "ram":
+        attach(model, OffloadConfig(tier="none", optimizer="ram", min_bytes=1)).prepare_optimizer(optimizer)
+    (torch.ones(2, 64) @ model.weight.t()).sum().backward()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        optimizer.step()

@@ -242,6 +242,9 @@ class Streaming:
                     record.refresh(parameter)
                     # A gradient in memory is the user's, who may change it from now on. Errors belong to the step.
                     waits = may_wait and update.gradient is not None and not record.is_doubtful
+                    waits = (
+                        waits and torch._debug_has_internal_overlap(parameter) == 0
+                    )  # which in-place operations refuse
                     if waits and not held_elsewhere(parameter):
                         about_to_change(parameter)
                         update.begin_to_wait(parameter)
