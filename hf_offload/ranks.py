@@ -95,6 +95,10 @@ class Ranks:
         dist.all_to_all_single(received, rows, group=self._group)
         return received
 
+    def copy_first(self, tensor: Tensor) -> None:
+        """``tensor``, on the CPU, becomes that of the first process."""
+        dist.broadcast(tensor, src=0, group=self._group)
+
     def collect(self, row: Tensor, to: int) -> list[Tensor]:
         """The rows of all, by rank, in the process ``to``; nothing in the others."""
         rows = [row.new_empty(row.shape) for _ in range(self.count)] if self.number == to else []

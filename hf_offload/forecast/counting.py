@@ -36,7 +36,8 @@ class OptimizerNeeds:
     """Memory of an optimizer: bytes that stay, bytes during its step, and how long that takes.
 
     ``gradient_bytes`` is what the gradients need at most, where other weights than those of the counted step may need more.
-    ``buffer_bytes`` are there while losses are computed, too. Without ``has_backward``, the step is two forwards.
+    ``buffer_bytes`` are there while losses are computed, too, and ``copy_bytes`` of them copy weights. Without
+    ``has_backward``, the step is two forwards.
     """
 
     state_bytes: int
@@ -44,6 +45,7 @@ class OptimizerNeeds:
     step_s: float
     gradient_bytes: int = 0
     buffer_bytes: int = 0
+    copy_bytes: int = 0
     has_backward: bool = True
 
 
@@ -121,6 +123,7 @@ def count_footprint(
         largest_operation_bytes=counter.largest_operation_bytes,
         state_bytes=optimizer.state_bytes,
         buffer_bytes=optimizer.buffer_bytes,
+        copy_bytes=optimizer.copy_bytes,
         **bytes_of_weights(model, optimizer, update_in_backward=update_in_backward),
     )
 

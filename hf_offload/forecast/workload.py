@@ -224,7 +224,13 @@ def optimizer_needs(workload: Workload, model: nn.Module, hardware: Hardware) ->
         found = mode.optimizer_bytes(model, on_cpu=hardware.device == "cpu", fused=workload.fused)
         step_s = found.moved / hardware.memory_bytes_per_s.value
         return OptimizerNeeds(
-            found.state, found.step, step_s, found.gradients, found.buffers, has_backward=mode.uses_gradients
+            found.state,
+            found.step,
+            step_s,
+            found.gradients,
+            found.buffers,
+            found.copies,
+            has_backward=mode.uses_gradients,
         )
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(parameter.numel() * parameter.element_size() for parameter in trainable)

@@ -20,7 +20,7 @@ from hf_offload.integrations.streamed import (
     stream_prepared,
 )
 from hf_offload.integrations.summary import has_summary, show_summary, summary_lines
-from hf_offload.integrations.without_gradients import check_gradients, check_step
+from hf_offload.integrations.without_gradients import check_gradients, check_step, lacks_gradients
 from hf_offload.memory_modes.applied import apply_mode
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
 from hf_offload.settings.environment import FIELDS, settings_with, variable
@@ -294,6 +294,8 @@ class _Offloading(ClipsStreamedGradients):
         offloaded = _attached.get(self)
         if offloaded is not None and trained:
             offloaded.prepares_model(model)
+            if lacks_gradients(offloaded.config):  # nothing is reduced between processes
+                args, kwargs = args[:1], {**kwargs, "evaluation_mode": True}
         result = super().prepare_model(model, *args, **kwargs)
         if offloaded is not None:
             offloaded.prepared_model(result, trained)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from hf_offload.errors import OffloadError
+from hf_offload.integrations.without_gradients import LeavesModelsUnwrapped, check_processes
 from hf_offload.optimizers.mezo import MeZO
 from hf_offload.surgery import extend
 
@@ -34,7 +35,12 @@ class _EvaluatesTwice(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._collected = []  # an earlier training may have ended in the middle of a step
-        return super()._inner_training_loop(*args, **kwargs)
+        check_processes(self.accelerator, "mezo")
+        unwrapped = extend(self.accelerator, LeavesModelsUnwrapped)
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            unwrapped.remove()
 
     def training_step(
         self,
@@ -52,22 +58,26 @@ class _EvaluatesTwice(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
-        return optimizer.evaluate(lambda: self._loss(model, batches, num_items_in_batch)).to(self.args.device)
+        losses = optimizer.evaluate(
+            lambda: self._losses(model, batches, num_items_in_batch), sums=self._is_scaled(num_items_in_batch)
+        )
+        return losses.to(self.args.device)
 
-    def _loss(self, model: nn.Module, batches: list[Any], num_items_in_batch: Tensor | int | None) -> Tensor:
+    def _losses(self, model: nn.Module, batches: list[Any], num_items_in_batch: Tensor | int | None) -> list[Tensor]:
         losses: list[Any] = []
         for batch in batches:
             with self.compute_loss_context_manager():
                 inputs = copy.copy(batch)  # labels may be taken out
                 losses.append(self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch))
+        return losses
+
+    def _is_scaled(self, num_items_in_batch: Tensor | int | None) -> bool:
+        """Whether the losses of micro-batches are parts of their sum."""
         scaled = getattr(self, "loss_is_scaled_for_ga", None)  # from transformers 5.19 on
         if scaled is None:
             by_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = by_model or self.compute_loss_func is not None
-        total: Tensor = losses[0] if scaled else losses[0] / len(batches)
-        for loss in losses[1:]:
-            total = total + (loss if scaled else loss / len(batches))
-        return total
+        return bool(scaled)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return None  # there are no gradients

@@ -79,10 +79,15 @@ class Mezo(MemoryMode):
         for name in ("gradient_checkpointing", "activation_checkpointing"):
             if getattr(args, name, False):
                 yield f"{name}=True recomputes for backward, which memory_mode='mezo' has not: leave it out."
-        if args.world_size > 1 or args.n_gpu > 1:
+        if args.n_gpu > 1:
             yield (
-                f"memory_mode='mezo' trains on one device in one process, and there are {max(args.world_size, args.n_gpu)}: "
-                "start one process, and set CUDA_VISIBLE_DEVICES to one GPU."
+                f"memory_mode='mezo' trains on one device in each process, and this one has {args.n_gpu}: start a process "
+                "for each, as `torchrun` and `accelerate launch` do, or set CUDA_VISIBLE_DEVICES to one GPU."
+            )
+        if args.fsdp:
+            yield (
+                f"fsdp={args.fsdp} shards weights, and memory_mode='mezo' draws directions for whole ones: leave it out. "
+                "With several processes, each has all weights, or takes them from a tier (offload_params)."
             )
 
     def conflicts_with(self, config: OffloadConfig) -> Iterator[str]:
@@ -108,9 +113,12 @@ class Mezo(MemoryMode):
             if parameter.requires_grad
         ]
 
+        assert isinstance(optimizer, MeZO)
+
         def end() -> None:
             for handle in handles:
                 handle.remove()
+            optimizer.end_training()
 
         return end
 
@@ -132,7 +140,7 @@ class Mezo(MemoryMode):
         drawn = max((direction_bytes(one, on_cpu=on_cpu) for one in weights), default=0)
         copies = sum(sizes) if self.restore == "pristine" else 0
         moved = (_MOVES + 1) * 4 * sum(sizes) + 4 * copies
-        return OptimizerBytes(state=0, step=0, moved=moved, buffers=drawn + copies)
+        return OptimizerBytes(state=0, step=0, moved=moved, buffers=drawn + copies, copies=copies)
 
 
 def _refuse_gradient(parameter: torch.Tensor) -> None:

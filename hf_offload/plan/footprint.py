@@ -121,6 +121,7 @@ class Footprint:
         tiled: Modules that are computed a few tokens at a time.
         state_bytes: How much of ``base_bytes`` is optimizer state.
         buffer_bytes: How much of ``base_bytes`` the optimizer has for the time of a step, forward included.
+        copy_bytes: How much of ``buffer_bytes`` copies weights. Those on a tier are kept there instead.
         sampled: Linear layers whose weight gradient is estimated from a part of their input.
         skipped_blocks: Blocks that did not run, and may run in another step (layer drop).
         weights: Unit -> what of its weights, gradients and state may leave memory.
@@ -144,6 +145,7 @@ class Footprint:
     sampled: tuple[str, ...] = ()
     state_bytes: int = 0
     buffer_bytes: int = 0
+    copy_bytes: int = 0
     skipped_blocks: tuple[str, ...] = ()
     weights: Mapping[str, UnitWeights] = dataclasses.field(default_factory=dict)
     transfers: tuple[Transfer, ...] = ()

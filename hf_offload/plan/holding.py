@@ -49,12 +49,14 @@ def hold(footprint: Footprint, held: Held, budget_bytes: int, on_host: bool, now
         return footprint
     if held.weights is not None and has_no_backward(footprint) and _takes_turns(footprint, held):
         footprint = _in_turns(footprint)
+    copies = footprint.copy_bytes if held.weights is not None and now.weights is None else 0
     windows = _windows(footprint, held, budget_bytes)
     buffers = sum(windows[kind] for kind in (STATE, GRADIENTS) if kind in windows) if on_host else 0
     weights = _memory_of_weights(footprint, held, on_host) - _memory_of_weights(footprint, now, on_host)
     found = dataclasses.replace(
         footprint,
-        base_bytes=footprint.base_bytes + buffers + weights,
+        base_bytes=footprint.base_bytes + buffers + weights - copies,
+        buffer_bytes=footprint.buffer_bytes - copies,
         transfers=tuple(sorted(_transfers(footprint, held), key=lambda one: one.at)),
         transfer_windows=windows,
     )
@@ -199,7 +201,11 @@ def has_no_backward(footprint: Footprint) -> bool:
 
 
 def _takes_turns(footprint: Footprint, held: Held) -> bool:
-    """Two passes go through the model together where that writes less: where more than half of the weights leave."""
+    """Two passes go through the model together where that writes less: where more than half of the weights leave, and where
+    they need not be as they were.
+    """
+    if footprint.copy_bytes:
+        return False
     total = sum(one.weight_bytes for one in footprint.weights.values())
     return 2 * max(held.weights_bytes, least_weights(footprint)) < total
 
@@ -215,7 +221,9 @@ def _in_turns(footprint: Footprint) -> Footprint:
 
 
 def _weights_of_forwards(footprint: Footprint, held: Held, uses: Mapping[str, _Uses]) -> list[Transfer]:
-    """Each pass brings what leaves, and one of them writes it; passes that take turns bring it once, and write all."""
+    """Each pass brings what leaves, and one of them writes it. Passes that take turns bring it once, and write all. Weights
+    that are to be as they were are all written, and those that have stayed are read again in the end.
+    """
     assert held.weights is not None
     total = sum(one.weight_bytes for one in footprint.weights.values())
     leaving = max(0, total - max(held.weights_bytes, least_weights(footprint)))
@@ -227,11 +235,15 @@ def _weights_of_forwards(footprint: Footprint, held: Held, uses: Mapping[str, _U
     found = []
     for unit, one in footprint.weights.items():
         share, use = leaving / max(1, total), uses[unit].forward
-        read, written = round(one.weight_bytes * share), one.trained_bytes if both else round(one.trained_bytes * share)
+        writes_all = both or bool(footprint.copy_bytes)
+        read, written = round(one.weight_bytes * share), round(one.trained_bytes * (1 if writes_all else share))
         found.append(Transfer(WEIGHTS, unit, held.weights, read, use, loads=True))
         found.append(Transfer(WEIGHTS, unit, held.weights, written, use, loads=False))
         if not both:
             found.append(Transfer(WEIGHTS, unit, held.weights, read, second.get(unit, use), loads=True))
+        if footprint.copy_bytes:
+            again = round(one.trained_bytes * (1 - share))
+            found.append(Transfer(WEIGHTS, unit, held.weights, again, use, loads=True))
     return [one for one in found if one.nbytes]
 
 

@@ -25,10 +25,13 @@ def agreed(config: OffloadConfig, ranks: Ranks) -> OffloadConfig:
     if ranks.count == 1:
         return config
     _refuse_differences(ranks.gather(_compared(config)))
+    return part_of(config, ranks.local_count)
+
+
+def part_of(config: OffloadConfig, count: int) -> OffloadConfig:
+    """That of one of ``count`` processes on a machine."""
     parts: dict[str, Any] = {
-        name: max(1, int(value) // ranks.local_count)
-        for name in _SHARED
-        if (value := getattr(config, name)) is not None
+        name: max(1, int(value) // count) for name in _SHARED if (value := getattr(config, name)) is not None
     }
     return with_checked(config, **parts)
 

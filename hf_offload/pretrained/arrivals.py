@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_offload.allocator import release_free_memory
 from hf_offload.errors import OffloadConfigError, StorageError
+from hf_offload.planning.ranks import part_of
 from hf_offload.residency.refusals import refuse_processes
 from hf_offload.residency.residency import Residency
 from hf_offload.residency.setting import (
@@ -112,8 +113,10 @@ class Arrivals:
         self._place = place
         if place == "none":
             return
-        refuse_processes(processes)
-        self._storage.begin_run(config, on_host, processes=1)
+        refuse_processes(config, processes)
+        local = min(processes, int(os.environ.get("LOCAL_WORLD_SIZE") or processes))
+        config = self._config = part_of(config, local)
+        self._storage.begin_run(config, on_host, processes=local)
         limit_bytes = memory_for_weights(config)
         if place == "ssd":
             self._check_drive(limit_bytes)

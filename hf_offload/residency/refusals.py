@@ -7,11 +7,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.schema import OffloadConfig
 
 
-def refuse(model: nn.Module, processes: int) -> None:
+def refuse(model: nn.Module, config: OffloadConfig, processes: int) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` for a model whose weights cannot leave memory."""
-    refuse_processes(processes)
+    refuse_processes(config, processes)
     if getattr(model, "hf_device_map", None):
         raise OffloadConfigError(
             "The model was loaded with a device_map (hf_device_map), so accelerate's hooks move its weights already: load it "
@@ -23,9 +24,10 @@ def refuse(model: nn.Module, processes: int) -> None:
         _refuse_parameter(name, parameter)
 
 
-def refuse_processes(count: int) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` if ``count`` processes train one model together."""
-    if count > 1:
+def refuse_processes(config: OffloadConfig, count: int) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` if ``count`` processes train one model together by gradients."""
+    mode = config.mode()
+    if count > 1 and (mode is None or mode.uses_gradients):
         raise OffloadConfigError(
             f"params=... moves the weights of one process, and {count} train together, which exchange gradients of "
             "weights in memory: shard them with FSDP2 and its CPUOffloadPolicy (fsdp_offload_params: true in the file of "

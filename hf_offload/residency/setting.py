@@ -74,7 +74,7 @@ def park_weights(model: nn.Module, config: OffloadConfig, storage: RunStorage, p
             present.bring_all()
             del _residencies[model]
         return None
-    refuse(model, processes)
+    refuse(model, config, processes)
     if present is None:
         largest = max((p.nbytes for p in model.parameters()), default=0)
         present = open_residency(config, place, storage, on_host, weights_at_a_time(model, config), largest)

@@ -18,8 +18,9 @@ from hf_offload.errors import OffloadError, StorageError
 from hf_offload.parameters.casts import fill_cast
 from hf_offload.parameters.contexts import outside
 from hf_offload.parameters.demand import housed
+from hf_offload.parameters.derivation import Derivation
 from hf_offload.parameters.holders import hull_of, storage_holders
-from hf_offload.parameters.saved import Derivation, Former, whereabouts
+from hf_offload.parameters.saved import Former, whereabouts
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.storage.buffers import whole_storage
 from hf_offload.storage.mapped import MappedFiles

@@ -104,7 +104,7 @@ def test_a_sharded_parameter_is_refused(tmp_path):
 
 def test_several_processes_are_handed_over():
     with pytest.raises(OffloadConfigError, match=r"2 train together.*--where fsdp2.*--where zero3.*params='none'"):
-        refuse(mlp(), processes=2)
+        refuse(mlp(), OffloadConfig(), processes=2)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import transformers
 from transformers import TrainingArguments
 from typer.testing import CliRunner
 
+from hf_offload import OffloadConfig, attach
 from hf_offload.cli.main import app
 from hf_offload.forecast.compare_modes import compare_modes
 from hf_offload.forecast.forecast import make_forecast
@@ -209,6 +210,43 @@ def test_weights_of_a_step_without_backward_pass_as_in_a_run():
     assert least.base_bytes == counted.base_bytes - total + few
     assert sum(segment.seconds for segment in turns.segments) == pytest.approx(seconds, rel=0.05)
     assert max(segment.live_bytes for segment in turns.segments) > max(one.live_bytes for one in counted.segments)
+
+
+@pytest.mark.parametrize("part", [0, 0.7])
+@pytest.mark.parametrize("restore", ["reference", "pristine"])
+def test_a_plan_counts_what_a_run_without_backward_reads_and_writes(restore, part):
+    """With few weights in memory, and with most of them."""
+    settings = {"restore": restore}
+    shape = workload_of("gpt2").in_mode("mezo", settings)
+    config = copy.deepcopy(shape.config)
+    config.num_hidden_layers = 8
+    counted = count_workload(dataclasses.replace(shape, config=config), CARD)
+    total = sum(one.weight_bytes for one in counted.weights.values())
+    torch.manual_seed(0)
+    model = type(tiny_model("gpt2"))(config)
+    config = {"tier": "none", "memory_mode": "mezo", "memory_mode_kwargs": settings, "params": "ram", "min_bytes": 0}
+    if part:
+        config["memory_budget"] = round(part * total)
+    session = attach(model, OffloadConfig(**config))
+    residency = session.residency
+    optimizer = session.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    moved = []
+    for step in range(5):
+        optimizer.step(lambda step=step: model(**tiny_batch("gpt2", seed=step)).loss)
+        residency.store.settle()
+        moved.append(residency.moved_bytes)
+    (written, read), (written_later, read_later) = moved[2], moved[4]
+    held = Held(None, "ram", residency.limit_bytes)
+    found = hold(counted, held, 1 << 30, on_host=True)
+    predicted_written, predicted_read = (each["ram"] for each in moved_bytes(found))
+    assert residency.total_bytes == total
+    assert (written_later - written) / 2 == pytest.approx(predicted_written, rel=0.05)
+    assert (read_later - read) / 2 == pytest.approx(predicted_read, rel=0.05)
+    copies = counted.copy_bytes
+    assert copies == (total if restore == "pristine" else 0)
+    without = hold(dataclasses.replace(counted, copy_bytes=0), held, 1 << 30, on_host=True)
+    assert found.base_bytes == without.base_bytes - copies
+    session.detach()
 
 
 def test_a_plan_lets_weights_leave_in_a_mode_without_gradients():

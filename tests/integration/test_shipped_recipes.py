@@ -1,6 +1,7 @@
 """Every shipped recipe trains two steps: as it is, but with a tiny model of its architecture and rows made up here."""
 
 import dataclasses
+import logging
 import math
 
 import pytest
@@ -54,6 +55,22 @@ def test_a_shipped_recipe_trains_two_steps(name, tmp_path, tokenizer):
         assert report.offload["offloaded_bytes"] > 0
     if recipe.data.validation is not None:
         assert {f"eval_{metric}" for metric in recipe.evaluation.metrics_for(recipe.model.task)} <= set(report.metrics)
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if load_recipe(name).offload.memory_mode == "mezo"])
+def test_a_recipe_without_backward_trains_weights_on_a_drive(name, tmp_path, tokenizer, caplog):
+    """Six layers, of which two may be in memory: the losses are those of a run in memory."""
+    caplog.set_level(logging.INFO, "hf_offload.optimizers.mezo.passes")
+    changes = [*shrunk(name, tmp_path, tokenizer), "model.config.num_hidden_layers=6", "training.learning_rate=0.01"]
+    changes.append("training.logging_steps=1")
+    expected = run_recipe(load_recipe(name, changes), save=False)
+    changes += ["offload.params=ssd", f"offload.directory={tmp_path}"]
+    found = run_recipe(load_recipe(name, changes), save=False)
+    assert len(found.losses) == 2
+    assert found.losses == expected.losses
+    assert [record.getMessage() for record in caplog.records] == [
+        "MeZO computes both losses of a step in one pass over the weights."
+    ]
 
 
 def test_all_shipped_recipes_are_good():

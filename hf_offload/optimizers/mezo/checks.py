@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.optimizers.mezo.directions import RESTORES
@@ -37,6 +39,21 @@ def check_groups(groups: Iterable[dict[str, Any]]) -> None:
                         raise OffloadConfigError(f"{key}={group[key]!r} of group {number}: give a number of 0 or more.")
 
 
+def check_model(model: nn.Module) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for a model that is wrapped for gradients."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise OffloadConfigError(
+                "DistributedDataParallel has memory for all gradients, and MeZO has none: give it the model that is not "
+                "wrapped, which each process computes with. MeZO averages the losses of all processes itself."
+            )
+        if isinstance(module, FullyShardedDataParallel):
+            raise OffloadConfigError(
+                "FullyShardedDataParallel shards weights, and directions are drawn for whole ones: give MeZO the model that "
+                "is not wrapped."
+            )
+
+
 def check_weights(weights: dict[str, nn.Parameter], foreign: int) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` with everything about ``weights`` that cannot be trained."""
     with collect_errors("parameters of MeZO") as check:
@@ -49,13 +66,6 @@ def check_weights(weights: dict[str, nn.Parameter], foreign: int) -> None:
             if not weights:
                 raise OffloadConfigError("No parameter requires gradients: unfreeze what is to be trained.")
         with check:
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                count = torch.distributed.get_world_size()
-                if count > 1:
-                    raise OffloadConfigError(
-                        f"MeZO trains in one process, and there are {count}: start one, or use another memory mode."
-                    )
-        with check:
             devices = sorted({str(one.device) for one in weights.values()})
             if len(devices) > 1:
                 raise OffloadConfigError(
@@ -65,7 +75,8 @@ def check_weights(weights: dict[str, nn.Parameter], foreign: int) -> None:
             with check:
                 if isinstance(one, DTensor):
                     raise OffloadConfigError(
-                        f"{name} is sharded (DTensor), and directions are drawn for whole weights: train in one process."
+                        f"{name} is sharded (DTensor), and directions are drawn for whole weights: leave out "
+                        "what shards it. With several processes, each has all weights."
                     )
                 if not one.is_floating_point():
                     raise OffloadConfigError(f"{name} is {one.dtype}: only real floating point is trained.")
@@ -84,11 +95,19 @@ def check_no_gradients(weights: dict[str, nn.Parameter]) -> None:
             )
 
 
-def loss_of(value: Any) -> Tensor:
-    """The loss a closure has returned. Raises :class:`~hf_offload.errors.OffloadError` unless it is one number."""
+def losses_of(value: Any) -> Tensor:
+    """The losses a closure has returned, one or a list of them, ``[count]``. Raises
+    :class:`~hf_offload.errors.OffloadError` unless each is one number.
+    """
+    return torch.cat([_loss_of(one) for one in (value if isinstance(value, list) and value else [value])])
+
+
+def _loss_of(value: Any) -> Tensor:
     if isinstance(value, (int, float)):
-        return torch.tensor(value, dtype=torch.float64, device="cpu")
+        return torch.tensor([value], dtype=torch.float64, device="cpu")
     if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise OffloadError(f"The closure has returned {found}: return the loss, a tensor of one number.")
-    return value.detach().reshape(())
+        raise OffloadError(
+            f"The closure has returned {found}: return the loss, a tensor of one number, or a list of such losses."
+        )
+    return value.detach().reshape(1)

@@ -201,7 +201,7 @@ class _Stage:
 
 
 class MovingWeight:
-    """How far one weight is: a :class:`~hf_offload.parameters.saved.Derivation` if its memory comes and goes, or else a
+    """How far one weight is: a :class:`~hf_offload.parameters.derivation.Derivation` if its memory comes and goes, or else a
     :class:`~hf_offload.parameters.waiting.Demand`.
 
     Attributes:

@@ -16,15 +16,17 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.mezo.checks import (
     HOW,
     check_groups,
+    check_model,
     check_no_gradients,
     check_options,
     check_weights,
-    loss_of,
+    losses_of,
 )
 from hf_offload.optimizers.mezo.course import Course
 from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Directions, Shift, checksum
 from hf_offload.optimizers.mezo.log import MezoLog, Row, Setup
 from hf_offload.optimizers.mezo.passes import Passes
+from hf_offload.optimizers.mezo.together import Losses, Together
 from hf_offload.optimizers.projected.projections import draw_seed
 from hf_offload.parameters.waiting import residence_of
 
@@ -47,6 +49,9 @@ class MeZO(Optimizer):
     from a seed of its own as often as it is needed, so that nothing but the weights, one ``z`` of the largest weight and the
     activations of one forward is in memory.
 
+    With several processes (``torch.distributed``), all of them make each step, each with its part of the batch: the losses
+    are averaged, and all have the same weights, which are those of rank 0 before the first step.
+
     Args:
         params: As for every optimizer, groups with their own ``lr`` and ``weight_decay`` included. Those that do not require
             gradients are left alone.
@@ -65,7 +70,8 @@ class MeZO(Optimizer):
         projected_gradient: ``g`` of the last evaluation.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for parameters that are sharded, on several devices, or not the
-    model's, for several processes, and for a state dict that was saved with other settings or other parameters.
+    model's, for a model that is wrapped for gradients, and for a state dict that was saved with other settings or other
+    parameters.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class MeZO(Optimizer):
         weight_decay: float = 0.0,
     ):
         check_options(eps, restore)
+        check_model(model)
         self._made = False
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         check_groups(self.param_groups)
@@ -106,20 +113,36 @@ class MeZO(Optimizer):
         self._is_changing = False
         self._course: Course | None = None  # of weights that leave memory
         self._passes = Passes()
+        self._together = Together()
         self._made = True
 
     @torch.no_grad()
-    def evaluate(self, closure: Callable[[], Any]) -> Tensor:
+    def evaluate(self, closure: Callable[[], Any], *, sums: bool = False) -> Tensor:
         """Compute the two losses, with ``closure``, and the projected gradient, which :meth:`step` then uses. Returns the
-        first loss, that of ``w + eps z``. Weights go back whatever ``closure`` raises.
+        first loss, that of ``w + eps z``, of all processes. Weights go back whatever ``closure`` raises.
 
-        Raises :class:`~hf_offload.errors.OffloadError` for a loss that is not one finite number.
+        ``closure`` returns the loss, or a list of losses of micro-batches, which are averaged, or added up with ``sums``.
+
+        Raises :class:`~hf_offload.errors.OffloadError` for a loss that is not one finite number, and where another process
+        has raised an error.
         """
+        self._evaluated = False
+        self._together.begin(self._model_alive(), self.log.setup.as_text(), len(self.log.rows), self._check)
+        if self.log.initial is None:
+            self.log.initial = tuple(map(checksum, self._weights.values()))
+        first, second = self._together.losses(lambda: self._losses(closure), sums)
+        self._check_losses(first, second)
+        self.projected_gradient = float(((first - second) / (2 * self.log.setup.eps)).item())
+        self._evaluated = True
+        return first
+
+    def _check(self) -> None:
         check_no_gradients(self._weights)
         self._check_whole()
+
+    def _losses(self, closure: Callable[[], Any]) -> Losses:
+        """What ``closure`` returns with weights moved either way. They go back."""
         setup, weights = self.log.setup, list(self._weights.values())
-        if self.log.initial is None:
-            self.log.initial = tuple(map(checksum, weights))
         seed = draw_seed(setup.seed, 0, len(self.log.rows)) & _SEED_BITS
         mover = self._mover()
         is_pristine = setup.restore == "pristine"
@@ -127,7 +150,6 @@ class MeZO(Optimizer):
         losses: list[Tensor] = []
         way = iter((PLUS, MINUS, BACK))
         before = len(self.log.rows)
-        self._evaluated = False
         if isinstance(mover, Course):
             mover.begin_step()
             if is_pristine:
@@ -142,31 +164,32 @@ class MeZO(Optimizer):
                     with signals_deferred:
                         mover.keep_here()
                         self._move(mover, seed, next(way))
-                    losses = self._passes.losses(mover, self._model_alive(), lambda: loss_of(closure()))
+                    losses = self._passes.losses(mover, self._model_alive(), lambda: losses_of(closure()))
                 else:
-                    losses.append(loss_of(closure()))
+                    losses.append(losses_of(closure()))
                     with signals_deferred:
                         self._move(mover, seed, next(way))
-                    losses.append(loss_of(closure()))
+                    losses.append(losses_of(closure()))
             finally:
                 with signals_deferred:
                     if len(self.log.rows) > before and not self._is_changing:
                         self._go_back(mover, seed, way, kept)
         first, second = losses
-        self._check_losses(first, second)
-        self.projected_gradient = float(((first - second) / (2 * setup.eps)).item())
-        self._evaluated = True
-        return first
+        return first, second
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # type: ignore[override]
-        """Update all weights, after :meth:`evaluate` with ``closure`` if one is given. Returns what that does, or None."""
+        """Update all weights, after :meth:`evaluate` with ``closure`` if one is given. Returns what that does, or None.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` for a rate or decay that is another one in another process.
+        """
         loss = None if closure is None else self.evaluate(closure)
         if not self._evaluated or self.projected_gradient is None:
             raise OffloadError(f"MeZO's step() has no losses to work with: {HOW}.")
         self._check_whole()
         mover = self._mover()
         row = self._row(self.log.rows[-1].seed, self.projected_gradient)
+        self._together.agree("learning rate or decay", (row.rates, row.decays))
         with signals_deferred:
             self._evaluated = False
             if isinstance(mover, Course):
@@ -256,6 +279,10 @@ class MeZO(Optimizer):
         if model is None:
             raise OffloadError("The model of this MeZO has gone: keep it as long as its optimizer.")
         return model
+
+    def end_training(self) -> None:
+        """Let the other processes go, until the next step. Idempotent."""
+        self._together.part()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
