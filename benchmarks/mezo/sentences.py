@@ -36,6 +36,7 @@ class Way:
     Attributes:
         steps: Of 8 sentences.
         rate: Learning rate, which falls linearly to 0.
+        head_rate: That of the head, if it has one of its own.
         gradients: AdamW instead of MeZO.
         head_only: The encoder is frozen, and 4,096 rows are used. Otherwise its blocks are trained, too, and only its
             embeddings are frozen.
@@ -43,13 +44,14 @@ class Way:
 
     steps: int
     rate: float
+    head_rate: float | None = None
     gradients: bool = False
     head_only: bool = False
 
 
 WAYS = {
     "adamw": Way(500, 1e-4, gradients=True),
-    "mezo": Way(2000, 5e-4),
+    "mezo": Way(2000, 3e-5, head_rate=3e-3),
     "mezo-head": Way(2000, 1e-3, head_only=True),
 }
 
@@ -86,7 +88,9 @@ def train(way: Way, path: Path, folder: Path, kept: Path) -> Iterator[tuple[int,
     model = Classifier(path)
     model.encoder.requires_grad_(not way.head_only)
     model.encoder.embeddings.requires_grad_(False)
-    trained = [one for one in model.parameters() if one.requires_grad]
+    head = list(model.head.parameters())
+    blocks = [one for one in model.encoder.parameters() if one.requires_grad]
+    trained = [{"params": head, "lr": way.head_rate or way.rate}, {"params": blocks}] if blocks else head
     optimizer: Any
     if way.gradients:
         optimizer = torch.optim.AdamW(trained, lr=way.rate)
@@ -143,7 +147,13 @@ def train(way: Way, path: Path, folder: Path, kept: Path) -> Iterator[tuple[int,
     means = [statistics.fmean(losses[begin : begin + _WINDOW]) for begin in range(0, len(losses), _WINDOW)]
     yield (
         len(losses),
-        {"steps": len(losses), "rate": way.rate, "losses": means, "accuracy": 100 * right / len(validation)},
+        {
+            "steps": len(losses),
+            "rate": way.rate,
+            "head_rate": way.head_rate or way.rate,
+            "losses": means,
+            "accuracy": 100 * right / len(validation),
+        },
     )
 
 
