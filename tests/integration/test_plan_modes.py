@@ -212,14 +212,16 @@ def test_weights_of_a_step_without_backward_pass_as_in_a_run():
     assert max(segment.live_bytes for segment in turns.segments) > max(one.live_bytes for one in counted.segments)
 
 
-@pytest.mark.parametrize("part", [0, 0.7])
+@pytest.mark.parametrize("part", [0, 1.5])
 @pytest.mark.parametrize("restore", ["reference", "pristine"])
 def test_a_plan_counts_what_a_run_without_backward_reads_and_writes(restore, part):
-    """With few weights in memory, and with most of them."""
+    """With few weights in memory, and with most of them. What is in memory when a pass begins is not all that it uses
+    first: a block or two are read more.
+    """
     settings = {"restore": restore}
     shape = workload_of("gpt2").in_mode("mezo", settings)
     config = copy.deepcopy(shape.config)
-    config.num_hidden_layers = 8
+    config.num_hidden_layers = 12
     counted = count_workload(dataclasses.replace(shape, config=config), CARD)
     total = sum(one.weight_bytes for one in counted.weights.values())
     torch.manual_seed(0)
@@ -240,8 +242,8 @@ def test_a_plan_counts_what_a_run_without_backward_reads_and_writes(restore, par
     found = hold(counted, held, 1 << 30, on_host=True)
     predicted_written, predicted_read = (each["ram"] for each in moved_bytes(found))
     assert residency.total_bytes == total
-    assert (written_later - written) / 2 == pytest.approx(predicted_written, rel=0.05)
-    assert (read_later - read) / 2 == pytest.approx(predicted_read, rel=0.05)
+    assert (written_later - written) / 2 == pytest.approx(predicted_written, rel=0.02, abs=least_weights(counted) / 2)
+    assert predicted_read <= (read_later - read) / 2 <= predicted_read + least_weights(counted)
     copies = counted.copy_bytes
     assert copies == (total if restore == "pristine" else 0)
     without = hold(dataclasses.replace(counted, copy_bytes=0), held, 1 << 30, on_host=True)

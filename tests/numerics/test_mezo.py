@@ -9,8 +9,7 @@ import torch
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, attach
 from hf_offload.errors import StorageError
 from hf_offload.optimizers.mezo import MeZO, MezoLog, replay
-from hf_offload.optimizers.mezo import optimizer as module
-from hf_offload.optimizers.mezo.directions import checksum
+from hf_offload.optimizers.mezo.directions import Directions, checksum
 from tests.helpers.live_bytes import peak_live_bytes
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
@@ -380,7 +379,7 @@ def test_an_error_while_weights_change_is_not_forgotten(during, monkeypatch):
         weights[0].add_(1)
         raise StorageError("the drive has gone")
 
-    monkeypatch.setattr(module.Directions, during, fail)
+    monkeypatch.setattr(Directions, during, fail)
     with pytest.raises(StorageError):
         optimizer.step(lambda: torch.ones(()))
     monkeypatch.undo()

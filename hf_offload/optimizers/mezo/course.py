@@ -9,8 +9,9 @@ Note: what is written
     back: as often as one that goes back.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ class Course:
 
     Attributes:
         parameters: The weights.
+        is_changing: Never: an error in the middle of a change is that of one weight, which says so when it is used.
         end: Where weights are to be when they are used.
         kept_at: Where a weight is kept before it goes on, as it may have to go on from there again. None: weights are kept
             when they leave memory.
@@ -42,6 +44,8 @@ class Course:
         takes_turns: Two passes take turns: one that can see how a weight changes for the other one ends with
             :class:`~hf_offload.optimizers.mezo.pairs.UnfitError`.
     """
+
+    is_changing = False
 
     def __init__(self, weights: dict[str, nn.Parameter]):
         self.parameters = list(weights.values())
@@ -90,6 +94,23 @@ class Course:
             self.end, self.kept_at = (number + 1, 0), None
         self._inform()
         self._forget_copies()
+        torch.clear_autocast_cache()
+
+    def end_step(self) -> None:
+        """All losses of the step are there."""
+
+    def check(self) -> None:
+        """Each weight says itself when it is used that an earlier error came while it changed."""
+
+    @contextlib.contextmanager
+    def casting(self) -> Iterator[None]:
+        """Let autocast keep no copies of weights that leave memory: each operation casts them anew, to the same bits."""
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(before)
 
     def _forget_copies(self) -> None:
         copied = [one for one in self._moving if one.copy_of is not None]
@@ -121,6 +142,7 @@ class Course:
             self._stages[number].moves.append(move_of)
             self.end = (number, count + 1)
         self._inform()
+        torch.clear_autocast_cache()
 
     def _inform(self) -> None:
         """Let all weights know when they are used, and move at once what is read without asking."""

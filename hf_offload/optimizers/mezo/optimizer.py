@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.interrupts import signals_deferred
+from hf_offload.optimizers.mezo.at_once import AtOnce
 from hf_offload.optimizers.mezo.checks import (
     HOW,
     check_groups,
@@ -23,7 +24,7 @@ from hf_offload.optimizers.mezo.checks import (
     losses_of,
 )
 from hf_offload.optimizers.mezo.course import Course
-from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Directions, Shift, checksum
+from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Shift, checksum
 from hf_offload.optimizers.mezo.log import MezoLog, Row, Setup
 from hf_offload.optimizers.mezo.passes import Passes
 from hf_offload.optimizers.mezo.together import Losses, Together
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 _SEED_BITS = (1 << 32) - 1
 """PyTorch's generator on the CPU uses no more of a seed."""
 
+_RATES = "learning rate or decay"
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -110,8 +112,7 @@ class MeZO(Optimizer):
         self.log = MezoLog(setup)
         self.projected_gradient: float | None = None
         self._evaluated = False
-        self._is_changing = False
-        self._course: Course | None = None  # of weights that leave memory
+        self._moves: AtOnce | Course = AtOnce(list(self._weights.values()))
         self._passes = Passes()
         self._together = Together()
         self._made = True
@@ -127,7 +128,8 @@ class MeZO(Optimizer):
         has raised an error.
         """
         self._evaluated = False
-        self._together.begin(self._model_alive(), self.log.setup.as_text(), len(self.log.rows), self._check)
+        now = {"step": len(self.log.rows), _RATES: self._row(0, 0.0)[2:]}
+        self._together.begin(self._model_alive(), self.log.setup, now, self._check)
         if self.log.initial is None:
             self.log.initial = tuple(map(checksum, self._weights.values()))
         first, second = self._together.losses(lambda: self._losses(closure), sums)
@@ -138,42 +140,46 @@ class MeZO(Optimizer):
 
     def _check(self) -> None:
         check_no_gradients(self._weights)
-        self._check_whole()
+        self._mover().check()
 
     def _losses(self, closure: Callable[[], Any]) -> Losses:
         """What ``closure`` returns with weights moved either way. They go back."""
-        setup, weights = self.log.setup, list(self._weights.values())
+        setup, model, mover = self.log.setup, self._model_alive(), self._mover()
         seed = draw_seed(setup.seed, 0, len(self.log.rows)) & _SEED_BITS
-        mover = self._mover()
         is_pristine = setup.restore == "pristine"
-        kept = [one.detach().clone() for one in weights] if is_pristine and isinstance(mover, Directions) else None
         losses: list[Tensor] = []
         way = iter((PLUS, MINUS, BACK))
         before = len(self.log.rows)
-        if isinstance(mover, Course):
-            mover.begin_step()
-            if is_pristine:
-                mover.keep_here()
-        with self._eval_mode(), _no_cached_casts(mover):
+        with self._eval_mode(), mover.casting():
             try:
+                mover.begin_step()
+                if is_pristine:
+                    mover.keep_here()
                 with signals_deferred:
                     # Until step() says otherwise, weights go there and back, and no update is made.
                     self.log.rows.append(self._row(seed, math.nan))
-                    self._move(mover, seed, next(way))
-                if isinstance(mover, Course) and not is_pristine and self._passes.one_pays(mover, self._model_alive()):
+                    mover.move(Shift(seed, next(way), setup.eps))
+                if isinstance(mover, Course) and not is_pristine and self._passes.one_pays(mover, model):
                     with signals_deferred:
                         mover.keep_here()
-                        self._move(mover, seed, next(way))
-                    losses = self._passes.losses(mover, self._model_alive(), lambda: losses_of(closure()))
+                        mover.move(Shift(seed, next(way), setup.eps))
+                    losses = self._passes.losses(mover, model, lambda: losses_of(closure()))
                 else:
                     losses.append(losses_of(closure()))
                     with signals_deferred:
-                        self._move(mover, seed, next(way))
+                        mover.move(Shift(seed, next(way), setup.eps))
                     losses.append(losses_of(closure()))
             finally:
                 with signals_deferred:
-                    if len(self.log.rows) > before and not self._is_changing:
-                        self._go_back(mover, seed, way, kept)
+                    if len(self.log.rows) > before and not mover.is_changing:
+                        if is_pristine:
+                            mover.undo()
+                        else:
+                            mover.go_on()
+                            # What is left, so that an aborted step has the bits of one without an update.
+                            for scale in way:
+                                mover.move(Shift(seed, scale, setup.eps))
+                    mover.end_step()
         first, second = losses
         return first, second
 
@@ -186,18 +192,13 @@ class MeZO(Optimizer):
         loss = None if closure is None else self.evaluate(closure)
         if not self._evaluated or self.projected_gradient is None:
             raise OffloadError(f"MeZO's step() has no losses to work with: {HOW}.")
-        self._check_whole()
         mover = self._mover()
+        mover.check()
         row = self._row(self.log.rows[-1].seed, self.projected_gradient)
-        self._together.agree("learning rate or decay", (row.rates, row.decays))
+        self._together.agree(_RATES, row[2:])
         with signals_deferred:
             self._evaluated = False
-            if isinstance(mover, Course):
-                mover.update(row.updates_of(self.log.setup.groups))
-                torch.clear_autocast_cache()
-            else:
-                with self._changing():
-                    mover.update(list(self._weights.values()), row.updates_of(self.log.setup.groups))
+            mover.update(row.updates_of(self.log.setup.groups))
             self.log.rows[-1] = row
         return loss
 
@@ -205,50 +206,12 @@ class MeZO(Optimizer):
         rates, decays = (tuple(float(group[key]) for group in self.param_groups) for key in ("lr", "weight_decay"))
         return Row(seed, gradient, rates, decays)
 
-    def _mover(self) -> Directions | Course:
+    def _mover(self) -> AtOnce | Course:
         """What moves the weights: at once, or when they are used, if any of them leaves memory."""
-        weights = self._weights
-        if self._course is None and any(residence_of(one) is not None for one in weights.values()):
-            self._course = Course(weights)
-        return Directions(list(weights.values())) if self._course is None else self._course
-
-    def _move(self, mover: Directions | Course, seed: int, scale: int) -> None:
-        shift = Shift(seed, scale, self.log.setup.eps)
-        if isinstance(mover, Course):
-            mover.move(shift)
-            torch.clear_autocast_cache()
-        else:
-            with self._changing():
-                mover.move(list(self._weights.values()), shift)
-
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Inside, some weights have changed and others have not: after an error of a drive or a device that stays so."""
-        self._is_changing = True
-        yield
-        self._is_changing = False
-        torch.clear_autocast_cache()  # or an autocast around the step would go on with weights as they were
-
-    def _check_whole(self) -> None:
-        if self._is_changing:
-            raise OffloadError(
-                "An earlier error came while MeZO changed weights: some have changed and others have not. Load a checkpoint "
-                "into the model, and make a new optimizer."
-            )
-
-    def _go_back(self, mover: Directions | Course, seed: int, way: Iterator[int], kept: list[Tensor] | None) -> None:
-        if isinstance(mover, Course) and self.log.setup.restore == "pristine":
-            mover.undo()
-            torch.clear_autocast_cache()
-        elif kept is None:
-            if isinstance(mover, Course):
-                mover.go_on()
-            for scale in way:  # what is left of it, so that an aborted step has the bits of one without an update
-                self._move(mover, seed, scale)
-        else:
-            with self._changing():
-                for one, before in zip(self._weights.values(), kept, strict=True):
-                    one.detach().copy_(before)
+        if isinstance(self._moves, AtOnce) and any(residence_of(one) is not None for one in self._weights.values()):
+            self._moves.check()
+            self._moves = Course(self._weights)
+        return self._moves
 
     def _check_losses(self, first: Tensor, second: Tensor) -> None:
         if not (math.isfinite(first.item()) and math.isfinite(second.item())):
@@ -296,7 +259,7 @@ class MeZO(Optimizer):
 
     def save_log(self, path: Any) -> None:
         """Write the log to a safetensors file, with checksums of the weights as they are now."""
-        self._check_whole()
+        self._mover().check()
         self.log.final = tuple(map(checksum, self._weights.values()))
         try:
             self.log.save(path)
@@ -317,17 +280,3 @@ class MeZO(Optimizer):
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.log = log
         self._evaluated = False
-
-
-@contextlib.contextmanager
-def _no_cached_casts(mover: Directions | Course) -> Iterator[None]:
-    """Let autocast keep no copies of weights that leave memory: they are cast anew for each operation, to the same bits."""
-    if not isinstance(mover, Course):
-        yield
-        return
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.optimizers.mezo.directions import checksum
+from hf_offload.optimizers.mezo.log import Setup
 from hf_offload.ranks import Ranks
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
@@ -47,18 +48,19 @@ class Together:
             self._ranks.close()
             self._ranks = None
 
-    def begin(self, model: nn.Module, setup: str, step: int, check: Callable[[], None]) -> None:
-        """Before weights move: ``check`` all ranks, and let weights be the same when the first step begins.
+    def begin(self, model: nn.Module, setup: Setup, now: dict[str, Any], check: Callable[[], None]) -> None:
+        """Before weights move: ``check`` all ranks, which are to be the same ``now``, and let weights be the same when the
+        first step begins.
 
         Raises what ``check`` raises, :class:`~hf_offload.errors.OffloadError` where it raises in another rank, and
-        :class:`~hf_offload.errors.OffloadConfigError` for ranks that train something else, or at another step.
+        :class:`~hf_offload.errors.OffloadConfigError` for ranks that train something else.
         """
         if self._ranks is not None and self._ranks.connected:
-            _compare(self._together(check, lambda: {"step": step}))
+            _compare(self._together(check, lambda: now))
         elif _is_distributed():
             self._ranks = Ranks()
-            mine = {"step": step, "setup": setup, "device": _numbers_of(model), "model": _shapes_of(model)}
-            _compare(self._together(check, lambda: mine))
+            mine = {"setup": setup.as_text(), "device": _numbers_of(model), "model": _shapes_of(model)}
+            _compare(self._together(check, lambda: now | mine))
             self._together(lambda: self._take_first_weights(model))
         else:
             check()
