@@ -419,7 +419,7 @@ def test_a_loss_with_few_digits_is_noticed(caplog):
     optimizer = MeZO(model.parameters(), model)
     optimizer.step(lambda: torch.ones((), dtype=torch.bfloat16))
     optimizer.step(lambda: torch.ones((), dtype=torch.bfloat16))
-    assert [record.message for record in caplog.records if record.name == module.__name__] == [
+    assert [record.message for record in caplog.records if record.name == MeZO.__module__] == [
         "MeZO divides the difference of two losses by 2 eps, and the loss is torch.bfloat16, which has too few digits for "
         "that: compute it in float32."
     ]
