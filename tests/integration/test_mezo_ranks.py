@@ -181,9 +181,15 @@ class Lost(Exception):
 
 
 def errors_are_those_of_all(rank, folder):
-    model = deep()
+    model = deep(seed=rank)
     optimizer = MeZO(model.parameters(), model, lr=RATE, weight_decay=DECAY, restore="pristine", **SETTINGS)
-    before = weights(model)
+    parameter = next(model.parameters())
+    if rank == 1:
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(OffloadError, match="has a gradient, which MeZO does not use"):
+        optimizer.step(lambda: loss_of(model, 0, rank))
+    parameter.grad = None
+    before = weights(deep())  # those of rank 0, however the first step ends
     for failing_call in (1, 2):
         calls = []
 
@@ -198,12 +204,6 @@ def errors_are_those_of_all(rank, folder):
             optimizer.step(closure)
     with pytest.raises(OffloadError, match="the losses are nan and nan"):
         optimizer.step(lambda: loss_of(model, 0, rank) * (float("nan") if rank else 1.0))
-    parameter = next(model.parameters())
-    if rank == 1:
-        parameter.grad = torch.zeros_like(parameter)
-    with pytest.raises(OffloadError, match="has a gradient, which MeZO does not use"):
-        optimizer.step(lambda: loss_of(model, 0, rank))
-    parameter.grad = None
     assert same(weights(model), before)
     optimizer.param_groups[0]["lr"] = RATE * (1 + rank)
     with pytest.raises(OffloadConfigError, match="another learning rate or decay"):
@@ -221,9 +221,12 @@ def errors_are_those_of_all(rank, folder):
 
 def other_models_are_refused(rank, folder):
     model = tiny_model("gpt2" if rank else "llama")
-    with pytest.raises(OffloadConfigError, match="rank 1 has another setup than rank 0"):
+    with pytest.raises(OffloadConfigError, match="rank 1 has another names than rank 0"):
         MeZO(model.parameters(), model).step(lambda: torch.zeros(()))
     model = nn.Linear(2, 2)
+    optimizer = MeZO(model.parameters(), model, eps=1e-3 * (1 + rank))
+    with pytest.raises(OffloadConfigError, match=r"rank 1 has another eps than rank 0 \(0\.002 and 0\.001\)"):
+        optimizer.step(lambda: torch.zeros(()))
     wrapped = DistributedDataParallel(model)
     with pytest.raises(OffloadConfigError, match="DistributedDataParallel has memory for all gradients"):
         MeZO(wrapped.parameters(), wrapped)

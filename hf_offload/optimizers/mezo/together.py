@@ -11,6 +11,7 @@ Note: whose bits
     micro-batches in this order.
 """
 
+import dataclasses
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ class Together:
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
+        self._has_met = False  # and all have the same weights
 
     @property
     def count(self) -> int:
@@ -46,7 +48,7 @@ class Together:
         """The training is over: talk no more, until :meth:`begin`. Idempotent."""
         if self._ranks is not None:
             self._ranks.close()
-            self._ranks = None
+            self._ranks, self._has_met = None, False
 
     def begin(self, model: nn.Module, setup: Setup, now: dict[str, Any], check: Callable[[], None]) -> None:
         """Before weights move: ``check`` all ranks, which are to be the same ``now``, and let weights be the same when the
@@ -55,15 +57,16 @@ class Together:
         Raises what ``check`` raises, :class:`~hf_offload.errors.OffloadError` where it raises in another rank, and
         :class:`~hf_offload.errors.OffloadConfigError` for ranks that train something else.
         """
-        if self._ranks is not None and self._ranks.connected:
-            _compare(self._together(check, lambda: now))
-        elif _is_distributed():
-            self._ranks = Ranks()
-            mine = {"setup": setup.as_text(), "device": _numbers_of(model), "model": _shapes_of(model)}
-            _compare(self._together(check, lambda: now | mine))
-            self._together(lambda: self._take_first_weights(model))
-        else:
+        if not _is_distributed():
             check()
+            return
+        if self._ranks is None:
+            self._ranks = Ranks()
+        mine = now if self._has_met else now | _all_of(model, setup)
+        _compare(self._together(check, lambda: mine))
+        if not self._has_met:
+            self._take_first_weights(model)
+            self._has_met = True
 
     def agree(self, what: str, value: Any) -> None:
         """Raise :class:`~hf_offload.errors.OffloadError` in all ranks where ``value`` is not the same in all of them."""
@@ -115,26 +118,36 @@ class Together:
         return [value for _, value in found]
 
     def _take_first_weights(self, model: nn.Module) -> None:
-        """Parameters and buffers that differ become those of rank 0."""
+        """Parameters and buffers that differ become those of rank 0. An error while one is read or written is one in all."""
         assert self._ranks is not None
         named = dict(_tensors_of(model))
-        sums = self._ranks.gather({name: checksum(one) for name, one in named.items()})
+        sums: dict[str, int] = {}
+        everyone = self._together(
+            lambda: sums.update((name, checksum(one)) for name, one in named.items()), lambda: sums
+        )
         for name, one in named.items():
-            if any(other[name] != sums[0][name] for other in sums):
-                value = one.detach().cpu().contiguous()
-                self._ranks.copy_first(value.view(-1).view(torch.uint8))
-                if not self._ranks.is_first:
-                    with torch.no_grad():
-                        one.copy_(value)
+            if any(other[name] != everyone[0][name] for other in everyone):
+                values: list[Tensor] = []
+                self._together(lambda one=one, values=values: values.append(_copy(one)))
+                self._ranks.copy_first(values[0].view(-1).view(torch.uint8))
+                self._together(lambda one=one, values=values: self._take(one, values[0]))
+
+    @torch.no_grad()
+    def _take(self, tensor: Tensor, value: Tensor) -> None:
+        assert self._ranks is not None
+        if not self._ranks.is_first:
+            tensor.copy_(value)
 
 
 def _compare(everyone: Sequence[dict[str, Any]]) -> None:
+    first = everyone[0]
     for rank, mine in enumerate(everyone):
-        for key, value in everyone[0].items():
-            if mine[key] != value:
+        for key in first | mine:
+            found, expected = mine.get(key), first.get(key)
+            if found != expected:
                 raise OffloadConfigError(
-                    f"MeZO makes the same update in all processes, and rank {rank} has another {key} than rank 0 ("
-                    f"{_excerpt(mine[key])} and {_excerpt(value)}): give all ranks the same model, settings and schedule, on "
+                    f"MeZO makes the same update in all processes, and rank {rank} has another {key} than rank 0 "
+                    f"({_excerpt(found)} and {_excerpt(expected)}): give all ranks the same model, settings and schedule, on "
                     "the same kind of device, and let all of them make each step."
                 )
 
@@ -151,8 +164,14 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, one
 
 
-def _shapes_of(model: nn.Module) -> dict[str, Any]:
-    return {name: (tuple(one.shape), str(one.dtype)) for name, one in _tensors_of(model)}
+def _all_of(model: nn.Module, setup: Setup) -> dict[str, Any]:
+    """What has to be the same before the first step."""
+    shapes = {name: (tuple(one.shape), str(one.dtype)) for name, one in _tensors_of(model)}
+    return dataclasses.asdict(setup) | {"device": _numbers_of(model), "model": shapes}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).cpu()
 
 
 def _numbers_of(model: nn.Module) -> str:
