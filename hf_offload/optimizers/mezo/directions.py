@@ -22,7 +22,9 @@ RESTORES = ("reference", "pristine")
 ``pristine``: they are as they were.
 """
 
-_PIECE = 1 << 17
+# So few elements that PyTorch computes with one thread: others would have to wake up for each operation, between which one
+# thread draws for a millisecond.
+_PIECE = 1 << 15
 _GROUP = 16  # elements that PyTorch's kernel for CPUs makes at a time, of as many uniform numbers
 
 
