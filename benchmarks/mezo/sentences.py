@@ -90,7 +90,7 @@ def train(way: Way, path: Path, folder: Path, kept: Path) -> Iterator[tuple[int,
     model.encoder.embeddings.requires_grad_(False)
     head = list(model.head.parameters())
     blocks = [one for one in model.encoder.parameters() if one.requires_grad]
-    trained = [{"params": head, "lr": way.head_rate or way.rate}, {"params": blocks}] if blocks else head
+    trained: Any = [{"params": head, "lr": way.head_rate or way.rate}, {"params": blocks}] if blocks else head
     optimizer: Any
     if way.gradients:
         optimizer = torch.optim.AdamW(trained, lr=way.rate)

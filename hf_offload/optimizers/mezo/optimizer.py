@@ -18,8 +18,8 @@ from hf_offload.optimizers.mezo.checks import (
     HOW,
     check_groups,
     check_model,
-    check_no_gradients,
     check_options,
+    check_ready,
     check_weights,
     losses_of,
 )
@@ -87,7 +87,7 @@ class MeZO(Optimizer):
         lr: float = 1e-6,
         weight_decay: float = 0.0,
     ):
-        check_options(eps, restore)
+        check_options(eps, restore, seed)
         check_model(model)
         self._made = False
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -111,7 +111,7 @@ class MeZO(Optimizer):
         )
         self.log = MezoLog(setup)
         self.projected_gradient: float | None = None
-        self._evaluated = False
+        self._evaluated = self._is_evaluating = False
         self._moves: AtOnce | Course = AtOnce(list(self._weights.values()))
         self._passes = Passes()
         self._together = Together()
@@ -127,19 +127,28 @@ class MeZO(Optimizer):
         Raises :class:`~hf_offload.errors.OffloadError` for a loss that is not one finite number, and where another process
         has raised an error.
         """
+        if self._is_evaluating:
+            raise OffloadError("A closure of MeZO has called its step() or evaluate(): return the loss alone.")
         self._evaluated = False
-        now = {"step": len(self.log.rows), _RATES: self._row(0, 0.0)[2:]}
-        self._together.begin(self._model_alive(), self.log.setup, now, self._check)
+        self._together.begin(self._model_alive(), self.log.setup, self._now, self._check)
         if self.log.initial is None:
             self.log.initial = tuple(map(checksum, self._weights.values()))
-        first, second = self._together.losses(lambda: self._losses(closure), sums)
+        self._is_evaluating = True
+        try:
+            first, second = self._together.losses(lambda: self._losses(closure), sums)
+        finally:
+            self._is_evaluating = False
         self._check_losses(first, second)
-        self.projected_gradient = float(((first - second) / (2 * self.log.setup.eps)).item())
+        self.projected_gradient = self._gradient(first, second)
         self._evaluated = True
         return first
 
+    def _now(self) -> dict[str, Any]:
+        return {"step": len(self.log.rows), _RATES: self._row(0, 0.0)[2:]}
+
     def _check(self) -> None:
-        check_no_gradients(self._weights)
+        check_ready(self._weights, self._model_alive(), self.log.setup)
+        check_groups(self.param_groups)
         self._mover().check()
 
     def _losses(self, closure: Callable[[], Any]) -> Losses:
@@ -192,6 +201,7 @@ class MeZO(Optimizer):
         loss = None if closure is None else self.evaluate(closure)
         if not self._evaluated or self.projected_gradient is None:
             raise OffloadError(f"MeZO's step() has no losses to work with: {HOW}.")
+        check_groups(self.param_groups)
         mover = self._mover()
         mover.check()
         row = self._row(self.log.rows[-1].seed, self.projected_gradient)
@@ -225,6 +235,16 @@ class MeZO(Optimizer):
                 "compute it in float32.",
                 first.dtype,
             )
+
+    def _gradient(self, first: Tensor, second: Tensor) -> float:
+        found = float(((first - second) / (2 * self.log.setup.eps)).item())
+        if not math.isfinite(found):
+            raise OffloadError(
+                f"Step {len(self.log.rows)} of MeZO: the losses {first.item()} and {second.item()} differ by more than their "
+                "dtype can hold, divided by 2 eps. The weights have gone back, and no update was made. Lower the learning "
+                "rate, or raise eps."
+            )
+        return found
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:
@@ -265,6 +285,11 @@ class MeZO(Optimizer):
             self.log.save(path)
         finally:
             self.log.final = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OffloadError(
+            "MeZO is not copied or pickled, as it belongs to a model: make one for the other model, and load state_dict()."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Options of the groups, and the log."""

@@ -12,6 +12,7 @@ Note: whose bits
 """
 
 import dataclasses
+import functools
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -50,9 +51,11 @@ class Together:
             self._ranks.close()
             self._ranks, self._has_met = None, False
 
-    def begin(self, model: nn.Module, setup: Setup, now: dict[str, Any], check: Callable[[], None]) -> None:
-        """Before weights move: ``check`` all ranks, which are to be the same ``now``, and let weights be the same when the
-        first step begins.
+    def begin(
+        self, model: nn.Module, setup: Setup, now: Callable[[], dict[str, Any]], check: Callable[[], None]
+    ) -> None:
+        """Before weights move: ``check`` all ranks, let what they are ``now`` be the same, and weights when the first step
+        begins.
 
         Raises what ``check`` raises, :class:`~hf_offload.errors.OffloadError` where it raises in another rank, and
         :class:`~hf_offload.errors.OffloadConfigError` for ranks that train something else.
@@ -62,8 +65,7 @@ class Together:
             return
         if self._ranks is None:
             self._ranks = Ranks()
-        mine = now if self._has_met else now | _all_of(model, setup)
-        _compare(self._together(check, lambda: mine))
+        _compare(self._together(check, lambda: now() | ({} if self._has_met else _all_of(model, setup))))
         if not self._has_met:
             self._take_first_weights(model)
             self._has_met = True
@@ -79,8 +81,8 @@ class Together:
         another rank.
         """
         if self.count == 1:
-            first, second = compute()
-            return _total([first], sums), _total([second], sums)
+            plus, minus = compute()
+            return _total([plus], sums), _total([minus], sums)
         mine: Losses | None = None
 
         def own() -> None:
@@ -128,15 +130,15 @@ class Together:
         for name, one in named.items():
             if any(other[name] != everyone[0][name] for other in everyone):
                 values: list[Tensor] = []
-                self._together(lambda one=one, values=values: values.append(_copy(one)))
+                self._together(functools.partial(_copy, one, values))
                 self._ranks.copy_first(values[0].view(-1).view(torch.uint8))
-                self._together(lambda one=one, values=values: self._take(one, values[0]))
+                self._together(functools.partial(self._take, one, values))
 
     @torch.no_grad()
-    def _take(self, tensor: Tensor, value: Tensor) -> None:
+    def _take(self, tensor: Tensor, values: list[Tensor]) -> None:
         assert self._ranks is not None
         if not self._ranks.is_first:
-            tensor.copy_(value)
+            tensor.copy_(values[0])
 
 
 def _compare(everyone: Sequence[dict[str, Any]]) -> None:
@@ -160,7 +162,8 @@ def _is_distributed() -> bool:
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for found in (model.named_parameters(), model.named_buffers()):
         for name, one in found:
-            if not (one.is_meta or one.is_sparse or isinstance(one, DTensor) or is_traceable_wrapper_subclass(one)):
+            wraps: Any = is_traceable_wrapper_subclass(one)
+            if not (wraps or one.is_meta or one.is_sparse or isinstance(one, DTensor)):
                 yield name, one
 
 
@@ -170,8 +173,8 @@ def _all_of(model: nn.Module, setup: Setup) -> dict[str, Any]:
     return dataclasses.asdict(setup) | {"device": _numbers_of(model), "model": shapes}
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format).cpu()
+def _copy(tensor: Tensor, values: list[Tensor]) -> None:
+    values.append(tensor.detach().clone(memory_format=torch.contiguous_format).cpu())
 
 
 def _numbers_of(model: nn.Module) -> str:
