@@ -51,7 +51,7 @@ class Way:
 
 WAYS = {
     "adamw": Way(500, 1e-4, gradients=True),
-    "mezo": Way(2000, 3e-5, head_rate=3e-3),
+    "mezo": Way(2000, 1e-6, head_rate=1e-3),
     "mezo-head": Way(2000, 1e-3, head_only=True),
 }
 
