@@ -124,7 +124,7 @@ def test_models_of_ones_own_have_the_bits_of_a_second_implementation(kind, tier,
         ({"weight_decay": None}, "weight_decay=None of group 0"),
     ],
 )
-def test_options_that_are_no_numbers_are_refused(options, message):
+def test_options_of_another_kind_are_refused(options, message):
     model = nn.Linear(2, 2)
     with pytest.raises(OffloadConfigError, match=message):
         MeZO(model.parameters(), model, **options)

@@ -39,7 +39,7 @@ def check_options(eps: float, restore: str, seed: int) -> None:
 
 
 def check_groups(groups: Iterable[dict[str, Any]]) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` for a learning rate or a decay that is no number of 0 or more."""
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` unless all learning rates and decays are numbers, 0 or more."""
     with collect_errors("parameter groups of MeZO") as check:
         for number, group in enumerate(groups):
             for key in ("lr", "weight_decay"):
