@@ -242,7 +242,10 @@ def test_a_plan_counts_what_a_run_without_backward_reads_and_writes(restore, par
     found = hold(counted, held, 1 << 30, on_host=True)
     predicted_written, predicted_read = (each["ram"] for each in moved_bytes(found))
     assert residency.total_bytes == total
-    assert (written_later - written) / 2 == pytest.approx(predicted_written, rel=0.02, abs=least_weights(counted) / 2)
+    if part and restore == "reference":  # what leaves in the second pass alone is written, too
+        assert predicted_written <= (written_later - written) / 2 <= predicted_written + 2 * least_weights(counted)
+    else:
+        assert (written_later - written) / 2 == pytest.approx(predicted_written, rel=0.02)
     assert predicted_read <= (read_later - read) / 2 <= predicted_read + least_weights(counted)
     copies = counted.copy_bytes
     assert copies == (total if restore == "pristine" else 0)
