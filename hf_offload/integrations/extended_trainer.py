@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
+from torch.utils.serialization import config as serialization_config
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
 
@@ -105,5 +105,5 @@ class _Resuming(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         # Mapped into memory, a state is read as it is moved on, one parameter after the other.
-        with torch.utils.serialization.config.patch({"load.mmap": True}):  # type: ignore[attr-defined]
+        with serialization_config.patch({"load.mmap": True}):  # type: ignore[attr-defined]
             super()._load_optimizer_and_scheduler(checkpoint)
