@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpointing
 
+from hf_offload.parameters.recompute import is_of_checkpoint
+
 
 class _Called(threading.local):
     with_parameters = False
@@ -52,7 +54,8 @@ def ask_in_backward(using: Any) -> None:
 
 def keep_inputs_of_checkpoints(is_demanded: Any, complete: Any) -> None:
     """Checkpoints keep parameters, after ``complete``, which may change them, and no alias of their memory that hooks around
-    the model would return. Idempotent.
+    the model would return. One inside of another keeps no version: the outer one would give it what it computes with by then.
+    Idempotent.
     """
     own = getattr(checkpointing, "_make_saved_tensor", None)  # of late
     if own is None or hasattr(own, "__wrapped__"):
@@ -63,6 +66,9 @@ def keep_inputs_of_checkpoints(is_demanded: Any, complete: Any) -> None:
         if not is_demanded(value):
             return own(value, *args, **kwargs)
         complete(value)
+        around = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+        if around is not None and is_of_checkpoint(around[0]):
+            return value
         with _without_hooks():
             return own(value, *args, **kwargs)
 

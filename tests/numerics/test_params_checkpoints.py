@@ -21,6 +21,13 @@ class Clamps(nn.Linear):
         return hidden + super().forward(x)
 
 
+class Checkpointed(nn.Linear):
+    """Is given its weight as an input of a checkpoint of its own."""
+
+    def forward(self, x):
+        return checkpoint(nn.functional.linear, x, self.weight, self.bias, use_reentrant=False)
+
+
 def double(model):
     with torch.no_grad():
         for weight in model.parameters():
@@ -51,7 +58,7 @@ def made(kind, layers=3):
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("between", [nothing, double])
-@pytest.mark.parametrize("kind", [nn.Linear, Clamps])
+@pytest.mark.parametrize("kind", [nn.Linear, Clamps, Checkpointed])
 def test_a_checkpoint_computes_with_weights_as_they_are_in_backward(kind, between, autocast, frozen, tmp_path):
     expected = gradients(made(kind), between, autocast, frozen)
     model = made(kind)
