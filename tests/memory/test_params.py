@@ -137,6 +137,7 @@ def test_experts_that_no_token_chooses_are_not_read(tmp_path):
 @pytest.mark.parametrize("place", ["ram", "ssd"])
 @pytest.mark.parametrize("optimizer", ["none", "ssd"])
 def test_nothing_is_left_on_the_tier_when_the_model_goes(place, optimizer, tmp_path):
+    threads = OurThreads()
     model = gpt2()
     config = OffloadConfig(
         tier="none", params=place, optimizer=optimizer, min_bytes=1,
@@ -154,7 +155,6 @@ def test_nothing_is_left_on_the_tier_when_the_model_goes(place, optimizer, tmp_p
     store.settle()
     assert store.tier.stats.used_bytes > session.residency.total_bytes / 2
     gone = [weakref.ref(each) for each in (model, session.residency, store, store.tier)]
-    threads = OurThreads()
     del model, trainer, state, session, store
     gc.collect()
     threads.join(60)
