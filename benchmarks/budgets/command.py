@@ -23,6 +23,9 @@ from hf_offload.allocator import environment_with
 from hf_offload.cli.console import clear_errors, messages, progress_bar
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.settings.load import choose
+from hf_offload.settings.outputs import check_output_folder
+
+_FILE = "budgets.json"
 
 
 def budgets(
@@ -36,13 +39,15 @@ def budgets(
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of a row.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="How often to run each; they take turns.")] = 1,
     directory: Annotated[Path | None, typer.Option(help="Where files go. Default: the temporary folder.")] = None,
-    output_file: Annotated[
-        Path, typer.Option("--output", help="File of all runs. Those that are in it are not run again.")
-    ] = Path("runs/budgets.json"),
+    output: Annotated[Path, typer.Option(help="Folder of all runs. Those that are in it are not run again.")] = Path(
+        "runs/budgets"
+    ),
     json: Json = False,
 ) -> None:
     """Train under memory budgets: are they kept, were the predictions right, would a simple way be faster?"""
     with clear_errors():
+        check_output_folder(output, "--output", _FILE)
+        file = output / _FILE
         names = names_of(families)
         for name in names:
             choose("family", name, FAMILIES)
@@ -50,7 +55,7 @@ def budgets(
         if not wanted or not all(0 < share <= 1 for share in wanted):
             raise OffloadConfigError(f"--shares {shares!r}: give per cent of the peak in memory, such as 80,50,30.")
         about = {"layers": layers, "width": width, "rows": rows, "tokens": tokens}
-        runs = _read(output_file, about)
+        runs = _read(file, about)
         rounds_of = [(number, name) for number in range(rounds) for name in names]
         with progress_bar() as progress:
             bar = progress.add_task("starting", total=len(rounds_of) * (len(SIMPLE) + len(wanted)))
@@ -59,16 +64,16 @@ def budgets(
                 for found in _round(family, number, wanted, runs):
                     if found is not None:
                         runs.append(found)
-                        _write(output_file, about, runs)
+                        _write(file, about, runs)
                     what = "" if found is None else f"{name}, round {number + 1}, {found['way']}"
                     progress.update(bar, advance=1, description=escape(what))
         found_rows = [_row(name, share, runs) for name in names for share in wanted]
-        _write(output_file, about, runs, found_rows)
+        _write(file, about, runs, found_rows)
     if json:
         typer.echo(json_format.dumps([dataclasses.asdict(row) for row in found_rows], indent=2))
         return
     show_table(COLUMNS, map(texts, found_rows), left=("model", "best simple way that fits"))
-    messages().print(f"wrote {output_file}", highlight=False, soft_wrap=True)
+    messages().print(f"wrote {file}", highlight=False, soft_wrap=True)
 
 
 def _round(
@@ -144,7 +149,7 @@ def _read(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     found = json_format.loads(path.read_text(encoding="utf-8"))
     if found["about"] != about:
-        raise OffloadConfigError(f"--output {path}: holds runs of {found['about']}: name another file.")
+        raise OffloadConfigError(f"--output: {path} holds runs of {found['about']}: name another folder.")
     runs: list[dict[str, Any]] = found["runs"]
     return runs
 

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.training_args import ParallelMode
 
 import hf_offload
@@ -323,6 +323,8 @@ def _refuse(trainer: Trainer, config: OffloadConfig) -> None:
         problem = ALONE
     elif args.ignore_data_skip:
         problem = "with ignore_data_skip=True a run that resumes sees other batches than one that did not stop"
+    elif (what := _unfindable_order(trainer)) is not None:
+        problem = f"{what}, so a run that resumes would see other batches than one that did not stop"
     elif config.sampling is not None and config.sampling.probabilities == "gradient-cache":
         problem = (
             'sampled_linear keeps a cache of gradients (probabilities="gradient-cache"), which snapshots do not hold'
@@ -331,6 +333,21 @@ def _refuse(trainer: Trainer, config: OffloadConfig) -> None:
         raise OffloadConfigError(
             f"snapshot_steps={config.snapshot_steps} cannot be used here: {problem}. Leave it out, and set save_steps."
         )
+
+
+def _unfindable_order(trainer: Trainer) -> str | None:
+    """Why a resume cannot find the place in the data again; None if it can."""
+    args: Any = trainer.args
+    data = trainer.train_dataset
+    if data is not None and not has_length(data):
+        return "a Trainer does not know where the epochs of a data set without a length end"
+    if args.dataloader_persistent_workers and args.dataloader_num_workers:
+        return "persistent workers draw random numbers in a training's first epoch only (dataloader_persistent_workers=True)"
+    if getattr(args, "train_sampling_strategy", None) == "group_by_length" or getattr(args, "group_by_length", False):
+        return "batches grouped by length are drawn from the generators of the process"
+    if not getattr(args.accelerator_config, "use_seedable_sampler", True):
+        return "batches are drawn from the generators of the process (use_seedable_sampler=False)"
+    return None
 
 
 def _write_adapter_config(model: Any, folder: Path) -> None:

@@ -70,7 +70,7 @@ class OffloadCallback(TrainerCallback):
             return
         refuse_conflicts(args)
         config = _without_twice(config, args)
-        if config.memory_mode != NONE:
+        if self.config is not None and config.memory_mode != NONE:
             raise OffloadConfigError(
                 f"memory_mode={config.memory_mode!r} changes the model and the optimizer, which a callback cannot: set "
                 "it in OffloadTrainingArguments."
@@ -184,7 +184,13 @@ class OffloadCallback(TrainerCallback):
         if self.config is not None:
             return self.config
         from_arguments = getattr(args, "offload_config", None)
-        return None if from_arguments is None else from_arguments().without_mode()  # which the Trainer was made with
+        if from_arguments is None:
+            return None
+        config: OffloadConfig = from_arguments()
+        mode = config.mode()
+        if config.params not in (None, "none") and mode is not None and not mode.uses_gradients:
+            return config  # of which the weights may leave with several processes, too: no gradients are exchanged
+        return config.without_mode()  # which the Trainer was made with
 
     def _detach(self) -> None:
         if self.session is not None:

@@ -61,6 +61,10 @@ def layout_of(weights: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """Name -> type and shape. Raises :class:`~hf_offload.errors.SnapshotError` for what safetensors does not hold."""
     layout = {}
     for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor):  # from get_extra_state()
+            raise SnapshotError(
+                f"{name} is a {type(tensor).__name__}, which snapshots do not hold: drop snapshot_steps."
+            )
         kind = own_class(tensor) if isinstance(tensor, torch.nn.Parameter) else type(tensor)
         if kind not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.dtype not in _NAMES or tensor.is_meta:
             raise SnapshotError(

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from hf_offload.errors import OffloadError
 from hf_offload.snapshots.contents import random_states, restore_random_states
 
 _COUNTERS = ("iteration", "epoch")
@@ -35,7 +36,21 @@ class Position:
         self._restored = state
 
     def of(self, loader: Any) -> Iterator[Any]:
-        """The batches of an epoch; of the first one after a restore, those that are left."""
+        """The batches of an epoch; of the first one after a restore, those that are left.
+
+        Raises :class:`~hf_offload.errors.OffloadError` where the batches of another epoch are still asked for, and for a
+        loader whose workers persist.
+        """
+        if self._begin is not None:
+            raise OffloadError(
+                "snapshots.batches() was called in the middle of an epoch, and a resume could not find its place in two "
+                "loaders: use it for the training's one loader, and others, such as those of an evaluation, as they are."
+            )
+        if getattr(loader, "persistent_workers", False):
+            raise OffloadError(
+                "persistent_workers=True: such workers draw random numbers in a training's first epoch only, so a run that "
+                "resumes would see other batches. Leave it out of the DataLoader."
+            )
         restored, self._restored = self._restored, None
         skipped, now = 0, None
         if restored is None or restored["begin"] is None:
@@ -74,8 +89,9 @@ def _parts_of(loader: Any) -> list[Any]:
 def _states_of(loader: Any) -> list[dict[str, Any]]:
     states = []
     for part in _parts_of(loader):
-        state: dict[str, Any] = {name: vars(part)[name] for name in _COUNTERS if isinstance(vars(part).get(name), int)}
-        generator = vars(part).get("generator")
+        own = getattr(part, "__dict__", {})  # a list of batches has none
+        state: dict[str, Any] = {name: own[name] for name in _COUNTERS if isinstance(own.get(name), int)}
+        generator = own.get("generator")
         if isinstance(generator, torch.Generator):
             state["generator"] = generator.get_state()
         states.append(state)

@@ -22,10 +22,11 @@ def run(*arguments):
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the meter is compiled, and there is no C compiler")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the meter is preloaded as on Linux")
 def test_a_budget_is_kept_next_to_all_simple_ways_and_no_run_is_repeated(tmp_path):
-    file = tmp_path / "out" / "budgets.json"
+    out = tmp_path / "out"
+    file = out / "budgets.json"
     asked = (
         "--families", "gpt", "--shares", "80,1", "--layers", "4", "--width", "128", "--tokens", "64", "--rows", "8",
-        "--directory", str(tmp_path), "--output", str(file), "--json",
+        "--directory", str(tmp_path), "--output", str(out), "--json",
     )  # fmt: skip
     result = run(*asked)
     assert result.exit_code == 0, result.output
@@ -37,7 +38,7 @@ def test_a_budget_is_kept_next_to_all_simple_ways_and_no_run_is_repeated(tmp_pat
     assert [one["way"] for one in before] == [*SIMPLE, AUTO, AUTO]
     assert run(*asked).exit_code == 0
     assert json.loads(file.read_text())["runs"] == before
-    assert "name another file" in " ".join(run(*asked, "--rows", "4").stderr.split())
+    assert "name another folder" in " ".join(run(*asked, "--rows", "4").stderr.split())
 
 
 def made(way, step_s, peak, **more):

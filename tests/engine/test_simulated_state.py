@@ -52,7 +52,9 @@ def test_random_uses_of_weights_move_the_same_bytes(seed):
     model = nn.ParameterList([nn.Parameter(torch.zeros(nbytes // 4)) for nbytes in sizes])
     residency = parked(model, None, params="ram").residency
     residency.limit_bytes = limit
-    residency.store.window_bytes = 0  # each write is waited for: what is written still would come back without being read
+    residency.store.window_bytes = (
+        0  # each write is waited for: what is written still would come back without being read
+    )
     weights = residency.weights()
     expected = passing(tuple(uses), tuple(sizes), limit)
     for _ in range(STEPS):  # the engine learns the order

@@ -168,6 +168,10 @@ def in_the_trainer(rank, folder):
     logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     assert logged == pytest.approx(losses, abs=1e-4)
 
+    tiered = trainer(folder, seed=rank, offload_params="ssd", offload_directory=folder, offload_min_bytes=1024)
+    tiered.train()
+    assert same(weights(tiered.model), weights(model))
+
     again = trainer(folder, seed=5 + rank)
     again.train(resume_from_checkpoint=f"{folder}/trainer/checkpoint-2")
     assert same(weights(again.model), weights(model))

@@ -722,15 +722,25 @@ def test_the_snapshot_process_ends_after_a_while(tmp_path):
     until(lambda: held_by(tmp_path) is None)
 
 
+GROUPED = (
+    {"train_sampling_strategy": "group_by_length"}
+    if hasattr(TrainingArguments, "train_sampling_strategy")
+    else {"group_by_length": True}
+)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"ignore_data_skip": True}, "other batches"),
+        ({"dataloader_persistent_workers": True, "dataloader_num_workers": 1}, "persistent workers"),
+        (GROUPED, "grouped by length"),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, "use_seedable_sampler=False"),
         ({"sampled_linear": {"ratio": 0.5, "probabilities": "gradient-cache"}}, "gradient-cache"),
     ],
 )
 def test_what_a_snapshot_would_not_hold_is_refused(tmp_path, settings, reason):
-    ours = {key: value for key, value in settings.items() if key != "ignore_data_skip"}
+    ours = {key: value for key, value in settings.items() if key == "sampled_linear"}
     config = OffloadConfig(tier="none", snapshot_steps=2, **ours)
     others = {key: value for key, value in settings.items() if key not in ours}
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, max_steps=2, **others)
@@ -738,6 +748,19 @@ def test_what_a_snapshot_would_not_hold_is_refused(tmp_path, settings, reason):
         tiny_model("gpt2"), args, train_dataset=ExampleDataset("gpt2", 8), callbacks=[OffloadCallback(config)]
     )
     with pytest.raises(OffloadConfigError, match=f"snapshot_steps=2 cannot be used here: .*{reason}"):
+        trainer.train()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(ExampleDataset("gpt2", 8))
+
+
+def test_data_without_a_length_is_refused(tmp_path):
+    config = OffloadConfig(tier="none", snapshot_steps=2)
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, max_steps=2)
+    trainer = Trainer(tiny_model("gpt2"), args, train_dataset=Stream(), callbacks=[OffloadCallback(config)])
+    with pytest.raises(OffloadConfigError, match="a data set without a length"):
         trainer.train()
 
 

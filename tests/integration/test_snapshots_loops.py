@@ -312,3 +312,29 @@ def test_models_whose_snapshot_would_not_hold_all_are_refused(tmp_path):
     refused(model, "Adapters that add_adapter")
     normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     refused(peft.get_peft_model(normed, peft.LoraConfig(target_modules=["0"])), "The statistics of batch norm")
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self):
+        return {}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_batches_are_those_of_one_loader_which_may_be_a_list(tmp_path):
+    model = WithExtraState(2, 2)
+    session = attach(model, OffloadConfig(tier="none", snapshot_steps=1))
+    with session.snapshots(tmp_path / "run") as snapshots:
+        had = []
+        for batch in snapshots.batches([1, 2]):
+            had.append(batch)
+            with pytest.raises(OffloadError, match="in the middle of an epoch"):
+                next(snapshots.batches([3]))
+        assert had == [1, 2]
+        loader = torch.utils.data.DataLoader([1, 2], num_workers=1, persistent_workers=True)
+        with pytest.raises(OffloadError, match="Leave it out of the DataLoader"):
+            next(snapshots.batches(loader))
+        with pytest.raises(SnapshotError, match="_extra_state is a dict"):
+            snapshots.end_step()
+    session.detach()

@@ -2,9 +2,12 @@
 
 import copy
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, attach
 from hf_offload.errors import StorageError
@@ -543,3 +546,16 @@ def test_a_session_gives_an_optimizer_with_the_groups_and_schedules_of_the_scrip
     session.detach()
     ours.zero_grad()
     mean_loss(ours, "llama", 0).backward()
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand(()), random.random, np.random.rand], ids=["torch", "python", "numpy"]
+)
+def test_both_losses_draw_the_same_numbers_and_the_next_step_draws_others(draw):
+    model = nn.Linear(4, 4)
+    optimizer = MeZO(model.parameters(), model)
+    losses = []
+    for _ in range(2):
+        losses.append(optimizer.evaluate(lambda: model.weight.sum() * 0 + draw()).item())
+        assert optimizer.projected_gradient == 0.0
+    assert losses[0] != losses[1]

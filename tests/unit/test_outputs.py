@@ -149,7 +149,7 @@ def invoke(command):
     "command",
     [
         ["bench", "steps", "gpt2-small"],
-        ["benchmarks", "budgets", "gpt2-small"],
+        ["benchmarks", "budgets"],
         ["benchmarks", "limits", "gpt2-small"],
         ["benchmarks", "accuracy", "--data-dir", "."],
         ["benchmarks", "modes", "--data-dir", "."],
@@ -169,7 +169,7 @@ def test_benchmarks_say_it_before_they_run(tmp_path, command):
     ("command", "name"),
     [
         (["bench", "steps", "gpt2-small"], "table.csv"),
-        (["benchmarks", "budgets", "gpt2-small"], "budgets.json"),
+        (["benchmarks", "budgets"], "budgets.json"),
         (["benchmarks", "limits", "gpt2-small"], "limits.json"),
         (["benchmarks", "accuracy", "--data-dir", "."], "accuracy.md"),
         (["benchmarks", "modes", "--data-dir", "."], "modes.png"),

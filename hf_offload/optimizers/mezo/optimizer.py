@@ -26,6 +26,7 @@ from hf_offload.optimizers.mezo.checks import (
 from hf_offload.optimizers.mezo.course import Course
 from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Shift, checksum
 from hf_offload.optimizers.mezo.log import MezoLog, Row, Setup
+from hf_offload.optimizers.mezo.pairs import random_states, set_random_states
 from hf_offload.optimizers.mezo.passes import Passes
 from hf_offload.optimizers.mezo.together import Losses, Together
 from hf_offload.optimizers.projected.projections import draw_seed
@@ -47,7 +48,8 @@ class MeZO(Optimizer):
         optimizer = MeZO(model.parameters(), model, lr=1e-6)
         loss = optimizer.step(lambda: model(**batch).loss)
 
-    Both losses are computed in eval mode and without a graph. They have to be of the same batch. Each direction is drawn
+    Both losses are computed in eval mode and without a graph. They have to be of the same batch, and what they draw at random
+    is the same, as the generators are put back in between. Each direction is drawn
     from a seed of its own as often as it is needed, so that nothing but the weights, one ``z`` of the largest weight and the
     activations of one forward is in memory.
 
@@ -174,9 +176,11 @@ class MeZO(Optimizer):
                         mover.move(Shift(seed, next(way), setup.eps))
                     losses = self._passes.losses(mover, model, lambda: losses_of(closure()))
                 else:
+                    drawn = random_states()
                     losses.append(losses_of(closure()))
                     with signals_deferred:
                         mover.move(Shift(seed, next(way), setup.eps))
+                    set_random_states(drawn)
                     losses.append(losses_of(closure()))
             finally:
                 with signals_deferred:

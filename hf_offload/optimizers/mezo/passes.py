@@ -55,6 +55,7 @@ class Passes:
         course.turn(1)
         losses = [closure()]
         course.turn(2)
+        set_random_states(before)
         losses.append(closure())
         after = random_states()
         why = "draws random numbers"

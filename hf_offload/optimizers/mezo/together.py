@@ -180,10 +180,8 @@ def _copy(tensor: Tensor, values: list[Tensor]) -> None:
 def _numbers_of(model: nn.Module) -> str:
     """What random numbers depend on."""
     device = next(one for one in model.parameters() if one.requires_grad).device
-    if device.type == "cuda":
-        kind = torch.cuda.get_device_name(device)
-    else:
-        kind = f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+    name = getattr(torch.get_device_module(device.type), "get_device_name", None)
+    kind = name(device) if name else f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
     return f"{device.type}, {kind}, torch {torch.__version__}"
 
 
