@@ -39,7 +39,7 @@ from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.opening import Opened, links_of, open_snapshots, warn_of_other_sums
 from hf_offload.snapshots.restoring import Found
 from hf_offload.snapshots.taking import Snapshots
-from hf_offload.snapshots.weights import ModelWeights
+from hf_offload.snapshots.weights import ModelWeights, left_on_drives
 from hf_offload.storage.service import HeldRam, storage_of
 from hf_offload.surgery import InertInCopies
 
@@ -196,8 +196,9 @@ class TrainerSnapshots:
         layout = contents.layout_of(weights)
         kept = self.taking.kept()
         optimizer = contents.optimizer_state(trainer.optimizer, kept)
+        weights = left_on_drives(weights, kept)  # once updates that wait are completed
         files: dict[str, Write] = {
-            self._weights.file: contents.weights_file(weights, layout),
+            self._weights.file: contents.weights_file(weights, layout, kept),
             OPTIMIZER_NAME: contents.archive(optimizer, kept),
             SCHEDULER_NAME: contents.archive_now(trainer.lr_scheduler.state_dict()),
         }

@@ -3,7 +3,7 @@
 import functools
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.derivation import Derivation
+
+if TYPE_CHECKING:
+    from hf_offload.storage.kept import KeptRange
 
 
 class Former:
@@ -60,6 +63,13 @@ class Residence(Protocol):
 
     def saved(self) -> Tensor | None:
         """What a state dict is to hold instead of the parameter's memory; None for that."""
+
+    def keep(self) -> "KeptRange | None":
+        """The bytes of the parameter's value, held where they are on a drive, after what is not there yet was written; None
+        where there is no drive, or their order is not that of the elements.
+
+        Raises :class:`~hf_offload.errors.TierFullError` where the drive has no room.
+        """
 
 
 class SharesMemory(Tensor):

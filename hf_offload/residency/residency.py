@@ -17,6 +17,7 @@ from hf_offload.plan.windows import weights_window
 from hf_offload.residency.order import UseOrder
 from hf_offload.residency.weight import Weight
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.storage.kept import KeptRange
 from hf_offload.storage.mapped import MappedFiles
 from hf_offload.storage.stored import Store
 
@@ -161,6 +162,19 @@ class Residency:
             return None
         with self._lock, outside():
             return weight.copy(self._files)
+
+    def keep(self, weight: Weight) -> KeptRange | None:
+        """Hold the value of ``weight`` on its drive: :meth:`Weight.keep`."""
+        if not self.store.tier.may_keep:
+            return None
+        with self._lock, outside():
+            if weight.derivation is None:
+                return weight.hold()
+            self.enter(weight)  # to what it is used with
+            try:
+                return weight.hold()
+            finally:
+                self.leave(weight, False)
 
     def bring_all(self) -> None:
         """Let all weights be in memory, for good, as if they had never left."""

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from hf_offload.errors import OffloadError, StorageError
+from hf_offload.errors import OffloadError, StorageError, WriteLimitError
 from hf_offload.parameters.casts import fill_cast
 from hf_offload.parameters.contexts import outside
 from hf_offload.parameters.demand import housed
@@ -23,6 +23,7 @@ from hf_offload.parameters.holders import hull_of, storage_holders
 from hf_offload.parameters.saved import Former, whereabouts
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.storage.buffers import whole_storage
+from hf_offload.storage.kept import KeptRange, KeptSlot
 from hf_offload.storage.mapped import MappedFiles
 from hf_offload.storage.stored import Store, Stored
 
@@ -84,6 +85,9 @@ class Weight:
         if parameter is None or not is_dense(parameter):  # which stays
             return None
         return self.residency.saved(self)
+
+    def keep(self) -> KeptRange | None:
+        return self.residency.keep(self)
 
     def derive(self, derivation: Derivation) -> None:
         if self.derivation is not None:
@@ -263,6 +267,7 @@ class Weight:
         parameter.data = fresh
         self._buffer = None
         self._stored = Stored(store, written)
+        self._digest = b""  # it was not taken
         self._note_memory(parameter)
         self._changed = self._exposed = False
         derivation.kept()
@@ -275,6 +280,46 @@ class Weight:
             return True
         with outside():
             return self._stored.read_ahead()
+
+    def hold(self) -> KeptRange | None:
+        """What :meth:`keep` returns."""
+        parameter = self._parameter()
+        if parameter is None or not parameter.is_contiguous() or not parameter.numel():
+            return None
+        if self._memory is None:
+            slot = None if self._stored is None else self._stored.keep()
+        else:
+            slot = self._held_from_memory(parameter)
+        return None if slot is None else KeptRange(slot, 0, self.nbytes, self._digest or None)
+
+    def _held_from_memory(self, parameter: nn.Parameter) -> KeptSlot | None:
+        """Write what the tier has not got, while the parameter stays in memory, and hold it."""
+        if self.derivation is not None and (self.derivation.is_due or self.derivation.may_come_again):
+            return None
+        self.note_changes(False)
+        may_change_unseen = self.uses > 0 or self.is_held
+        if self._changed or self._exposed or may_change_unseen or self.derivation is not None:
+            content = self._bytes(parameter) if self._buffer is None else self._buffer
+            digest = xxhash.xxh3_128_digest(content.numpy().data)
+            if self._changed or digest != self._digest:
+                self._changed = True
+                self._stored = self._buffer = None  # its room is free
+                store = self.residency.store
+                buffer = store.new_buffer(self.nbytes).copy_(content)  # the parameter may change while it is written
+                stored = Stored(store, buffer)
+                try:
+                    slot = stored.write()
+                except WriteLimitError:
+                    return None
+                if slot is None:
+                    return None
+                self._stored, self._digest, self._changed = stored, digest, False
+                if self.derivation is not None:
+                    self.derivation.kept()
+                self._exposed = may_change_unseen
+                return slot
+            self._exposed = may_change_unseen
+        return None if self._stored is None else self._stored.keep()
 
     def copy(self, files: MappedFiles) -> Tensor:
         """A copy in a file that is mapped into memory: the same one while it is alive and the parameter is as it was."""

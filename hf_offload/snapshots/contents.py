@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import random
 import struct
 from collections.abc import Iterator, Mapping
@@ -80,8 +81,10 @@ def fingerprint(layout: Mapping[str, list[Any]]) -> str:
     return hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
 
 
-def weights_file(weights: Mapping[str, Tensor], layout: Mapping[str, list[Any]]) -> Write:
-    """A file of safetensors (https://github.com/huggingface/safetensors#format), written tensor by tensor."""
+def weights_file(weights: Mapping[str, Tensor], layout: Mapping[str, list[Any]], kept: Kept | None = None) -> Write:
+    """A file of safetensors (https://github.com/huggingface/safetensors#format), written tensor by tensor. What is ``kept``
+    on a drive is left out.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (kind, shape) in layout.items():
@@ -94,7 +97,10 @@ def weights_file(weights: Mapping[str, Tensor], layout: Mapping[str, list[Any]])
     def write(file: Writable) -> None:
         file.write(start)
         for tensor in tensors:
-            if tensor.numel():
+            if kept is not None and kept.has(tensor):
+                file.leave_out(kept.parts_of(tensor.untyped_storage()) or ())
+                file.seek(tensor.nbytes, os.SEEK_CUR)
+            elif tensor.numel():
                 host = tensor.detach().to("cpu").contiguous()
                 file.write(host.reshape(-1).view(torch.uint8).numpy().data)
 

@@ -21,7 +21,7 @@ from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.opening import Opened, check_memory_files, open_snapshots, warn_of_other_sums
 from hf_offload.snapshots.positions import Position
 from hf_offload.snapshots.taking import Snapshots
-from hf_offload.snapshots.weights import ModelWeights
+from hf_offload.snapshots.weights import ModelWeights, left_on_drives
 from hf_offload.storage.kept import Kept
 from hf_offload.storage.service import HeldRam, RunStorage
 from hf_offload.surgery import InertInCopies
@@ -208,7 +208,8 @@ class LoopSnapshots:
             tensors = weights.tensors(copy_buffers=True)
             layout = contents.layout_of(tensors)
             models[name] = contents.fingerprint(layout)
-            files[name] = contents.weights_file(tensors, layout)
+            tensors = left_on_drives(tensors, kept)
+            files[name] = contents.weights_file(tensors, layout, kept)
             watched += tensors.values()
         files |= others | self._small_files()
         watched += written_later

@@ -117,6 +117,10 @@ class MemoryFile:
 
     def _leave_out(self, part: KeptRange) -> None:
         spans = list(part.slot.spans(part.begin, part.end))
+        if all(span.file is None for span in spans):  # too little for a block of the drive
+            for span in spans:
+                self.write(span.content)
+            return
         digest = part.digest
         if digest is None:
             digest = _digest(chunk for span in spans for chunk in _chunks_of(span))
@@ -127,7 +131,7 @@ class MemoryFile:
             else:
                 self._make_hole(span.nbytes)
             self.nbytes += span.nbytes
-        self._digest.update(digest.to_bytes(8, "little"))
+        self._digest.update(digest)
 
     def _make_hole(self, count: int) -> None:
         hole = self.nbytes, count
@@ -166,18 +170,18 @@ def damage_of(number: int, nbytes: int, checksum: int, ranges: Ranges = ()) -> s
             for chunk in _read(number, done, begin - done):
                 found.update(chunk)
             if count:
-                found.update(_digest(_read(number, begin, count)).to_bytes(8, "little"))
+                found.update(_digest(_read(number, begin, count)))
             done = begin + count
     except EOFError as error:
         return str(error)
     return None if found.intdigest() == checksum else "does not match its checksum"
 
 
-def _digest(chunks: Iterable[bytes]) -> int:
-    found = xxhash.xxh3_64()
+def _digest(chunks: Iterable[bytes]) -> bytes:
+    found = xxhash.xxh3_128()
     for chunk in chunks:
         found.update(chunk)
-    return found.intdigest()
+    return found.digest()
 
 
 def _chunks_of(span: Span) -> Iterator[bytes]:

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 4
+FORMAT = 5
 """Of records and messages: raised when what is written by one version cannot be read by the other."""
 RECORD_FILE = "hf_offload_snapshot.json"
 RUN_FILE = "hf_offload_snapshots.json"

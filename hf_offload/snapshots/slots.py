@@ -144,6 +144,19 @@ class Slots:
             former.release()
         if kept is not None:
             self._kept = {number: each for number, each in self._kept.items() if each is not kept} | {slot: kept}
+        try:
+            return slot, self._written(slot, files, nbytes, more_bytes, kept)
+        except ConnectionError:
+            raise
+        except BaseException:
+            if kept is not None:
+                self._kept.pop(slot).release()  # nothing refers to it
+            raise
+
+    def _written(
+        self, slot: int, files: Mapping[str, Write], nbytes: int, more_bytes: int, kept: Kept | None
+    ) -> list[MemoryFile]:
+        if kept is not None:
             self._check_drives(kept)
         present = self._files.setdefault(slot, [])
         self._make_room(slot, nbytes + more_bytes + _SPARE_BYTES, sum(file.nbytes for file in present))
@@ -160,7 +173,7 @@ class Slots:
                 with contextlib.suppress(OSError):
                     os.ftruncate(file.number, 0)
             raise self.no_room(nbytes, error) from error
-        return slot, present[: len(files)]
+        return present[: len(files)]
 
     def another_file(self, slot: int, number: int) -> MemoryFile:
         """One that comes behind the ``number`` files of the snapshot in ``slot``."""
@@ -189,6 +202,10 @@ class Slots:
 
     def _check_drives(self, kept: Kept) -> None:
         """What is kept is written to another place by the next step, which has to be there."""
+        if kept.refusal is not None:
+            raise SnapshotError(
+                f"A snapshot keeps weights on their drive, which has no room for them: {kept.refusal}"
+            ) from kept.refusal
         for room, nbytes in kept.rooms.items():
             if room.free_bytes < nbytes:
                 where = ", ".join(str(file.directory) for file in room.files)

@@ -1,14 +1,16 @@
 """What a snapshot holds of a model: its weights and buffers, or of a model of peft its adapter alone."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_offload.errors import OffloadConfigError, SnapshotError
-from hf_offload.parameters.waiting import residence_of
+from hf_offload.errors import OffloadConfigError, SnapshotError, TierFullError
+from hf_offload.parameters.waiting import complete, residence_of
 from hf_offload.snapshots import contents
+from hf_offload.storage.kept import Kept
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -97,6 +99,37 @@ class ModelWeights:
                 model, state_dict=state, adapter_name=_ADAPTER, save_embedding_layers=self._saves_embeddings
             )
         )
+
+
+def left_on_drives(tensors: Mapping[str, Tensor], kept: Kept | None) -> dict[str, Tensor]:
+    """``tensors``, with placeholders of ``kept`` for weights whose drives have their bytes: those of now, whatever becomes of
+    the weights.
+    """
+    found = dict(tensors)
+    placeholders: dict[int, Tensor | None] = {}  # by parameter, which may have several names
+    for name, tensor in tensors.items():
+        if kept is not None and kept.refusal is None and isinstance(tensor, nn.Parameter):
+            if id(tensor) not in placeholders:
+                placeholders[id(tensor)] = _placeholder(kept, tensor)
+            placeholder = placeholders[id(tensor)]
+            found[name] = tensor if placeholder is None else placeholder
+    return found
+
+
+def _placeholder(kept: Kept, parameter: nn.Parameter) -> Tensor | None:
+    residence = residence_of(parameter)
+    if residence is None:
+        return None
+    complete(parameter)
+    try:
+        part = residence.keep()
+    except TierFullError as error:
+        kept.refusal = error
+        return None
+    if part is None:
+        return None
+    like = torch.empty(0, dtype=parameter.dtype)
+    return kept.placeholder(like, parameter.shape, [part.slot], [part], changes=parameter.requires_grad)
 
 
 def _check_adapter(model: Any) -> None:

@@ -88,6 +88,8 @@ class DiskTier(QueuedTier):
     :class:`~hf_offload.errors.StandstillError` for one whose drive does not answer.
     """
 
+    may_keep = True
+
     def __init__(
         self,
         directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

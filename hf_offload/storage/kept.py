@@ -10,7 +10,7 @@ import contextvars
 import dataclasses
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -88,34 +88,49 @@ class KeptSlot:
 
 @dataclasses.dataclass(frozen=True)
 class KeptRange:
-    """Bytes of a slot, and what their digest was when they were written, if it was taken."""
+    """Bytes of a slot, and what their digest of 128 bits was when they were written, if it was taken."""
 
     slot: KeptSlot
     begin: int
     end: int
-    digest: int | None
+    digest: bytes | None
 
 
 class Kept:
-    """What a state dict that was asked for inside of :func:`keeping` has on drives: its tensors have no bytes."""
+    """What a snapshot has on drives: weights, and what a state dict has there that was asked for inside of :func:`keeping`.
+    Its tensors have no bytes.
+
+    Attributes:
+        refusal: Why it could not be kept there, if it could not.
+    """
 
     def __init__(self) -> None:
+        self.refusal: Exception | None = None
         self._slots: list[KeptSlot] = []
-        self._tensors: list[Tensor] = []
+        self._changing: list[KeptSlot] = []
+        self._tensors: dict[int, Tensor] = {}
         self._parts: dict[int, list[KeptRange | bytes]] = {}
 
     def placeholder(
-        self, like: Tensor, shape: torch.Size, slots: Iterable[KeptSlot], parts: list[KeptRange | bytes]
+        self,
+        like: Tensor,
+        shape: torch.Size,
+        slots: Sequence[KeptSlot],
+        parts: list[KeptRange | bytes],
+        *,
+        changes: bool = True,
     ) -> Tensor:
         """A tensor of the dtype of ``like`` whose bytes are these ``parts`` of ``slots``, and which takes no memory. Its
-        strides are those of ``like`` where that has the same ``shape``.
+        strides are those of ``like`` where that has the same ``shape``. If it ``changes``, the next step writes as many bytes
+        to another place.
         """
         nbytes = shape.numel() * like.dtype.itemsize
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         flat = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=like.dtype)
         found = flat.as_strided(shape, like.stride()) if like.shape == shape else flat.view(shape)
         self._slots += slots
-        self._tensors.append(found)  # whose address must not become another one's
+        self._changing += slots if changes else ()
+        self._tensors[id(found)] = found  # whose address must not become another one's
         self._parts[found.untyped_storage()._cdata] = parts
         return found
 
@@ -125,13 +140,13 @@ class Kept:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether it is a placeholder."""
-        return any(tensor is one for one in self._tensors)
+        return id(tensor) in self._tensors
 
     @property
     def rooms(self) -> dict[DiskRoom, int]:
-        """Bytes of drives that are held in each room."""
+        """Bytes of drives that are held in each room, and written to other places of it by the next step."""
         found: dict[DiskRoom, int] = {}
-        for slot in {id(slot): slot for slot in self._slots}.values():
+        for slot in {id(slot): slot for slot in self._changing}.values():
             found[slot.room] = found.get(slot.room, 0) + slot.room_bytes
         return found
 

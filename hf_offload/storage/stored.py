@@ -116,13 +116,17 @@ class Store:
             oldest.wait_until_written()
         self._writing.popleft()
 
+    def reserve(self, nbytes: int, place: str | None = None) -> Slot:
+        """Room on the tier, in this ``place`` of one that has several. Raises :class:`~hf_offload.errors.TierFullError`."""
+        try:
+            return self.tier.reserve(nbytes, place)
+        except TierFullError:
+            self.storage.free_unneeded()
+            return self.tier.reserve(nbytes, place)
+
     def _reserve(self, nbytes: int) -> Slot | None:
         try:
-            try:
-                return self.tier.reserve(nbytes)
-            except TierFullError:
-                self.storage.free_unneeded()
-                return self.tier.reserve(nbytes)
+            return self.reserve(nbytes)
         except (TierFullError, StorageError) as error:  # a write limit that is met, too
             self.say(error)
             return None
@@ -172,12 +176,29 @@ class Stored:
             if slot is None:
                 self._keep()
                 return
-            self._held = _HeldSlot(self, store._dropped.append)
-            self._held.slot = slot
-            store._held.add(self._held)
-            self._write = store.tier.write(slot, buffer)
-            store._writing.append(weakref.ref(self))
-            self._write.add_done_callback(_Written(self))
+            self._begin_write(slot, buffer)
+
+    def write(self) -> KeptSlot | None:
+        """Write to a drive now, and hold the bytes there. None if the drive has failed: then they are in memory.
+
+        Raises :class:`~hf_offload.errors.TierFullError` where there is no room, and
+        :class:`~hf_offload.errors.WriteLimitError` where no more may be written.
+        """
+        store, buffer = self._store, self._buffer
+        assert buffer is not None
+        store.collect()
+        with signals_deferred:
+            self._begin_write(store.reserve(self.nbytes, "ssd"), buffer)
+        return self.keep()
+
+    def _begin_write(self, slot: Slot, buffer: Tensor) -> None:
+        store = self._store
+        self._held = _HeldSlot(self, store._dropped.append)
+        self._held.slot = slot
+        store._held.add(self._held)
+        self._write = store.tier.write(slot, buffer)
+        store._writing.append(weakref.ref(self))
+        self._write.add_done_callback(_Written(self))
 
     @property
     def is_being_written(self) -> bool:

@@ -1,5 +1,6 @@
 """Trainings with snapshots that are killed at random moments: ``python -m tests.faults.killed_snapshots 200``, with a seed
-and what trains: ``trainer``, ``loop``, or ``drive``, a trainer whose optimizer state is on a drive.
+and what trains: ``trainer``, ``loop``, ``drive``, a trainer whose optimizer state is on a drive, or ``weights``, one whose
+weights are there, too.
 
 One process imports everything and forks trainings one after the other. Each goes on from the snapshot of the one before,
 until it is killed: the trainer, its snapshot process, or both. A training that comes to its end must have the bits of one
@@ -156,8 +157,10 @@ def in_child(folder: Path, directory: Path | None, kind: str) -> int:
             if kind == "loop":
                 result = trained_in_loop(folder / "run", True, noted, **others)
             else:
-                if kind == "drive":
+                if kind in ("drive", "weights"):
                     others |= {"optimizer": "ssd", "directory": str(folder), "min_bytes": "0"}
+                if kind == "weights":
+                    others |= {"params": "ssd"}
                 others = {f"offload_{name}": value for name, value in others.items()}
                 trainer = trainer_in(folder / "run", True, [noted], **others)
                 trainer.train(resume_from_checkpoint=True)

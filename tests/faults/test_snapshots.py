@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.killed_snapshots import EVERY
 
-KINDS = ("trainer", "loop", "drive")
+KINDS = ("trainer", "loop", "drive", "weights")
 
 
 def kills(count, kind, timeout_s):

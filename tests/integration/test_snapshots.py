@@ -1,6 +1,7 @@
 """Snapshots of a Trainer: taken without a bit of difference, found again, and refused where they are not whole."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -256,8 +257,20 @@ def on_a_drive(folder, params="none", **others):
     }
 
 
+def no_page_in_memory(number, begin, end):
+    """Whether no whole page of these bytes of a file in memory takes memory."""
+    page = os.sysconf("SC_PAGESIZE")
+    first, last = -(-begin // page) * page, end // page * page
+    try:
+        return first >= last or os.lseek(number, first, os.SEEK_DATA) >= last
+    except OSError as error:
+        return error.errno == errno.ENXIO  # nothing but holes follows
+
+
 def kept_by(folder):
-    """Bytes of the newest snapshot that are on a drive, each with its place: path of the file, first byte, length."""
+    """Bytes of the newest snapshot in memory, and its ranges on a drive, each with its place: the number of the snapshot's
+    file, that of the drive's, first byte, length.
+    """
     held = held_by(folder)
     newest = max(held["snapshots"], key=lambda each: each["record"]["step"])
     client = SnapshotClient.connect(address_of(folder), start=False)
@@ -265,12 +278,14 @@ def kept_by(folder):
         assert "refused" not in client.ask("join")
         numbers = client.fetch(newest["slot"])
     places = []
-    for each in process.layout_in(newest["record"], numbers).values():
-        for _, _, spans in each:
+    for of, each in process.layout_in(newest["record"], numbers).items():
+        for begin, _, spans in each:
             for drive, offset, count in spans:
                 if drive >= 0:
+                    assert no_page_in_memory(numbers[of], begin, begin + count)
                     file = numbers[len(newest["record"]["files"]) + 1 + drive]
-                    places.append((os.open(f"/proc/self/fd/{file}", os.O_RDWR), offset, count))
+                    places.append((of, os.open(f"/proc/self/fd/{file}", os.O_RDWR), offset, count))
+                begin += count
     in_memory = sum(os.fstat(number).st_blocks * 512 for number in numbers[: len(newest["record"]["files"])])
     for number in numbers:
         os.close(number)
@@ -278,15 +293,18 @@ def kept_by(folder):
 
 
 @pytest.mark.parametrize("params", ["none", "ssd"])
-def test_state_on_a_drive_is_kept_there(whole, tmp_path, params):
+def test_what_is_on_a_drive_is_kept_there(whole, tmp_path, params):
     others = on_a_drive(tmp_path, params)
     trainer = dies_at(15, tmp_path / "run", **others)
     in_memory, places = kept_by(tmp_path / "run")
     state = trainer.optimizer.state_dict()["state"].values()
     large = sum(tensor.nbytes for one in state for tensor in contents.tensors_in(one) if tensor.nbytes >= 4096)
-    assert large * 0.9 < sum(count for _, _, count in places) <= large
     weights = sum(weight.nbytes for weight in trainer.model.parameters())
-    assert weights < in_memory < weights + large  # small things, and pages that are not whole
+    assert large * 0.9 < sum(count for of, _, _, count in places if of != 0) <= large
+    if params == "none":
+        assert weights < in_memory < weights + large  # small things, and pages that are not whole
+    else:  # what is not whole blocks of the drive
+        assert weights * 0.9 < sum(count for of, _, _, count in places if of == 0) <= weights
     begun, found = resumed(tmp_path / "run", **others)
     assert begun == 12
     assert same(whole, found)
@@ -310,35 +328,37 @@ def test_what_is_kept_on_a_drive_is_of_the_step_and_free_again_later(tmp_path):
     assert max(most) <= 4 * max(used)
 
 
-def test_a_damaged_byte_on_a_drive_is_noticed_and_the_snapshot_before_is_taken(whole, tmp_path, caplog):
-    others = on_a_drive(tmp_path)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
+def test_a_damaged_byte_on_a_drive_is_noticed_and_the_snapshot_before_is_taken(whole, tmp_path, caplog, name):
+    others = on_a_drive(tmp_path, "ssd")
     dies_at(15, tmp_path / "run", **others)
-    file, offset, count = kept_by(tmp_path / "run")[1][0]
+    of = ["model.safetensors", "optimizer.pt"].index(name)
+    _, file, offset, count = next(place for place in kept_by(tmp_path / "run")[1] if place[0] == of)
     byte = os.pread(file, 1, offset + count // 2)
     os.pwrite(file, bytes([byte[0] ^ 1]), offset + count // 2)
     with caplog.at_level(logging.WARNING):
         begun, found = resumed(tmp_path / "run", **others)
-    assert "step 12 in memory is damaged and skipped: optimizer.pt does not match its checksum" in caplog.text
+    assert f"step 12 in memory is damaged and skipped: {name} does not match its checksum" in caplog.text
     assert begun == 8
     assert same(whole, found)
 
 
 def test_a_checkpoint_of_what_is_on_a_drive_is_one_of_the_trainer(whole, tmp_path):
-    others = on_a_drive(tmp_path, offload_snapshot_dir=str(tmp_path / "disk"))
+    others = on_a_drive(tmp_path, "ssd", offload_snapshot_dir=str(tmp_path / "disk"))
     dies_at(15, tmp_path / "run", **others)
     until(lambda: (tmp_path / "disk" / "checkpoint-12").exists())
     os.kill(held_by(tmp_path / "run")["pid"], signal.SIGKILL)
     plain = trainer_in(tmp_path / "plain", False, **SHORT)
     plain.train(resume_from_checkpoint=str(tmp_path / "disk" / "checkpoint-12"))
     assert same(whole["weights"], result_of(plain)["weights"])
-    flip(tmp_path / "disk" / "checkpoint-12" / "optimizer.pt")
+    flip(tmp_path / "disk" / "checkpoint-12" / "model.safetensors")
     begun, found = resumed(tmp_path / "run", **others)
     assert begun == 8
     assert same(whole, found)
 
 
 def test_another_snapshot_process_gets_what_is_on_a_drive(whole, tmp_path):
-    others = on_a_drive(tmp_path)
+    others = on_a_drive(tmp_path, "ssd")
 
     class Kills(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -30,7 +30,7 @@ class PartState:
     def __init__(self) -> None:
         self._packing: Packing | None = None
         self._stored: Stored | None = None
-        self._digests: dict[str, int] = {}  # of its tensors, as they were written
+        self._digests: dict[str, bytes] = {}  # of its tensors, as they were written
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +85,7 @@ class PartState:
         self._digests = {}
         if store.storage.takes_digests:
             self._digests = {
-                name: xxhash.xxh3_64_intdigest(content[begin : begin + like.nbytes].numpy().data)
+                name: xxhash.xxh3_128_digest(content[begin : begin + like.nbytes].numpy().data)
                 for name, (begin, like) in (self._packing.places or {}).items()
             }
         self._stored = Stored(store, content)
@@ -118,7 +118,7 @@ class KeptPart:
     slot: KeptSlot | None
     places: dict[str, tuple[int, Tensor]]
     rest: dict[str, Any]
-    digests: dict[str, int]
+    digests: dict[str, bytes]
 
     def range_of(self, name: str) -> KeptRange:
         """The bytes of one of the tensors."""
