@@ -33,7 +33,6 @@ from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
-from hf_offload.snapshots.client import address_of
 from hf_offload.snapshots.loops import ALONE
 from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.opening import Opened, links_of, open_snapshots, warn_of_other_sums
@@ -118,7 +117,7 @@ class TrainerSnapshots:
             opened.run, opened.began = self._ranks.first(lambda: (uuid.uuid4().hex, time.time()))
         else:
             self.taking = Snapshots(
-                address_of(self._output, self._ranks.number),
+                opened.address,
                 opened.client,
                 HeldRam(storage_of(self._model), "snapshots"),
                 self._ranks,
@@ -188,6 +187,7 @@ class TrainerSnapshots:
 
     def _take(self) -> None:
         assert self.taking is not None
+        assert self._opened is not None
         self.taking.settle()  # before the ranks talk of something else
         trainer: Any = self._trainer
         if self._unchanging is None:
@@ -217,6 +217,7 @@ class TrainerSnapshots:
             watched,
             {
                 "version": hf_offload.__version__,
+                "training": self._opened.training.number,
                 "model": contents.fingerprint(layout),
                 "trainer": {
                     "unlogged_losses": self._ranks.gather(trainer._tr_loss.item()),
@@ -286,6 +287,8 @@ class TrainerSnapshots:
                     "%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s
                 )
                 taking.end()
+                if opened is not None:
+                    opened.end_well()
             else:
                 taking.leave()
         elif opened is not None:

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import SnapshotError
@@ -24,9 +23,9 @@ _ENDING_S = 10.0
 """How long a process may take to end that does not accept connections any more."""
 
 
-def address_of(folder: Path, rank: int = 0) -> bytes:
-    """Where the snapshot process of a training that writes to ``folder`` listens. It is not a file, and goes with it."""
-    name = f"{os.path.realpath(folder)}\0{rank}"
+def address_of(training: str, rank: int = 0) -> bytes:
+    """Where the snapshot process of the training with this number listens. It is not a file, and goes with the process."""
+    name = f"{training}\0{rank}"
     return f"\0hf_offload-snapshots-{os.geteuid()}-{hashlib.sha256(name.encode()).hexdigest()[:32]}".encode()
 
 

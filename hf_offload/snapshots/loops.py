@@ -16,7 +16,6 @@ from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
-from hf_offload.snapshots.client import address_of
 from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.opening import Opened, check_memory_files, open_snapshots, warn_of_other_sums
 from hf_offload.snapshots.positions import Position
@@ -81,6 +80,7 @@ class LoopSnapshots:
     def __init__(self, source: Source, config: OffloadConfig, folder: Path, storage: RunStorage, resume: bool | None):
         check_memory_files()
         self.taking: Snapshots | None = None
+        self._opened: Opened | None = None
         self.resumed_step = self.step = 0
         self._source = source
         self._steps = int(config.snapshot_steps or 0)
@@ -127,7 +127,7 @@ class LoopSnapshots:
             elif self._resume:
                 logger.warning("There is no snapshot of %s yet: training starts at its beginning.", self._folder)
             taking = Snapshots(
-                address_of(self._folder, self._ranks.number),
+                opened.address,
                 opened.client,
                 HeldRam(self._storage, "snapshots"),
                 self._ranks,
@@ -141,7 +141,7 @@ class LoopSnapshots:
             raise
         finally:
             opened.forget_found()
-        self.taking = taking
+        self.taking, self._opened = taking, opened
         self._expect_writes()
         for optimizer in self._source.optimizers:
             while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper
@@ -157,7 +157,8 @@ class LoopSnapshots:
         self._hooks.clear()
         self._storage.takes_digests = False
         taking, self.taking = self.taking, None
-        if taking is None:
+        opened, self._opened = self._opened, None
+        if taking is None or opened is None:
             return
         if kind is not None:
             taking.leave()
@@ -168,6 +169,7 @@ class LoopSnapshots:
             self._ranks.gather(None)  # what one has that ends too early is of no use to the others
         finally:
             taking.end()
+            opened.end_well()
             self._ranks.close()
         logger.info("%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s)
 
@@ -198,6 +200,7 @@ class LoopSnapshots:
     def _take(self, taking: Snapshots) -> None:
         from hf_offload import __version__
 
+        assert self._opened is not None
         taking.settle()  # before the ranks talk of something else
         files: dict[str, Write] = {}
         watched: list[Tensor] = []
@@ -217,7 +220,7 @@ class LoopSnapshots:
             self.step,
             files,
             watched,
-            {"version": __version__, "models": models},
+            {"version": __version__, "training": self._opened.training.number, "models": models},
             kept=kept,
             at_once=self._at_once or any(weights.are_parked for weights in self._source.models.values()),
         )

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_offload.errors import OffloadConfigError, SnapshotError
 from hf_offload.ranks import Ranks
 from hf_offload.snapshots.client import SnapshotClient, address_of
+from hf_offload.snapshots.identity import Training, claim, release, training_of
 from hf_offload.snapshots.restoring import Found, newest_whole
 from hf_offload.surgery import InertInCopies
 
@@ -30,16 +31,22 @@ class Opened:
     """A connection to the snapshot process of a training, and what it goes on from.
 
     Attributes:
+        training: The training, in all its runs.
         client: The connection.
+        address: Where the process listens.
         run, began, sequence: Number, time of the beginning and last snapshot of the run that goes on, or a new one's.
         found: The snapshot; None to start at the beginning.
+        directory: Where this rank's snapshots go from memory, if anywhere.
     """
 
+    training: Training
     client: SnapshotClient
+    address: bytes
     run: str
     began: float
     sequence: int = 0
     found: Found | None = None
+    directory: Path | None = None
 
     def forget_found(self) -> None:
         """Nothing of the snapshot is needed any more. Idempotent."""
@@ -47,28 +54,41 @@ class Opened:
             self.found.close()
             self.found = None
 
+    def end_well(self) -> None:
+        """The training is over, and needs its directory no more."""
+        if self.directory is not None:
+            release(self.directory, self.training)
+
 
 def open_snapshots(output: Path, directory: Path | None, resume: bool, ranks: Ranks) -> Opened:
     """Connect to the snapshot process of the training that writes to ``output``, or start it. With ``resume``, find the
     newest snapshot that is whole in all ranks, in memory or in ``directory``. All ranks call it.
 
-    Raises :class:`~hf_offload.errors.SnapshotError` if another training is connected to it, or for those of another version.
+    Raises :class:`~hf_offload.errors.SnapshotError` if another training is connected to it, if ``directory`` is that of
+    another one, or for snapshots of another version.
     """
-    client, status = ranks.each(lambda: _joined(output, ranks.number))
+    training = ranks.first(lambda: training_of(output))
+    if directory is not None:
+        ranks.first(lambda: claim(directory, training))
+    address = address_of(training.number, ranks.number)
+    client, status = ranks.each(lambda: _joined(output, address))
     run, began = ranks.first(lambda: (uuid.uuid4().hex, time.time()))
+    opened = Opened(training, client, address, run, began, directory=directory if ranks.is_first else None)
     if not resume:
         if status["snapshots"]:
             logger.warning("Training starts anew: the snapshots of an earlier training in memory are dropped.")
-        return Opened(client, run, began)
+        return opened
     try:
-        found = newest_whole(client, status, directory, output / links_of(ranks), ranks)
+        found = newest_whole(client, status, directory, training.number, output / links_of(ranks), ranks)
     except BaseException:
         client.close()
         raise
     if found is None:
-        return Opened(client, run, began)
+        return opened
     record = found.record
-    return Opened(client, record["run"], record["began"], record["sequence"], found)
+    return dataclasses.replace(
+        opened, run=record["run"], began=record["began"], sequence=record["sequence"], found=found
+    )
 
 
 def links_of(ranks: Ranks) -> str:
@@ -76,19 +96,19 @@ def links_of(ranks: Ranks) -> str:
     return LINKS if ranks.count == 1 else f"{LINKS}-{ranks.number}"
 
 
-def _joined(output: Path, rank: int) -> tuple[SnapshotClient, dict[str, Any]]:
+def _joined(output: Path, address: bytes) -> tuple[SnapshotClient, dict[str, Any]]:
     try:
-        return _join(output, rank)
+        return _join(output, address)
     except ConnectionError as error:
         logger.warning("%s: another one is started.", str(error).capitalize())
     try:
-        return _join(output, rank)
+        return _join(output, address)
     except ConnectionError as error:
         raise SnapshotError(f"Again, {error}: see whether the machine has memory.") from error
 
 
-def _join(output: Path, rank: int) -> tuple[SnapshotClient, dict[str, Any]]:
-    client = SnapshotClient.connect(address_of(output, rank), start=True)
+def _join(output: Path, address: bytes) -> tuple[SnapshotClient, dict[str, Any]]:
+    client = SnapshotClient.connect(address, start=True)
     assert client is not None
     joined = client.ask("join")
     if "refused" in joined:

@@ -36,6 +36,8 @@ FORMAT = 5
 """Of records and messages: raised when what is written by one version cannot be read by the other."""
 RECORD_FILE = "hf_offload_snapshot.json"
 RUN_FILE = "hf_offload_snapshots.json"
+MARK_FILE = "_hf_offload_training.json"
+"""Says whose output directory, or snapshot_dir, a folder is. What begins like this is left out when a Trainer uploads."""
 PREFIX = "checkpoint-"
 KEPT_ON_DISK = 2
 KEPT = "kept"
@@ -227,7 +229,7 @@ class Keeper:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(self._directory / _UNFINISHED, ignore_errors=True)
-            _write(self._directory / RUN_FILE, {"format": FORMAT, "run": self._run})
+            write_record(self._directory / RUN_FILE, {"format": FORMAT, "run": self._run})
         except OSError as error:
             self._error = str(error)
         if self._writer is None:
@@ -292,6 +294,9 @@ def _write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -
     """A checkpoint with a record, under its name once it is complete; older ones are removed then. What files hold of other
     processes comes last, and stays in memory.
     """
+    owner = read_record(directory / MARK_FILE)
+    if owner is not None and owner["training"] != record.get("training"):
+        raise OSError(f"it is the snapshot_dir of another training now, which writes to {owner['output']}")
     unfinished = directory / _UNFINISHED
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -305,7 +310,7 @@ def _write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -
         if layout:
             ranges = [[number, begin, count] for number, each in layout.items() for begin, count, _ in each]
             record = {**{name: value for name, value in record.items() if name != KEPT}, RANGES: ranges}
-        _write(unfinished / RECORD_FILE, record)
+        write_record(unfinished / RECORD_FILE, record)
         final = directory / f"{PREFIX}{record['step']}"
         if final.exists():
             shutil.rmtree(final)
@@ -384,11 +389,16 @@ def _checksum(content: _Message) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _write(path: Path, content: _Message) -> None:
+def text_of(content: _Message) -> str:
+    """That of a file which :func:`read_record` reads."""
+    return json.dumps({**content, "checksum": _checksum(content)})
+
+
+def write_record(path: Path, content: _Message) -> None:
     """A small file, complete or as it was."""
     unfinished = path.with_name(f".{path.name}")
     with unfinished.open("w") as file:
-        json.dump({**content, "checksum": _checksum(content)}, file)
+        file.write(text_of(content))
         file.flush()
         os.fsync(file.fileno())
     unfinished.rename(path)

@@ -68,9 +68,10 @@ class Found:
 
 
 def newest_whole(
-    client: SnapshotClient, status: dict[str, Any], directory: Path | None, links: Path, ranks: Ranks
+    client: SnapshotClient, status: dict[str, Any], directory: Path | None, training: str, links: Path, ranks: Ranks
 ) -> Found | None:
-    """The newest snapshot that is whole in all ranks, or can be made so; a warning names each one that cannot.
+    """The newest snapshot that is whole in all ranks, or can be made so; a warning names each one that cannot, and those
+    that are not of the ``training`` with this number.
 
     ``client`` is connected to the snapshot process, which has said its ``status``, and ``directory`` is where that of the
     first rank writes, if anywhere. The folder of one that is found in memory is ``links``: until :meth:`Found.close`, its
@@ -86,7 +87,7 @@ def newest_whole(
     if status["run"] != run:
         here = {}
     on_disk: dict[int, tuple[dict[str, Any], Path]] = ranks.first(
-        lambda: {record["sequence"]: (record, path) for path, record in _on_disk(directory, run)}
+        lambda: {record["sequence"]: (record, path) for path, record in _on_disk(directory, run, training)}
     )
     in_memory = {sequence: (step, count) for _, of_run, sequence, step, count in told if of_run == run}
     places = [(sequence, True) for sequence in in_memory] + [(sequence, False) for sequence in on_disk]
@@ -194,8 +195,8 @@ def _found_on_disk(record: dict[str, Any], folder: Path, ranks: Ranks) -> Found 
     return None
 
 
-def _on_disk(directory: Path | None, run: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Those of ``run``, or else of the run that wrote there last."""
+def _on_disk(directory: Path | None, run: str | None, training: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Those of ``run``, or else of the run that wrote there last, if it is of this ``training``."""
     if directory is None:
         return
     last = process.read_record(directory / process.RUN_FILE)
@@ -204,7 +205,11 @@ def _on_disk(directory: Path | None, run: str | None) -> Iterator[tuple[Path, di
     _check_format(last.get("format"), f"in {directory}")
     for path in directory.glob(f"{process.PREFIX}*"):
         record = process.read_record(path / process.RECORD_FILE)
-        if record is not None and record["run"] == (run or last["run"]):
+        if record is None:
+            continue
+        if record["training"] != training:
+            logger.warning("The snapshot of step %d in %s is of another training, and not taken.", record["step"], path)
+        elif record["run"] == (run or last["run"]):
             yield path, record
 
 

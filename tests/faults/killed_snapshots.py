@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.snapshots.client import SnapshotClient, address_of
+from hf_offload.snapshots.identity import known_training, training_of
 from tests.faults.killed import shared_memory
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
 
@@ -185,10 +186,17 @@ def problems_of(folder: Path, code: int, wanted: dict) -> list[str]:
     ]
 
 
-def held_by(folder: Path) -> dict | None:
+def address_in(folder: Path, rank: int = 0) -> bytes:
+    """Where the snapshot process listens, or would listen, of the training that writes to ``folder``."""
+    return address_of(training_of(folder).number, rank)
+
+
+def held_by(folder: Path, rank: int = 0) -> dict | None:
     """What the snapshot process of a training says, if there is one."""
+    if known_training(folder) is None:
+        return None
     try:
-        client = SnapshotClient.connect(address_of(folder), start=False)
+        client = SnapshotClient.connect(address_in(folder, rank), start=False)
         if client is None:
             return None
         with contextlib.closing(client):

@@ -24,10 +24,11 @@ from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArgu
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, TierFullError
 from hf_offload.errors import SnapshotError
 from hf_offload.snapshots import contents, process, restoring
-from hf_offload.snapshots.client import SnapshotClient, address_of
+from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import MemoryFile
 from hf_offload.storage.service import storage_of
-from tests.faults.killed_snapshots import held_by, result_of, same, trainer_in
+from tests.faults.killed_snapshots import address_in, held_by, result_of, same, trainer_in
+from tests.helpers.snapshot_processes import no_process_is_left, processes_of_test, until  # noqa: F401  a fixture
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
 
 STEPS, EVERY = 30, 4
@@ -40,26 +41,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def no_process_is_left():
-    """Of those that the test has started: others may run on the machine."""
-    yield
-    for pid in processes():
-        os.kill(pid, signal.SIGKILL)
-
-
-def processes():
-    """Snapshot processes of this test, which have its name in their environment."""
-    test = f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST'].rpartition(' ')[0]} ".encode()
-    found = set()
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            is_one = b"hf_offload/snapshots/process.py" in (path / "cmdline").read_bytes()
-            if is_one and test in (path / "environ").read_bytes():
-                found.add(int(path.name))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +82,6 @@ def resumed(folder, callbacks=(), **others):
     return begun[0], result_of(trainer)
 
 
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def steps_held(folder):
     held = held_by(folder)
     return None if held is None else sorted(each["record"]["step"] for each in held["snapshots"])
@@ -130,12 +104,12 @@ def flip(path):
 
 
 def test_a_training_with_snapshots_has_the_bits_of_one_without_and_leaves_nothing(whole, tmp_path):
-    before = processes()
+    before = processes_of_test()
     trainer = trainer_in(tmp_path / "run", True, **SHORT)
     trainer.train()
     assert same(whole, result_of(trainer))
-    assert processes() <= before
-    assert list((tmp_path / "run").iterdir()) == []
+    assert processes_of_test() <= before
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [process.MARK_FILE]
 
 
 def test_nothing_but_the_newest_two_are_held_in_files_for_this_user(tmp_path):
@@ -152,7 +126,7 @@ def test_nothing_but_the_newest_two_are_held_in_files_for_this_user(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_not_answered(tmp_path):
     dies_at(5, tmp_path)
-    address = address_of(tmp_path)  # it names the user, so that of the other one is asked
+    address = address_in(tmp_path)  # it names the user, so that of the other one is asked
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -189,7 +163,7 @@ def test_a_training_goes_on_from_its_newest_snapshot_to_the_same_bits(whole, tmp
     assert begun == 12
     assert same(whole, found)
     assert held_by(run) is None
-    assert list(run.iterdir()) == []
+    assert [path.name for path in run.iterdir()] == [process.MARK_FILE]
 
 
 def test_what_belongs_to_the_end_of_an_epoch_comes_before_its_last_snapshot(tmp_path):
@@ -273,7 +247,7 @@ def kept_by(folder):
     """
     held = held_by(folder)
     newest = max(held["snapshots"], key=lambda each: each["record"]["step"])
-    client = SnapshotClient.connect(address_of(folder), start=False)
+    client = SnapshotClient.connect(address_in(folder), start=False)
     with contextlib.closing(client):
         assert "refused" not in client.ask("join")
         numbers = client.fetch(newest["slot"])
@@ -422,12 +396,12 @@ def test_the_last_snapshot_is_written_to_disk_though_the_one_before_still_is_whe
 
     monkeypatch.setattr(process, "_write_checkpoint", held_up)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(address_of(tmp_path))
+    listener.bind(address_in(tmp_path))
     listener.listen()
     keeper = process.Keeper(listener)
     thread = threading.Thread(target=keeper.run)
     thread.start()
-    client = SnapshotClient.connect(address_of(tmp_path), start=False)
+    client = SnapshotClient.connect(address_in(tmp_path), start=False)
     client.ask("join")
     client.ask("start", run="run", began=0.0, directory=str(tmp_path / "disk"), wait_s=1.0, slots=3)
     for step in (4, 8):
@@ -478,7 +452,7 @@ def test_the_snapshot_process_may_end_and_another_one_keeps_what_there_was(whole
 def test_a_process_that_accepts_and_ends_gives_way_to_another_one(tmp_path):
     """As one that was killed does: what it has open is closed one by one, and what it listens on last."""
     dying = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    dying.bind(address_of(tmp_path))
+    dying.bind(address_in(tmp_path))
     dying.listen()
 
     def ends():
@@ -487,9 +461,9 @@ def test_a_process_that_accepts_and_ends_gives_way_to_another_one(tmp_path):
 
     thread = threading.Thread(target=ends)
     thread.start()
-    client = SnapshotClient.connect(address_of(tmp_path), start=True)
+    client = SnapshotClient.connect(address_in(tmp_path), start=True)
     thread.join()
-    assert client.pid in processes()
+    assert client.pid in processes_of_test()
     client.end()
 
 
@@ -512,7 +486,7 @@ def test_a_damaged_snapshot_in_memory_is_noticed_and_the_one_before_is_taken(who
     dies_at(15, tmp_path)
     held = held_by(tmp_path)
     newest = max(held["snapshots"], key=lambda each: each["record"]["sequence"])
-    client = SnapshotClient.connect(address_of(tmp_path), start=False)
+    client = SnapshotClient.connect(address_in(tmp_path), start=False)
     client.ask("join")
     number = client.fetch(newest["slot"])[[entry[0] for entry in newest["record"]["files"]].index(name)]
     flip(Path(f"/proc/self/fd/{number}"))
@@ -653,7 +627,7 @@ def test_snapshots_of_another_version_are_refused(tmp_path, monkeypatch):
 
 
 def test_two_trainings_with_one_output_directory_are_refused(tmp_path):
-    client = SnapshotClient.connect(address_of(tmp_path), start=True)
+    client = SnapshotClient.connect(address_in(tmp_path), start=True)
     client.ask("join")
     with pytest.raises(SnapshotError, match=rf"Process {os.getpid()} trains already with .* as its output directory"):
         trainer_in(tmp_path, True, **SHORT).train()

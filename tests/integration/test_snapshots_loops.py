@@ -14,6 +14,7 @@ from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadP
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.accelerate import attached_accelerators
 from tests.faults.killed_snapshots import held_by, same
+from tests.helpers.snapshot_processes import no_process_is_left  # noqa: F401  a fixture
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for

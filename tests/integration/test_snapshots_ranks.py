@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +22,12 @@ from hf_offload.errors import SnapshotError
 from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.ranks import Ranks
 from hf_offload.snapshots import opening, parity
-from hf_offload.snapshots.client import SnapshotClient, address_of
+from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import MemoryFile
 from hf_offload.snapshots.slots import Slots
-from tests.faults.killed_snapshots import result_of, same, trainer_in
+from tests.faults.killed_snapshots import address_in, held_by, result_of, same, trainer_in
 from tests.helpers.gloo_processes import assert_done, run_in_processes
+from tests.helpers.snapshot_processes import no_process_is_left_by_the_file, until  # noqa: F401  a fixture
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
 
 TWO, THREE = 2, 3
@@ -63,14 +63,6 @@ class Draws(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def held_by(folder, rank):
-    client = SnapshotClient.connect(address_of(folder, rank), start=False)
-    if client is None:
-        return None
-    with contextlib.closing(client):
-        return client.ask("status")
-
-
 def steps_held(folder, rank):
     held = held_by(folder, rank)
     return None if held is None else sorted(each["record"]["step"] for each in held["snapshots"])
@@ -79,13 +71,6 @@ def steps_held(folder, rank):
 def kill_process_of(folder, rank):
     os.kill(held_by(folder, rank)["pid"], signal.SIGKILL)
     until(lambda: held_by(folder, rank) is None)
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def trained(rank, folder, snapshots, step=None, kill=None, resume=None, **others):
@@ -172,7 +157,7 @@ def killed_between_the_commits(rank, folder):
     folder = folder / "between"
     dies(rank, folder)
     if rank == 1:
-        client = SnapshotClient.connect(address_of(folder, rank), start=False)
+        client = SnapshotClient.connect(address_in(folder, rank), start=False)
         held = {each["record"]["step"]: each["record"] for each in client.ask("join")["snapshots"]}
         client.ask("begin", keep=held[4]["sequence"])
         client.close()
@@ -185,7 +170,7 @@ def damaged_on_one(rank, folder):
     folder = folder / "damaged"
     dies(rank, folder, offload_snapshot_parity=1)
     if rank == 1:
-        client = SnapshotClient.connect(address_of(folder, rank), start=False)
+        client = SnapshotClient.connect(address_in(folder, rank), start=False)
         (newest,) = (each for each in client.ask("join")["snapshots"] if each["record"]["step"] == LAST)
         number = client.fetch(newest["slot"])[0]
         byte = os.pread(number, 1, 500)
