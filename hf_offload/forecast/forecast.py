@@ -93,7 +93,7 @@ class Forecast:
                 f"optimizer state{' that is not on a drive' if self.kept_bytes else ''}."
             )
         if self.kept_bytes:
-            found.append(f"What they keep of the optimizer state takes {format_bytes(self.kept_bytes)} of the drive.")
+            found.append(f"What they keep on the drive takes {format_bytes(self.kept_bytes)} more of it.")
         if in_ram or on_drive:
             found.append(
                 f"The run needs {format_bytes(in_ram)} of RAM and {format_bytes(on_drive)} of drives for what it moves."
@@ -180,9 +180,7 @@ def make_forecast(
 def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_recompute: bool) -> Forecast:
     limit = workload.longest
     here = count_workload(workload, hardware)
-    # What an optimizer has on a drive for certain is kept there, and not copied.
-    kept_bytes = workload.snapshots * here.state_bytes if workload.state_place == "ssd" else 0
-    snapshots_bytes = workload.snapshots * _snapshot_bytes(workload, here) - kept_bytes
+    kept_bytes, snapshots_bytes = _bytes_of_snapshots(workload, here)
     missing = {
         "RAM": snapshots_bytes - _ram_bytes(hardware, budget_bytes),
         "the drive": kept_bytes - hardware.room.get("ssd", kept_bytes),
@@ -251,11 +249,20 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
     )
 
 
-def _snapshot_bytes(workload: Workload, counted: Footprint) -> int:
-    """Weights, buffers and optimizer state; of adapters, what is trained, which is as large as its gradients."""
-    if workload.memory_mode in ("lora", "qlora"):
-        return counted.gradient_bytes + counted.state_bytes
-    return counted.base_bytes
+def _bytes_of_snapshots(workload: Workload, counted: Footprint) -> tuple[int, int]:
+    """On the drive, and in RAM. Weights, buffers and optimizer state; of adapters, what is trained, which is as large
+    as its gradients. What is on a drive for certain is kept there, and takes more room of it only if it changes.
+    """
+    of_adapters = workload.memory_mode in ("lora", "qlora")
+    on_drive, in_ram = 0, counted.gradient_bytes + counted.state_bytes if of_adapters else counted.base_bytes
+    if workload.state_place == "ssd":
+        on_drive += counted.state_bytes
+        in_ram -= counted.state_bytes
+    if workload.weights_place == "ssd":
+        trained = sum(one.trained_bytes for one in counted.weights.values())
+        on_drive += trained
+        in_ram -= trained if of_adapters else sum(one.weight_bytes for one in counted.weights.values())
+    return workload.snapshots * on_drive, workload.snapshots * in_ram
 
 
 def _ram_bytes(hardware: Hardware, budget_bytes: int) -> int:

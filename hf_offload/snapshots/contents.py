@@ -6,7 +6,7 @@ import json
 import os
 import random
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -124,13 +124,41 @@ def archive(content: Any, kept: Kept | None = None) -> Write:
     """
 
     def write(file: Writable) -> None:
+        later = _FailsLater(file)
         # The writer asks for these methods, and is asked for its own.
-        writer: Any = torch._C.PyTorchFileWriter(file, False, _ALIGNMENT)  # type: ignore[call-overload]
+        writer: Any = torch._C.PyTorchFileWriter(later, False, _ALIGNMENT)  # type: ignore[call-overload]
         archives = torch.serialization
         archives._save(content, _LeavesOut(writer, file, kept), archives.pickle, archives.DEFAULT_PROTOCOL, False)
         writer.write_end_of_file()
+        if later.error is not None:
+            raise later.error
 
     return write
+
+
+class _FailsLater:
+    """Writes to ``file`` for a writer of PyTorch, whose end would end the process after an error that it has seen."""
+
+    def __init__(self, file: Writable):
+        self.error: Exception | None = None
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        self._try(lambda: self._file.write(data))
+        return memoryview(data).nbytes
+
+    def seek(self, count: int, whence: int) -> None:
+        self._try(lambda: self._file.seek(count, whence))
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        if self.error is None:
+            try:
+                call()
+            except Exception as error:
+                self.error = error
 
 
 class _LeavesOut:

@@ -204,7 +204,7 @@ class Slots:
         """What is kept is written to another place by the next step, which has to be there."""
         if kept.refusal is not None:
             raise SnapshotError(
-                f"A snapshot keeps weights on their drive, which has no room for them: {kept.refusal}"
+                f"A snapshot keeps weights on their drive, which has no room for them: {kept.refusal} Or drop snapshot_steps."
             ) from kept.refusal
         for room, nbytes in kept.rooms.items():
             if room.free_bytes < nbytes:

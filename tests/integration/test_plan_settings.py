@@ -71,10 +71,12 @@ def test_the_memory_of_snapshots_is_part_of_the_plan():
     tight = forecast(f"{int(2.5 * two.counted.base_bytes) // 1024}KiB", steps, folder)
     assert tight.solution is None
     assert "Drop snapshot_steps, or snapshot_dir: then two are held" in tight.refusal
-    on_drive = forecast(taken, steps, state="ssd")
-    assert on_drive.kept_bytes == 2 * on_drive.counted.state_bytes > 0
-    assert on_drive.snapshots_bytes == two.snapshots_bytes - on_drive.kept_bytes
+    on_drive = forecast(taken, steps, state="ssd", weights="ssd")
+    weights = sum(one.weight_bytes for one in on_drive.counted.weights.values())
+    assert on_drive.kept_bytes == 2 * (on_drive.counted.state_bytes + weights)
+    assert on_drive.counted.state_bytes > 0 < weights
+    assert on_drive.snapshots_bytes == two.snapshots_bytes - on_drive.kept_bytes > 0  # small weights
     assert plain.hardware.room["ssd"] - on_drive.hardware.room["ssd"] == on_drive.kept_bytes
-    assert any("of the drive" in line for line in on_drive.remarks)
+    assert any("keep on the drive" in line for line in on_drive.remarks)
     adapter = make_forecast(workload(steps, memory_mode="lora"), CARD)
     assert 0 < adapter.snapshots_bytes < 2 * adapter.counted.base_bytes

@@ -286,20 +286,37 @@ def test_what_is_on_a_drive_is_kept_there(whole, tmp_path, params):
 
 
 def test_what_is_kept_on_a_drive_is_of_the_step_and_free_again_later(tmp_path):
-    """However many snapshots there are, the drive holds the state of two, and the one that is used."""
+    """However many snapshots there are, the drive holds state and weights of two, and those that are used."""
     used = []
 
     class Looks(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
-            used.append(storage_of(model).accounts["optimizer state"]["ssd"].used_bytes)
+            accounts = storage_of(model).accounts
+            used.append(sum(accounts[name]["ssd"].used_bytes for name in ("optimizer state", "weights")))
             room = next(iter(storage_of(model)._rooms.values()))
             most.append(room.used_bytes)
 
     most = []
-    trainer = trainer_in(tmp_path / "run", True, [Looks()], **{**SHORT, **on_a_drive(tmp_path)})
+    trainer = trainer_in(tmp_path / "run", True, [Looks()], **{**SHORT, **on_a_drive(tmp_path, "ssd")})
     trainer.train()
     assert 2 * used[-1] < most[-1] <= 4 * used[-1]
     assert max(most) <= 4 * max(used)
+
+
+def test_mezo_s_weights_on_a_drive_are_kept_there(tmp_path):
+    mezo = {**SHORT, "memory_mode": "mezo", "max_grad_norm": 0.0}
+    trainer = trainer_in(tmp_path / "whole", False, **mezo)
+    trainer.train()
+    expected = result_of(trainer)
+    others = {**on_a_drive(tmp_path, "ssd"), **mezo}
+    others.pop("offload_optimizer")
+    trainer = dies_at(15, tmp_path / "run", **others)
+    _, places = kept_by(tmp_path / "run")
+    weights = sum(weight.nbytes for weight in trainer.model.parameters())
+    assert weights * 0.9 < sum(count for _, _, _, count in places) <= weights
+    begun, found = resumed(tmp_path / "run", **others)
+    assert begun == 12
+    assert same(expected, found)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
@@ -347,18 +364,21 @@ def test_another_snapshot_process_gets_what_is_on_a_drive(whole, tmp_path):
     assert same(whole, found)
 
 
-def test_a_drive_without_room_for_what_is_kept_is_an_error_at_the_first_snapshot(tmp_path):
+@pytest.mark.parametrize("kind", ["state", "weights"])
+def test_a_drive_without_room_for_what_is_kept_is_an_error_at_the_first_snapshot(tmp_path, kind):
     sizes = []
 
     class Looks(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             sizes.append(next(iter(storage_of(model)._rooms.values())).used_bytes)
 
-    settings = {**SHORT, "max_steps": 2, **on_a_drive(tmp_path)}
-    trainer_in(tmp_path / "sizes", False, [Looks()], **settings).train()
+    on_drive = on_a_drive(tmp_path, "none" if kind == "state" else "ssd")
+    if kind == "weights":
+        on_drive.pop("offload_optimizer")
+    trainer_in(tmp_path / "sizes", False, [Looks()], **{**SHORT, "max_steps": 2, **on_drive}).train()
     budget = int(1.05 * max(sizes))
-    with pytest.raises(SnapshotError, match=r"A snapshot keeps .* raise disk_budget"):
-        dies_at(15, tmp_path / "run", **on_a_drive(tmp_path, offload_disk_budget=str(budget)))
+    with pytest.raises(SnapshotError, match=r"A snapshot keeps .*[Rr]aise disk_budget.* drop snapshot_steps"):
+        dies_at(15, tmp_path / "run", **on_drive, offload_disk_budget=str(budget))
 
 
 def test_a_newer_checkpoint_of_the_same_run_comes_first_and_an_older_run_s_does_not(whole, tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import resource
 
 import pytest
 import torch
@@ -157,6 +158,26 @@ def test_only_the_optimizer_that_is_asked_itself_has_placeholders(tmp_path):
     assert hooked.rooms == {}
     kept.release()
     session.detach()
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["copied", "kept"])
+def test_an_archive_that_memory_has_no_room_for_is_an_error(tier, kept):
+    """And not the end of the process, which the writer's destructor would be."""
+    slot = tier.keep(written(tier, random_bytes(COUNT, 1)))
+    left = Kept()
+    content = torch.ones(COUNT, dtype=torch.uint8)
+    if kept:
+        content = left.placeholder(content, content.shape, [slot], [KeptRange(slot, 0, COUNT, None)])
+    file = MemoryFile()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (COUNT // 2, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            contents.archive({"before": torch.ones(5000), "large": content, "after": torch.ones(5000)}, left)(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    file.close()
+    left.release()
 
 
 def test_only_placeholders_have_no_bytes():
