@@ -19,13 +19,15 @@ from benchmarks.large.picture import draw_memory
 from benchmarks.large.shape import Shape
 from hf_offload.allocator import environment_with
 from hf_offload.cli.console import clear_errors, messages, output, progress_bar
-from hf_offload.errors import OffloadError
+from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.reports.plots import require_matplotlib
 from hf_offload.settings.sizes import parse_bytes
 
 _SHAPE = Shape()
 _PICTURED_SAMPLES = 300
 _END_S = 30
+_LEARNING = 3
+"""Steps of a plan that is made while training: each may be measured, and followed by another plan."""
 
 
 def large(
@@ -35,6 +37,9 @@ def large(
     tokens: Annotated[int, typer.Option(min=16, help="Tokens a step.")] = _SHAPE.tokens,
     steps: Annotated[int, typer.Option(min=2, help="Steps; the first one is not measured.")] = _SHAPE.steps,
     budget: Annotated[str, typer.Option(help="Memory for everything.")] = "6GiB",
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Name the budget alone: a plan says where everything is, from the first steps on.")
+    ] = False,
     minutes: Annotated[float, typer.Option(help="No step begins that would end later.")] = 15,
     most_written: Annotated[str, typer.Option(help="Most bytes to write.")] = "150GB",
     directory: Annotated[Path | None, typer.Option(help="Where files go. Default: the temporary folder.")] = None,
@@ -44,7 +49,9 @@ def large(
     """Train GPT-2 XL in full with AdamW in fp32 within a budget of memory that its weights alone exceed."""
     with clear_errors():
         require_matplotlib()
-        shape = Shape(layers, width, vocabulary, tokens, steps, parse_bytes(budget, "--budget"))
+        shape = Shape(layers, width, vocabulary, tokens, steps, parse_bytes(budget, "--budget"), auto)
+        if auto and steps <= _LEARNING:
+            raise OffloadConfigError(f"--auto learns from the first {_LEARNING} steps: give more --steps.")
         limit = parse_bytes(most_written, "--most-written")
         with tempfile.TemporaryDirectory(prefix="benchmark-", dir=directory) as folder:
             found = _run(shape, folder, limit, 60 * minutes)
@@ -108,7 +115,7 @@ def _run(shape: Shape, folder: str, limit: int, seconds: float) -> dict[str, Any
                     highlight=False,
                 )
             progress.update(task, description=f"step {len(steps) + 1}")
-    if len(steps) < 2:
+    if len(steps) < (1 + _LEARNING if shape.automatic else 2):
         raise OffloadError("No step was measured within --minutes.")
     return _result(shape, expected, [before, _roofline(shape, folder)], made, steps)
 
@@ -123,8 +130,8 @@ def _result(
         **dataclasses.asdict(shape),
         "weights": shape.weights,
         "rooflines": rooflines,
-        "predicted": dataclasses.asdict(expected),
-        "measured": _measured(rooflines, made, steps),
+        "predicted": dataclasses.asdict(expected) | _of_plan(shape, steps),
+        "measured": _measured(shape, rooflines, made, steps),
         "made": made,
         "steps_taken": steps,
         "memory_forward_s": pictured["forward_s"],
@@ -132,14 +139,25 @@ def _result(
     }
 
 
-def _measured(rooflines: list[dict[str, Any]], made: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
+def _of_plan(shape: Shape, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the plan predicted before the steps that count."""
+    if not shape.automatic:
+        return {}
+    planned = steps[_LEARNING - 1]["planned"]
+    return {"peak_bytes": planned["peak_bytes"], "step_s": planned["step_s"]}
+
+
+def _measured(
+    shape: Shape, rooflines: list[dict[str, Any]], made: dict[str, Any], steps: list[dict[str, Any]]
+) -> dict[str, Any]:
     # The fastest of before and after: others on the machine may have slowed the cores or the drive meanwhile.
     roofline = {
         name: (max if name.endswith("_per_s") else min)(one[name] for one in rooflines) for name in rooflines[0]
     }
 
     def of_steps(name: str) -> float:
-        return statistics.median(one[name] for one in steps[1:])  # the first one has no state to read
+        # The first one has no state to read.
+        return statistics.median(one[name] for one in steps[_LEARNING if shape.automatic else 1 :])
 
     moved = of_steps("read_bytes") + of_steps("written_bytes")
     measured = {

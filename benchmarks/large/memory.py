@@ -25,19 +25,19 @@ Sample = dict[str, float]
 
 
 def counters(session: OffloadSession, optimizer: Any) -> dict[str, Callable[[], int]]:
-    """Bytes in memory, by kind."""
+    """Bytes in memory, by kind. What a plan leaves in memory is in everything else."""
     residency, streaming, engine = session.residency, streaming_of(optimizer), session._engine
-    assert residency is not None
-    assert streaming is not None
     assert engine is not None
-    gradients = streaming.gradients.store
-    return {
-        WEIGHTS: lambda: residency.bytes_in_memory,
-        WEIGHTS_MOVING: lambda: residency.store.buffer_bytes,
-        STATE: lambda: streaming.states.store.buffer_bytes,
-        GRADIENTS: lambda: 0 if gradients is None else gradients.buffer_bytes,
-        ACTIVATIONS: lambda: engine.transfer.ledger.resident_bytes,
-    }
+    found = dict.fromkeys((WEIGHTS, WEIGHTS_MOVING, STATE, GRADIENTS), lambda: 0)
+    if residency is not None:
+        found[WEIGHTS] = lambda: residency.bytes_in_memory
+        found[WEIGHTS_MOVING] = lambda: residency.store.buffer_bytes
+    if streaming is not None:
+        gradients = streaming.gradients.store
+        found[STATE] = lambda: streaming.states.store.buffer_bytes
+        if gradients is not None:
+            found[GRADIENTS] = lambda: gradients.buffer_bytes
+    return {**found, ACTIVATIONS: lambda: engine.transfer.ledger.resident_bytes}
 
 
 @contextlib.contextmanager

@@ -23,13 +23,13 @@ def train(shape: Shape, directory: str, most_written_bytes: int, seconds: float)
     gauge = choose_gauge(torch.device("cpu"))
     started = begin = time.perf_counter()
     longest = 0.0
-    settings = shape.settings(directory, most_written_bytes)
+    process_bytes = gauge.level()
+    settings = shape.settings(directory, most_written_bytes, process_bytes)
     model = create_from_config(GPT2LMHeadModel, shape.model_config(), config=settings).train()
     session = attach(model, settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     session.prepare_optimizer(optimizer)
     session.update_in_backward(True)  # nothing is clipped: gradients need not leave memory
-    assert session.residency is not None
     weights = sum(p.numel() for p in model.parameters())
     _say("made", seconds=time.perf_counter() - begin, weights=weights, peak_bytes=gauge.peak(), **_moved(session))
     batches = text_tokens(shape.tokens)
@@ -58,11 +58,23 @@ def train(shape: Shape, directory: str, most_written_bytes: int, seconds: float)
             forward_s=forward_s,
             loss=loss.item(),
             peak_bytes=gauge.peak(),
-            most_weight_bytes=session.residency.most_bytes,
+            most_weight_bytes=0 if session.residency is None else session.residency.most_bytes,
             activations=session.stats.steps[-1].as_dict(),
             samples=samples,
+            planned=_planned(session, process_bytes),
             **moved,
         )
+
+
+def _planned(session: Any, process_bytes: int) -> dict[str, Any] | None:
+    """What the plan for the next step predicts; None without one."""
+    if session.forecast is None:
+        return None
+    return {
+        "peak_bytes": session.forecast.peak_bytes + process_bytes,
+        "step_s": session.forecast.step_s,
+        "reason": session.plan.reason,
+    }
 
 
 def _moved(session: Any) -> dict[str, int]:

@@ -23,6 +23,7 @@ class Shape:
     tokens: int = 1024
     steps: int = 5
     budget_bytes: int = 6 << 30
+    automatic: bool = False
 
     @property
     def weights(self) -> int:
@@ -52,18 +53,18 @@ class Shape:
             eos_token_id=0,
         )
 
-    def settings(self, directory: str, most_written_bytes: int) -> OffloadConfig:
-        """Weights, optimizer state and activations on the drive."""
+    def settings(self, directory: str, most_written_bytes: int, process_bytes: int = 0) -> OffloadConfig:
+        """Weights, optimizer state and activations on the drive; or a budget alone, which the process's own
+        ``process_bytes`` count towards.
+        """
+        placed: dict[str, Any] = {"memory_budget": self.budget_bytes - process_bytes}
+        if not self.automatic:
+            placed = {
+                "tier": "ssd", "params": "ssd", "optimizer": "ssd", "memory_budget": self.budget_bytes, "tiled_loss": "on",
+                "recompute_elementwise": "exact",
+            }  # fmt: skip
         return OffloadConfig(
-            tier="ssd",
-            params="ssd",
-            optimizer="ssd",
-            memory_budget=self.budget_bytes,
-            directory=directory,
-            tiled_loss="on",
-            recompute_elementwise="exact",
-            max_disk_write_bytes=most_written_bytes,
-            on_disk_write_limit="stop",
+            **placed, directory=directory, max_disk_write_bytes=most_written_bytes, on_disk_write_limit="stop"
         )
 
 

@@ -1,5 +1,6 @@
 """The tier ``auto`` of a session: measured steps decide about the plan, and the plan about what is moved and recomputed."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.ranks import hardware_of_all
 from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig
+
+_SAFE_WRITE_BEHIND_SHARE = 1 / 16
+"""Of the budget: most bytes that wait to be written before the first step has been measured."""
 
 
 class AutomaticPlan:
@@ -40,12 +44,14 @@ class AutomaticPlan:
         model_state: ModelState,
         on_infeasible: Callable[[], bool],
     ):
-        self.plan = safest
         self._engine = engine
         self._recompute = Recompute(blocks)
         self.hardware = hardware = hardware_of_all(config, ranks, device_of(model))
         budget = config.memory_budget
         self.budget_bytes = int(hardware.memory_bytes.value * BUDGET_SHARE) if budget is None else int(budget)
+        little = int(_SAFE_WRITE_BEHIND_SHARE * self.budget_bytes)
+        safest = dataclasses.replace(safest, write_behind_bytes=min(safest.write_behind_bytes, little))
+        self._apply(safest)
         engine.transfer.mover.time_stalls()  # else plans would count transfers as compute
         self._feedback = Feedback(
             model,

@@ -63,8 +63,10 @@ def corrected_plan(
     timeline = simulate(present, known.solution.placements, other.problem.channels, known.solution.windows)
     if may_correct and (excess > 0 or timeline.step_s > _GAIN * other.solution.timeline.step_s):
         return other
-    before = known.solution.timeline.step_s
+    before = known.solution.timeline
     known.footprint = footprint
     known.solution = dataclasses.replace(known.solution, timeline=timeline)
-    known.prediction.step_s += timeline.step_s - before
+    known.prediction.step_s += timeline.step_s - before.step_s
+    # What is on its way at the rates that were reached: faster tiers have less of it.
+    known.prediction.peak_bytes += min(0, timeline.peak_bytes - before.peak_bytes)
     return None

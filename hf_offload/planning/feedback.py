@@ -37,7 +37,8 @@ from hf_offload.settings.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
-# A step that takes this much longer than predicted, several times in a row, is not noise.
+# A step that takes this much longer than predicted, several times in a row, is not noise. On a machine that has other work,
+# too, it may be so again and again: each measurement that follows waits for twice as many.
 _SLOWER = 1.25
 _SLOW_STEPS = 3
 # The first step under a new plan still learns which records need not leave: the second is looked at.
@@ -113,6 +114,7 @@ class Feedback:
         self._last: Situation | None = None
         self._repeated = 0
         self._slow = 0
+        self._patience = _SLOW_STEPS
         self._began_s: float | None = None
         self._waited_s = 0.0
 
@@ -423,8 +425,9 @@ class Feedback:
         predicted = main.prediction.step_s
         main.prediction.measured_step_s.append(seconds)
         self._slow = self._slow + 1 if seconds > _SLOWER * predicted else 0
-        if self._slow >= _SLOW_STEPS:
+        if self._slow >= self._patience:
             self._slow = 0
+            self._patience *= 2
             self._log(
                 logging.INFO, "Steps take %.2f s instead of the predicted %.2f s: measuring again.", seconds, predicted
             )

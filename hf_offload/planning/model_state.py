@@ -103,7 +103,8 @@ class ModelState:
             held = self._held_beforehand(model, 0, activation_bytes=int(_FOR_ACTIVATIONS * self._limit_bytes))
             if held.weights is not None and self._can_park(model):
                 self._park(model, held.weights)
-                self._let_stay(held.weights_bytes)
+                # How much activations need is not known: more weights stay once the first step has been measured.
+                self._let_stay(least_weights(self._footprint_beforehand(model, 0, 0)))
 
     def _held_beforehand(self, model: nn.Module, state_bytes: int, activation_bytes: int) -> Held:
         """What the plan moves of a step that has ``activation_bytes`` in memory, of any place in it."""
