@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-large test test-full faults acceptance mutations lint api docs bench-cpu clean
+.PHONY: help env demo demo-large demo-large-auto test test-full faults acceptance mutations lint api docs bench-cpu clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,6 +22,9 @@ demo: $(STAMP)  ## Train the same small model without, with recompute and with o
 
 demo-large: $(STAMP)  ## Train GPT-2 XL in full, in fp32 and within 6 GiB; table and picture in runs/large (15 minutes at most, 150 GB written)
 	$(BIN)/python -m benchmarks large
+
+demo-large-auto: $(STAMP)  ## The same by its budget alone: a plan says what is where; results in runs/large_auto (15 minutes, 180 GB written)
+	$(BIN)/python -m benchmarks large --auto --steps 6 --most-written 200GB --output runs/large_auto
 
 # Test files run side by side, each in one process, in the order of the tree: those of single units end it, so that no
 # process waits long for another's last file.

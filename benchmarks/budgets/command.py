@@ -17,7 +17,7 @@ from rich.markup import escape
 from benchmarks.budgets.families import FAMILIES
 from benchmarks.budgets.meter import metered
 from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE, Family, Job
-from benchmarks.budgets.table import COLUMNS, BudgetRow, row_of, texts
+from benchmarks.budgets.table import CAPTION, COLUMNS, BudgetRow, row_of, texts
 from benchmarks.console import Json, names_of, numbers_of, show_table
 from hf_offload.allocator import environment_with
 from hf_offload.cli.console import clear_errors, messages, progress_bar
@@ -72,7 +72,7 @@ def budgets(
     if json:
         typer.echo(json_format.dumps([dataclasses.asdict(row) for row in found_rows], indent=2))
         return
-    show_table(COLUMNS, map(texts, found_rows), left=("model", "best simple way that fits"))
+    show_table(COLUMNS, map(texts, found_rows), left=("model",), caption=CAPTION)
     messages().print(f"wrote {file}", highlight=False, soft_wrap=True)
 
 

@@ -33,15 +33,16 @@ _ACTIVATIONS: dict[str, dict[str, Any]] = {
     "ssd": {"tier": "ssd"},
     "recompute": {"tier": "none"},
 }
-_STATE: dict[str, dict[str, Any]] = {
+STATE: dict[str, dict[str, Any]] = {
     "": {"optimizer": "none", "params": "none"},
     "state ssd": {"optimizer": "ssd", "params": "none"},
     "weights ssd": {"optimizer": "none", "params": "ssd"},
     "state, weights ssd": {"optimizer": "ssd", "params": "ssd"},
 }
+"""Settings of what has weights, gradients and state where."""
 SIMPLE = {
     ", ".join(filter(None, [one and f"activations {one}", other])) or IN_MEMORY: (one, other)
-    for other in _STATE
+    for other in STATE
     for one in _ACTIVATIONS
 }
 """Every simple way over kinds and tiers: its name, and where activations and the rest are."""
@@ -126,7 +127,7 @@ def _settings(job: Job, model: Any, directory: str) -> OffloadConfig:
     activations, state = SIMPLE[job.way]
     if activations == "recompute":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    places = {**_ACTIVATIONS[activations], **_STATE[state]}
+    places = {**_ACTIVATIONS[activations], **STATE[state]}
     return OffloadConfig(**places, directory=directory if "ssd" in places.values() else None)
 
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.budgets.runs import IN_MEMORY, SIMPLE
+from benchmarks.budgets.runs import IN_MEMORY, SIMPLE, STATE
 
 Run = Mapping[str, Any]
 
@@ -83,8 +83,20 @@ def row_of(
 _LAST = 4
 COLUMNS = (
     "model", "of the peak", "budget (MB)", "most, of budget", "peak off (%)", "step (s)", "step off (%)",
-    "best simple way that fits", "to it", "same bits",
+    "best simple way", "to it", "same bits",
 )  # fmt: skip
+CAPTION = (
+    "Best simple way: the fastest that fits, as activations/state/weights, each in memory (m), on the drive (s) or "
+    "recomputed (r). Off: predicted to measured."
+)
+_LETTERS = {"none": "m", "ssd": "s"}
+
+
+def letters(way: str) -> str:
+    """Where a simple way has activations, state and weights, as in :data:`CAPTION`."""
+    activations, others = SIMPLE[way]
+    places = STATE[others]
+    return "/".join((activations[:1] or "m", _LETTERS[places["optimizer"]], _LETTERS[places["params"]]))
 
 
 def texts(row: BudgetRow) -> list[str]:
@@ -101,7 +113,7 @@ def texts(row: BudgetRow) -> list[str]:
         f"{100 * row.peak_error:+.1f}",
         f"{row.step_s:.3f}",
         f"{100 * row.step_error:+.1f}",
-        row.best or "-",
+        "-" if row.best is None else letters(row.best),
         "-" if row.step_ratio is None else f"{row.step_ratio:.3f}",
         "yes" if row.same_bits else "NO",
     ]

@@ -38,7 +38,8 @@ def large(
     steps: Annotated[int, typer.Option(min=2, help="Steps; the first one is not measured.")] = _SHAPE.steps,
     budget: Annotated[str, typer.Option(help="Memory for everything.")] = "6GiB",
     auto: Annotated[
-        bool, typer.Option("--auto", help="Name the budget alone: a plan says where everything is, from the first steps on.")
+        bool,
+        typer.Option("--auto", help="Name the budget alone: a plan says where everything is, from the first steps on."),
     ] = False,
     minutes: Annotated[float, typer.Option(help="No step begins that would end later.")] = 15,
     most_written: Annotated[str, typer.Option(help="Most bytes to write.")] = "150GB",

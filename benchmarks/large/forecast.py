@@ -9,6 +9,8 @@ from hf_offload.settings.sizes import format_bytes
 _SAVED = 11
 """Tensors of the size of a block's input that a block saves, with elementwise operations recomputed: inputs of both norms and
 of the linear layers, queries, keys and values."""
+_SAVED_IN_FULL = 29
+"""Without that: each operation of GPT-2's GELU saves its inputs, too, which are four times as wide."""
 _PROCESS_BYTES = 600 << 20
 """Python, PyTorch, transformers and their buffers."""
 _OVERHEAD = 1.2
@@ -53,7 +55,7 @@ def forecast(shape: Shape, roofline: dict[str, Any]) -> Forecast:
     kept = min(weights, shape.budget_bytes // 2)
     # A share of the weights stays from forward to backward, and one from backward to the next forward.
     moved = weights if kept < weights else 0
-    saved = _SAVED * 4 * shape.tokens * shape.width * shape.layers
+    saved = (_SAVED_IN_FULL if shape.automatic else _SAVED) * 4 * shape.tokens * shape.width * shape.layers
     read = 2 * (weights - kept) + 2 * weights + saved
     written = moved + 2 * weights + saved
     step_s = _OVERHEAD * roofline_s(roofline, read + written)

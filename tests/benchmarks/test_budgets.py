@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE
-from benchmarks.budgets.table import row_of, texts
+from benchmarks.budgets.table import letters, row_of, texts
 
 BUDGET = 500
 
@@ -67,6 +67,12 @@ def test_a_line_compares_with_the_fastest_way_that_fits_in_the_same_round():
     assert row.step_error == pytest.approx(-0.1)
     assert row.same_bits
     assert "0.900" in texts(row)
+
+
+def test_simple_ways_are_short_in_the_table():
+    assert letters(IN_MEMORY) == "m/m/m"
+    assert letters("activations recompute, state ssd") == "r/s/m"
+    assert len({letters(way) for way in SIMPLE}) == len(SIMPLE)
 
 
 def test_other_bits_in_any_round_show():

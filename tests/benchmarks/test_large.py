@@ -43,6 +43,21 @@ def test_a_small_model_is_trained_with_table_picture_and_figures(tmp_path):
     assert all(set(KINDS) < set(one) for one in found["memory"])
 
 
+def test_a_plan_is_made_within_a_budget_alone_and_its_prediction_is_that_of_before(tmp_path):
+    small = SMALL.replace("--steps 2", "--steps 4").replace("1MiB", "4GiB")
+    result = _run(small, "--auto", "--directory", str(tmp_path), "--output", str(tmp_path / "results"), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    planned = found["steps_taken"][2]["planned"]
+    assert found["predicted"]["peak_bytes"] == planned["peak_bytes"]
+    assert found["predicted"]["step_s"] == planned["step_s"]
+    assert found["measured"]["step_s"] == found["steps_taken"][3]["seconds"]  # those before are learned from
+    assert found["measured"]["written_bytes"] == 0  # the budget is far above what the run needs
+    refused = _run(SMALL, "--auto", "--output", str(tmp_path / "other"))
+    assert refused.exit_code == 2
+    assert "learns from the first" in refused.stderr
+
+
 def test_the_announced_bytes_of_gpt2_xl_are_within_its_limits():
     shape = Shape()
     expected = forecast(shape, ROOFLINE)

@@ -254,6 +254,27 @@ def new_plans(caplog):
     return made
 
 
+class SlowClock:
+    """By which each step takes longer than all before it."""
+
+    def __init__(self):
+        self.now_s = 1e6
+
+    def perf_counter(self):
+        self.now_s *= 2
+        return self.now_s
+
+
+def test_a_machine_that_stays_slow_is_measured_ever_more_rarely(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("hf_offload.planning.feedback.time", SlowClock())
+    fixed, activations = live_peaks("gpt2")
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        _, _, forecast, _ = train(model_of("gpt2"), auto(int(fixed + 0.5 * activations), tmp_path), 27)
+    again = [one for one in caplog.records if one.getMessage().endswith("measuring again.")]
+    assert len(again) == 2  # after three slow steps, and after six
+    assert forecast.step_s < 1e6  # a single slow step does not correct what was measured
+
+
 def test_a_smaller_batch_runs_under_the_plan_it_fits_into_until_it_stays(tmp_path, caplog):
     fixed, activations = live_peaks("gpt2")
     long = batch()

@@ -107,6 +107,19 @@ def test_what_does_not_fit_leaves_memory_and_nothing_changes(name, share, moved,
     assert found.peaks[-1] <= budget
 
 
+def test_before_the_first_step_as_few_weights_as_possible_stay_and_little_waits_to_be_written(tmp_path):
+    model = build()
+    budget = sum(parameter.nbytes for parameter in model.parameters()) // 2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = attach(model, OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=1024))
+    session.prepare_optimizer(optimizer)
+    blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in model.transformer.h]
+    others = [parameter.nbytes for parameter in model.parameters()]
+    assert session.residency.limit_bytes <= max(*blocks, *others)
+    assert session.plan.write_behind_bytes <= budget // 16
+    session.detach()
+
+
 def test_what_does_not_fit_beside_activations_leaves_after_the_first_step(tmp_path, caplog):
     model = build()
     persistent = 4 * sum(parameter.nbytes for parameter in model.parameters())
