@@ -26,13 +26,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.training_args import ParallelMode
 
 import hf_offload
-from hf_offload.errors import OffloadConfigError
+from hf_offload.errors import OffloadConfigError, SnapshotError
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
+from hf_offload.snapshots.loadable import check_loadable
 from hf_offload.snapshots.loops import ALONE
 from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.opening import Opened, links_of, open_snapshots, warn_of_other_sums
@@ -196,11 +197,19 @@ class TrainerSnapshots:
         layout = contents.layout_of(weights)
         kept = self.taking.kept()
         optimizer = contents.optimizer_state(trainer.optimizer, kept)
+        schedule = trainer.lr_scheduler.state_dict()
+        try:
+            self._ranks.each(lambda: _check(optimizer, schedule))
+        except SnapshotError as error:
+            if self.taking.taken == 0:
+                raise
+            logger.warning("A snapshot was not taken: %s The one before stays.", error)
+            return
         weights = left_on_drives(weights, kept)  # once updates that wait are completed
         files: dict[str, Write] = {
             self._weights.file: contents.weights_file(weights, layout, kept),
             OPTIMIZER_NAME: contents.archive(optimizer, kept),
-            SCHEDULER_NAME: contents.archive_now(trainer.lr_scheduler.state_dict()),
+            SCHEDULER_NAME: contents.archive_now(schedule),
         }
         own = {contents.of_rank(RNG_NAME, self._ranks): contents.archived(contents.random_states())}
         files |= contents.of_all_ranks(own, self._ranks)
@@ -352,6 +361,11 @@ def _unfindable_order(trainer: Trainer) -> str | None:
     if not getattr(args.accelerator_config, "use_seedable_sampler", True):
         return "batches are drawn from the generators of the process (use_seedable_sampler=False)"
     return None
+
+
+def _check(optimizer: Any, schedule: Any) -> None:
+    check_loadable("optimizer.state_dict()", optimizer)
+    check_loadable("lr_scheduler.state_dict()", schedule)
 
 
 def _write_adapter_config(model: Any, folder: Path) -> None:

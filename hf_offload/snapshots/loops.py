@@ -16,6 +16,7 @@ from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
+from hf_offload.snapshots.loadable import check_loadable, numpy_allowed
 from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.opening import Opened, check_memory_files, open_snapshots, warn_of_other_sums
 from hf_offload.snapshots.positions import Position
@@ -50,6 +51,8 @@ class Source(Protocol):
     def files(self, ranks: Ranks, kept: Kept | None) -> tuple[dict[str, Write], list[Tensor]]:
         """The other files, and the tensors that are written after this has returned; with ``kept``, optimizers leave there
         what is on drives. All ranks call it.
+
+        Raises :class:`~hf_offload.errors.SnapshotError` for what a resume could not load, in all ranks.
         """
 
     def load(self, folder: Path, ranks: Ranks) -> None:
@@ -206,7 +209,13 @@ class LoopSnapshots:
         watched: list[Tensor] = []
         models: dict[str, str] = {}
         kept = taking.kept()
-        others, written_later = self._source.files(self._ranks, kept)  # first: it may complete updates of the weights
+        try:  # first: it may complete updates of the weights
+            others, written_later = self._source.files(self._ranks, kept)
+        except SnapshotError as error:
+            if taking.taken == 0:
+                raise
+            logger.warning("A snapshot was not taken: %s The one before stays.", error)
+            return
         for name, weights in self._source.models.items():
             tensors = weights.tensors(copy_buffers=True)
             layout = contents.layout_of(tensors)
@@ -249,16 +258,20 @@ class Objects:
         self.optimizers = [each for each in self._objects.values() if isinstance(each, Optimizer)]
 
     def files(self, ranks: Ranks, kept: Kept | None) -> tuple[dict[str, Write], list[Tensor]]:
+        states = {
+            name: contents.optimizer_state(each, kept) if isinstance(each, Optimizer) else each.state_dict()
+            for name, each in self._objects.items()
+        }
+        ranks.each(lambda: _check(states))
         files: dict[str, Write] = {}
         own: dict[str, bytes] = {}
         later: list[Tensor] = []
-        for name, each in self._objects.items():
-            if isinstance(each, Optimizer):
-                state = contents.optimizer_state(each, kept)
+        for name, state in states.items():
+            if isinstance(self._objects[name], Optimizer):
                 files[f"{name}.pt"] = contents.archive(state, kept)
                 later += contents.tensors_in(state)
             else:
-                own[contents.of_rank(f"{name}.pt", ranks)] = contents.archived(each.state_dict())
+                own[contents.of_rank(f"{name}.pt", ranks)] = contents.archived(state)
         return files | contents.of_all_ranks(own, ranks), later
 
     def load(self, folder: Path, ranks: Ranks) -> None:
@@ -267,11 +280,15 @@ class Objects:
             each.load_state_dict(_read(folder / file))
 
 
+def _check(states: Mapping[str, Any]) -> None:
+    with numpy_allowed():
+        for name, state in states.items():
+            check_loadable(f"{name}.state_dict()", state)
+
+
 def _read(file: Path) -> Any:
     """Tensors, numbers, texts and the states of NumPy's generators; a file with anything else is an error."""
-    from transformers.trainer_pt_utils import safe_globals
-
-    with safe_globals():
+    with numpy_allowed():
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
