@@ -11,12 +11,13 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_offload.optimizers.mezo import LOG_FILE
+from hf_offload.snapshots.process import RECORD_FILE, read_record
+from hf_offload.snapshots.restoring import damage_on_disk
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 
 def _damage(checkpoint: Path) -> Iterator[str]:
-    """What is wrong with a checkpoint, in words."""
+    """What is wrong with a checkpoint, in words: of a Trainer, or of a snapshot, which has a record."""
     names = {path.name for path in checkpoint.iterdir()}
     if TRAINER_STATE_NAME not in names:
         yield f"{TRAINER_STATE_NAME}, which is written last, is missing"
@@ -58,6 +59,11 @@ def _damage(checkpoint: Path) -> Iterator[str]:
         found = _damage_of_file(path) if path.is_file() else None
         if found is not None:
             yield f"{path.relative_to(checkpoint)} {found}"
+    if RECORD_FILE in names:  # a snapshot's, with the checksums of its files
+        record = read_record(checkpoint / RECORD_FILE)
+        found = "is damaged" if record is None else damage_on_disk(record, checkpoint)
+        if found is not None:
+            yield f"{RECORD_FILE} {found}" if record is None else found
 
 
 def _missing_states(names: set[str], folders: bool) -> Iterator[str]:
@@ -95,10 +101,12 @@ def _damage_of_file(path: Path) -> str | None:
                 return None
             if not zipfile.is_zipfile(path):
                 return "is cut off"
-            if torch.serialization.get_crc32_options():
-                with zipfile.ZipFile(path) as archive:
+            with zipfile.ZipFile(path) as archive:
+                if any(
+                    entry.CRC for entry in archive.infolist()
+                ):  # else it was written without: see contents.archive()
                     broken = archive.testzip()
-                return broken and f"is damaged in {broken}"
+                    return broken and f"is damaged in {broken}"
     except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
         return f"cannot be read: {error}"
     return None

@@ -184,7 +184,7 @@ def _rebuild(own: _Held, lost: int, length: int, ranks: Ranks) -> str:
 
 def _found_on_disk(record: dict[str, Any], folder: Path, ranks: Ranks) -> Found | None:
     """One that the first rank finds whole, and all can read."""
-    damage = ranks.first(lambda: _damage_on_disk(record, folder))
+    damage = ranks.first(lambda: damage_on_disk(record, folder))
     if damage is None:
         damage = next(
             (each for each in ranks.gather(None if folder.is_dir() else f"{folder} is not there") if each), None
@@ -247,7 +247,8 @@ def _damage_in_memory(record: dict[str, Any], numbers: list[int], assembled: dic
     return None
 
 
-def _damage_on_disk(record: dict[str, Any], folder: Path) -> str | None:
+def damage_on_disk(record: dict[str, Any], folder: Path) -> str | None:
+    """What is wrong with the files that a snapshot's record lists, in words."""
     for place, (name, nbytes, checksum) in enumerate(record["files"]):
         ranges = [(begin, count) for number, begin, count in record.get(process.RANGES, ()) if number == place]
         try:

@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -23,6 +24,7 @@ from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArgu
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, TierFullError
 from hf_offload.errors import SnapshotError
+from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.snapshots import contents, process, restoring
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import MemoryFile
@@ -404,6 +406,24 @@ def test_a_checkpoint_on_disk_is_one_of_the_trainer(whole, tmp_path):
     model = GPT2LMHeadModel.from_pretrained(disk / "checkpoint-16")
     saved = load_file(disk / "checkpoint-16" / "model.safetensors")
     assert all(torch.equal(model.state_dict()[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("damage", [None, "optimizer.pt", "model.safetensors", "hf_offload_snapshot.json"])
+def test_snapshots_on_disk_are_complete_checkpoints_of_another_trainer_unless_they_are_damaged(
+    tmp_path, caplog, damage
+):
+    """One without snapshots, whose output directory is what was ``snapshot_dir``."""
+    disk = tmp_path / "disk"
+    dies_at(11, tmp_path / "run", offload_snapshot_dir=str(disk))
+    until(lambda: (disk / "checkpoint-8").exists())
+    until(lambda: len(list(disk.glob("checkpoint-*"))) <= 2)
+    os.kill(held_by(tmp_path / "run")["pid"], signal.SIGKILL)
+    if damage is not None:
+        flip(disk / "checkpoint-8" / damage)
+    expected = disk / ("checkpoint-8" if damage is None else "checkpoint-4")
+    found = last_complete_checkpoint(disk)
+    assert found == (str(expected) if expected.exists() else None)  # a drive that is slow leaves some out
+    assert damage is None or re.search(rf"checkpoint-8 is incomplete and skipped \(.*{damage}", caplog.text)
 
 
 def test_the_last_snapshot_is_written_to_disk_though_the_one_before_still_is_when_training_ends(tmp_path, monkeypatch):
