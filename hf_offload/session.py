@@ -369,6 +369,8 @@ class OffloadSession:
         model = self._model()
         if self.config.snapshot_steps is None or model is None:
             raise OffloadConfigError("session.snapshots() needs a model, and OffloadConfig(snapshot_steps=...).")
+        if not isinstance(folder, (str, os.PathLike)):
+            raise OffloadConfigError(f"session.snapshots() takes the path of a folder, and {folder!r} is none.")
         refuse_loop(self.config, self.ranks.count, [model])
         found = LoopSnapshots(Objects(model, objects), self.config, Path(folder), self._storage, resume)
         self._end_expecting()

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -101,7 +100,7 @@ class SnapshotClient:
         """Whether the process has ended."""
         with self._lock:
             try:  # it says nothing unless it is asked
-                return bool(select.select([self._connection], [], [], 0)[0])
+                return bool(process.readable([self._connection.fileno()], 0))
             except (OSError, ValueError):
                 return True
 

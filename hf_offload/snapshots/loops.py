@@ -84,6 +84,7 @@ class LoopSnapshots:
         check_memory_files()
         self.taking: Snapshots | None = None
         self._opened: Opened | None = None
+        self._is_entered = False
         self.resumed_step = self.step = 0
         self._source = source
         self._steps = int(config.snapshot_steps or 0)
@@ -121,6 +122,8 @@ class LoopSnapshots:
         self._expect_writes()
 
     def __enter__(self) -> Self:
+        if self._is_entered:
+            raise OffloadError("A block of snapshots is entered once: call session.snapshots(...) for another one.")
         opened = open_snapshots(self._folder, self._directory, self._resume, self._ranks)
         try:
             others = {**self._source.files(self._ranks, None)[0], **self._small_files()}
@@ -144,7 +147,7 @@ class LoopSnapshots:
             raise
         finally:
             opened.forget_found()
-        self.taking, self._opened = taking, opened
+        self.taking, self._opened, self._is_entered = taking, opened, True
         self._expect_writes()
         for optimizer in self._source.optimizers:
             while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper

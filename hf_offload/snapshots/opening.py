@@ -113,6 +113,10 @@ def _join(output: Path, address: bytes) -> tuple[SnapshotClient, dict[str, Any]]
     joined = client.ask("join")
     if "refused" in joined:
         client.close()
+        if joined["refused"] == os.getpid():
+            raise SnapshotError(
+                f"This process takes snapshots of the training in {output} already: let that one end before another begins."
+            )
         raise SnapshotError(
             f"Process {joined['refused']} trains already with {output} as its output directory, and takes "
             "snapshots: end it, or write to another directory."

@@ -18,6 +18,7 @@ Messages are single packets of JSON, most with descriptors, and each has one ans
 """
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -64,6 +65,14 @@ def receive(connection: socket.socket) -> tuple[_Message, list[int]] | None:
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         raise OSError("A message of the snapshot process was cut off.")
     return json.loads(data), files
+
+
+def readable(numbers: Sequence[int], wait_s: float | None) -> list[int]:
+    """Those of the descriptors that something can be read from, or whose other end has closed. Any number may be high."""
+    poll = select.poll()
+    for number in numbers:
+        poll.register(number, select.POLLIN)
+    return [number for number, _ in poll.poll(None if wait_s is None else 1000 * wait_s)]
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -117,7 +126,7 @@ class Keeper:
                 break
             waiting = [self._listener.fileno(), *self._connections]
             waiting += [] if self._watched is None else [self._watched]
-            for number in select.select(waiting, [], [], left)[0]:
+            for number in readable(waiting, left):
                 if number == self._listener.fileno():
                     self._accept()
                 elif number == self._watched:
@@ -138,7 +147,7 @@ class Keeper:
         """The process has: what it had sent counts. A child of it may hold the connection open."""
         assert self._training is not None
         number = self._training[1]
-        while select.select([number], [], [], 0)[0] and self._answer(number):
+        while readable([number], 0) and self._answer(number):
             pass
         self._close(number)
 
@@ -203,7 +212,7 @@ class Keeper:
         }
 
     def _join(self, number: int) -> _Message:
-        if self._watched is not None and select.select([self._watched], [], [], 0)[0]:
+        if self._watched is not None and readable([self._watched], 0):
             self._training_ended()
         if self._training is not None:
             return {"refused": self._training[0]}
@@ -284,10 +293,17 @@ class Keeper:
             try:
                 _write_checkpoint(directory, record, files)
             except OSError as failed:
-                error = str(failed)
+                error = _reason(failed, directory)
             with self._lock:
                 slot.is_read = False
                 self._error = error
+
+
+def _reason(error: OSError, directory: Path) -> str:
+    """Why nothing was written there, and what to do."""
+    if not directory.is_dir():
+        return "this directory is not there any more: make it again"
+    return f"{error}: free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
 
 
 def _write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -> None:
@@ -315,6 +331,8 @@ def _write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -
         if final.exists():
             shutil.rmtree(final)
         unfinished.rename(final)
+        if not (directory / RUN_FILE).exists():  # the directory was removed, and made again
+            write_record(directory / RUN_FILE, {"format": FORMAT, "run": record["run"]})
         _synchronize(directory)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

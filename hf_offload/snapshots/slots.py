@@ -246,7 +246,7 @@ class Slots:
         error, self.disk_error = self.disk_error, None
         if error is not None:
             logger.warning(
-                "A snapshot was not written to %s: %s. Those in memory are whole: free space there.",
+                "A snapshot was not written to %s: %s. Those in memory are whole.",
                 self.start["directory"],
                 error,
             )

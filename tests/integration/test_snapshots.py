@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -667,11 +668,23 @@ def test_snapshots_of_another_version_are_refused(tmp_path, monkeypatch):
 
 
 def test_two_trainings_with_one_output_directory_are_refused(tmp_path):
-    client = SnapshotClient.connect(address_in(tmp_path), start=True)
-    client.ask("join")
-    with pytest.raises(SnapshotError, match=rf"Process {os.getpid()} trains already with .* as its output directory"):
+    address, (joined, joins) = address_in(tmp_path), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            client = SnapshotClient.connect(address, start=True)
+            client.ask("join")
+            os.write(joins, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    assert os.read(joined, 1)
+    with pytest.raises(SnapshotError, match=rf"Process {pid} trains already with {tmp_path} as its output directory"):
         trainer_in(tmp_path, True, **SHORT).train()
-    client.end()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(joined)
+    os.close(joins)
 
 
 @contextlib.contextmanager
@@ -746,6 +759,29 @@ def test_a_full_disk_is_a_warning_and_memory_goes_on(whole, tmp_path, caplog):
     assert max(steps_held(tmp_path / "run")) == 12
     disk.unlink()
     assert same(whole, resumed(tmp_path / "run")[1])
+
+
+def test_a_snapshot_dir_that_is_removed_is_named_and_used_again_once_it_is_there(tmp_path, caplog):
+    disk, run = tmp_path / "disk", tmp_path / "run"
+
+    class Removes(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                until(lambda: (disk / "checkpoint-4").exists())
+                shutil.rmtree(disk)
+            if state.global_step == 9:
+                until(lambda: held_by(run)["error"] is not None)
+            if state.global_step == 14:
+                disk.mkdir()
+
+    with caplog.at_level(logging.WARNING):
+        dies_at(18, run, [Removes()], offload_snapshot_dir=str(disk))
+    assert f"A snapshot was not written to {disk}: this directory is not there any more: make it again" in caplog.text
+    assert "free space" not in caplog.text
+    until(lambda: (disk / "checkpoint-16").exists())
+    os.kill(held_by(run)["pid"], signal.SIGKILL)
+    until(lambda: held_by(run) is None)
+    assert resumed(run, offload_snapshot_dir=str(disk))[0] == 16
 
 
 def test_the_snapshot_process_ends_after_a_while(tmp_path):

@@ -1,6 +1,8 @@
 """Snapshots of loops without a Trainer, their own and accelerate's: they go on to the bits of one that never stopped."""
 
+import contextlib
 import logging
+import os
 
 import pytest
 import torch
@@ -285,6 +287,34 @@ def test_a_loop_that_takes_none_although_they_are_set_is_an_error(tmp_path):
     accelerator.register_save_state_pre_hook(lambda *_: None)
     with pytest.raises(OffloadConfigError, match="what hooks of register_save_state_pre_hook"):
         accelerator.snapshots(str(tmp_path))
+
+
+def test_a_block_is_entered_once_and_takes_the_path_of_a_folder(tmp_path):
+    model = nn.Linear(2, 2)
+    session = attach(model, OffloadConfig(tier="none", snapshot_steps=4))
+    for folder in (None, 3):
+        with pytest.raises(OffloadConfigError, match=f"takes the path of a folder, and {folder} is none"):
+            session.snapshots(folder)
+    block = session.snapshots(tmp_path)
+    with block:
+        with pytest.raises(OffloadError, match="A block of snapshots is entered once"):
+            block.__enter__()
+        with pytest.raises(SnapshotError, match=f"This process takes snapshots of the training in {tmp_path} already"):
+            session.snapshots(tmp_path).__enter__()
+        block.end_step()  # it goes on
+    with pytest.raises(OffloadError, match="A block of snapshots is entered once"):
+        block.__enter__()
+    session.detach()
+
+
+def test_a_process_with_many_open_files_takes_snapshots(tmp_path, caplog):
+    with contextlib.ExitStack() as opened:
+        for _ in range(1100):
+            opened.enter_context(open(os.devnull))  # noqa: PTH123  it is as good as any
+        with pytest.raises(Stops):
+            own_loop(tmp_path, stop=5)
+        assert own_loop(tmp_path, resume=True)[0] == 4
+    assert "snapshot process has ended" not in caplog.text
 
 
 @pytest.mark.parametrize("loop", [own_loop, accelerated_loop])
