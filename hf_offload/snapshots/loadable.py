@@ -1,4 +1,4 @@
-"""Whether a resume could read what a snapshot holds: it loads tensors, numbers and texts, and runs nobody's code."""
+"""Whether a resume could read what a snapshot holds: it loads tensors, numbers and texts, and runs no code of a file."""
 
 import contextlib
 import os
