@@ -302,7 +302,7 @@ class Keeper:
 def _reason(error: OSError, directory: Path) -> str:
     """Why nothing was written there, and what to do."""
     if not directory.is_dir():
-        return "this directory is not there any more: make it again"
+        return "this directory is not there any more: create it"
     return f"{error}: free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
 
 
@@ -331,7 +331,7 @@ def _write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -
         if final.exists():
             shutil.rmtree(final)
         unfinished.rename(final)
-        if not (directory / RUN_FILE).exists():  # the directory was removed, and made again
+        if not (directory / RUN_FILE).exists():  # the directory was removed, and is there again
             write_record(directory / RUN_FILE, {"format": FORMAT, "run": record["run"]})
         _synchronize(directory)
     except BaseException:

@@ -776,7 +776,7 @@ def test_a_snapshot_dir_that_is_removed_is_named_and_used_again_once_it_is_there
 
     with caplog.at_level(logging.WARNING):
         dies_at(18, run, [Removes()], offload_snapshot_dir=str(disk))
-    assert f"A snapshot was not written to {disk}: this directory is not there any more: make it again" in caplog.text
+    assert f"A snapshot was not written to {disk}: this directory is not there any more: create it" in caplog.text
     assert "free space" not in caplog.text
     until(lambda: (disk / "checkpoint-16").exists())
     os.kill(held_by(run)["pid"], signal.SIGKILL)
