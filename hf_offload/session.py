@@ -160,7 +160,7 @@ class OffloadSession:
             self._snapshots_expected = Expected(
                 model, "with session.snapshots(folder, optimizer=optimizer) as snapshots"
             )
-        self._state = ModelState(model, config, self._storage, self.ranks.count)
+        self._state = ModelState(model, config, self._storage, self.ranks)
         if not self._plan.moves or not trains_anything(model) or not self._saves_anything:
             return
         device = open_device(device_of(model))

@@ -56,7 +56,7 @@ class Allowed:
 
     Attributes:
         state, weights: Where gradients and state, and weights, may be.
-        in_backward: As in :class:`Held`.
+        in_backward, keeps_gradients: As in :class:`Held`.
         may_recompute: Whether blocks may be recomputed in backward.
         now: Where a running training has them, and the footprint is taken so; None before it. What has left memory stays out
             of it, but how many bytes of weights are in memory may change, unless ``weights`` is ``"none"``.
@@ -66,6 +66,7 @@ class Allowed:
     state: str = "auto"
     weights: str = "auto"
     in_backward: bool = False
+    keeps_gradients: bool = False
     may_recompute: bool = True
     now: Held | None = None
     written_bytes: int | None = None
@@ -236,7 +237,7 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed) -> Iterator
     for state in states if now.state is None else [now.state]:
         for weights in places if now.weights is None else [now.weights]:
             if weights is None:
-                found = Held(state, None, 0, allowed.in_backward)
+                found = Held(state, None, 0, allowed.in_backward, allowed.keeps_gradients)
                 if not now.moves or found != now:
                     yield found
                 continue
@@ -249,7 +250,8 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed) -> Iterator
                 continue  # the optimizer's step takes all of them at once
             # Weights that have left may all come back.
             for share in range(_SHARES - (now.weights is None), -1, -1):
-                found = Held(state, weights, least + (total - least) * share // _SHARES, allowed.in_backward)
+                staying = least + (total - least) * share // _SHARES
+                found = Held(state, weights, staying, allowed.in_backward, allowed.keeps_gradients)
                 if found != now:
                     yield found
 

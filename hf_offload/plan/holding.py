@@ -24,17 +24,25 @@ class Held:
         weights: The tier of weights.
         weights_bytes: How many bytes of weights stay in memory at any time.
         in_backward: Whether each weight is updated in backward, and not when it is next used.
+        keeps_gradients: Whether gradients stay in memory where state leaves it, as with several processes, which reduce them
+            there. All weights are then updated after backward.
     """
 
     state: str | None = None
     weights: str | None = None
     weights_bytes: int = 0
     in_backward: bool = False
+    keeps_gradients: bool = False
 
     @property
     def moves(self) -> bool:
         """Whether anything leaves memory."""
         return self.state is not None or self.weights is not None
+
+    @property
+    def moves_gradients(self) -> bool:
+        """Whether gradients are on the tier of the state from backward until they are used."""
+        return self.state is not None and not self.in_backward and not self.keeps_gradients
 
 
 IN_MEMORY = Held()
@@ -67,7 +75,9 @@ def _windows(footprint: Footprint, held: Held, budget_bytes: int) -> dict[str, i
     """Of each kind that moves."""
     found = {}
     if held.state is not None:
-        found[STATE] = found[GRADIENTS] = state_window(budget_bytes)
+        found[STATE] = state_window(budget_bytes)
+        if not held.keeps_gradients:
+            found[GRADIENTS] = found[STATE]
     if held.weights is not None:
         largest = max((nbytes for one in footprint.weights.values() for nbytes in one.each), default=0)
         found[WEIGHTS] = weights_window(staying_weights(footprint, held), largest)
@@ -100,7 +110,7 @@ def tier_bytes(footprint: Footprint, held: Held) -> dict[str, int]:
     found: collections.Counter[str] = collections.Counter()
     for one in footprint.weights.values():
         if held.state is not None:
-            found[held.state] += one.state_bytes + (0 if held.in_backward else one.trained_bytes)
+            found[held.state] += one.state_bytes + (one.trained_bytes if held.moves_gradients else 0)
         if held.weights is not None:
             found[held.weights] += one.weight_bytes
     return dict(found)
@@ -151,8 +161,9 @@ def _transfers(footprint: Footprint, held: Held) -> list[Transfer]:
         use = uses[unit]
         if held.state is not None and one.trained_bytes:
             at = use.last if held.in_backward else use.forward
+            at = len(footprint.segments) - 1 if held.keeps_gradients else at
             found += _both(STATE, unit, held.state, one.state_bytes, at)
-            if not held.in_backward:
+            if held.moves_gradients:
                 found.append(Transfer(GRADIENTS, unit, held.state, one.trained_bytes, use.last, loads=False))
                 found.append(Transfer(GRADIENTS, unit, held.state, one.trained_bytes, use.forward, loads=True))
     if held.weights is None:
@@ -248,10 +259,17 @@ def _weights_of_forwards(footprint: Footprint, held: Held, uses: Mapping[str, _U
 
 
 def _without_state(footprint: Footprint, held: Held) -> Footprint:
-    """Gradients are there while their unit computes; updates are a part of backward or of forward."""
+    """Gradients are there while their unit computes, unless they stay; updates are a part of backward or of forward."""
     weights = footprint.weights
     trained = sum(one.trained_bytes for one in weights.values())
     state = sum(one.state_bytes for one in weights.values())
+    if held.keeps_gradients:
+        return dataclasses.replace(
+            footprint,
+            base_bytes=footprint.base_bytes - state,
+            state_bytes=footprint.state_bytes - state,
+            optimizer_step_bytes=update_bytes(footprint.optimizer_step_bytes),
+        )
     small = max(0, footprint.gradient_bytes - trained)
     updates: dict[int, float] = {}
     for unit, use in _uses(footprint).items():

@@ -45,10 +45,10 @@ def kinds_of(counted: Footprint, problem: Problem, held: Held, solution: Solutio
     trained = sum(one.trained_bytes for one in every)
     staying = min(large, max(held.weights_bytes, least_weights(counted))) if held.weights is not None else large
     gradients = counted.gradient_bytes
-    left = 0 if held.state is None else min(gradients, trained)
+    left = 0 if held.state is None or held.keeps_gradients else min(gradients, trained)
     found = [
         _kind(problem, WEIGHTS, weights, weights - large + staying, held.weights, large),
-        _kind(problem, GRADIENTS, gradients, gradients - left, None if held.in_backward else held.state, trained),
+        _kind(problem, GRADIENTS, gradients, gradients - left, held.state if held.moves_gradients else None, trained),
         _kind(
             problem,
             STATE,

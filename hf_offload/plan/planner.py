@@ -8,6 +8,7 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.plan import rules
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS
 from hf_offload.plan.plan import Keeping, Placement, Plan
 from hf_offload.plan.problem import Problem, Solution, smallest_budget
 from hf_offload.plan.search import smallest, solve, uniform
@@ -118,7 +119,15 @@ def too_small(problem: Problem, least: Solution) -> str:
     more = f", {format_bytes(short)} more" if short > 0 else ""  # else a tier is too small
     advice = ["a smaller batch, with more gradient accumulation", "shorter sequences"]
     weights = footprint.base_bytes + footprint.gradient_bytes
-    if footprint.transfers:
+    moved = {one.kind for one in footprint.transfers}
+    if STATE in moved and WEIGHTS not in moved:
+        what = "weights" if GRADIENTS in moved else "weights and gradients"
+        advice.insert(
+            0,
+            f"{what}, which cannot leave memory here, take {format_bytes(weights)} of it: with several processes, a part of "
+            "them in each (FSDP2 with its CPUOffloadPolicy, DeepSpeed's ZeRO-3); 16-bit weights, or training adapters only",
+        )
+    elif footprint.transfers:
         advice.insert(
             0,
             f"one block of weights, and what is on its way to tiers, take {format_bytes(weights)} of it, and all else of "

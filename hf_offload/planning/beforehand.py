@@ -16,24 +16,26 @@ def footprint_beforehand(
     state_bytes: int,
     state_is_there: bool,
     streams: bool,
+    keeps_gradients: bool,
     activation_bytes: int,
     smallest_bytes: int,
 ) -> Footprint:
     """Weights, gradients and ``state_bytes`` of optimizer state in forward and backward of every unit. All time is that of
     transfers.
 
-    ``state_is_there`` during forward and backward, which it is not in the first step; ``streams``: it and the gradients are
-    on a tier. ``activation_bytes`` is what else is in memory at any time.
+    ``state_is_there`` during forward and backward, which it is not in the first step; ``streams``: it and, unless
+    ``keeps_gradients``, the gradients are on a tier. ``activation_bytes`` is what else is in memory at any time.
     """
     units = find_units(model)
     weights = unit_weights(model, units, state_bytes, smallest_bytes)
     trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
-    gradient_bytes = 0 if streams else trained
+    leaves = streams and not keeps_gradients
+    gradient_bytes = 0 if leaves else trained
     forward = [Segment(name, False, activation_bytes, 0, 0.0) for name in units]
     last_first = list(reversed(list(units)))
     arrived = itertools.accumulate(weights[name].trained_bytes if name in weights else 0 for name in last_first)
     backward = [
-        Segment(name, True, activation_bytes + (0 if streams else so_far), 0 if streams else so_far, 0.0)
+        Segment(name, True, activation_bytes + (0 if leaves else so_far), 0 if leaves else so_far, 0.0)
         for name, so_far in zip(last_first, arrived, strict=True)
     ]
     there = state_bytes if state_is_there and not streams else 0

@@ -98,8 +98,8 @@ class Feedback:
         self._apply = apply
         self._engine = engine
         self._model_state = model_state
-        self._moving = Moving(model_state)
-        self._on_infeasible = on_infeasible
+        self._moving = Moving(model_state, self._ranks)
+        self._on_infeasible = lambda: any(self._ranks.gather(on_infeasible()))
         self._state = OptimizerState(next((one.device for one in model.parameters()), torch.device("cpu")))
         self._meter: StepMeter | None = None
         self._known: dict[Situation, Known] = {}

@@ -19,6 +19,7 @@ from hf_offload.plan.holding import Held, least_weights
 from hf_offload.plan.problem import limit_of
 from hf_offload.planning.beforehand import footprint_beforehand
 from hf_offload.planning.unit_weights import unit_weights
+from hf_offload.ranks import Ranks
 from hf_offload.residency.residency import Residency
 from hf_offload.residency.setting import park_weights, residency_of
 from hf_offload.settings.memory_modes import NONE
@@ -43,26 +44,27 @@ class ModelState:
 
     Where they are ``auto`` together with the tier, a plan without activations says what leaves memory when the optimizer is
     prepared, which is when its bytes are known: nothing, if all of them are within the budget. After a measured step, another
-    one says what is where (:meth:`hold`).
+    one says what is where (:meth:`hold`). Of several processes, the first one decides for all, and gradients and weights stay
+    in the memory of each, which reduce gradients there.
 
     Attributes:
         residency: Which weights are in memory; None where all of them are.
         streamed: The setting of what is streamed; None where state and gradients are in memory.
     """
 
-    def __init__(self, model: nn.Module, config: OffloadConfig, storage: RunStorage, processes: int):
+    def __init__(self, model: nn.Module, config: OffloadConfig, storage: RunStorage, ranks: Ranks):
         self.residency: Residency | None = None
         self.streamed: StreamedSetting | None = None
         self._config = config
         self._storage = storage
-        self._processes = processes
+        self._ranks = ranks
         self._on_host = next((p.device.type == "cpu" for p in model.parameters()), True)
         self._place = "ssd" if self._on_host or config.drive_settings else "ram"
-        alone = processes == 1 and config.tier == "auto" and config.snapshot_steps is None
-        trains = any(p.requires_grad for p in model.parameters())
-        self._may_stream = alone and config.state_place == "auto"
-        self._may_park = alone and trains and config.weights_place == "auto"
-        self._may_resize = alone and trains and config.weights_place != "none"
+        automatic = config.tier == "auto"
+        alone = automatic and ranks.count == 1 and any(p.requires_grad for p in model.parameters())
+        self._may_stream = automatic and config.state_place == "auto"
+        self._may_park = alone and config.weights_place == "auto"
+        self._may_resize = alone and config.weights_place != "none"
         self._limit_bytes = self._budget_bytes = 0
         self._hardware: Hardware | None = None
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
@@ -74,16 +76,18 @@ class ModelState:
         if self._may_park and present is not None:
             self._park(model, self._place)
         elif not self._may_park and (config.params not in (None, "none") or present is not None):
-            self.residency = park_weights(model, config, storage, processes)
+            self.residency = park_weights(model, config, storage, ranks.count)
         if not self._may_stream and config.optimizer not in (None, "none"):
-            self.streamed = StreamedSetting(model, config, storage, processes)
+            self.streamed = StreamedSetting(model, config, storage, ranks.count)
 
     def plan_for(self, budget_bytes: int, hardware: Hardware) -> None:
         """Steps are planned for a budget. Without one, what is ``auto`` stays in memory."""
         self._budget_bytes, self._limit_bytes, self._hardware = budget_bytes, limit_of(budget_bytes), hardware
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Stream ``optimizer`` if that is set, or if the plan for the first step says so. Idempotent."""
+        """Stream ``optimizer`` if that is set, or if the plan for the first step says so. Idempotent; called by all
+        processes.
+        """
         if self.streamed is not None:
             self.streamed.prepare(model, optimizer)
         elif self.residency is not None and not self._may_stream:
@@ -114,7 +118,7 @@ class ModelState:
         if activation_bytes:
             allowed = dataclasses.replace(allowed, state="none")
         arguments = footprint, self._hardware, self._budget_bytes, allowed
-        return (choose(*arguments) or least_memory(*arguments)).held
+        return self._ranks.first(lambda: (choose(*arguments) or least_memory(*arguments)).held)
 
     def _footprint_beforehand(self, model: nn.Module, state_bytes: int, activation_bytes: int) -> Footprint:
         return footprint_beforehand(
@@ -122,6 +126,7 @@ class ModelState:
             state_bytes=state_bytes,
             state_is_there=activation_bytes == 0,
             streams=self.streams,
+            keeps_gradients=self._keeps_gradients,
             activation_bytes=activation_bytes,
             smallest_bytes=self._config.smallest_bytes(self._on_host),
         )
@@ -145,9 +150,21 @@ class ModelState:
         """Where weights, gradients and state are now."""
         state = self.streamed.place if self.streamed is not None and self.streamed.is_used else None
         if self.residency is None:
-            return Held(state, None, 0, self._in_backward)
+            return Held(state, None, 0, self._updates_in_backward, self._keeps_gradients)
         place = "ram" if self.residency.store.tier.name == "ram" else "ssd"
-        return Held(state, place, self.residency.limit_bytes, self._in_backward)
+        staying = self.residency.limit_bytes
+        return Held(state, place, staying, self._updates_in_backward, self._keeps_gradients)
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether gradients stay where state leaves memory."""
+        if self.streamed is None or not self.streamed.is_used:
+            return self._ranks.count > 1
+        return not self.streamed.streams_gradients
+
+    @property
+    def _updates_in_backward(self) -> bool:
+        return self._in_backward and not self._keeps_gradients
 
     @property
     def allowed(self) -> Allowed:
@@ -157,7 +174,8 @@ class ModelState:
         return Allowed(
             state="auto" if can_stream else "none",
             weights="auto" if self._may_park or (self._may_resize and self.residency is not None) else "none",
-            in_backward=self._in_backward,
+            in_backward=self._updates_in_backward,
+            keeps_gradients=self._keeps_gradients,
             now=self.held,
             written_bytes=None if written is None else int(written),
         )
@@ -246,10 +264,11 @@ class ModelState:
             )
             return False
         self._may_stream = False
+        self._settle_copies()
         setting = None
         try:
             setting = StreamedSetting(
-                model, with_checked(self._config, optimizer=place), self._storage, self._processes
+                model, with_checked(self._config, optimizer=place), self._storage, self._ranks.count
             )
             for optimizer in optimizers:
                 setting.prepare(model, optimizer)
@@ -260,7 +279,8 @@ class ModelState:
                 setting.close()
             return False
         logger.info(
-            "Gradients and optimizer state go to %s, for %s of a budget of %s.",
+            "%s to %s, for %s of a budget of %s.",
+            "Gradients and optimizer state go" if setting.streams_gradients else "Optimizer state goes",
             place,
             why,
             format_bytes(self._limit_bytes),
@@ -282,10 +302,15 @@ class ModelState:
         # Else the optimizer's step takes all weights at once.
         return trained + self._more_bytes(model) <= _MOST_ON_DEVICE * self._limit_bytes
 
+    def _settle_copies(self) -> None:
+        if self._storage.settle_copies is not None:
+            self._storage.settle_copies()
+
     def _park(self, model: nn.Module, place: str) -> None:
+        self._settle_copies()
         try:
             self.residency = park_weights(
-                model, with_checked(self._config, params=place), self._storage, self._processes
+                model, with_checked(self._config, params=place), self._storage, self._ranks.count
             )
         except OffloadConfigError as error:
             self._may_park = False

@@ -8,16 +8,21 @@ from torch import nn
 from hf_offload.plan.choosing import Allowed
 from hf_offload.planning.known import Known
 from hf_offload.planning.model_state import ModelState
+from hf_offload.ranks import Ranks
 
 # Each is followed by a measured step.
 _MOST_CHANGES = 4
 
 
 class Moving:
-    """Lets plans be found for what is where, and moves that where a plan has it. It keeps no model."""
+    """Lets plans be found for what is where, and moves that where a plan has it. It keeps no model.
 
-    def __init__(self, state: ModelState):
+    All processes go the same way, where some cannot move what others can, too: that of the first one.
+    """
+
+    def __init__(self, state: ModelState, ranks: Ranks):
         self._state = state
+        self._ranks = ranks
         self._changes = 0
 
     @property
@@ -32,8 +37,8 @@ class Moving:
         """
         while True:
             known = find()
-            if known is None or known.plan is not None or known.held == self._state.held:
+            if known is None or known.plan is not None or self._ranks.gather(known.held == self._state.held)[0]:
                 return known, None
             self._changes += 1
-            if self._state.hold(model, known.held):
+            if any(self._ranks.gather(self._state.hold(model, known.held))):
                 return None, f"The plan: {known.reason}."

@@ -20,6 +20,7 @@ from hf_offload import (
 )
 from hf_offload.errors import OffloadPlanError
 from hf_offload.integrations.summary import summary_lines
+from hf_offload.optimizers.streamed import streaming_of
 from hf_offload.plan.hardware import Hardware, Measurement
 from hf_offload.planning import ranks as planning_ranks
 from hf_offload.settings.sizes import format_bytes
@@ -331,6 +332,81 @@ def follows_one_plan(rank, folder, wrap):
     assert found[2][-1]
 
 
+def one_place_for_the_state(rank, folder):
+    """The first process trains something that the others do not: the state of all leaves memory, before the first step."""
+    expected, found = (
+        trains_in_budget(rank, folder, None),
+        trains_in_budget(rank, folder, 5.5, own=2 if rank == 0 else 0),
+    )
+    assert_leaves(found, expected)
+    assert found["begins"]
+
+
+def one_place_for_the_state_after_a_step(rank, folder):
+    """Activations do not fit beside the state, and the first process has more of them."""
+    expected, found = trains_in_budget(rank, folder, None), trains_in_budget(rank, folder, 4.2)
+    assert_leaves(found, expected)
+    assert not found["begins"]
+
+
+def assert_leaves(found, expected):
+    assert found["streams"]
+    assert not expected["streams"]
+    assert found["losses"] == expected["losses"]
+    assert all(map(torch.equal, found["weights"], expected["weights"]))
+    assert found["held"].keeps_gradients
+    everyone = [None] * TWO
+    dist.all_gather_object(everyone, (found["begins"], found["held"], found["plans"]))
+    assert everyone[0] == everyone[1]
+
+
+def weights_and_gradients_that_do_not_fit_are_refused(rank, folder):
+    with pytest.raises(
+        OffloadPlanError, match=r"weights and gradients, which cannot leave memory here.*CPUOffloadPolicy"
+    ):
+        trains_in_budget(rank, folder, 1.5)
+
+
+def trains_in_budget(rank, folder, share, own=0):
+    """A run within ``share`` times the weights' bytes, of whose parameters the process trains so many more of its own."""
+    ranks._TO_ANSWER = ranks._TO_ANSWER.__class__(seconds=20)
+    planning_ranks.measure_hardware = lambda directories, device, **options: a_machine()
+    torch.manual_seed(0)
+    model = build("gpt2", 0.0, layers=4)
+    wrapped = DistributedDataParallel(model)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    mine = [torch.nn.Parameter(torch.zeros(nbytes // 4)) for _ in range(own)]
+    optimizer = torch.optim.AdamW([*model.parameters(), *mine], lr=1e-3)
+    given = (
+        {"tier": "none"}
+        if share is None
+        else {"memory_budget": int(share * nbytes), "directory": folder, "min_bytes": 1024}
+    )
+    session = attach(model, OffloadConfig(**given))
+    session.prepare_optimizer(optimizer)
+    begins = streaming_of(optimizer) is not None
+    losses, plans = [], []
+    for step in range(5):
+        tokens = torch.randint(
+            0, 256, (1, 16 if rank else 32), generator=torch.Generator().manual_seed(10 * rank + step)
+        )
+        loss = wrapped(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        session.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+        losses.append(loss.item())
+        plans.append(dict(session.plan.placements))
+    found = {
+        "losses": losses, "plans": plans, "begins": begins, "streams": streaming_of(optimizer) is not None,
+        "held": None if session.planned is None else session.planned.held,
+        "weights": [parameter.detach().clone() for parameter in model.parameters()],
+    }  # fmt: skip
+    session.detach()
+    return found
+
+
 def gone_in_one_of_them(rank, folder):
     """The garbage collector comes to the first process and not to the second, which waits for the first one's part."""
     (folder / f"gone{rank}").mkdir()
@@ -366,6 +442,9 @@ IN_TWO = (
     an_interrupted_training_waits_for_nobody,
     one_plan_for_all,
     one_plan_for_shards,
+    one_place_for_the_state,
+    one_place_for_the_state_after_a_step,
+    weights_and_gradients_that_do_not_fit_are_refused,
     gone_in_one_of_them,
     streamed_shards_are_refused,
     one_alone_is_refused,

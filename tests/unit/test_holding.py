@@ -103,6 +103,20 @@ def test_what_is_on_tiers_passes_over_the_links(in_backward):
     assert found.base_bytes == 4 * WEIGHT
 
 
+def test_gradients_that_stay_take_memory_and_no_bandwidth():
+    footprint = trained()
+    found = hold(footprint, Held("ssd", keeps_gradients=True), 2000 * MB, on_host=False)
+    state = 2 * LAYERS * WEIGHT
+    assert moved_bytes(found) == ({"ssd": state}, {"ssd": state})
+    assert tier_bytes(footprint, Held("ssd", keeps_gradients=True)) == {"ssd": state}
+    assert found.base_bytes == footprint.base_bytes - state
+    assert found.gradient_bytes == footprint.gradient_bytes
+    assert found.segments == footprint.segments
+    kept = {one.held.state: one.held for one in (chosen(budget, keeps_gradients=True) for budget in BUDGETS) if one}
+    assert all(one.keeps_gradients for one in kept.values())
+    assert "ram" in kept
+
+
 def test_frozen_weights_are_not_written():
     frozen = {name: UnitWeights(one.weight_bytes, 0, 0) for name, one in trained().weights.items()}
     footprint = dataclasses.replace(trained(), weights=frozen)

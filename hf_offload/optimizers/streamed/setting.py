@@ -102,6 +102,11 @@ class StreamedSetting:
         """Whether an optimizer is streamed."""
         return bool(self._streamings)
 
+    @property
+    def streams_gradients(self) -> bool:
+        """Whether the gradients of all optimizers that are streamed leave memory, too."""
+        return all(streaming.streams_gradients for streaming in list(self._streamings))
+
     def update_in_backward(self, in_backward: bool) -> None:
         """See :meth:`hf_offload.session.OffloadSession.update_in_backward`."""
         for streaming in list(self._streamings):
