@@ -125,6 +125,7 @@ class TrainerSnapshots:
                 sequence=opened.sequence,
                 with_parity=self._with_parity,
             )
+        storage_of(self._model).settle_copies = self.taking.settle
         self._expect_writes(trainer.state.global_step)
         self.taking.start(opened.run, opened.began, self._directory, self._wait_s, found)
         self._last_step = trainer.state.global_step
@@ -236,7 +237,7 @@ class TrainerSnapshots:
                 },
             },
             kept=kept,
-            at_once=self._at_once or self._weights.are_parked,
+            at_once=self._at_once or storage_of(self._model).has_state or self._weights.are_parked,
         )
 
     def _unchanging_files(self) -> dict[str, Write]:
@@ -289,6 +290,7 @@ class TrainerSnapshots:
         taking, self.taking = self.taking, None
         if taking is not None:
             storage_of(self._model).takes_digests = False
+            storage_of(self._model).settle_copies = None
             if well:
                 taking.settle()
                 self._ranks.gather(None)  # what one has that ends too early is of no use to the others

@@ -83,8 +83,6 @@ class OffloadCallback(TrainerCallback):
             config.snapshot_steps,
             with_checked(config, snapshot_steps=None, snapshot_dir=None, snapshot_parity=0),
         )
-        if steps is not None:  # which copy weights and state in memory
-            config = with_checked(config, params=config.params or "none", optimizer=config.optimizer or "none")
         self.session = attach(model, config, run_id=state, owner="the Trainer's OffloadCallback")
         self.stats = self.session.stats
         self.summary = []

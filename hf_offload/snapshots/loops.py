@@ -148,6 +148,7 @@ class LoopSnapshots:
         finally:
             opened.forget_found()
         self.taking, self._opened, self._is_entered = taking, opened, True
+        self._storage.settle_copies = taking.settle
         self._expect_writes()
         for optimizer in self._source.optimizers:
             while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper
@@ -162,6 +163,7 @@ class LoopSnapshots:
             hook.remove()
         self._hooks.clear()
         self._storage.takes_digests = False
+        self._storage.settle_copies = None
         taking, self.taking = self.taking, None
         opened, self._opened = self._opened, None
         if taking is None or opened is None:
@@ -234,7 +236,9 @@ class LoopSnapshots:
             watched,
             {"version": __version__, "training": self._opened.training.number, "models": models},
             kept=kept,
-            at_once=self._at_once or any(weights.are_parked for weights in self._source.models.values()),
+            at_once=self._at_once
+            or self._storage.has_state
+            or any(weights.are_parked for weights in self._source.models.values()),
         )
 
     def _small_files(self) -> dict[str, Write]:

@@ -46,6 +46,7 @@ class RunStorage:
         members: What uses the storage. Without any, the next run on the same model gets a new one.
         ram_tiers: Those that may hold RAM without using it.
         takes_digests: Whether digests are taken of what is written now: it is going to be kept.
+        settle_copies: Waits until nothing is copied of weights and state in memory; None where nothing ever is.
     """
 
     def __init__(self, max_disk_write_bytes: int | None = None) -> None:
@@ -59,6 +60,7 @@ class RunStorage:
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ram_tiers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.takes_digests = False
+        self.settle_copies: Callable[[], None] | None = None
         self._freeing: weakref.WeakMethod[Callable[[], None]] | None = None
         self._rooms: weakref.WeakValueDictionary[Any, DiskRoom] = weakref.WeakValueDictionary()
         self._opening = threading.Lock()
@@ -85,6 +87,11 @@ class RunStorage:
     def must_stop(self) -> bool:
         """Whether something was not written because of the run's limit, and the run is to end then."""
         return self.stops and self.disk_writes.refused
+
+    @property
+    def has_state(self) -> bool:
+        """Whether optimizer state is, or was, on a tier."""
+        return OPTIMIZER_STATE in self.accounts
 
     def open_account(self, name: str, tier: str) -> TierStats:
         """Counters for another tier of the account ``name``."""

@@ -9,6 +9,7 @@ import transformers
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.errors import OffloadPlanError
 from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.storage.service import storage_of
 from tests.helpers.tables import rows
 
 VOCABULARY, TOKENS, LAYERS = 256, 16, 8
@@ -129,6 +130,20 @@ def test_what_does_not_fit_beside_activations_leaves_after_the_first_step(tmp_pa
     assert found.is_same(Trained("gpt2", tmp_path))
     messages = [record.getMessage() for record in caplog.records]
     assert any("go to ssd, for activations do not fit next to them" in message for message in messages)
+
+
+def test_what_is_copied_in_memory_is_waited_for_before_anything_leaves_it(tmp_path):
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = attach(model, OffloadConfig(memory_budget="1MiB", directory=tmp_path, min_bytes=1024))
+    found = []
+    storage_of(model).settle_copies = lambda: found.append((streaming_of(optimizer), session.residency))
+    session.prepare_optimizer(optimizer)
+    assert streaming_of(optimizer) is not None
+    assert session.residency is not None
+    assert [one[0] is None for one in found] == [True, False]
+    assert all(one[1] is None for one in found)
+    session.detach()
 
 
 class Coupled(torch.optim.AdamW):

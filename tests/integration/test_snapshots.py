@@ -223,6 +223,28 @@ def test_other_trainings_go_on_to_the_same_bits(tmp_path, others, dies):
     assert same(expected, trains(tmp_path / "run", True, (), True, **others))
 
 
+def test_what_a_budget_moves_is_copied_at_once(tmp_path, machine_with_drive, caplog):
+    machine_with_drive(1e9)
+    weights = sum(p.nbytes for p in tiny_model("gpt2").parameters())
+    budget = {
+        "offload": "auto",
+        "offload_memory_budget": str(4 * weights),
+        "offload_directory": str(tmp_path),
+        "offload_min_bytes": "256",
+    }
+    plain = {"max_grad_norm": 0.0}  # so that weights are updated in backward, before the optimizer's step
+
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        trainer = trainer_in(tmp_path / "whole", False, **{**SHORT, **plain})
+        trainer.train()
+        dies_at(15, tmp_path / "run", **plain, **budget)
+        begun, found = resumed(tmp_path / "run", **plain, **budget)
+    assert begun == 12
+    assert same(result_of(trainer), found)
+    assert caplog.text.count("Gradients and optimizer state go to ssd") == 2
+    assert "changed while a snapshot was copied" not in caplog.text
+
+
 def on_a_drive(folder, params="none", **others):
     (folder / "tier").mkdir(exist_ok=True)
     return {

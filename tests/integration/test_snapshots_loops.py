@@ -204,6 +204,18 @@ def test_state_and_weights_on_a_tier(tmp_path, loop, where):
     assert not files or list((tmp_path / "tier").iterdir()) == []
 
 
+@pytest.mark.parametrize(("share", "why"), [(3.5, "weights, gradients and"), (4.3, "activations do not fit")])
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_what_a_budget_moves(tmp_path, loop, share, why, machine_with_drive, caplog):
+    machine_with_drive(1e9)
+    (tmp_path / "tier").mkdir()
+    weights = sum(p.nbytes for p in tiny_model("gpt2").parameters())
+    given = {"tier": "auto", "memory_budget": int(share * weights), "directory": tmp_path / "tier", "min_bytes": 256}
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        check(loop, tmp_path / "run", **given)
+    assert caplog.text.count(f"Gradients and optimizer state go to ssd, for {why}") == 2
+
+
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("params", ["none", "ram"])
 def test_an_adapter_goes_on_to_the_same_bits_without_a_copy_of_its_base(tmp_path, loop, params):
