@@ -27,10 +27,6 @@ Place = tuple[int, int]
 """The number of a stage of the way, and how many of its moves were made."""
 
 
-NOT_A_NUMBER = 1 << 30
-"""The number of moves after which a weight is not a number, as no moves make it."""
-
-
 class Course:
     """All moves of ``weights``, by name, of which each weight makes those that it has not made when it is used.
 
@@ -189,8 +185,6 @@ class Course:
                     moves = [move_of(moving.number) for move_of in left]
                     ways.append((stage, self._generator(stage, moving.number), moves))
             moving.now = (-1, 0)
-            if target[1] == NOT_A_NUMBER:
-                value.fill_(float("nan"))
             self._directions.make([(generator, moves) for _, generator, moves in ways], value)
             moving.now = target
             for stage, generator, _ in ways:

@@ -32,8 +32,9 @@ class _GivenUpError(BaseException):
 class _Turns:
     """Which of the passes 0 and 1 runs."""
 
-    def __init__(self, begin: Callable[[int], None]):
+    def __init__(self, begin: Callable[[int], None], check: Callable[[], None]):
         self._begin = begin
+        self._check = check
         self._may_run = (threading.Semaphore(0), threading.Semaphore(0))
         self._ended = [False, False]
         self._threads: list[int | None] = [threading.get_ident(), None]
@@ -44,6 +45,7 @@ class _Turns:
         thread = threading.get_ident()
         if thread not in self._threads:
             return
+        self._check()
         this = self._threads.index(thread)
         if not self._ended[1 - this]:
             with signals_deferred:  # what they raise comes when this pass may run
@@ -71,13 +73,20 @@ class _Turns:
 
 
 @torch._disable_dynamo
-def run_in_turns(closure: Callable[[], Any], blocks: Iterable[nn.Module], begin: Callable[[int], None]) -> list[Any]:
-    """What ``closure`` returns twice, from a pass in this thread and one in another, which take turns in front of ``blocks``.
+def run_in_turns(
+    passes: tuple[Callable[[], Any], Callable[[], Any]],
+    blocks: Iterable[nn.Module],
+    begin: Callable[[int], None],
+    check: Callable[[], None],
+) -> list[Any]:
+    """What ``passes`` return, of which the first runs in this thread and the second in another, and which take turns in front
+    of ``blocks``.
 
-    ``begin`` is called with 0 or 1 before that pass runs. Pass 1 never gets ahead of pass 0. Raises what a pass raises: that
-    of pass 0 comes first, as if they ran one after the other, except for :class:`UnfitError`.
+    ``begin`` is called with 0 or 1 before that pass runs, and ``check`` before a pass lets the other one run. Pass 1 never
+    gets ahead of pass 0. Raises what a pass or a check raises: that of pass 0 comes first, as if they ran one after the
+    other, except for :class:`UnfitError`.
     """
-    turns = _Turns(begin)
+    turns = _Turns(begin, check)
     results: list[Any] = [None, None]
     errors: list[BaseException] = []
     as_here = _state_of_thread()
@@ -86,7 +95,7 @@ def run_in_turns(closure: Callable[[], Any], blocks: Iterable[nn.Module], begin:
         try:
             as_here()
             turns.wait_for_first_turn()
-            results[1] = closure()
+            results[1] = passes[1]()
         except _GivenUpError:
             pass
         except BaseException as error:
@@ -101,7 +110,7 @@ def run_in_turns(closure: Callable[[], Any], blocks: Iterable[nn.Module], begin:
         thread.start()
         begin(0)
         try:
-            results[0] = closure()
+            results[0] = passes[0]()
         except _GivenUpError:
             pass
         except BaseException:
