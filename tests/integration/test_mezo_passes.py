@@ -307,6 +307,13 @@ class InAGeneratorOfNumPy(Kept):
         return self.model.generator.random()
 
 
+class InAFormerGeneratorOfNumPy(InAGeneratorOfNumPy):
+    def __init__(self, model):
+        super().__init__(model)
+        model.generator = types.SimpleNamespace(random=None, former=np.random.RandomState(3))
+        model.generator.random = model.generator.former.random_sample
+
+
 class InAGeneratorOfPython(InAGeneratorOfNumPy):
     def __init__(self, model):
         super().__init__(model)
@@ -350,10 +357,7 @@ ANYWHERE = [OnItself, OnItselfForAWhile, OnABlock, OnAClass, InAFile, InAList, I
 LEAVING = [
     (OnItself, False),
     *((kind, True) for kind in ANYWHERE),
-    *(
-        (kind, False)
-        for kind in (InAQueue, InABuffer, InAGenerator, InAGeneratorOfNumPy, InAGeneratorOfPython, InACount)
-    ),
+    *((kind, False) for kind in (InAQueue, InABuffer, InAGenerator, InAGeneratorOfNumPy, InAFormerGeneratorOfNumPy)),
 ]
 
 

@@ -14,7 +14,6 @@ Note: what is looked at
 import collections
 import functools
 import operator
-import pickle
 import random
 import sys
 import types
@@ -375,9 +374,24 @@ def _generator(value: Any) -> tuple[Callable[[], list[Any]], Callable[[list[Any]
     """How the state of a generator of random numbers is read and written; None for something else."""
     if isinstance(value, random.Random):
         return lambda: [value.getstate()], lambda old: value.setstate(old[0])
-    bits = getattr(value, "bit_generator", None) if isinstance(value, np.random.Generator) else None
-    if bits is not None:
-        return lambda: [pickle.dumps(bits.state)], lambda old: setattr(bits, "state", pickle.loads(old[0]))
     if isinstance(value, np.random.RandomState):
-        return lambda: [pickle.dumps(value.get_state())], lambda old: value.set_state(pickle.loads(old[0]))
+        return lambda: [_frozen(value.get_state(legacy=False))], lambda old: value.set_state(_thawed(old[0]))
+    if isinstance(value, np.random.Generator):
+        bits: Any = value.bit_generator
+        return lambda: [_frozen(bits.state)], lambda old: setattr(bits, "state", _thawed(old[0]))
     return None
+
+
+def _frozen(state: Any) -> Any:
+    """The state of a generator of NumPy, as what can be compared."""
+    if isinstance(state, dict):
+        return tuple((key, _frozen(value)) for key, value in state.items())
+    return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state
+
+
+def _thawed(frozen: Any) -> Any:
+    if not isinstance(frozen, tuple):
+        return frozen
+    if isinstance(frozen[0], str):
+        return np.frombuffer(frozen[1], frozen[0])
+    return {key: _thawed(value) for key, value in frozen}
