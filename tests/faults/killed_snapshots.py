@@ -35,6 +35,8 @@ from tests.helpers.tiny_models import ExampleDataset, tiny_model
 EVERY = 4
 STEPS = 90
 LONGEST_S = 1.2
+WAIT_S = 900
+"""Longer than a machine may stop these processes: one that waits for the next training ends after it."""
 TARGETS = ("trainer", "snapshot process", "both")
 ARGUMENTS = {
     "max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 3,
@@ -67,7 +69,7 @@ class Progress(TrainerCallback):
 
 def trainer_in(folder: Path, snapshots: bool, callbacks=(), model="gpt2", evaluated=None, **others) -> Trainer:
     """A training of a tiny model with dropout, over several epochs."""
-    settings = {"offload_snapshot_steps": EVERY, "offload_snapshot_wait_s": 60} if snapshots else {}
+    settings = {"offload_snapshot_steps": EVERY, "offload_snapshot_wait_s": WAIT_S} if snapshots else {}
     args = OffloadTrainingArguments(output_dir=str(folder), **{**ARGUMENTS, **settings, **others})
     data = ExampleDataset(model if isinstance(model, str) else "gpt2", 50, seed=1)
     built = tiny_model(model, dropout=0.1) if isinstance(model, str) else model
@@ -101,7 +103,7 @@ def trained_in_loop(folder: Path, snapshots: bool, progress: "Progress | None" =
     if not snapshots:
         train(itertools.count(), iter, 0, lambda step: None)
     else:
-        session = attach(model, OffloadConfig(tier="none", snapshot_steps=EVERY, snapshot_wait_s=60, **settings))
+        session = attach(model, OffloadConfig(tier="none", snapshot_steps=EVERY, snapshot_wait_s=WAIT_S, **settings))
         with session.snapshots(folder, optimizer=optimizer, scheduler=scheduler, resume=True) as taken:
             progress.begin(taken.step)
 
