@@ -115,16 +115,8 @@ def uniform(problem: Problem, placement: Placement) -> Solution | None:
 
 
 def find_greedy(problem: Problem) -> list[Solution]:
-    """What :func:`greedy` finds in the widest windows in which anything fits: wider windows wait less."""
-    for windows in problem.windows:
-        found = [one for one in greedy(problem, windows) if problem.fits(one)]
-        if found:
-            return found
-    return []
-
-
-def greedy(problem: Problem, windows: Windows) -> Iterator[Solution]:
-    """Solutions in which as few units are placed in one way as the budget allows, and the rest is kept.
+    """Solutions in which as few units are placed in one way as the budget allows, and the rest is kept. Each way has the
+    widest windows in which all units fit so: wider ones wait less.
 
     Which come first: those whose bytes backward needs last, which have the most time to go and come back (SSDTrain's prefix
     rule), the largest, or the smallest. How many is found by bisection; half of the best prefixes is tried with a second
@@ -135,27 +127,38 @@ def greedy(problem: Problem, windows: Windows) -> Iterator[Solution]:
     nbytes = problem.footprint.saved_bytes
     largest = sorted(units, key=lambda unit: -nbytes[unit])
     smallest_first = sorted(units, key=lambda unit: nbytes[unit])
-    found: list[tuple[Solution, Placement, int]] = []
+    solutions: list[Solution] = []
+    prefixes: list[tuple[Solution, Placement, int]] = []
     for placement in choices.options[1:]:
-        every = problem.play(choices.place(dict.fromkeys(units, placement)), windows, "greedy")
-        if not problem.fits(every):
+        every = _all_alike(problem, choices, placement, "greedy")
+        if every is None:
             continue
-        best, count = _fewest(problem, choices, windows, units, placement, every)
-        yield best
-        found.append((best, placement, count))
+        best, count = _fewest(problem, choices, units, placement, every)
+        solutions.append(best)
+        prefixes.append((best, placement, count))
         if not placement.recomputes:
-            for order in (largest, smallest_first):
-                yield _fewest(problem, choices, windows, order, placement, every)[0]
-    found.sort(key=lambda one: one[0].objective)
-    for _, first, count in found[:_PAIRED]:
+            orders = largest, smallest_first
+            solutions.extend(_fewest(problem, choices, order, placement, every)[0] for order in orders)
+    prefixes.sort(key=lambda one: one[0].objective)
+    for best, first, count in prefixes[:_PAIRED]:
         for second in choices.options[1:]:
             if second is not first:
                 halves = dict.fromkeys(units[: count // 2], second) | dict.fromkeys(units[count // 2 : count], first)
-                yield problem.play(choices.place(halves), windows, "greedy")
+                solutions.append(problem.play(choices.place(halves), best.windows, "greedy"))
+    return [one for one in solutions if problem.fits(one)]
+
+
+def _all_alike(problem: Problem, choices: Choices, placement: Placement, method: str) -> Solution | None:
+    """Every unit placed so, in the widest windows in which that fits; None if it fits in none."""
+    for windows in _windows_for(problem, placement):
+        solution = problem.play(choices.uniform(placement), windows, method)
+        if problem.fits(solution):
+            return solution
+    return None
 
 
 def _fewest(
-    problem: Problem, choices: Choices, windows: Windows, order: Sequence[str], placement: Placement, every: Solution
+    problem: Problem, choices: Choices, order: Sequence[str], placement: Placement, every: Solution
 ) -> tuple[Solution, int]:
     """The shortest first part of ``order`` that is enough to be placed so, where ``every`` unit is, and its length."""
     grain = max(1, len(order) // _PREFIX_PARTS)
@@ -163,7 +166,7 @@ def _fewest(
     while high - low > 1:
         middle = (low + high) // 2
         chosen = choices.place(dict.fromkeys(order[: middle * grain], placement))
-        tried = problem.play(chosen, windows, "greedy")
+        tried = problem.play(chosen, every.windows, "greedy")
         if problem.fits(tried):
             high, best = middle, tried
         else:
@@ -174,14 +177,8 @@ def _fewest(
 def find_uniform(problem: Problem) -> list[Solution]:
     """Every unit placed alike, each way with the widest windows that fit."""
     choices = Choices(problem)
-    found = []
-    for placement in choices.options[1:]:
-        for windows in _windows_for(problem, placement):
-            solution = problem.play(choices.uniform(placement), windows, placement.value)
-            if problem.fits(solution):
-                found.append(solution)
-                break
-    return found
+    found = (_all_alike(problem, choices, placement, placement.value) for placement in choices.options[1:])
+    return [solution for solution in found if solution is not None]
 
 
 def _windows_for(problem: Problem, placement: Placement) -> Sequence[Windows]:

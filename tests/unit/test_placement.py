@@ -11,7 +11,7 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import find_plan
 from hf_offload.plan.problem import Problem, smallest_budget
-from hf_offload.plan.search import can_fit, find_greedy, find_uniform, greedy, local_search, smallest, solve, uniform
+from hf_offload.plan.search import can_fit, find_greedy, find_uniform, local_search, smallest, solve, uniform
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.handmade_footprints import MB, footprint_of
 
@@ -63,7 +63,7 @@ def compare(seeds):
             continue
         assert problem.fits(found)
         ratios.append(found.timeline.step_s / best)
-        fitting = [one.timeline.step_s for one in greedy(problem, problem.windows[0]) if problem.fits(one)]
+        fitting = [one.timeline.step_s for one in find_greedy(problem)]
         keep = uniform(problem, Placement.KEEP)
         if problem.fits(keep):
             fitting.append(keep.timeline.step_s)
@@ -198,12 +198,26 @@ def test_greedy_also_moves_the_largest_or_the_smallest_alone():
     problem = dataclasses.replace(problem, budget_bytes=budget)
     moved = [
         tuple(footprint.saved_bytes[unit] // MB for unit, one in solution.placements.items() if one is Placement.SSD)
-        for solution in greedy(problem, problem.windows[0])
+        for solution in find_greedy(problem)
     ]
     # As few as the budget allows: first ones, large ones, small ones (which backward needs soon after the last of them left).
     assert len(set(moved)) >= 3
     assert any(set(sizes) == {50} for sizes in moved)
     assert any(50 not in sizes and len(sizes) >= 3 for sizes in moved)
+
+
+def test_greedy_moves_few_units_in_narrow_windows_where_wide_ones_only_let_it_recompute():
+    wide, narrow = Windows(100 * MB, 100 * MB), Windows(1 * MB, 1 * MB)
+    footprint = footprint_of([20 * MB] * 12, [0.05] * 12, [1 * MB] * 12)
+    problem = Problem(footprint, {"ssd": Channel(1e8, 1e8)}, {"ssd": 10**12}, 0, (wide, narrow))
+    kept, moved = (uniform(problem, one).timeline.must_fit_bytes for one in (Placement.KEEP, Placement.SSD))
+    narrowly = problem.play(dict.fromkeys(footprint.units, Placement.SSD), narrow, "").timeline.must_fit_bytes
+    assert narrowly < moved - 20 * MB
+    problem = dataclasses.replace(problem, budget_bytes=smallest_budget((narrowly + moved) // 2))
+    found = [one for one in find_greedy(problem) if one.windows == narrow]
+    fewest = min(sum(placement is Placement.SSD for placement in one.placements.values()) for one in found)
+    assert moved < kept
+    assert 0 < fewest < 12
 
 
 def test_every_family_gets_its_share_of_the_local_search():
