@@ -32,9 +32,8 @@ def corrected_plan(
     Where ``known`` stays, its prediction is corrected.
     """
     # The first step was a cold one: caches, the allocator's heap and page tables have been filled since.
-    # And what is looked at is slowed down by looking, so the pace is that of the step before. One that took longer all the
-    # same tells of something else on the machine.
-    footprint = known.footprint.at_pace(min(1.0, known.pace))
+    # And what is looked at is slowed down by looking, so the pace is that of steps that were not.
+    footprint = known.footprint.at_pace(known.pace)
     known.pace = 1.0
     excess, needed = peak_bytes - budget_bytes, format_bytes(peak_bytes)
     may_correct = known.corrections < _MOST_CORRECTIONS

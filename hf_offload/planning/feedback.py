@@ -2,9 +2,10 @@
 
 import dataclasses
 import logging
+import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,10 +38,10 @@ from hf_offload.settings.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
-# A step that takes this much longer than predicted, several times in a row, is not noise. On a machine that has other work,
-# too, it may be so again and again: each measurement that follows waits for twice as many.
-_SLOWER = 1.25
-_SLOW_STEPS = 3
+# Steps whose median is this far from the prediction correct it, and each correction that follows waits for twice as many: a
+# machine that has other work, too, is now fast and now slow.
+_OFF = 1.1
+_TIMED_STEPS = 3
 # The first step under a new plan still learns which records need not leave: the second is looked at.
 _SETTLED_STEPS = 1
 # A smaller batch than one that was measured is measured itself when it has come so often in a row.
@@ -69,9 +70,10 @@ class Feedback:
     The first time that a situation comes, it runs with everything moved, and is measured; a plan is made of what was
     measured. A smaller batch runs under the plan of a larger one, which it fits into, until it has come several times in a
     row and earns its own. The second step under each plan is measured, too: a peak over the budget is planned again with as
-    much less, and a plan whose steps take longer than predicted is made from a new measurement. Where the plan moves weights
-    or state of the ``model_state``, the next step is measured. Where no plan fits, ``on_infeasible`` is called to change the
-    model so that it needs less; if it has, the next step is measured, too.
+    much less. Where steps take longer or shorter than predicted, what was measured is planned again at their pace and with
+    the rates that tiers have reached. Where the plan moves weights or state of the ``model_state``, the next step is measured.
+    Where no plan fits, ``on_infeasible`` is called to change the model so that it needs less; if it has, the next step is
+    measured, too.
 
     Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan:
     each of them runs as many forwards as the others.
@@ -113,8 +115,8 @@ class Feedback:
         self.planned: Known | None = None  # of the last step, where its peak was predicted
         self._last: Situation | None = None
         self._repeated = 0
-        self._slow = 0
-        self._patience = _SLOW_STEPS
+        self._timed: list[tuple[float, float]] = []  # seconds and pace of steps under the present plans
+        self._patience = _TIMED_STEPS
         self._began_s: float | None = None
         self._waited_s = 0.0
 
@@ -185,12 +187,16 @@ class Feedback:
             one.steps += 1
         if meter is not None:
             self._check_peaks(meter)
-        elif all(one.steps > 1 for one in known):
-            self._check_time(self.planned, max(self._ranks.gather(seconds)))
-        else:
-            pace = max(self._ranks.gather(computed_s)) / max(sum(one.compute_s for one in known) + once, 1e-9)
-            for one in known:
-                one.pace = pace
+            return
+        seconds, computed_s = map(max, zip(*self._ranks.gather((seconds, computed_s)), strict=True))
+        pace = computed_s / max(sum(one.compute_s for one in known) + once, 1e-9)
+        if all(one.steps > 1 for one in known):
+            self._check_time(known, seconds, pace)
+            return
+        for one in known:
+            # What was measured was slowed down by measuring. One step that took longer all the same tells of something else
+            # on the machine.
+            one.pace = min(1.0, pace)
 
     def close(self) -> None:
         """Stop observing, whatever happened."""
@@ -390,16 +396,18 @@ class Feedback:
             if peak > self._budget:
                 self._log(logging.WARNING, "A step needed %s, with all that can be moved moved.", format_bytes(peak))
             return
+        if not self._correct(known, peak) and peak > self._budget and self._on_infeasible():
+            self._measure_again(f"A step needed {format_bytes(peak)}.")
+
+    def _correct(self, known: Known, peak: int) -> bool:
+        """Plan again where that is better by now; whether it was."""
         hardware = with_measured_bandwidth(self._hardware, self._engine)
         corrected, has_moved = self._in_place(
             lambda: corrected_plan(known, peak, self._budget, hardware, self._ranks, self._moving.allowed)
         )
-        if has_moved:
-            return
-        if corrected is not None:
+        if corrected is not None and not has_moved:
             self._adopt(corrected)
-        elif peak > self._budget and self._on_infeasible():
-            self._measure_again(f"A step needed {format_bytes(peak)}.")
+        return has_moved or corrected is not None
 
     @property
     def _present_model(self) -> nn.Module:
@@ -421,22 +429,30 @@ class Feedback:
         self._in_force = self.planned = None
         self._log(logging.INFO, "Measuring again, with something else in memory. %s", why)
 
-    def _check_time(self, main: Known, seconds: float) -> None:
-        predicted = main.prediction.step_s
-        main.prediction.measured_step_s.append(seconds)
-        self._slow = self._slow + 1 if seconds > _SLOWER * predicted else 0
-        if self._slow >= self._patience:
-            self._slow = 0
-            self._patience *= 2
-            self._log(
-                logging.INFO, "Steps take %.2f s instead of the predicted %.2f s: measuring again.", seconds, predicted
-            )
-            self._wanted |= {one.situation for one in self._played}
+    def _check_time(self, known: Sequence[Known], seconds: float, pace: float) -> None:
+        assert self.planned is not None, "it is the largest of these"
+        prediction = self.planned.prediction
+        prediction.measured_step_s.append(seconds)
+        self._timed.append((seconds, pace))
+        if len(self._timed) < self._patience:
+            return
+        seconds, pace = (statistics.median(values) for values in zip(*self._timed, strict=True))
+        self._timed.clear()
+        if 1 / _OFF <= seconds / prediction.step_s <= _OFF:
+            return
+        self._patience *= 2
+        self._log(logging.INFO, "Steps take %.2f s instead of the predicted %.2f s.", seconds, prediction.step_s)
+        for one in {id(one): one for one in known}.values():
+            if one.plan is None:
+                one.pace = pace
+                self._correct(one, one.prediction.measured_peak_bytes or 0)
+            if self.planned is None:
+                return  # weights or state were moved
 
     def _adopt(self, known: Known) -> None:
         """Let the plan be that of its situation, from the next forward on."""
         self._known[known.situation] = known
-        self._slow = 0
+        self._timed.clear()
         kind = "Corrected plan" if known.corrections else "Plan"
         self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self._budget), known.reason)
         self.planned = known

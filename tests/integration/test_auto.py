@@ -244,14 +244,8 @@ def test_the_smallest_budget_that_is_named_is_the_smallest_that_runs(name, tmp_p
 
 
 def new_plans(caplog):
-    """How many plans were made, without those that were made again because the machine has turned slow."""
-    made, again = 0, False
-    for message in (record.getMessage() for record in caplog.records):
-        again = again or message.endswith("measuring again.")
-        if message.startswith("Plan for"):
-            made += not again
-            again = False
-    return made
+    """How many plans were made of a measured step."""
+    return sum(record.getMessage().startswith("Plan for") for record in caplog.records)
 
 
 class SlowClock:
@@ -265,14 +259,19 @@ class SlowClock:
         return self.now_s
 
 
-def test_a_machine_that_stays_slow_is_measured_ever_more_rarely(tmp_path, caplog, monkeypatch):
+@pytest.mark.parametrize(("steps", "corrected"), [(4, 0), (20, 2)])
+def test_a_prediction_is_corrected_after_three_steps_and_then_ever_more_rarely(
+    steps, corrected, tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr("hf_offload.planning.feedback.time", SlowClock())
     fixed, activations = live_peaks("gpt2")
     with caplog.at_level(logging.INFO, "hf_offload"):
-        _, _, forecast, _ = train(model_of("gpt2"), auto(int(fixed + 0.5 * activations), tmp_path), 27)
-    again = [one for one in caplog.records if one.getMessage().endswith("measuring again.")]
-    assert len(again) == 2  # after three slow steps, and after six
-    assert forecast.step_s < 1e6  # a single slow step does not correct what was measured
+        _, _, forecast, _ = train(model_of("gpt2"), auto(int(fixed + 0.5 * activations), tmp_path), steps)
+    # The third step after the plan has been looked at, and the sixth after that one.
+    assert sum(record.getMessage().startswith("Steps take") for record in caplog.records) == corrected
+    # A single slow step does not correct what was measured.
+    assert (forecast.step_s > 1e6) == (corrected > 0)
+    assert new_plans(caplog) == 1
 
 
 def test_a_smaller_batch_runs_under_the_plan_it_fits_into_until_it_stays(tmp_path, caplog):
