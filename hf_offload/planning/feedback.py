@@ -71,9 +71,9 @@ class Feedback:
     measured. A smaller batch runs under the plan of a larger one, which it fits into, until it has come several times in a
     row and earns its own. The second step under each plan is measured, too: a peak over the budget is planned again with as
     much less. Where steps take longer or shorter than predicted, what was measured is planned again at their pace and with
-    the rates that tiers have reached. Where the plan moves weights or state of the ``model_state``, the next step is measured.
-    Where no plan fits, ``on_infeasible`` is called to change the model so that it needs less; if it has, the next step is
-    measured, too.
+    the rates that tiers have reached. Where the plan moves weights or state of the ``model_state``, the next step is
+    measured. Where no plan fits, ``on_infeasible`` is called to change the model so that it needs less; if it has, the next
+    step is measured, too.
 
     Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan:
     each of them runs as many forwards as the others.
@@ -430,8 +430,9 @@ class Feedback:
         self._log(logging.INFO, "Measuring again, with something else in memory. %s", why)
 
     def _check_time(self, known: Sequence[Known], seconds: float, pace: float) -> None:
-        assert self.planned is not None, "it is the largest of these"
-        prediction = self.planned.prediction
+        main = self.planned
+        assert main is not None, "it is the largest of these"
+        prediction = main.prediction
         prediction.measured_step_s.append(seconds)
         self._timed.append((seconds, pace))
         if len(self._timed) < self._patience:
