@@ -85,13 +85,20 @@ class _Resuming(Trainer):
         config = getattr(self, _CALLBACK).config_for(self.args)
         if config is not None and config.snapshot_steps is not None:
             with snapshots_of(self, config, resume_from_checkpoint, _SNAPSHOTS) as checkpoint:
-                return super().train(checkpoint, *args, **kwargs)
+                result = super().train(checkpoint, *args, **kwargs)
+                return result._replace(training_loss=result.metrics.get("train_loss", result.training_loss))
         if resume_from_checkpoint is True:
             folder = self.args.output_dir or "."
             resume_from_checkpoint = last_complete_checkpoint(folder)
             if resume_from_checkpoint is None:
                 raise ValueError(f"No valid checkpoint found in output directory ({folder}): none is complete.")
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        snapshots = snapshots_of_training(self)
+        if snapshots is not None and {"train_loss", "train_runtime"} <= logs.keys():  # the summary at the end
+            logs["train_loss"] = snapshots.mean_loss
+        super().log(logs, *args, **kwargs)
 
     def _may_stream(self, config: OffloadConfig, checkpoint: str | None) -> bool:
         if config.optimizer is not None or config.state_place == "none":
@@ -100,6 +107,9 @@ class _Resuming(Trainer):
         return not has_own_state(self.accelerator) and zipfile.is_zipfile(file)  # former formats cannot be mapped
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        snapshots = snapshots_of_training(self)
+        if snapshots is not None:
+            snapshots.check_optimizer()
         config = getattr(self, _CALLBACK).config_for(self.args)
         if config is None or not self._may_stream(config, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)

@@ -33,6 +33,7 @@ from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
+from hf_offload.snapshots.likeness import check_config, check_optimizers, config_of, optimizer_of
 from hf_offload.snapshots.loadable import check_loadable
 from hf_offload.snapshots.loops import ALONE
 from hf_offload.snapshots.memory import Write
@@ -68,8 +69,10 @@ class TrainerSnapshots:
         self._output = Path(trainer.args.output_dir or ".").resolve()
         self._opened: Opened | None = None
         self._of_model: ModelWeights | None = None
-        self._last_step = self._postponed = -1
+        self._first_step, self._last_step, self._postponed = 0, -1, -1
         self._settling: Any = None
+        self._config: dict[str, str] = {}
+        self._optimizer: dict[str, Any] = {}
         self._unchanging: dict[str, Write] | None = None
 
     # -- before training ----------------------------------------------------------------------------------------------------
@@ -100,10 +103,19 @@ class TrainerSnapshots:
             opened.forget_found()
             return checkpoint
         if self._trainer.model is not None:  # else it is made later, by model_init
-            what = f"The snapshot of step {found.step} in {found.place}"
-            self._ranks.each(lambda: self._weights.check(found.folder, found.record["model"], what))
+            self._ranks.each(lambda: self._weights.check(found.folder, found.record["model"], _what(found)))
         logger.info("Resuming from the snapshot of step %d in %s.", found.step, found.place)
         return str(found.folder)
+
+    def check_optimizer(self) -> None:
+        """The optimizer's state is about to be loaded.
+
+        Raises :class:`~hf_offload.errors.SnapshotError` if that in the snapshot is of another class of optimizer.
+        """
+        found = None if self._opened is None else self._opened.found
+        if found is not None:
+            here = optimizer_of(self._trainer.optimizer)
+            check_optimizers([found.record["trainer"]["optimizer"]], [here], _what(found))
 
     # -- while training -----------------------------------------------------------------------------------------------------
 
@@ -129,16 +141,27 @@ class TrainerSnapshots:
         self._expect_writes(trainer.state.global_step)
         self.taking.start(opened.run, opened.began, self._directory, self._wait_s, found)
         self._last_step = trainer.state.global_step
+        self._first_step = trainer.state.global_step
+        self._config, self._optimizer = config_of(self._model), optimizer_of(optimizer)
+        if found is not None:
+            check_config(found.record["trainer"]["config"], self._config, _what(found))
+            self._optimizer = found.record["trainer"]["optimizer"]
         if found is not None and found.step == trainer.state.global_step:
             self._restore_losses(found.record["trainer"])
             warn_of_other_sums([self._model], self._ranks)
         self._settle_before_steps_of(optimizer)
 
+    @property
+    def mean_loss(self) -> float:
+        """That of all steps of the run, those before a resume included, as a Trainer has it once they are over."""
+        trainer: Any = self._trainer
+        return float(trainer._total_loss_scalar / max(trainer.state.global_step - self._first_step, 0.001))
+
     def _restore_losses(self, kept: dict[str, Any]) -> None:
         trainer: Any = self._trainer
         unlogged = kept["unlogged_losses"][self._ranks.number]
         trainer._tr_loss += unlogged
-        trainer._total_loss_scalar = -unlogged  # the mean at the end is that of the steps which follow
+        trainer._total_loss_scalar, self._first_step = kept["total_loss"], kept["first_step"]
         trainer._globalstep_last_logged = kept["last_logged_step"]
         trainer.state.total_flos, trainer.current_flos = kept["total_flos"], kept["current_flos"]
 
@@ -230,7 +253,11 @@ class TrainerSnapshots:
                 "training": self._opened.training.number,
                 "model": contents.fingerprint(layout),
                 "trainer": {
+                    "config": self._config,
+                    "optimizer": self._optimizer,
                     "unlogged_losses": self._ranks.gather(trainer._tr_loss.item()),
+                    "total_loss": trainer._total_loss_scalar,
+                    "first_step": self._first_step,
                     "last_logged_step": trainer._globalstep_last_logged,
                     "total_flos": trainer.state.total_flos,
                     "current_flos": trainer.current_flos,
@@ -363,6 +390,10 @@ def _unfindable_order(trainer: Trainer) -> str | None:
     if not getattr(args.accelerator_config, "use_seedable_sampler", True):
         return "batches are drawn from the generators of the process (use_seedable_sampler=False)"
     return None
+
+
+def _what(found: Found) -> str:
+    return f"The snapshot of step {found.step} in {found.place}"
 
 
 def _check(optimizer: Any, schedule: Any) -> None:

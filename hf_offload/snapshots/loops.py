@@ -16,6 +16,7 @@ from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
+from hf_offload.snapshots.likeness import check_config, check_optimizers, config_of, optimizer_of
 from hf_offload.snapshots.loadable import check_loadable, numpy_allowed
 from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.opening import Opened, check_memory_files, open_snapshots, warn_of_other_sums
@@ -85,6 +86,7 @@ class LoopSnapshots:
         self.taking: Snapshots | None = None
         self._opened: Opened | None = None
         self._is_entered = False
+        self._likeness: dict[str, Any] = {}
         self.resumed_step = self.step = 0
         self._source = source
         self._steps = int(config.snapshot_steps or 0)
@@ -127,6 +129,10 @@ class LoopSnapshots:
         opened = open_snapshots(self._folder, self._directory, self._resume, self._ranks)
         try:
             others = {**self._source.files(self._ranks, None)[0], **self._small_files()}
+            self._likeness = {
+                "configs": {name: config_of(weights.model) for name, weights in self._source.models.items()},
+                "optimizers": [optimizer_of(each) for each in self._source.optimizers],
+            }
             if opened.found is not None:
                 self._ranks.each(lambda: self._restore(opened, [*self._source.models, *others]))
                 warn_of_other_sums([weights.model for weights in self._source.models.values()], self._ranks)
@@ -193,6 +199,11 @@ class LoopSnapshots:
                 f"{what} holds {', '.join(names)}, and this training has {', '.join(sorted(expected))}: resume with what it "
                 "was taken of, or start from the beginning."
             )
+        likeness = found.record["likeness"]
+        for name, config in self._likeness["configs"].items():
+            check_config(likeness["configs"][name], config, what)
+        check_optimizers(likeness["optimizers"], self._likeness["optimizers"], what)
+        self._likeness = likeness
         for name, weights in self._source.models.items():
             weights.load(found.folder / name)
         self._source.load(found.folder, self._ranks)
@@ -234,7 +245,12 @@ class LoopSnapshots:
             self.step,
             files,
             watched,
-            {"version": __version__, "training": self._opened.training.number, "models": models},
+            {
+                "version": __version__,
+                "training": self._opened.training.number,
+                "models": models,
+                "likeness": self._likeness,
+            },
             kept=kept,
             at_once=self._at_once
             or self._storage.has_state

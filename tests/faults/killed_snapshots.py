@@ -123,12 +123,13 @@ def trained_in_loop(folder: Path, snapshots: bool, progress: "Progress | None" =
 
 
 def result_of(trainer: Trainer) -> dict:
-    """Weights, optimizer state, schedule and the losses that were logged."""
+    """Weights, optimizer state, schedule, the losses that were logged, and their mean."""
     return {
         "weights": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
         "schedule": trainer.lr_scheduler.state_dict(),
         "losses": [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry],
+        "mean loss": trainer.state.log_history[-1]["train_loss"],
         "generators": torch.get_rng_state(),
     }
 

@@ -1,15 +1,19 @@
-"""What a snapshot cannot hold, or a resume could not load, is noticed when it is taken, by its name."""
+"""What a snapshot cannot hold, or does not fit what goes on from it, is noticed by its name."""
 
 import collections
+import copy
 
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
+from hf_offload import OffloadConfig, attach
 from hf_offload.errors import SnapshotError
-from tests.faults.killed_snapshots import held_by, trainer_in
+from tests.faults.killed_snapshots import held_by, same, trainer_in
 from tests.helpers.snapshot_loops import Stops, net, trained
 from tests.helpers.snapshot_processes import no_process_is_left  # noqa: F401  a fixture
+from tests.helpers.tiny_models import tiny_model
 
 
 class Holds:
@@ -90,3 +94,100 @@ def test_those_of_a_trainer_are_an_error_at_its_first_snapshot(tmp_path):
     ):
         trainer.train()
     assert trainer.state.global_step == 4
+
+
+# -- likeness --------------------------------------------------------------------------------------------------------------
+
+
+def trained_with(folder, optimizer=torch.optim.AdamW, stop=None, resume=False, schedule=False, **options):
+    model = net()
+    made = optimizer(model.parameters(), **options)
+    objects = {"schedule": torch.optim.lr_scheduler.LinearLR(made, 1.0, 0.1, 12)} if schedule else {}
+    return trained(folder, stop, resume=resume, model=model, optimizer=made, objects=objects)
+
+
+def test_another_class_of_optimizer_is_refused(tmp_path):
+    with pytest.raises(Stops):
+        trained_with(tmp_path, stop=5)
+    with pytest.raises(SnapshotError, match="has the state of another optimizer: it is AdamW there and Adafactor here"):
+        trained_with(tmp_path, torch.optim.Adafactor, resume=True)
+    assert trained_with(tmp_path, resume=True)[0] == 4
+
+
+@pytest.mark.parametrize("schedule", [True, False])
+def test_other_options_of_an_optimizer_are_a_warning_and_those_of_the_snapshot_are_kept(tmp_path, caplog, schedule):
+    expected = trained_with(tmp_path / "whole", lr=0.1, schedule=schedule)[1]
+    with pytest.raises(Stops):
+        trained_with(tmp_path / "run", lr=0.1, stop=5, schedule=schedule)
+    with pytest.raises(Stops):
+        trained_with(tmp_path / "run", lr=0.1, stop=7, schedule=schedule, resume=True)
+    assert "other options" not in caplog.text
+    begun, found = trained_with(tmp_path / "run", lr=0.5, weight_decay=0.0, schedule=schedule, resume=True)
+    assert begun == 6
+    assert same(expected, found)
+    name = "initial_lr" if schedule else "lr"
+    assert "weight_decay is 0.01 there and 0.0 here" in caplog.text
+    assert f"{name} is 0.1 there and 0.5 here" in caplog.text
+
+
+class Dies(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            raise Stops
+
+
+def test_a_trainer_with_another_optimizer_is_refused_and_warned_of_another_rate(tmp_path, caplog):
+    with pytest.raises(Stops):
+        trainer_in(tmp_path, True, [Dies()], max_steps=8).train()
+    with pytest.raises(SnapshotError, match="it is AdamW there and Adafactor here"):
+        trainer_in(tmp_path, True, max_steps=8, optim="adafactor").train(resume_from_checkpoint=True)
+    trainer_in(tmp_path, True, max_steps=8, learning_rate=0.5).train(resume_from_checkpoint=True)
+    assert "initial_lr is 0.01 there and 0.5 here" in caplog.text
+
+
+def test_state_that_moves_to_a_tier_is_that_of_the_same_optimizer(tmp_path, caplog):
+    with pytest.raises(Stops):
+        trainer_in(tmp_path, True, [Dies()], max_steps=8).train()
+    others = {"offload_optimizer": "ram", "offload_min_bytes": "0"}
+    with pytest.raises(Stops):
+        trainer_in(tmp_path, True, [Dies()], max_steps=8, **others).train(resume_from_checkpoint=True)
+    trainer_in(tmp_path, True, max_steps=8).train(resume_from_checkpoint=True)
+    assert "other options" not in caplog.text
+
+
+def test_a_model_with_another_config_is_refused_by_its_entry(tmp_path):
+    def trainer(activation, callbacks=()):
+        model = tiny_model("gpt2")
+        config = copy.deepcopy(model.config)
+        config.activation_function = activation
+        return trainer_in(tmp_path, True, callbacks, model=type(model)(config), max_steps=8)
+
+    with pytest.raises(Stops):
+        trainer("gelu_new", [Dies()]).train()
+    with pytest.raises(
+        SnapshotError, match="is of a model with another config: activation_function is 'gelu_new' there"
+    ):
+        trainer("relu").train(resume_from_checkpoint=True)
+    assert [each["record"]["step"] for each in held_by(tmp_path)["snapshots"]] == [4]
+    trainer("gelu_new").train(resume_from_checkpoint=True)
+
+
+def test_a_loop_of_a_model_with_another_config_is_refused(tmp_path):
+    def session_of(activation):
+        model = tiny_model("gpt2")
+        model.config.activation_function = activation
+        return attach(model, OffloadConfig(tier="none", snapshot_steps=1)).snapshots(tmp_path, resume=True)
+
+    with pytest.raises(Stops), session_of("gelu_new") as snapshots:
+        snapshots.end_step()
+        raise Stops
+    with pytest.raises(SnapshotError, match="activation_function is 'gelu_new' there and 'relu' here"):
+        session_of("relu").__enter__()
+
+
+def test_the_mean_loss_of_a_training_that_went_on_is_that_of_all_its_steps(tmp_path):
+    whole = trainer_in(tmp_path / "whole", False, max_steps=8, logging_steps=3).train()
+    with pytest.raises(Stops):
+        trainer_in(tmp_path / "run", True, [Dies()], max_steps=8, logging_steps=3).train()
+    found = trainer_in(tmp_path / "run", True, max_steps=8, logging_steps=3).train(resume_from_checkpoint=True)
+    assert found.training_loss == found.metrics["train_loss"] == whole.training_loss
