@@ -39,6 +39,7 @@ from hf_offload.snapshots.loops import ALONE
 from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.opening import Opened, links_of, open_snapshots, warn_of_other_sums
 from hf_offload.snapshots.restoring import Found
+from hf_offload.snapshots.samplers import unlike_each_epoch
 from hf_offload.snapshots.taking import Snapshots
 from hf_offload.snapshots.weights import ModelWeights, left_on_drives
 from hf_offload.storage.service import HeldRam, storage_of
@@ -47,6 +48,7 @@ from hf_offload.surgery import InertInCopies
 logger = logging.getLogger(__name__)
 
 RNG_NAME = "rng_state.pth"
+_OTHER_BATCHES = "so a run that resumes would see other batches than one that did not stop"
 
 
 class TrainerSnapshots:
@@ -124,6 +126,9 @@ class TrainerSnapshots:
         opened = self._opened
         assert opened is not None
         trainer: Any = self._trainer
+        problem = unlike_each_epoch(trainer.callback_handler.train_dataloader)
+        if problem is not None:
+            raise _refusal(self._steps, f"{problem}, {_OTHER_BATCHES}")
         found = opened.found
         if self.taking is not None:
             self.taking.settle()
@@ -366,15 +371,19 @@ def _refuse(trainer: Trainer, config: OffloadConfig) -> None:
     elif args.ignore_data_skip:
         problem = "with ignore_data_skip=True a run that resumes sees other batches than one that did not stop"
     elif (what := _unfindable_order(trainer)) is not None:
-        problem = f"{what}, so a run that resumes would see other batches than one that did not stop"
+        problem = f"{what}, {_OTHER_BATCHES}"
     elif config.sampling is not None and config.sampling.probabilities == "gradient-cache":
         problem = (
             'sampled_linear keeps a cache of gradients (probabilities="gradient-cache"), which snapshots do not hold'
         )
     if problem is not None:
-        raise OffloadConfigError(
-            f"snapshot_steps={config.snapshot_steps} cannot be used here: {problem}. Leave it out, and set save_steps."
-        )
+        raise _refusal(config.snapshot_steps, problem)
+
+
+def _refusal(steps: int | None, problem: str) -> OffloadConfigError:
+    return OffloadConfigError(
+        f"snapshot_steps={steps} cannot be used here: {problem}. Leave it out, and set save_steps."
+    )
 
 
 def _unfindable_order(trainer: Trainer) -> str | None:

@@ -3,13 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from hf_offload.errors import OffloadError
 from hf_offload.snapshots.contents import random_states, restore_random_states
-
-_COUNTERS = ("iteration", "epoch")
-"""Of loaders of accelerate, and of samplers that shuffle by the number of the epoch."""
+from hf_offload.snapshots.samplers import restore, states_of, unrepeatable
 
 
 class Position:
@@ -25,10 +21,12 @@ class Position:
         self.batches = 0
         self._begin: dict[str, Any] | None = None  # of the epoch
         self._restored: dict[str, Any] | None = None
+        self._loader: Any = None  # of the epoch, or the last one
 
     def state(self) -> dict[str, Any]:
         """What :meth:`restore` takes."""
-        return {"epoch": self.epoch, "batches": self.batches, "begin": self._begin}
+        between = states_of(self._loader) if self._begin is None and self._loader is not None else None
+        return {"epoch": self.epoch, "batches": self.batches, "begin": self._begin, "between": between}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from there: generators are those of the last batch that was had."""
@@ -38,8 +36,8 @@ class Position:
     def of(self, loader: Any) -> Iterator[Any]:
         """The batches of an epoch; of the first one after a restore, those that are left.
 
-        Raises :class:`~hf_offload.errors.OffloadError` where the batches of another epoch are still asked for, and for a
-        loader whose workers persist.
+        Raises :class:`~hf_offload.errors.OffloadError` where the batches of another epoch are still asked for, for a
+        loader whose workers persist, and for a sampler whose order cannot be repeated.
         """
         if self._begin is not None:
             raise OffloadError(
@@ -51,14 +49,22 @@ class Position:
                 "persistent_workers=True: such workers draw random numbers in a training's first epoch only, so a run that "
                 "resumes would see other batches. Leave it out of the DataLoader."
             )
+        problem = unrepeatable(loader)
+        if problem is not None:
+            raise OffloadError(
+                f"A resume could not find its place in the data: {problem}. Let it draw its order when its iteration "
+                "begins, or from a generator that is an attribute of it."
+            )
         restored, self._restored = self._restored, None
-        skipped, now = 0, None
+        self._loader, skipped, now = loader, 0, None
+        if restored is not None and restored["between"] is not None:
+            restore(loader, restored["between"])
         if restored is None or restored["begin"] is None:
-            self._begin = {"generators": random_states(), "loader": _states_of(loader)}
+            self._begin = {"generators": random_states(), "loader": states_of(loader)}
         else:
             self._begin, skipped, now = restored["begin"], restored["batches"], random_states()
             restore_random_states(self._begin["generators"])
-            _restore(loader, self._begin["loader"])
+            restore(loader, self._begin["loader"])
         self.batches = skipped
         iterator = iter(loader)
         for _ in range(skipped):  # in the order that they came in
@@ -71,37 +77,3 @@ class Position:
                 yield batch
         finally:
             self.epoch, self.batches, self._begin = self.epoch + 1, 0, None
-
-
-def _parts_of(loader: Any) -> list[Any]:
-    """The loader and its samplers, in wrappers such as accelerate's."""
-    found: list[Any] = []
-    waiting = [loader]
-    while waiting:
-        part = waiting.pop(0)
-        if part is None or any(part is each for each in found):
-            continue
-        found.append(part)
-        waiting += [getattr(part, name, None) for name in ("sampler", "batch_sampler")]
-    return found
-
-
-def _states_of(loader: Any) -> list[dict[str, Any]]:
-    states = []
-    for part in _parts_of(loader):
-        own = getattr(part, "__dict__", {})  # a list of batches has none
-        state: dict[str, Any] = {name: own[name] for name in _COUNTERS if isinstance(own.get(name), int)}
-        generator = own.get("generator")
-        if isinstance(generator, torch.Generator):
-            state["generator"] = generator.get_state()
-        states.append(state)
-    return states
-
-
-def _restore(loader: Any, states: list[dict[str, Any]]) -> None:
-    for part, state in zip(_parts_of(loader), states, strict=True):
-        for name, value in state.items():
-            if name == "generator":
-                part.generator.set_state(value)
-            else:
-                setattr(part, name, value)

@@ -67,13 +67,13 @@ class Progress(TrainerCallback):
         unfinished.rename(self._path)
 
 
-def trainer_in(folder: Path, snapshots: bool, callbacks=(), model="gpt2", evaluated=None, **others) -> Trainer:
+def trainer_in(folder: Path, snapshots: bool, callbacks=(), model="gpt2", evaluated=None, kind=Trainer, **others):
     """A training of a tiny model with dropout, over several epochs."""
     settings = {"offload_snapshot_steps": EVERY, "offload_snapshot_wait_s": WAIT_S} if snapshots else {}
     args = OffloadTrainingArguments(output_dir=str(folder), **{**ARGUMENTS, **settings, **others})
     data = ExampleDataset(model if isinstance(model, str) else "gpt2", 50, seed=1)
     built = tiny_model(model, dropout=0.1) if isinstance(model, str) else model
-    return Trainer(model=built, args=args, train_dataset=data, eval_dataset=evaluated, callbacks=list(callbacks))
+    return kind(model=built, args=args, train_dataset=data, eval_dataset=evaluated, callbacks=list(callbacks))
 
 
 def trained_in_loop(folder: Path, snapshots: bool, progress: "Progress | None" = None, **settings) -> dict:

@@ -1,0 +1,167 @@
+"""What decides the order of a loader's batches, and whether a resume finds that order again.
+
+Note: trying it out
+    A sampler of an unknown class may draw from a generator that is not seen: one of its module, or of a closure. So it is
+    iterated twice before the first batch, from the same states of all that is seen. If that gives two orders, something else
+    decides. A sampler whose one order is tried stays as it was: all that is seen is put back.
+"""
+
+import itertools
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from hf_offload.snapshots.contents import random_states, restore_random_states
+
+_COUNTERS = ("iteration", "epoch")
+"""Of loaders of accelerate, and of samplers that shuffle by the number of the epoch."""
+
+_TRIED_ITEMS = 256
+_KNOWN = ("torch.", "accelerate.", "transformers.")
+"""Their samplers draw from the process's generators when an iteration begins, or from an attribute."""
+
+_BY_EPOCH = frozenset(
+    {
+        "SequentialSampler", "BatchSampler", "DistributedSampler", "_InfiniteConstantSampler", "SeedableRandomSampler",
+        "BatchSamplerShard", "SkipBatchSampler",
+    }
+)  # fmt: skip
+"""Classes of torch and accelerate whose order is that of the number of an epoch, or always the same."""
+
+
+def parts_of(loader: Any) -> list[Any]:
+    """The loader and its samplers, in wrappers such as accelerate's, and those that samplers have as attributes."""
+    found: list[Any] = []
+    waiting = [loader]
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or any(part is each for each in found):
+            continue
+        found.append(part)
+        waiting += [getattr(part, name, None) for name in ("sampler", "batch_sampler")]
+        if isinstance(part, Sampler):
+            waiting += [value for value in vars(part).values() if isinstance(value, Sampler)]
+    return found
+
+
+def states_of(loader: Any) -> list[dict[str, dict[str, Any]]]:
+    """By part: its generators, and what it counts."""
+    states = []
+    for part in parts_of(loader):
+        own = getattr(part, "__dict__", {})  # a list of batches has none
+        names = own if _is_unknown(part) else [name for name in _COUNTERS if name in own]
+        states.append(
+            {
+                "numbers": {name: own[name] for name in names if type(own[name]) in (int, float, bool)},
+                "generators": {name: _state_of(value) for name, value in own.items() if _is_generator(value)},
+            }
+        )
+    return states
+
+
+def restore(loader: Any, states: list[dict[str, dict[str, Any]]]) -> None:
+    """Let the parts be as :func:`states_of` has found them."""
+    for part, state in zip(parts_of(loader), states, strict=True):
+        for name, value in state["numbers"].items():
+            setattr(part, name, value)
+        for name, value in state["generators"].items():
+            generator = vars(part).get(name)
+            if _is_generator(generator):  # else it is made, and seeded, when the next epoch begins
+                _set_state(generator, value)
+
+
+def unrepeatable(loader: Any) -> str | None:
+    """Why the order of the epoch that begins could not be found again from generators and :func:`states_of`, in words."""
+    for part in parts_of(loader):
+        if not isinstance(part, Sampler) or not _is_unknown(part):
+            continue
+        generators, states = random_states(), states_of(loader)
+        items, draws_later = _tried(part)
+        restore_random_states(generators)
+        restore(loader, states)
+        if draws_later:
+            restore_random_states(generators)
+            return f"{_name(part)} draws from the generators of the process, item by item, while the training draws from them"
+        again, _ = _tried(part)
+        restore_random_states(generators)
+        restore(loader, states)
+        if items != again:
+            return (
+                f"{_name(part)} has another order each time, and no generator or number among its attributes decides it"
+            )
+    return None
+
+
+def unlike_each_epoch(loader: Any) -> str | None:
+    """Which sampler has another order each time, where the number of the epoch is all that a resume knows; None if none."""
+    for part in parts_of(loader):
+        if not isinstance(part, Sampler) or (not _is_unknown(part) and type(part).__name__ in _BY_EPOCH):
+            continue
+        generators, states = random_states(), states_of(loader)
+        items, again = _tried(part)[0], _tried(part)[0]
+        restore_random_states(generators)
+        restore(loader, states)
+        if items != again:
+            return f"{_name(part)} has another order each time, which the number of an epoch does not decide"
+    return None
+
+
+def _tried(sampler: Iterable[Any]) -> tuple[str, bool]:
+    """The first items in words, and whether those behind the first one were drawn from the process's generators."""
+    iterator = iter(sampler)
+    items = list(itertools.islice(iterator, 1))
+    before = _process_state()
+    items += itertools.islice(iterator, _TRIED_ITEMS)
+    draws_later = _process_state() != before
+    getattr(iterator, "close", lambda: None)()  # what it does at its end is done now
+    return repr(items), draws_later
+
+
+def _process_state() -> list[bytes]:
+    """That of the process's generators, to be compared."""
+    states = random_states()
+    python, numpy = states.pop("python"), states.pop("numpy")
+    tensors = [state.numpy().tobytes() for state in states.values()]
+    return [repr(python).encode(), numpy[1].tobytes(), repr(numpy[2:]).encode(), *tensors]
+
+
+def _is_unknown(part: Any) -> bool:
+    return isinstance(part, Sampler) and not f"{type(part).__module__}.".startswith(_KNOWN)
+
+
+def _name(part: Any) -> str:
+    return f"the sampler {type(part).__qualname__}"
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return _without_arrays(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _without_arrays(generator.get_state(legacy=False))
+    return generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, (torch.Generator, np.random.RandomState)):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
+
+
+def _without_arrays(state: Any) -> Any:
+    """Lists, which are loaded anywhere, instead of arrays."""
+    if isinstance(state, dict):
+        return {name: _without_arrays(value) for name, value in state.items()}
+    return state.tolist() if isinstance(state, (np.ndarray, np.generic)) else state
