@@ -1,6 +1,8 @@
 """A Trainer whose training step is two losses instead of a backward."""
 
 import copy
+import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,8 +11,10 @@ from transformers import Trainer
 
 from hf_offload.errors import OffloadError
 from hf_offload.integrations.without_gradients import LeavesModelsUnwrapped, check_processes
-from hf_offload.optimizers.mezo import MeZO
+from hf_offload.optimizers.mezo import LOG_FILE, MeZO, MezoLog
 from hf_offload.surgery import extend
+
+logger = logging.getLogger(__name__)
 
 
 def train_without_gradients(trainer: Trainer) -> None:
@@ -41,6 +45,22 @@ class _EvaluatesTwice(Trainer):
             return super()._inner_training_loop(*args, **kwargs)
         finally:
             unwrapped.remove()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """A checkpoint without the optimizer's state (``save_only_model``) has the log."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer = mezo_of(self.optimizer)
+        if checkpoint is None or optimizer is None or optimizer.log.rows:
+            return
+        if (Path(checkpoint) / LOG_FILE).is_file():
+            optimizer.load_log(MezoLog.load(checkpoint))
+        else:
+            logger.warning(
+                "%s has neither an optimizer's state nor a %s: directions begin with those of the first step again. If MeZO "
+                "trained these weights, set another seed in memory_mode_kwargs.",
+                checkpoint,
+                LOG_FILE,
+            )
 
     def training_step(
         self,

@@ -174,6 +174,40 @@ def test_it_resumes_and_the_checkpoint_has_the_log(tmp_path):
         assert step < STEPS or same(weights(whole.model), rebuilt)
 
 
+@pytest.mark.parametrize("has_log", [True, False])
+def test_a_checkpoint_without_the_optimizer_goes_on_with_other_directions(has_log, tmp_path, caplog):
+    whole = trainer(tmp_path, save_strategy="steps", save_steps=2, save_only_model=True, lr_scheduler_type="constant")
+    whole.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    if not has_log:
+        (checkpoint / LOG_FILE).unlink()
+    resumed = trainer(tmp_path / "resumed", lr_scheduler_type="constant")
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    if has_log:
+        assert mezo_of(resumed.optimizer).log.rows == mezo_of(whole.optimizer).log.rows
+        assert same(weights(resumed.model), weights(whole.model))
+    assert ("directions begin with those of the first step again" in caplog.text) is not has_log
+
+
+@pytest.mark.parametrize("tier", [{}, {"offload_params": "ram", "offload_min_bytes": 1}])
+def test_a_training_that_goes_on_from_its_best_checkpoint_has_a_log_that_is_true(tier, tmp_path, caplog):
+    run = trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=4, load_best_model_at_end=False, **tier)
+    initial = weights(run.model)
+    run.train()
+    run._load_from_checkpoint(str(tmp_path / "checkpoint-2"))  # as for load_best_model_at_end
+    best = weights(run.model)
+    caplog.clear()
+    run.train()
+    assert "Something other than MeZO has changed weights after step 4" in caplog.text
+    log = MezoLog.load(tmp_path / "checkpoint-4")
+    with pytest.raises(
+        OffloadError, match=r"training went on after step 4. Something other than MeZO has changed them"
+    ):
+        replay(log, initial)
+    replay(log, best)
+    assert same(best, weights(run.model))
+
+
 def test_a_log_is_not_taken_for_weights(tmp_path):
     trainer(tmp_path, save_strategy="steps", save_steps=3).train()
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{STEPS}")

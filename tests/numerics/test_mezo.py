@@ -305,6 +305,79 @@ def test_the_log_gives_every_step_and_survives_files(restore, tmp_path):
         replay(log, copy.deepcopy(initial))
 
 
+def test_a_state_is_not_taken_over_with_other_weights_than_it_was_saved_with():
+    model = tiny_model("llama")
+    optimizer = MeZO(model.parameters(), model, eps=EPS, lr=1e-2)
+    run(model, optimizer, steps=2)
+    state, trained = copy.deepcopy(optimizer.state_dict()), weights(model)
+    other = tiny_model("llama")
+    with torch.no_grad():
+        for name, one in other.named_parameters():
+            one.copy_(trained[name])
+        other.model.norm.weight.add_(1)
+    before = weights(other)
+    again = MeZO(other.parameters(), other, eps=EPS, lr=1e-2)
+    again.load_state_dict(state)
+    with pytest.raises(
+        OffloadConfigError, match=r"other weights than the model has: 1 of \d+ differ, such as model\.norm"
+    ):
+        run(other, again, first=2, steps=1)
+    assert all(torch.equal(one, before[name]) for name, one in weights(other).items())
+    with torch.no_grad():
+        other.model.norm.weight.copy_(trained["model.norm.weight"])
+    run(other, again, first=2, steps=1)
+    run(model, optimizer, first=2, steps=1)
+    assert again.log.rows == optimizer.log.rows
+
+
+def test_a_log_whose_weights_something_else_has_changed_says_so_and_is_replayed_from_there(caplog):
+    model = tiny_model("llama")
+    initial = weights(model)
+    optimizer = MeZO(model.parameters(), model, eps=EPS, lr=1e-2)
+    run(model, optimizer, steps=2)
+    after = weights(model)
+    assert caplog.records == []
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    changed = weights(model)
+    run(model, optimizer, first=2, steps=2)
+    assert "Something other than MeZO has changed weights after step 2" in caplog.text
+    log = MezoLog.from_state(optimizer.state_dict())
+    rebuilt = copy.deepcopy(initial)
+    replay(log, rebuilt, 2)
+    assert all(torch.equal(one, after[name]) for name, one in rebuilt.items())
+    with pytest.raises(OffloadError, match=r"1 of .*norm.* training went on after step 2. Something other than MeZO"):
+        replay(log, copy.deepcopy(initial))
+    rebuilt = copy.deepcopy(changed)
+    replay(log, rebuilt)
+    assert all(torch.equal(one, rebuilt[name]) for name, one in weights(model).items())
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    run(model, optimizer, first=4, steps=1)
+    assert len(caplog.records) == len(optimizer.log.known) - 1 == 1
+    with pytest.raises(
+        OffloadError, match=r"after the last step. Something other than MeZO has changed them after step 2"
+    ):
+        replay(MezoLog.from_state(optimizer.state_dict()), changed)
+    with pytest.raises(OffloadConfigError, match="nor are all of them what they were after step 2"):
+        replay(log, {name: torch.zeros_like(one) for name, one in initial.items()})
+
+
+def test_a_replay_names_one_weight_of_many():
+    model = tiny_model("llama")
+    optimizer = MeZO(model.parameters(), model, eps=EPS, lr=1e-2)
+    run(model, optimizer, steps=1)
+    given, count = weights(model), len(optimizer.log.setup.names)
+    for wrong, message in (
+        ({}, f"The log has {count} weights, such as model.embed_tokens.weight, which are not"),
+        ({name: one.double() for name, one in given.items()}, f"float32, and {count - 1} others differ, too|float64"),
+        ({name: one.to("meta") for name, one in given.items()}, f"{count} weights, such as .*, are on meta"),
+    ):
+        with pytest.raises(OffloadConfigError, match=message) as error:
+            replay(optimizer.log, wrong)
+        assert len(str(error.value)) < 400
+
+
 def test_a_step_takes_a_few_bytes(tmp_path):
     model = tiny_model("llama")
     parameters = list(model.parameters())

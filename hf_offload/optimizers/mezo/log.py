@@ -46,6 +46,18 @@ class Row(NamedTuple):
         return [Update(self.seed, self.gradient, self.rates[group], self.decays[group]) for group in groups]
 
 
+class Known(NamedTuple):
+    """Weights at some time.
+
+    Attributes:
+        steps: How many steps were made before.
+        sums: The checksum of each weight.
+    """
+
+    steps: int
+    sums: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """What does not change between steps.
@@ -106,20 +118,20 @@ class MezoLog:
     Attributes:
         setup: What does not change.
         rows: The steps.
-        initial: The checksum of each weight before the first step; None before that.
+        known: Weights before the first step, and whenever training went on, or something else was seen to have changed them.
         final: That of each weight after the last of ``rows``, where the log was saved with it.
     """
 
     setup: Setup
     rows: list[Row] = dataclasses.field(default_factory=list)
-    initial: tuple[int, ...] | None = None
+    known: list[Known] = dataclasses.field(default_factory=list)
     final: tuple[int, ...] | None = None
 
     # -- in a state dict, and in a file ---------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
         """``seeds`` and ``gradients`` ``[steps]``, ``rates`` and ``decays`` ``[steps or 1, groups or 1]``, 1 where all are
-        the same, and checksums ``[weights]``.
+        the same, ``known_steps`` ``[times]`` and ``known_sums`` ``[times, weights]``, and ``final`` ``[weights]``.
         """
         seeds = [row.seed for row in self.rows]
         gradients = [row.gradient for row in self.rows]
@@ -129,10 +141,11 @@ class MezoLog:
         }
         for name in _TABLES:
             found[name] = _narrow([getattr(row, name) for row in self.rows])
-        for name in ("initial", "final"):
-            sums = getattr(self, name)
-            if sums is not None:
-                found[name] = torch.tensor(sums, dtype=torch.int64, device="cpu")
+        if self.known:
+            found["known_steps"] = torch.tensor([one.steps for one in self.known], dtype=torch.int64, device="cpu")
+            found["known_sums"] = torch.tensor([one.sums for one in self.known], dtype=torch.int64, device="cpu")
+        if self.final is not None:
+            found["final"] = torch.tensor(self.final, dtype=torch.int64, device="cpu")
         return found
 
     @classmethod
@@ -141,8 +154,11 @@ class MezoLog:
         seeds, gradients = (tensors[name].tolist() for name in ("seeds", "gradients"))
         tables = [_widen(tensors[name], len(seeds), setup.group_count) for name in _TABLES]
         rows = [Row(*row) for row in zip(seeds, gradients, *tables, strict=True)]
-        sums = {name: tuple(tensors[name].tolist()) for name in ("initial", "final") if name in tensors}
-        return cls(setup, rows, **sums)
+        known: list[Known] = []
+        if "known_steps" in tensors:
+            times = zip(tensors["known_steps"].tolist(), tensors["known_sums"].tolist(), strict=True)
+            known = [Known(steps, tuple(sums)) for steps, sums in times]
+        return cls(setup, rows, known, tuple(tensors["final"].tolist()) if "final" in tensors else None)
 
     def state(self) -> dict[str, Any]:
         """For a state dict of an optimizer, which loads with ``weights_only=True``."""

@@ -1,6 +1,7 @@
 """The optimizer: two forward passes a step, and no gradients."""
 
 import contextlib
+import dataclasses
 import logging
 import math
 import weakref
@@ -25,7 +26,7 @@ from hf_offload.optimizers.mezo.checks import (
 )
 from hf_offload.optimizers.mezo.course import Course
 from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Shift, checksum
-from hf_offload.optimizers.mezo.log import MezoLog, Row, Setup
+from hf_offload.optimizers.mezo.log import Known, MezoLog, Row, Setup
 from hf_offload.optimizers.mezo.pairs import random_states, set_random_states
 from hf_offload.optimizers.mezo.passes import Passes
 from hf_offload.optimizers.mezo.together import Losses, Together
@@ -114,6 +115,11 @@ class MeZO(Optimizer):
         self.log = MezoLog(setup)
         self.projected_gradient: float | None = None
         self._evaluated = self._is_evaluating = False
+        self._begins = True  # or goes on, after anything may have come
+        self._is_changed = False  # by something else since then
+        self._loaded: Known | None = None  # what a state was saved with
+        self._saved: Known | None = None
+        self._versions: list[int] | None = None
         self._moves: AtOnce | Course = AtOnce(list(self._weights.values()))
         self._passes = Passes()
         self._together = Together()
@@ -133,13 +139,13 @@ class MeZO(Optimizer):
             raise OffloadError("A closure of MeZO has called its step() or evaluate(): return the loss alone.")
         self._evaluated = False
         self._together.begin(self._model_alive(), self.log.setup, self._now, self._check)
-        if self.log.initial is None:
-            self.log.initial = tuple(map(checksum, self._weights.values()))
+        self._know_weights()
         self._is_evaluating = True
         try:
             first, second = self._together.losses(lambda: self._losses(closure), sums)
         finally:
             self._is_evaluating = False
+            self._versions = self._versions_now()
         self._check_losses(first, second)
         self.projected_gradient = self._gradient(first, second)
         self._evaluated = True
@@ -152,6 +158,49 @@ class MeZO(Optimizer):
         check_ready(self._weights, self._model_alive(), self.log.setup)
         check_groups(self.param_groups)
         self._mover().check()
+        if self._loaded is not None:
+            self._check_loaded(self._loaded.sums)
+
+    def _check_loaded(self, saved: tuple[int, ...]) -> None:
+        sums = self._sums()
+        wrong = [name for name, one, other in zip(self._weights, sums, saved, strict=True) if one != other]
+        if wrong:
+            raise OffloadConfigError(
+                f"The state of MeZO was saved with other weights than the model has: {len(wrong)} of {len(sums)} differ, "
+                f"such as {', '.join(wrong[:3])}. Load all weights of that checkpoint, and look whether its loading has "
+                "said that names did not match; or start without the state, and with another seed."
+            )
+
+    def _sums(self) -> tuple[int, ...]:
+        return tuple(map(checksum, self._weights.values()))
+
+    def _versions_now(self) -> list[int] | None:
+        """How often each weight was changed; None for those that come and go, for which that is not counted exactly."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [one._version for one in self._weights.values()] if isinstance(self._moves, AtOnce) else None
+
+    def _know_weights(self) -> None:
+        """The log is to know weights before the first step, and where it cannot rebuild them from those it knows."""
+        before, now, steps = self._versions, self._versions_now(), len(self.log.rows)
+        changed = before is not None and now is not None and before != now
+        if not self._begins and (not changed or self._is_changed):
+            return
+        known = Known(steps, self._sums())
+        if self._saved is not None and self._saved.steps == steps:
+            changed = self._saved != known
+        if changed:
+            self._is_changed = not self._begins
+            logger.warning(
+                "Something other than MeZO has changed weights after step %s, such as a checkpoint that was loaded, or a "
+                "callback. From the weights training began with, the log rebuilds the first %s steps; later ones from those "
+                "that it goes on with now%s.",
+                steps,
+                steps,
+                "" if self._begins else ", unless they are changed between steps again",
+            )
+        if changed or (self._loaded is None and self._saved != known and known not in self.log.known[-1:]):
+            self.log.known.append(known)
+        self._begins, self._loaded = False, None
 
     def _losses(self, closure: Callable[[], Any]) -> Losses:
         """What ``closure`` returns with weights moved either way. They go back."""
@@ -214,6 +263,7 @@ class MeZO(Optimizer):
             self._evaluated = False
             mover.update(row.updates_of(self.log.setup.groups))
             self.log.rows[-1] = row
+            self._versions = self._versions_now()
         return loss
 
     def _row(self, seed: int, gradient: float) -> Row:
@@ -270,6 +320,7 @@ class MeZO(Optimizer):
     def end_training(self) -> None:
         """Let the other processes go, until the next step. Idempotent."""
         self._together.part()
+        self._begins, self._is_changed = True, False
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -284,11 +335,28 @@ class MeZO(Optimizer):
     def save_log(self, path: Any) -> None:
         """Write the log to a safetensors file, with checksums of the weights as they are now."""
         self._mover().check()
-        self.log.final = tuple(map(checksum, self._weights.values()))
-        try:
-            self.log.save(path)
-        finally:
-            self.log.final = None
+        log = self._log_with_sums()
+        log.save(path)
+        self._saved = None if log.final is None else Known(len(log.rows), log.final)
+
+    def load_log(self, log: MezoLog) -> None:
+        """Go on after the steps of ``log``, which :meth:`save_log` has written.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` if it is of other settings or other parameters. Weights that are
+        not those it was saved with are an error of the next step.
+        """
+        self.log.setup.check(log.setup)
+        is_own = (
+            log.rows == self.log.rows
+        )  # what Accelerate's prepare() saves and loads at once, after anything has come
+        self._loaded = None if log.final is None or is_own else Known(len(log.rows), log.final)
+        self.log = dataclasses.replace(log, rows=[*log.rows], known=[*log.known], final=None)
+        self._evaluated, self._begins, self._is_changed = False, True, False
+
+    def _log_with_sums(self) -> MezoLog:
+        if not self.log.rows:
+            return self.log
+        return dataclasses.replace(self.log, final=self._sums())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OffloadError(
@@ -296,16 +364,16 @@ class MeZO(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Options of the groups, and the log."""
-        return {**super().state_dict(), **self.log.state()}
+        """Options of the groups, and the log, with checksums of the weights as they are now."""
+        return {**super().state_dict(), **self._log_with_sums().state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over ``state_dict``.
 
-        Raises :class:`~hf_offload.errors.OffloadConfigError` if it was saved with other settings or other parameters.
+        Raises :class:`~hf_offload.errors.OffloadConfigError` if it was saved with other settings or other parameters. Weights
+        that are not those it was saved with are an error of the next step.
         """
         log = MezoLog.from_state(state_dict)
         self.log.setup.check(log.setup)
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        self.log = log
-        self._evaluated = False
+        self.load_log(log)

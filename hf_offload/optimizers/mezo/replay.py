@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Directions, Shift, checksum
-from hf_offload.optimizers.mezo.log import MezoLog
+from hf_offload.optimizers.mezo.log import Known, MezoLog
 from hf_offload.settings.load import collect_errors
 
 
@@ -20,14 +20,14 @@ def replay(
     *,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Make the first ``steps`` of ``log`` (default: all) on ``weights``, which are as they were before the first one, and
-    change in place. No data, no forward.
+    """Make the first ``steps`` of ``log`` (default: all) on ``weights``, which change in place. They are as they were before
+    the first one, or when training went on after some of them: these are then not made. No data, no forward.
 
     Aborted steps count: there may be more of them than updates. ``on_step`` is called with the number of steps made.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for weights that are not those the log began with, and
-    :class:`~hf_offload.errors.OffloadError` if they do not become those that it was saved with, as with another device or
-    another version of PyTorch that draws other numbers.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for weights that are not those the log knows, and
+    :class:`~hf_offload.errors.OffloadError` if they do not become those that it knows later: something else than MeZO has
+    changed them meanwhile, or another device or version of PyTorch draws other numbers here.
     """
     setup = log.setup
     count = len(log.rows) if steps is None else steps
@@ -35,11 +35,12 @@ def replay(
         raise OffloadConfigError(f"steps={count}: the log has {len(log.rows)} steps.")
     _check(log, weights)
     chosen = [weights[name] for name in setup.names]
-    _compare(
-        log.initial, chosen, log, "before the first step", OffloadConfigError, "give the weights training began with"
-    )
+    begin = _begin(log, chosen, count)
     directions = Directions(chosen)
-    for number, row in enumerate(log.rows[:count], 1):
+    for number, row in enumerate(log.rows[begin:count], begin + 1):
+        for known in log.known:
+            if begin < known.steps == number - 1:
+                _compare(known, chosen, log, f"when training went on after step {known.steps}")
         with signals_deferred:
             if setup.restore == "reference":  # which leaves rounding errors behind
                 for scale in (PLUS, MINUS, BACK):
@@ -47,43 +48,72 @@ def replay(
             if row.updates:
                 directions.update(chosen, row.updates_of(setup.groups))
         on_step(number)
-    if count == len(log.rows):
-        why = f"training was on {setup.device!r}, and other devices and versions of PyTorch draw other numbers"
-        _compare(log.final, chosen, log, "after the last step", OffloadError, why)
+    if count == len(log.rows) and log.final is not None:
+        _compare(Known(count, log.final), chosen, log, "after the last step")
+
+
+def _begin(log: MezoLog, weights: list[Tensor], count: int) -> int:
+    """After how many steps training had these weights."""
+    sums = tuple(map(checksum, weights))
+    times = [known for known in log.known if known.steps <= count]
+    found = [known.steps for known in times if known.sums == sums]
+    if found or not times:
+        return max(found, default=0)
+    wrong = _different(times[0].sums, sums, log)
+    later = sorted({known.steps for known in times[1:]} - {times[0].steps})
+    others = f", nor are all of them what they were after step {', '.join(map(str, later))}" if later else ""
+    raise OffloadConfigError(
+        f"{wrong} not what they were before the first step{others}: give the weights training began with"
+        f"{', or went on with then' if later else ''}."
+    )
+
+
+def _compare(known: Known, weights: list[Tensor], log: MezoLog, when: str) -> None:
+    sums = tuple(map(checksum, weights))
+    if sums == known.sums:
+        return
+    former = max((one.steps for one in log.known if one.steps < known.steps), default=0)
+    is_last = known.steps == len(log.rows)
+    rest = (
+        ""
+        if is_last
+        else f" The steps after it are rebuilt from the weights training went on with after step {known.steps}."
+    )
+    raise OffloadError(
+        f"{_different(known.sums, sums, log)} not what they were {when}. Something other than MeZO has changed them after "
+        f"step {former} or later, such as load_best_model_at_end, another checkpoint or a callback; or other numbers are "
+        f"drawn here: training was on {log.setup.device!r}, and other devices and versions of PyTorch draw others.{rest}"
+    )
+
+
+def _different(known: tuple[int, ...], sums: tuple[int, ...], log: MezoLog) -> str:
+    wrong = [name for name, one, other in zip(log.setup.names, known, sums, strict=True) if one != other]
+    return f"{len(wrong)} of {len(sums)} weights, such as {wrong[0]}, are"
 
 
 def _check(log: MezoLog, weights: Mapping[str, Tensor]) -> None:
     setup = log.setup
+    missing = [name for name in setup.names if name not in weights]
+    if missing:
+        raise OffloadConfigError(
+            f"The log has {len(missing)} weights, such as {missing[0]}, which are not among those given: give the model "
+            "it is of."
+        )
     with collect_errors("weights of the log") as check:
-        for name, shape, dtype in zip(setup.names, setup.shapes, setup.dtypes, strict=True):
-            with check:
-                found = weights.get(name)
-                if found is None:
-                    raise OffloadConfigError(
-                        f"The log has {name}, which is not among the weights: give the model it is of."
-                    )
-                if (tuple(found.shape), str(found.dtype)) != (shape, dtype):
-                    raise OffloadConfigError(
-                        f"{name} is {tuple(found.shape)} in {found.dtype}, and in the log {shape} in {dtype}: give the "
-                        "weights as they were trained."
-                    )
-                if found.device.type != setup.device:
-                    raise OffloadConfigError(
-                        f"{name} is on {found.device}, and was trained on {setup.device!r}, which draws other numbers: move "
-                        "the model there."
-                    )
-
-
-def _compare(
-    sums: tuple[int, ...] | None,
-    weights: list[Tensor],
-    log: MezoLog,
-    when: str,
-    error: type[OffloadError],
-    what_to_do: str,
-) -> None:
-    if sums is None:
-        return
-    wrong = [name for name, one, known in zip(log.setup.names, weights, sums, strict=True) if checksum(one) != known]
-    if wrong:
-        raise error(f"{len(wrong)} weights, such as {wrong[0]}, are not what they were {when}: {what_to_do}.")
+        shapes = {name: (tuple(weights[name].shape), str(weights[name].dtype)) for name in setup.names}
+        wrong = [one for one in zip(setup.names, setup.shapes, setup.dtypes, strict=True) if shapes[one[0]] != one[1:]]
+        with check:
+            if wrong:
+                name, shape, dtype = wrong[0]
+                others = f", and {len(wrong) - 1} others differ, too" if len(wrong) > 1 else ""
+                raise OffloadConfigError(
+                    f"{name} is {shapes[name][0]} in {shapes[name][1]}, and in the log {shape} in {dtype}{others}: give the "
+                    "weights as they were trained."
+                )
+        with check:
+            elsewhere = [name for name in setup.names if weights[name].device.type != setup.device]
+            if elsewhere:
+                raise OffloadConfigError(
+                    f"{len(elsewhere)} weights, such as {elsewhere[0]}, are on {weights[elsewhere[0]].device}, and were "
+                    f"trained on {setup.device!r}, which draws other numbers: move the model there."
+                )
