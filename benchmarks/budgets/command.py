@@ -16,8 +16,8 @@ from rich.markup import escape
 
 from benchmarks.budgets.families import FAMILIES
 from benchmarks.budgets.meter import metered
-from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE, Family, Job
-from benchmarks.budgets.table import CAPTION, COLUMNS, BudgetRow, row_of, texts
+from benchmarks.budgets.runs import AUTO, SIMPLE, Family, Job
+from benchmarks.budgets.table import CAPTION, COLUMNS, PAIRED, BudgetRow, fastest, peak_of, row_of, texts
 from benchmarks.console import Json, names_of, numbers_of, show_table
 from hf_offload.allocator import environment_with
 from hf_offload.cli.console import clear_errors, messages, progress_bar
@@ -37,7 +37,9 @@ def budgets(
     width: Annotated[int, typer.Option(min=64, help="Its width.")] = 256,
     rows: Annotated[int, typer.Option(min=1, help="Rows a step.")] = 4,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of a row.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="How often to run each; they take turns.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often to run each budget, in turns with the fastest simple ways.")
+    ] = 1,
     directory: Annotated[Path | None, typer.Option(help="Where files go. Default: the temporary folder.")] = None,
     output: Annotated[Path, typer.Option(help="Folder of all runs. Those that are in it are not run again.")] = Path(
         "runs/budgets"
@@ -56,17 +58,16 @@ def budgets(
             raise OffloadConfigError(f"--shares {shares!r}: give per cent of the peak in memory, such as 80,50,30.")
         about = {"layers": layers, "width": width, "rows": rows, "tokens": tokens}
         runs = _read(file, about)
-        rounds_of = [(number, name) for number in range(rounds) for name in names]
         with progress_bar() as progress:
-            bar = progress.add_task("starting", total=len(rounds_of) * (len(SIMPLE) + len(wanted)))
-            for number, name in rounds_of:
-                family = Family(name, layers, width, rows, tokens, str(directory or tempfile.gettempdir()))
-                for found in _round(family, number, wanted, runs):
-                    if found is not None:
+            bar = progress.add_task("starting", total=len(names) * (len(SIMPLE) + rounds * len(wanted) * (1 + PAIRED)))
+            for number in range(rounds):
+                for name in names:
+                    family = Family(name, layers, width, rows, tokens, str(directory or tempfile.gettempdir()))
+                    for found in _round(family, number, wanted, runs):
                         runs.append(found)
                         _write(file, about, runs)
-                    what = "" if found is None else f"{name}, round {number + 1}, {found['way']}"
-                    progress.update(bar, advance=1, description=escape(what))
+                        what = f"{name}, round {number + 1}, {found['way']}"
+                        progress.update(bar, advance=1, description=escape(what))
         found_rows = [_row(name, share, runs) for name in names for share in wanted]
         _write(file, about, runs, found_rows)
     if json:
@@ -78,28 +79,27 @@ def budgets(
 
 def _round(
     family: Family, number: int, shares: Sequence[float], runs: Sequence[dict[str, Any]]
-) -> Iterator[dict[str, Any] | None]:
-    """The runs of one family, once each. None for one that is there."""
-    peak = _peak(family.name, runs)
-    if peak is None:
-        for found in _missing(family, number, [Job(IN_MEMORY)], runs):
-            assert found is not None, "there is no peak without it"
-            yield found
-        peak = _peak(family.name, runs)
-        assert peak is not None, "the run in memory comes first"
-    jobs = [*map(Job, SIMPLE), *(Job(AUTO, budget_of(share, peak)) for share in shares)]
+) -> Iterator[dict[str, Any]]:
+    """The runs of one family that are missing: every simple way once, and then, in each round, every budget next to the
+    simple ways that were the fastest of those that fit.
+    """
+    yield from _missing(family, 0, [Job(way) for way in SIMPLE], runs)
+    mine = [one for one in runs if one["family"] == family.name]
+    jobs: list[Job] = []
+    for share in shares:
+        budget = budget_of(share, peak_of(mine))
+        beside = [Job(AUTO, budget), *(Job(way, budget) for way in fastest(mine, budget))]
+        jobs += beside if number % 2 == 0 else reversed(beside)
     yield from _missing(family, number, jobs, runs)
 
 
 def _missing(
     family: Family, number: int, jobs: Sequence[Job], runs: Sequence[dict[str, Any]]
-) -> Iterator[dict[str, Any] | None]:
+) -> Iterator[dict[str, Any]]:
     there = {
         (one["way"], one["budget_bytes"]) for one in runs if one["family"] == family.name and one["round"] == number
     }
     missing = [job for job in jobs if (job.way, job.budget_bytes) not in there]
-    for _ in range(len(jobs) - len(missing)):
-        yield None
     if not missing:
         return
     asked = {
@@ -128,20 +128,9 @@ def budget_of(share: float, peak_bytes: int) -> int:
     return int(share * peak_bytes)
 
 
-def _peak(family: str, runs: Sequence[dict[str, Any]]) -> int | None:
-    """Of the first run in memory, after its first step, which has no state yet."""
-    found = (max(one["peaks"][1:]) for one in runs if one["family"] == family and one["way"] == IN_MEMORY)
-    return next(found, None)
-
-
 def _row(name: str, share: float, runs: Sequence[dict[str, Any]]) -> BudgetRow:
-    peak = _peak(name, runs)
-    assert peak is not None
-    budget = budget_of(share, peak)
     mine = [one for one in runs if one["family"] == name]
-    ours = [one for one in mine if one["way"] == AUTO and one["budget_bytes"] == budget]
-    numbers = [one["round"] for one in ours]
-    return row_of(name, share, budget, ours, [[one for one in mine if one["round"] == number] for number in numbers])
+    return row_of(name, share, budget_of(share, peak_of(mine)), mine)
 
 
 def _read(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:

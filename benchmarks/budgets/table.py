@@ -5,9 +5,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.budgets.runs import IN_MEMORY, SIMPLE, STATE
+from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE, STATE
 
 Run = Mapping[str, Any]
+PAIRED = 2
+"""Simple ways that take turns with a budget: runs that are minutes apart tell more of the machine than of themselves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +24,9 @@ class BudgetRow:
         settled_peak_bytes, predicted_peak_bytes: Of the last steps, and of the last plan.
         peak_error: Predicted by measured, less one: the largest of the rounds.
         step_s, predicted_step_s, step_error: The same of time; the median of the rounds.
-        best: The fastest simple way whose peak is within the budget.
+        best: The fastest simple way whose peak is within the budget, of those that took turns.
         step_ratio: Step time to that way's in the same round; the median.
+        rounds: How often the budget was run.
         same_bits: Whether losses and weights are those of the run in memory.
         placed: What is where, of the last round.
         least_bytes: The smallest budget that would do, where this one was refused.
@@ -44,39 +47,51 @@ class BudgetRow:
     same_bits: bool | None = None
     placed: str | None = None
     least_bytes: int | None = None
+    rounds: int = 0
 
 
-def row_of(
-    family: str, share: float, budget_bytes: int, ours: Sequence[Run], simple: Sequence[Sequence[Run]]
-) -> BudgetRow:
-    """``ours`` are the runs under the budget, one a round, and ``simple`` those of the simple ways in the same rounds."""
+def peak_of(runs: Sequence[Run]) -> int:
+    """Of a family's run in memory, after its first step, which has no state yet."""
+    return max(_plain(runs)["peaks"][1:])
+
+
+def fastest(runs: Sequence[Run], budget_bytes: int) -> list[str]:
+    """The :data:`PAIRED` fastest simple ways of a family that fit, of the runs of all of them."""
+    fitting = [one for one in runs if one["budget_bytes"] is None and max(one["peaks"]) <= budget_bytes]
+    return [one["way"] for one in sorted(fitting, key=lambda one: one["step_s"])[:PAIRED]]
+
+
+def row_of(family: str, share: float, budget_bytes: int, runs: Sequence[Run]) -> BudgetRow:
+    """From all runs of a family: those under the budget, and those of simple ways that took turns with them."""
     row = BudgetRow(family, share, budget_bytes)
-    refused = [one for one in ours if one["refused"]]
+    within = [one for one in runs if one["budget_bytes"] == budget_bytes]
+    ours = {one["round"]: one for one in within if one["way"] == AUTO}
+    refused = [one for one in ours.values() if one["refused"]]
     if refused:
         return dataclasses.replace(row, least_bytes=max(one["least_bytes"] or 0 for one in refused))
-    peaks = [max(one["peaks"][-_LAST:]) for one in ours]
-    errors = [one["predicted_peak_bytes"] / peak - 1 for one, peak in zip(ours, peaks, strict=True)]
-    within = [way for way in SIMPLE if all(max(_named(one, way)["peaks"]) <= budget_bytes for one in simple if one)]
-    times = {way: statistics.median(_named(one, way)["step_s"] for one in simple) for way in within}
-    best = min(times, key=times.__getitem__) if times else None
-    memory = [_named(one, IN_MEMORY) for one in simple]
+    peaks = {number: max(one["peaks"][-_LAST:]) for number, one in ours.items()}
+    errors = [one["predicted_peak_bytes"] / peaks[number] - 1 for number, one in ours.items()]
+    simple = {way: [one for one in within if one["way"] == way] for way in SIMPLE}
+    ratios = {
+        way: statistics.median(ours[one["round"]]["step_s"] / one["step_s"] for one in found)
+        for way, found in simple.items()
+        if found
+    }
+    best = max(ratios, key=ratios.__getitem__, default=None)
     return dataclasses.replace(
         row,
-        peak_bytes=max(max(one["peaks"]) for one in ours),
-        settled_peak_bytes=max(peaks),
-        predicted_peak_bytes=max(one["predicted_peak_bytes"] for one in ours),
+        rounds=len(ours),
+        peak_bytes=max(max(one["peaks"]) for one in ours.values()),
+        settled_peak_bytes=max(peaks.values()),
+        predicted_peak_bytes=max(one["predicted_peak_bytes"] for one in ours.values()),
         peak_error=max(errors, key=abs),
-        step_s=statistics.median(one["step_s"] for one in ours),
-        predicted_step_s=statistics.median(one["predicted_step_s"] for one in ours),
-        step_error=statistics.median(one["predicted_step_s"] / one["step_s"] - 1 for one in ours),
+        step_s=statistics.median(one["step_s"] for one in ours.values()),
+        predicted_step_s=statistics.median(one["predicted_step_s"] for one in ours.values()),
+        step_error=statistics.median(one["predicted_step_s"] / one["step_s"] - 1 for one in ours.values()),
         best=best,
-        step_ratio=None
-        if best is None
-        else statistics.median(
-            one["step_s"] / _named(others, best)["step_s"] for one, others in zip(ours, simple, strict=True)
-        ),
-        same_bits=all(_same(one, plain) for one, plain in zip(ours, memory, strict=True)),
-        placed=ours[-1]["placed"],
+        step_ratio=None if best is None else ratios[best],
+        same_bits=all(_same(one, _plain(runs)) for one in ours.values()),
+        placed=max(ours.items())[1]["placed"],
     )
 
 
@@ -119,8 +134,8 @@ def texts(row: BudgetRow) -> list[str]:
     ]
 
 
-def _named(runs: Sequence[Run], way: str) -> Run:
-    return next(one for one in runs if one["way"] == way)
+def _plain(runs: Sequence[Run]) -> Run:
+    return next(one for one in runs if one["way"] == IN_MEMORY)
 
 
 def _same(one: Run, plain: Run) -> bool:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE
-from benchmarks.budgets.table import letters, row_of, texts
+from benchmarks.budgets.table import fastest, letters, row_of, texts
 
 BUDGET = 500
 
@@ -35,33 +35,53 @@ def test_a_budget_is_kept_next_to_all_simple_ways_and_no_run_is_repeated(tmp_pat
     assert 0 < kept["peak_bytes"] <= kept["budget_bytes"]
     assert refused["least_bytes"] > refused["budget_bytes"]
     before = json.loads(file.read_text())["runs"]
-    assert [one["way"] for one in before] == [*SIMPLE, AUTO, AUTO]
+    named = [one["way"] for one in before]
+    assert named[: len(SIMPLE)] == list(SIMPLE)
+    first, *beside, last = named[len(SIMPLE) :]
+    assert first == last == AUTO  # nothing fits beside the second
+    assert beside == fastest(before, kept["budget_bytes"])
+    assert kept["step_ratio"] > 0
     assert run(*asked).exit_code == 0
     assert json.loads(file.read_text())["runs"] == before
     assert "name another folder" in " ".join(run(*asked, "--rows", "4").stderr.split())
 
 
-def made(way, step_s, peak, **more):
+def made(way, step_s, peak, budget_bytes=BUDGET, number=0, **more):
     return {
-        "way": way, "step_s": step_s, "peaks": [peak] * 5, "losses": [1.0, 2.0], "weights_sha256": "a", "refused": None,
-        "predicted_peak_bytes": int(1.1 * peak), "predicted_step_s": 0.9 * step_s, "placed": "all", **more,
+        "way": way, "budget_bytes": budget_bytes, "round": number, "step_s": step_s, "peaks": [peak] * 5,
+        "losses": [1.0, 2.0], "weights_sha256": "a", "refused": None, "predicted_peak_bytes": int(1.1 * peak),
+        "predicted_step_s": 0.9 * step_s, "placed": "all", **more,
     }  # fmt: skip
 
 
-def simple(faster):
-    """All ways but one, which takes ``faster`` seconds, need more than the budget."""
-    first, *others = list(SIMPLE)[1:]
-    return [
-        made(IN_MEMORY, 1.0, 1000),
-        made(first, faster, BUDGET),
-        *(made(way, 0.1, BUDGET + 1) for way in others),
-    ]
+FAST, OTHER, *REST = list(SIMPLE)[1:]
+ONCE = [
+    made(IN_MEMORY, 1.0, 1000, None),
+    made(FAST, 1.9, BUDGET, None),
+    made(OTHER, 2.1, BUDGET, None),
+    *(made(way, 0.1, BUDGET + 1, None) for way in REST),
+]
 
 
-def test_a_line_compares_with_the_fastest_way_that_fits_in_the_same_round():
-    row = row_of("gpt", 0.5, BUDGET, [made(AUTO, 2.2, 400), made(AUTO, 3.0, 450)], [simple(2.0), simple(3.0)])
-    assert row.best == list(SIMPLE)[1]
+def rounds(*seconds):
+    """Runs of a budget, in each round that and the two simple ways that fit."""
+    found = [*ONCE]
+    for number, (ours, fast, other) in enumerate(seconds):
+        found += [made(AUTO, ours, 400 + 50 * number, number=number)]
+        found += [made(FAST, fast, 500, number=number), made(OTHER, other, 500, number=number)]
+    return found
+
+
+def test_the_fastest_ways_that_fit_take_turns():
+    assert fastest(ONCE, BUDGET) == [FAST, OTHER]
+    assert fastest(ONCE, BUDGET - 1) == []
+
+
+def test_a_line_compares_with_the_fastest_way_in_the_same_round():
+    row = row_of("gpt", 0.5, BUDGET, rounds((2.2, 2.0, 4.0), (3.0, 3.0, 4.0)))
+    assert row.best == FAST
     assert row.step_ratio == pytest.approx(1.05)
+    assert row.rounds == 2
     assert row.peak_bytes == 450
     assert row.peak_error == pytest.approx(0.1)
     assert row.step_error == pytest.approx(-0.1)
@@ -76,14 +96,15 @@ def test_simple_ways_are_short_in_the_table():
 
 
 def test_other_bits_in_any_round_show():
-    other = made(AUTO, 3.0, 450, weights_sha256="b")
-    row = row_of("gpt", 0.5, BUDGET, [made(AUTO, 2.2, 400), other], [simple(2.0), simple(3.0)])
+    runs = rounds((2.2, 2.0, 4.0), (3.0, 3.0, 4.0))
+    runs[-3]["weights_sha256"] = "b"
+    row = row_of("gpt", 0.5, BUDGET, runs)
     assert not row.same_bits
     assert texts(row)[-1] == "NO"
 
 
 def test_a_refusal_is_a_result_that_says_what_would_do():
-    row = row_of("gpt", 0.5, BUDGET, [{"refused": "too small", "least_bytes": 600_000_000}], [simple(2.0)])
+    row = row_of("gpt", 0.5, BUDGET, [*ONCE, made(AUTO, 0, 0, refused="too small", least_bytes=600_000_000)])
     assert row.least_bytes == 600_000_000
     assert "refused: 600 MB would do" in texts(row)
 
