@@ -5,8 +5,10 @@ import logging
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.choosing import Allowed, problem_of
+from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.simulate import simulate
+from hf_offload.plan.timeline import Timeline
 from hf_offload.planning.known import Known, known_by_simulating
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
@@ -35,6 +37,8 @@ def corrected_plan(
     # And what is looked at is slowed down by looking, so the pace is that of steps that were not.
     footprint = known.footprint.at_pace(known.pace)
     known.pace = 1.0
+    present = problem_of(footprint, hardware, budget_bytes, known.held, allowed)
+    timeline = simulate(present.footprint, known.solution.placements, present.channels, known.solution.windows)
     excess, needed = peak_bytes - budget_bytes, format_bytes(peak_bytes)
     may_correct = known.corrections < _MOST_CORRECTIONS
     if excess > 0 and not may_correct:
@@ -43,6 +47,9 @@ def corrected_plan(
         )
     elif excess > 0:
         say(ranks, logging.INFO, "The step needed %s, more than the budget: planning again.", needed)
+    elif not may_correct or not ranks.first(lambda: timeline.step_s > _GAIN * footprint.step_s):
+        _stay(known, footprint, timeline)  # no plan takes less than all of its compute
+        return None
     less = known.correction_bytes + (excess if excess > 0 and may_correct else 0)
     try:
         other = known_by_simulating(
@@ -59,14 +66,17 @@ def corrected_plan(
         say(ranks, logging.WARNING, "The step needed %s, and no other plan needs less. %s", needed, error)
         known.corrections = _MOST_CORRECTIONS
         return None
-    present = problem_of(footprint, hardware, budget_bytes, known.held, allowed).footprint
-    timeline = simulate(present, known.solution.placements, other.problem.channels, known.solution.windows)
     if may_correct and (excess > 0 or timeline.step_s > _GAIN * other.solution.timeline.step_s):
         return other
+    _stay(known, footprint, timeline)
+    return None
+
+
+def _stay(known: Known, footprint: Footprint, timeline: Timeline) -> None:
+    """Correct the prediction of a plan that stays."""
     before = known.solution.timeline
     known.footprint = footprint
     known.solution = dataclasses.replace(known.solution, timeline=timeline)
     known.prediction.step_s += timeline.step_s - before.step_s
     # What is on its way at the rates that were reached: faster tiers have less of it.
     known.prediction.peak_bytes += min(0, timeline.peak_bytes - before.peak_bytes)
-    return None
