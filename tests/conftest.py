@@ -54,6 +54,14 @@ def pytest_collection() -> Iterator[object]:
         gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Snapshot processes outlive their trainings, and none its tests."""
+    from tests.helpers.snapshot_processes import end, snapshot_processes
+
+    end(snapshot_processes("XDG_CACHE_HOME", _CACHE.name))
+
+
 TINY_RECIPE = """
 model:
   architecture: gpt2

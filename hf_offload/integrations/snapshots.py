@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import json
 import logging
-import os
 import shutil
 import time
 import uuid
@@ -22,12 +21,12 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
-from transformers.training_args import ParallelMode
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_offload
-from hf_offload.errors import OffloadConfigError, SnapshotError
+from hf_offload.errors import SnapshotError
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
+from hf_offload.integrations.snapshot_refusals import refuse, refuse_order
 from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.memory_modes import NONE
@@ -35,11 +34,9 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
 from hf_offload.snapshots.likeness import check_config, check_optimizers, config_of, optimizer_of
 from hf_offload.snapshots.loadable import check_loadable
-from hf_offload.snapshots.loops import ALONE
 from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.opening import Opened, links_of, open_snapshots, warn_of_other_sums
 from hf_offload.snapshots.restoring import Found
-from hf_offload.snapshots.samplers import unlike_each_epoch
 from hf_offload.snapshots.taking import Snapshots
 from hf_offload.snapshots.weights import ModelWeights, left_on_drives
 from hf_offload.storage.service import HeldRam, storage_of
@@ -48,7 +45,6 @@ from hf_offload.surgery import InertInCopies
 logger = logging.getLogger(__name__)
 
 RNG_NAME = "rng_state.pth"
-_OTHER_BATCHES = "so a run that resumes would see other batches than one that did not stop"
 
 
 class TrainerSnapshots:
@@ -59,7 +55,7 @@ class TrainerSnapshots:
     """
 
     def __init__(self, trainer: Trainer, config: OffloadConfig):
-        _refuse(trainer, config)
+        refuse(trainer, config)
         self.taking: Snapshots | None = None
         self._ranks = Ranks()
         self._with_parity = config.snapshot_parity > 0
@@ -126,9 +122,7 @@ class TrainerSnapshots:
         opened = self._opened
         assert opened is not None
         trainer: Any = self._trainer
-        problem = unlike_each_epoch(trainer.callback_handler.train_dataloader)
-        if problem is not None:
-            raise _refusal(self._steps, f"{problem}, {_OTHER_BATCHES}")
+        refuse_order(trainer.callback_handler.train_dataloader, self._steps)
         found = opened.found
         if self.taking is not None:
             self.taking.settle()
@@ -354,51 +348,6 @@ def snapshots_of(trainer: Trainer, config: OffloadConfig, asked: str | bool | No
     finally:
         setattr(trainer, name, None)
         snapshots.close(well)
-
-
-def _refuse(trainer: Trainer, config: OffloadConfig) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` where a snapshot would not be all that a run needs to go on."""
-    args = trainer.args
-    problem = None
-    if not hasattr(os, "memfd_create"):
-        problem = "snapshots need Linux"
-    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        problem = "DeepSpeed and FSDP save shards in a way of their own"
-    elif args.parallel_mode not in (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED):
-        problem = f"processes that train together as {args.parallel_mode.value} are not DDP's"
-    elif config.snapshot_parity and args.world_size == 1:
-        problem = ALONE
-    elif args.ignore_data_skip:
-        problem = "with ignore_data_skip=True a run that resumes sees other batches than one that did not stop"
-    elif (what := _unfindable_order(trainer)) is not None:
-        problem = f"{what}, {_OTHER_BATCHES}"
-    elif config.sampling is not None and config.sampling.probabilities == "gradient-cache":
-        problem = (
-            'sampled_linear keeps a cache of gradients (probabilities="gradient-cache"), which snapshots do not hold'
-        )
-    if problem is not None:
-        raise _refusal(config.snapshot_steps, problem)
-
-
-def _refusal(steps: int | None, problem: str) -> OffloadConfigError:
-    return OffloadConfigError(
-        f"snapshot_steps={steps} cannot be used here: {problem}. Leave it out, and set save_steps."
-    )
-
-
-def _unfindable_order(trainer: Trainer) -> str | None:
-    """Why a resume cannot find the place in the data again; None if it can."""
-    args: Any = trainer.args
-    data = trainer.train_dataset
-    if data is not None and not has_length(data):
-        return "a Trainer does not know where the epochs of a data set without a length end"
-    if args.dataloader_persistent_workers and args.dataloader_num_workers:
-        return "persistent workers draw random numbers in a training's first epoch only (dataloader_persistent_workers=True)"
-    if getattr(args, "train_sampling_strategy", None) == "group_by_length" or getattr(args, "group_by_length", False):
-        return "batches grouped by length are drawn from the generators of the process"
-    if not getattr(args.accelerator_config, "use_seedable_sampler", True):
-        return "batches are drawn from the generators of the process (use_seedable_sampler=False)"
-    return None
 
 
 def _what(found: Found) -> str:

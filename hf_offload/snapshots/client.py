@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import SnapshotError
@@ -17,6 +18,9 @@ from hf_offload.snapshots import process
 
 _ANSWER_S = 60.0
 """A process that has not answered by then, such as one that was stopped, counts as gone."""
+
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from snapshots.process import main; main()"
+"""The folder of this package's parts is all that it is given: ``hf_offload`` itself would import torch."""
 
 _ENDING_S = 10.0
 """How long a process may take to end that does not accept connections any more."""
@@ -160,7 +164,7 @@ def _start(address: bytes) -> int | None:
         try:
             return os.posix_spawn(
                 sys.executable,
-                [sys.executable, "-I", "-S", process.__file__, str(number)],
+                [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(process.__file__).parent.parent), str(number)],
                 os.environ,
                 file_actions=[(os.POSIX_SPAWN_OPEN, each, os.devnull, os.O_RDWR, 0) for each in range(3)],
                 setsid=True,

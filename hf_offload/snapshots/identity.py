@@ -16,7 +16,7 @@ import uuid
 from pathlib import Path
 
 from hf_offload.errors import SnapshotError
-from hf_offload.snapshots import process
+from hf_offload.snapshots import disk
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Training:
 
 def known_training(folder: Path) -> Training | None:
     """The one whose mark is in ``folder``."""
-    found = process.read_record(folder / process.MARK_FILE)
+    found = disk.read_record(folder / disk.MARK_FILE)
     return None if found is None else Training(found["training"], found["output"])
 
 
@@ -74,7 +74,7 @@ def claim(directory: Path, training: Training) -> None:
         raise SnapshotError(
             f"{directory} holds snapshots of another training, which writes to {owner.output} and has not ended: name "
             "another snapshot_dir. If it is this one, whose output directory was lost, copy "
-            f"{directory / process.MARK_FILE} to {training.output}."
+            f"{directory / disk.MARK_FILE} to {training.output}."
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def release(directory: Path, training: Training) -> None:
     """``training`` has ended well: another one may use its ``directory``."""
     if known_training(directory) == training and not _is_same(directory, Path(training.output)):
         with contextlib.suppress(OSError):
-            (directory / process.MARK_FILE).unlink()
+            (directory / disk.MARK_FILE).unlink()
 
 
 def _marked(folder: Path, training: Training, is_first: bool = False) -> Training:
@@ -98,14 +98,14 @@ def _marked(folder: Path, training: Training, is_first: bool = False) -> Trainin
     content = {"training": training.number, "output": training.output}
     if is_first:
         try:
-            with (folder / process.MARK_FILE).open("x") as file:
-                file.write(process.text_of(content))
+            with (folder / disk.MARK_FILE).open("x") as file:
+                file.write(disk.text_of(content))
             return training
         except FileExistsError:
             other = known_training(folder)
             if other is not None:
                 return other  # else it is damaged
-    process.write_record(folder / process.MARK_FILE, content)
+    disk.write_record(folder / disk.MARK_FILE, content)
     return training
 
 
@@ -123,5 +123,5 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def _has_snapshots_of(training: Training, directory: Path) -> bool:
-    records = (process.read_record(path / process.RECORD_FILE) for path in directory.glob(f"{process.PREFIX}*"))
+    records = (disk.read_record(path / disk.RECORD_FILE) for path in directory.glob(f"{disk.PREFIX}*"))
     return any(record is not None and record.get("training") == training.number for record in records)

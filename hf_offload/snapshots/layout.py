@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_offload.snapshots import process
+from hf_offload.snapshots import disk
 from hf_offload.snapshots.memory import MemoryFile, Ranges, damage_of
 from hf_offload.storage.disk_io import open_nameless
 
 Layout = dict[int, list[Any]]
-"""Number of a file -> its ranges, as :func:`~hf_offload.snapshots.process.layout_in` has them."""
+"""Number of a file -> its ranges, as :func:`~hf_offload.snapshots.disk.layout_in` has them."""
 
 
 class KeptOnDrives:
@@ -68,18 +68,18 @@ def ranges_of(layout: Layout, number: int) -> Ranges:
 
 def layout_of(record: Mapping[str, Any], numbers: Sequence[int]) -> tuple[Layout, str | None]:
     """That of a snapshot in memory with these descriptors, and what is wrong with it."""
-    if process.KEPT not in record:
+    if disk.KEPT not in record:
         return {}, None
-    damage = damage_of(numbers[len(record["files"])], *record[process.KEPT]["list"])
-    return ({}, f"the list of what is on drives {damage}") if damage else (process.layout_in(record, numbers), None)
+    damage = damage_of(numbers[len(record["files"])], *record[disk.KEPT]["list"])
+    return ({}, f"the list of what is on drives {damage}") if damage else (disk.layout_in(record, numbers), None)
 
 
 def assembled(record: Mapping[str, Any], numbers: Sequence[int], layout: Layout, number: int) -> int:
     """A file without a name, on the drive, that has all bytes of one that lacks ranges. Raises ``OSError``."""
-    whole = open_nameless(Path(record[process.KEPT]["directory"]))
+    whole = open_nameless(Path(record[disk.KEPT]["directory"]))
     try:
         sources = numbers[len(record["files"]) + 1 :]
-        process.copy_whole(whole, numbers[number], record["files"][number][1], layout[number], sources)
+        disk.copy_whole(whole, numbers[number], record["files"][number][1], layout[number], sources)
     except BaseException:
         os.close(whole)
         raise

@@ -18,7 +18,6 @@ Messages are single packets of JSON, most with descriptors, and each has one ans
 """
 
 import contextlib
-import errno
 import json
 import os
 import select
@@ -28,24 +27,12 @@ import struct
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 5
-"""Of records and messages: raised when what is written by one version cannot be read by the other."""
-RECORD_FILE = "hf_offload_snapshot.json"
-RUN_FILE = "hf_offload_snapshots.json"
-MARK_FILE = "_hf_offload_training.json"
-"""Says whose output directory, or snapshot_dir, a folder is. What begins like this is left out when a Trainer uploads."""
-PREFIX = "checkpoint-"
-KEPT_ON_DISK = 2
-KEPT = "kept"
-"""Of what a record says of ranges that are on drives: the last of its files are one that lists them, and those of drives."""
-RANGES = "ranges"
-"""Of what a record on disk says of them, whose files have all bytes."""
-_UNFINISHED = f".{PREFIX}unfinished"
+from . import disk
+
 _LARGEST_MESSAGE = 1 << 17
 _MOST_FILES = 64
 _FIRST_CONTACT_S = 60.0
@@ -203,7 +190,7 @@ class Keeper:
         with self._lock:
             held = [(number, slot.record) for number, slot in enumerate(self._slots) if slot.record is not None]
         return {
-            "format": FORMAT,
+            "format": disk.FORMAT,
             "pid": os.getpid(),
             "run": self._run,
             "training": None if self._training is None else self._training[0],
@@ -237,8 +224,8 @@ class Keeper:
             return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self._directory / _UNFINISHED, ignore_errors=True)
-            write_record(self._directory / RUN_FILE, {"format": FORMAT, "run": self._run})
+            shutil.rmtree(self._directory / disk.UNFINISHED, ignore_errors=True)
+            disk.write_record(self._directory / disk.RUN_FILE, {"format": disk.FORMAT, "run": self._run})
         except OSError as error:
             self._error = str(error)
         if self._writer is None:
@@ -291,154 +278,19 @@ class Keeper:
                 record, files, directory = slot.record, list(slot.files), self._directory
             error = None
             try:
-                _write_checkpoint(directory, record, files)
+                disk.write_checkpoint(directory, record, files)
             except OSError as failed:
-                error = _reason(failed, directory)
+                error = disk.reason_of(failed, directory)
             with self._lock:
                 slot.is_read = False
                 self._error = error
 
 
-def _reason(error: OSError, directory: Path) -> str:
-    """Why nothing was written there, and what to do."""
-    if not directory.is_dir():
-        return "this directory is not there any more: create it"
-    return f"{error}: free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
-
-
-def _write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -> None:
-    """A checkpoint with a record, under its name once it is complete; older ones are removed then. What files hold of other
-    processes comes last, and stays in memory.
-    """
-    owner = read_record(directory / MARK_FILE)
-    if owner is not None and owner["training"] != record.get("training"):
-        raise OSError(f"it is the snapshot_dir of another training now, which writes to {owner['output']}")
-    unfinished = directory / _UNFINISHED
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    try:
-        layout = layout_in(record, files)
-        drives = files[len(record["files"]) + 1 :]
-        for number, ((name, nbytes, _), source) in enumerate(zip(record["files"], files, strict=False)):
-            with (unfinished / name).open("wb") as file:
-                copy_whole(file.fileno(), source, nbytes, layout.get(number, ()), drives)
-                os.fsync(file.fileno())
-        if layout:
-            ranges = [[number, begin, count] for number, each in layout.items() for begin, count, _ in each]
-            record = {**{name: value for name, value in record.items() if name != KEPT}, RANGES: ranges}
-        write_record(unfinished / RECORD_FILE, record)
-        final = directory / f"{PREFIX}{record['step']}"
-        if final.exists():
-            shutil.rmtree(final)
-        unfinished.rename(final)
-        if not (directory / RUN_FILE).exists():  # the directory was removed, and is there again
-            write_record(directory / RUN_FILE, {"format": FORMAT, "run": record["run"]})
-        _synchronize(directory)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    _remove_others(directory, record)
-
-
-def layout_in(record: Mapping[str, Any], files: Sequence[int]) -> dict[int, list[Any]]:
-    """Number of a file -> first byte and length of each range that is on drives, and where it is: number of a drive's file,
-    or -1 for the file itself, first byte there, length.
-    """
-    if KEPT not in record:
-        return {}
-    count, _ = record[KEPT]["list"]
-    found: dict[int, list[Any]] = {}
-    for number, *each in json.loads(os.pread(files[len(record["files"])], count, 0)):
-        found.setdefault(number, []).append(each)
-    return found
-
-
-def copy_whole(into: int, source: int, nbytes: int, ranges: Sequence[Any], drives: Sequence[int]) -> None:
-    """Write a file that has all bytes, those in ``ranges`` from ``drives``. Raises ``OSError``."""
-    done = 0
-    for begin, _, spans in ranges:
-        _copy(into, source, done, begin - done)
-        done = begin
-        for drive, offset, count in spans:
-            if drive < 0:
-                _copy(into, source, done, count)
-            else:
-                _copy(into, drives[drive], offset, count)
-                os.posix_fadvise(drives[drive], offset, count, os.POSIX_FADV_DONTNEED)
-            done += count
-    _copy(into, source, done, nbytes - done)
-
-
-def _copy(into: int, source: int, offset: int, count: int) -> None:
-    end = offset + count
-    while offset < end:
-        sent = os.sendfile(into, source, offset, end - offset)
-        if not sent:
-            raise OSError(f"a file of the snapshot ends after {offset} bytes")
-        offset += sent
-
-
-def _remove_others(directory: Path, newest: _Message) -> None:
-    """All that are of another run, or older than the newest ones. Folders without a record belong to others."""
-    of_this_run = []
-    for path in directory.glob(f"{PREFIX}*"):
-        record = read_record(path / RECORD_FILE)
-        if record is None:
-            continue
-        if record.get("run") == newest["run"]:
-            of_this_run.append((record["sequence"], path))
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-    for _, path in sorted(of_this_run)[:-KEPT_ON_DISK]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def read_record(path: Path) -> _Message | None:
-    """What such a file holds; None if it cannot be read, or is damaged."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    checksum = found.pop("checksum", None) if isinstance(found, dict) else None
-    return found if checksum is not None and checksum == _checksum(found) else None
-
-
-def _checksum(content: _Message) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def text_of(content: _Message) -> str:
-    """That of a file which :func:`read_record` reads."""
-    return json.dumps({**content, "checksum": _checksum(content)})
-
-
-def write_record(path: Path, content: _Message) -> None:
-    """A small file, complete or as it was."""
-    unfinished = path.with_name(f".{path.name}")
-    with unfinished.open("w") as file:
-        file.write(text_of(content))
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(path)
-
-
-def _synchronize(directory: Path) -> None:
-    number = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
 def main() -> None:
     """Keep snapshots for those that connect to the listener which is passed as a descriptor."""
-    number = int(sys.argv[1])
+    number = int(sys.argv[2])
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  what the training process had open, and may wait to see closed
         if int(name) > 2 and int(name) != number:
             with contextlib.suppress(OSError):
                 os.close(int(name))
     Keeper(socket.socket(fileno=number)).run()
-
-
-if __name__ == "__main__":
-    main()

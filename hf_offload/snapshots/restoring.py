@@ -12,7 +12,7 @@ from typing import Any
 from hf_offload.errors import SnapshotError
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.snapshots import layout, parity, process
+from hf_offload.snapshots import disk, layout, parity
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import MemoryFile, damage_of
 
@@ -199,12 +199,12 @@ def _on_disk(directory: Path | None, run: str | None, training: str) -> Iterator
     """Those of ``run``, or else of the run that wrote there last, if it is of this ``training``."""
     if directory is None:
         return
-    last = process.read_record(directory / process.RUN_FILE)
+    last = disk.read_record(directory / disk.RUN_FILE)
     if last is None:
         return
     _check_format(last.get("format"), f"in {directory}")
-    for path in directory.glob(f"{process.PREFIX}*"):
-        record = process.read_record(path / process.RECORD_FILE)
+    for path in directory.glob(f"{disk.PREFIX}*"):
+        record = disk.read_record(path / disk.RECORD_FILE)
         if record is None:
             continue
         if record["training"] != training:
@@ -214,9 +214,9 @@ def _on_disk(directory: Path | None, run: str | None, training: str) -> Iterator
 
 
 def _check_format(found: Any, where: str) -> None:
-    if found != process.FORMAT:
+    if found != disk.FORMAT:
         raise SnapshotError(
-            f"The snapshots {where} are of format {found}, and this version of hf_offload reads {process.FORMAT}: resume "
+            f"The snapshots {where} are of format {found}, and this version of hf_offload reads {disk.FORMAT}: resume "
             "with the version that took them, or start from the beginning without resume_from_checkpoint."
         )
 
@@ -224,7 +224,7 @@ def _check_format(found: Any, where: str) -> None:
 def _damage_in_memory(record: dict[str, Any], numbers: list[int], assembled: dict[int, int]) -> str | None:
     """What is wrong with it. What lacks ranges that are on drives is assembled on the way."""
     listed = [*record["files"], *([parity.NAME, *each] for each in record.get(parity.NAME, {}).get("files", ()))]
-    count = len(listed) + (1 + record[process.KEPT]["sources"] if process.KEPT in record else 0)
+    count = len(listed) + (1 + record[disk.KEPT]["sources"] if disk.KEPT in record else 0)
     if len(numbers) != count:
         return f"{count} files were taken, and {len(numbers)} are there"
     ranges, damage = layout.layout_of(record, numbers)
@@ -238,7 +238,7 @@ def _damage_in_memory(record: dict[str, Any], numbers: list[int], assembled: dic
                 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EACCES, errno.EROFS):
                     raise SnapshotError(
                         f"The snapshot of step {record['step']} has state on a drive, which cannot be gathered in "
-                        f"{record[process.KEPT]['directory']}: {error}. Make room for {format_bytes(nbytes)} there."
+                        f"{record[disk.KEPT]['directory']}: {error}. Make room for {format_bytes(nbytes)} there."
                     ) from error
                 return f"{name} cannot be read from the drive: {error}"
         damage = damage_of(number, nbytes, checksum, layout.ranges_of(ranges, place))
@@ -250,7 +250,7 @@ def _damage_in_memory(record: dict[str, Any], numbers: list[int], assembled: dic
 def damage_on_disk(record: dict[str, Any], folder: Path) -> str | None:
     """What is wrong with the files that a snapshot's record lists, in words."""
     for place, (name, nbytes, checksum) in enumerate(record["files"]):
-        ranges = [(begin, count) for number, begin, count in record.get(process.RANGES, ()) if number == place]
+        ranges = [(begin, count) for number, begin, count in record.get(disk.RANGES, ()) if number == place]
         try:
             with (folder / name).open("rb") as file:
                 damage = damage_of(file.fileno(), nbytes, checksum, ranges)

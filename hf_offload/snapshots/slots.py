@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from hf_offload.errors import SnapshotError, TierFullError
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.snapshots import process
+from hf_offload.snapshots import disk
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.layout import KeptOnDrives
 from hf_offload.snapshots.memory import MemoryFile, Write
@@ -189,7 +189,7 @@ class Slots:
             on_drives = self._on_drives.setdefault(slot, KeptOnDrives())
             noted = on_drives.note(written)
             if noted is not None:
-                record, numbers = {**record, process.KEPT: noted}, [*numbers, *on_drives.numbers]
+                record, numbers = {**record, disk.KEPT: noted}, [*numbers, *on_drives.numbers]
         self._started().ask("commit", numbers, slot=slot, record=record)
         self._whole[slot], self._numbers[slot] = record, numbers
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_offload.errors import SnapshotError, TierFullError
 from hf_offload.ranks import Ranks
-from hf_offload.snapshots import process
+from hf_offload.snapshots import disk
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.restoring import Found
@@ -113,7 +113,7 @@ class Snapshots:
 
         self._sequence += 1
         record = {
-            "format": process.FORMAT,
+            "format": disk.FORMAT,
             "run": self._slots.start["run"],
             "began": self._slots.start["began"],
             "sequence": self._sequence,

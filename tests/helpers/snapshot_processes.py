@@ -16,7 +16,7 @@ def snapshot_processes(variable: str, value: str) -> set[int]:
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_one = b"hf_offload/snapshots/process.py" in (path / "cmdline").read_bytes()
+            is_one = b"snapshots.process" in (path / "cmdline").read_bytes()
             if is_one and any(each.startswith(wanted) for each in (path / "environ").read_bytes().split(b"\0")):
                 found.add(int(path.name))
     return found
@@ -27,7 +27,8 @@ def processes_of_test() -> set[int]:
     return snapshot_processes("PYTEST_CURRENT_TEST", os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0] + " ")
 
 
-def _end(pids: set[int]) -> None:
+def end(pids: set[int]) -> None:
+    """Kill them."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -37,14 +38,14 @@ def _end(pids: set[int]) -> None:
 def no_process_is_left() -> Iterator[None]:
     """Import it where tests take snapshots: what a training leaves when it dies is ended with the test."""
     yield
-    _end(processes_of_test())
+    end(processes_of_test())
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_process_is_left_by_the_file() -> Iterator[None]:
     """The same, where tests go on with what one before has left."""
     yield
-    _end(snapshot_processes("PYTEST_CURRENT_TEST", os.environ["PYTEST_CURRENT_TEST"].partition("::")[0] + "::"))
+    end(snapshot_processes("PYTEST_CURRENT_TEST", os.environ["PYTEST_CURRENT_TEST"].partition("::")[0] + "::"))
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -26,7 +26,8 @@ from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArgu
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, TierFullError
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
-from hf_offload.snapshots import contents, process, restoring
+from hf_offload.snapshots import contents, process
+from hf_offload.snapshots import disk as on_disk
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import MemoryFile
 from hf_offload.storage.service import storage_of
@@ -112,7 +113,7 @@ def test_a_training_with_snapshots_has_the_bits_of_one_without_and_leaves_nothin
     trainer.train()
     assert same(whole, result_of(trainer))
     assert processes_of_test() <= before
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [process.MARK_FILE]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [on_disk.MARK_FILE]
 
 
 def test_nothing_but_the_newest_two_are_held_in_files_for_this_user(tmp_path):
@@ -166,7 +167,7 @@ def test_a_training_goes_on_from_its_newest_snapshot_to_the_same_bits(whole, tmp
     assert begun == 12
     assert same(whole, found)
     assert held_by(run) is None
-    assert [path.name for path in run.iterdir()] == [process.MARK_FILE]
+    assert [path.name for path in run.iterdir()] == [on_disk.MARK_FILE]
 
 
 def test_what_belongs_to_the_end_of_an_epoch_comes_before_its_last_snapshot(tmp_path):
@@ -277,7 +278,7 @@ def kept_by(folder):
         assert "refused" not in client.ask("join")
         numbers = client.fetch(newest["slot"])
     places = []
-    for of, each in process.layout_in(newest["record"], numbers).items():
+    for of, each in on_disk.layout_in(newest["record"], numbers).items():
         for begin, _, spans in each:
             for drive, offset, count in spans:
                 if drive >= 0:
@@ -450,14 +451,14 @@ def test_snapshots_on_disk_are_complete_checkpoints_of_another_trainer_unless_th
 
 
 def test_the_last_snapshot_is_written_to_disk_though_the_one_before_still_is_when_training_ends(tmp_path, monkeypatch):
-    writes, goes_on, written = threading.Event(), threading.Event(), process._write_checkpoint
+    writes, goes_on, written = threading.Event(), threading.Event(), on_disk.write_checkpoint
 
     def held_up(*args):
         writes.set()
         assert goes_on.wait(30)
         written(*args)
 
-    monkeypatch.setattr(process, "_write_checkpoint", held_up)
+    monkeypatch.setattr(on_disk, "write_checkpoint", held_up)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address_in(tmp_path))
     listener.listen()
@@ -683,8 +684,8 @@ def test_a_snapshot_of_another_model_is_refused_by_the_name_of_a_weight(tmp_path
 
 def test_snapshots_of_another_version_are_refused(tmp_path, monkeypatch):
     dies_at(6, tmp_path)
-    taken = f"in memory are of format {process.FORMAT}, and this version of hf_offload reads 99"
-    monkeypatch.setattr(restoring.process, "FORMAT", 99)
+    taken = f"in memory are of format {on_disk.FORMAT}, and this version of hf_offload reads 99"
+    monkeypatch.setattr(on_disk, "FORMAT", 99)
     with pytest.raises(SnapshotError, match=taken):
         trainer_in(tmp_path, True, **SHORT).train(resume_from_checkpoint=True)
 

@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from hf_offload.errors import SnapshotError
-from hf_offload.snapshots import identity, process
+from hf_offload.snapshots import disk as on_disk
+from hf_offload.snapshots import identity
 from tests.faults.killed_snapshots import held_by, same
 from tests.helpers.snapshot_loops import STEPS, Stops, trained
 from tests.helpers.snapshot_processes import no_process_is_left, until  # noqa: F401  a fixture for all tests
@@ -82,7 +83,7 @@ def test_an_output_directory_that_was_lost_is_known_again_by_the_file_that_the_e
     until(lambda: (tmp_path / "disk" / "checkpoint-6").exists())
     forget_memory(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
-    mark = tmp_path / "disk" / process.MARK_FILE
+    mark = tmp_path / "disk" / on_disk.MARK_FILE
     with pytest.raises(SnapshotError, match=rf"copy {mark} to {tmp_path}/run"):
         trained(tmp_path / "run", resume=True, **settings)
     shutil.copy(mark, tmp_path / "run")
@@ -94,7 +95,7 @@ def test_an_output_directory_that_was_lost_is_known_again_by_the_file_that_the_e
 def test_a_snapshot_dir_goes_to_the_next_training_once_one_has_ended_well(tmp_path, caplog):
     disk = tmp_path / "disk"
     trained(tmp_path / "first", snapshot_dir=str(disk))
-    assert not (disk / process.MARK_FILE).exists()
+    assert not (disk / on_disk.MARK_FILE).exists()
     begun, _ = trained(tmp_path / "second", resume=True, snapshot_dir=str(disk))
     assert begun == 0
     assert f"The snapshot of step {STEPS} in {disk / f'checkpoint-{STEPS}'} is of another training" in caplog.text
@@ -115,9 +116,9 @@ def test_a_snapshot_dir_that_was_claimed_without_a_snapshot_is_given_to_another_
     identity.claim(disk, identity.training_of(tmp_path / "second"))
     record = {"run": "run", "training": first.number, "sequence": 1, "step": 1, "files": []}
     with pytest.raises(OSError, match=rf"another training now, which writes to {tmp_path}/second"):
-        process._write_checkpoint(disk, record, [])
+        on_disk.write_checkpoint(disk, record, [])
     identity.release(disk, first)
-    assert (disk / process.MARK_FILE).exists()
+    assert (disk / on_disk.MARK_FILE).exists()
 
 
 def test_snapshots_in_the_output_directory_itself(whole, tmp_path):
@@ -128,12 +129,12 @@ def test_snapshots_in_the_output_directory_itself(whole, tmp_path):
     begun, found = trained(tmp_path / "run", resume=True, **settings)
     assert begun == 6
     assert same(whole, found)
-    assert (tmp_path / "run" / process.MARK_FILE).exists()
+    assert (tmp_path / "run" / on_disk.MARK_FILE).exists()
 
 
 def test_a_damaged_mark_is_one_that_nobody_knows(tmp_path):
     first = identity.training_of(tmp_path)
-    (tmp_path / process.MARK_FILE).write_text("{")
+    (tmp_path / on_disk.MARK_FILE).write_text("{")
     second = identity.training_of(tmp_path)
     assert second.number != first.number
     assert identity.training_of(tmp_path) == second

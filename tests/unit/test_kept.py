@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.snapshots import contents, process
+from hf_offload.snapshots import contents, disk
 from hf_offload.snapshots.layout import KeptOnDrives, ranges_of
 from hf_offload.snapshots.memory import MemoryFile, damage_of
 from hf_offload.storage.disk import DiskTier
@@ -109,10 +109,10 @@ def test_an_archive_without_what_is_kept_is_whole_again_and_damage_is_noticed(ti
     assert os.fstat(file.number).st_blocks * 512 < COUNT / 2
     on_drives = KeptOnDrives()
     noted_places = on_drives.note([file])
-    record = {"files": [["optimizer.pt", file.nbytes, file.checksum]], process.KEPT: noted_places}
-    layout = process.layout_in(record, [file.number, *on_drives.numbers])
+    record = {"files": [["optimizer.pt", file.nbytes, file.checksum]], disk.KEPT: noted_places}
+    layout = disk.layout_in(record, [file.number, *on_drives.numbers])
     with (tmp_path / "whole").open("wb+") as whole:
-        process.copy_whole(whole.fileno(), file.number, file.nbytes, layout[0], on_drives.sources)
+        disk.copy_whole(whole.fileno(), file.number, file.nbytes, layout[0], on_drives.sources)
         assert damage_of(whole.fileno(), file.nbytes, file.checksum, ranges_of(layout, 0)) is None
         found = torch.load(tmp_path / "whole", weights_only=True)
         assert torch.equal(found["kept"], content[64:])

@@ -1,0 +1,161 @@
+"""Snapshots as checkpoints on disk, and the small files that say whose and what they are.
+
+Note: imports
+    The snapshot process is run by the plain interpreter, where there is no ``hf_offload``: this file and ``process.py`` have
+    the standard library, and each other.
+"""
+
+import errno
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FORMAT = 5
+"""Of records and messages: raised when what is written by one version cannot be read by the other."""
+RECORD_FILE = "hf_offload_snapshot.json"
+RUN_FILE = "hf_offload_snapshots.json"
+MARK_FILE = "_hf_offload_training.json"
+"""Says whose output directory, or snapshot_dir, a folder is. What begins like this is left out when a Trainer uploads."""
+PREFIX = "checkpoint-"
+KEPT_ON_DISK = 2
+KEPT = "kept"
+"""Of what a record says of ranges that are on drives: the last of its files are one that lists them, and those of drives."""
+RANGES = "ranges"
+"""Of what a record on disk says of them, whose files have all bytes."""
+UNFINISHED = f".{PREFIX}unfinished"
+_Message = dict[str, Any]
+
+
+def reason_of(error: OSError, directory: Path) -> str:
+    """Why nothing was written there, and what to do."""
+    if not directory.is_dir():
+        return "this directory is not there any more: create it"
+    return f"{error}: free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
+
+
+def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -> None:
+    """A checkpoint with a record, under its name once it is complete; older ones are removed then. What files hold of other
+    processes comes last, and stays in memory.
+    """
+    owner = read_record(directory / MARK_FILE)
+    if owner is not None and owner["training"] != record.get("training"):
+        raise OSError(f"it is the snapshot_dir of another training now, which writes to {owner['output']}")
+    unfinished = directory / UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        layout = layout_in(record, files)
+        drives = files[len(record["files"]) + 1 :]
+        for number, ((name, nbytes, _), source) in enumerate(zip(record["files"], files, strict=False)):
+            with (unfinished / name).open("wb") as file:
+                copy_whole(file.fileno(), source, nbytes, layout.get(number, ()), drives)
+                os.fsync(file.fileno())
+        if layout:
+            ranges = [[number, begin, count] for number, each in layout.items() for begin, count, _ in each]
+            record = {**{name: value for name, value in record.items() if name != KEPT}, RANGES: ranges}
+        write_record(unfinished / RECORD_FILE, record)
+        final = directory / f"{PREFIX}{record['step']}"
+        if final.exists():
+            shutil.rmtree(final)
+        unfinished.rename(final)
+        if not (directory / RUN_FILE).exists():  # the directory was removed, and is there again
+            write_record(directory / RUN_FILE, {"format": FORMAT, "run": record["run"]})
+        _synchronize(directory)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    _remove_others(directory, record)
+
+
+def layout_in(record: Mapping[str, Any], files: Sequence[int]) -> dict[int, list[Any]]:
+    """Number of a file -> first byte and length of each range that is on drives, and where it is: number of a drive's file,
+    or -1 for the file itself, first byte there, length.
+    """
+    if KEPT not in record:
+        return {}
+    count, _ = record[KEPT]["list"]
+    found: dict[int, list[Any]] = {}
+    for number, *each in json.loads(os.pread(files[len(record["files"])], count, 0)):
+        found.setdefault(number, []).append(each)
+    return found
+
+
+def copy_whole(into: int, source: int, nbytes: int, ranges: Sequence[Any], drives: Sequence[int]) -> None:
+    """Write a file that has all bytes, those in ``ranges`` from ``drives``. Raises ``OSError``."""
+    done = 0
+    for begin, _, spans in ranges:
+        _copy(into, source, done, begin - done)
+        done = begin
+        for drive, offset, count in spans:
+            if drive < 0:
+                _copy(into, source, done, count)
+            else:
+                _copy(into, drives[drive], offset, count)
+                os.posix_fadvise(drives[drive], offset, count, os.POSIX_FADV_DONTNEED)
+            done += count
+    _copy(into, source, done, nbytes - done)
+
+
+def _copy(into: int, source: int, offset: int, count: int) -> None:
+    end = offset + count
+    while offset < end:
+        sent = os.sendfile(into, source, offset, end - offset)
+        if not sent:
+            raise OSError(f"a file of the snapshot ends after {offset} bytes")
+        offset += sent
+
+
+def _remove_others(directory: Path, newest: _Message) -> None:
+    """All that are of another run, or older than the newest ones. Folders without a record belong to others."""
+    of_this_run = []
+    for path in directory.glob(f"{PREFIX}*"):
+        record = read_record(path / RECORD_FILE)
+        if record is None:
+            continue
+        if record.get("run") == newest["run"]:
+            of_this_run.append((record["sequence"], path))
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    for _, path in sorted(of_this_run)[:-KEPT_ON_DISK]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_record(path: Path) -> _Message | None:
+    """What such a file holds; None if it cannot be read, or is damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    checksum = found.pop("checksum", None) if isinstance(found, dict) else None
+    return found if checksum is not None and checksum == _checksum(found) else None
+
+
+def _checksum(content: _Message) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def text_of(content: _Message) -> str:
+    """That of a file which :func:`read_record` reads."""
+    return json.dumps({**content, "checksum": _checksum(content)})
+
+
+def write_record(path: Path, content: _Message) -> None:
+    """A small file, complete or as it was."""
+    unfinished = path.with_name(f".{path.name}")
+    with unfinished.open("w") as file:
+        file.write(text_of(content))
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+
+
+def _synchronize(directory: Path) -> None:
+    number = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
