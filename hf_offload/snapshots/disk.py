@@ -58,12 +58,12 @@ def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) ->
             ranges = [[number, begin, count] for number, each in layout.items() for begin, count, _ in each]
             record = {**{name: value for name, value in record.items() if name != KEPT}, RANGES: ranges}
         write_record(unfinished / RECORD_FILE, record)
+        if not (directory / RUN_FILE).exists():  # the directory was removed, and is there again
+            write_record(directory / RUN_FILE, {"format": FORMAT, "run": record["run"]})
         final = directory / f"{PREFIX}{record['step']}"
         if final.exists():
             shutil.rmtree(final)
         unfinished.rename(final)
-        if not (directory / RUN_FILE).exists():  # the directory was removed, and is there again
-            write_record(directory / RUN_FILE, {"format": FORMAT, "run": record["run"]})
         _synchronize(directory)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
