@@ -5,6 +5,7 @@ import typer
 from benchmarks.accuracy import accuracy
 from benchmarks.allocators import allocators
 from benchmarks.budgets.command import budgets
+from benchmarks.choices import choices
 from benchmarks.large.command import large
 from benchmarks.limits import limits
 from benchmarks.loss import loss
@@ -28,6 +29,7 @@ for command in (
     accuracy,
     allocators,
     budgets,
+    choices,
     large,
     limits,
     loss,

@@ -25,11 +25,13 @@ from hf_offload.plan.holding import (
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem, refusal
 from hf_offload.plan.problem import Choices, Problem, Solution, smallest_budget
-from hf_offload.plan.search import can_fit, find_greedy, find_uniform, local_search, smallest
+from hf_offload.plan.search import can_fit, find_greedy, find_prefixes, find_uniform, local_search, smallest
 
 _SHARES = 8
 """Weights that stay are tried in so many steps."""
 _SOLVED = 4
+_SEARCHED = 3
+"""Of those, so many are searched in full: where they are about as fast as the fastest of them."""
 _SMALL_STATE = 0.25
 """Of the budget: gradients and state that may stay in memory while weights leave it."""
 _GAIN = 1.05
@@ -151,15 +153,14 @@ class _Way:
 def _fastest(found: Sequence[_Way]) -> tuple[Choice | None, Sequence[Sequence[Solution]]]:
     """The fastest, and what the search for it began with: nothing where no search can find a faster one."""
     best: Choice | None = None
-    families: Sequence[Sequence[Solution]] = ()
-    tried = 0
+    tried: list[Choice] = []  # at a first look
     # Played are those alone whose turn it is.
     coming = [(way.least_s, way.problem.footprint.base_bytes, number, False) for number, way in enumerate(found)]
     heapq.heapify(coming)
     while coming:
         least_s, base_bytes, number, is_played = heapq.heappop(coming)
         way = found[number]
-        if best is not None and (tried >= _SOLVED or least_s >= best.step_s):
+        if best is not None and (len(tried) >= _SOLVED or least_s >= best.step_s):
             break
         if not is_played:
             kept_s = max(least_s, round(way.kept.timeline.step_s, 4))
@@ -167,17 +168,26 @@ def _fastest(found: Sequence[_Way]) -> tuple[Choice | None, Sequence[Sequence[So
             continue
         if way.problem.fits(way.kept):
             if best is None or way.kept.timeline.step_s < best.step_s:
-                best, families = Choice(way.held, way.problem, way.kept), ()
+                best = Choice(way.held, way.problem, way.kept)
             continue
         if not any(True for _ in _narrowest(way.problem)):
             continue
-        tries = find_greedy(way.problem), find_uniform(way.problem)
-        solutions = [*tries[0], *tries[1]]
-        tried += bool(solutions)
-        solution = min(solutions, key=lambda one: one.objective, default=None)
-        if solution is not None and (best is None or solution.timeline.step_s < best.step_s):
-            best, families = Choice(way.held, way.problem, solution), tries
-    return (best if best is None or families else _sparing(found, best)), families
+        prefixes = find_prefixes(way.problem)
+        if prefixes:
+            tried.append(Choice(way.held, way.problem, prefixes[0].solution))
+            best = tried[-1] if best is None or tried[-1].step_s < best.step_s else best
+    families: Sequence[Sequence[Solution]] = ()
+    if best is not None and all(best is not one for one in tried):
+        return _sparing(found, best), families
+    for one in sorted(tried, key=lambda one: one.step_s)[:_SEARCHED]:
+        assert best is not None
+        if one.step_s > _GAIN * best.step_s:
+            break
+        solutions = find_greedy(one.problem), find_uniform(one.problem)
+        solution = min((*solutions[0], *solutions[1]), key=lambda each: each.objective)
+        if not families or solution.timeline.step_s < best.step_s:
+            best, families = dataclasses.replace(one, solution=solution), solutions
+    return best, families
 
 
 def _sparing(found: Sequence[_Way], fastest: Choice) -> Choice:

@@ -3,7 +3,8 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +49,31 @@ class Saved:
     gone: int
     needed: int
     released: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Events:
+    """Segment -> the numbers of what is packed then, and so on. What is released before it would be is neither gone nor
+    needed.
+    """
+
+    packed: dict[int, list[int]]
+    gone: dict[int, list[int]]
+    needed: dict[int, list[int]]
+    released: dict[int, list[int]]
+
+
+def events_of(everything: Sequence[Any]) -> Events:
+    """When what happens, by the places in ``everything``, which has the times of :class:`Saved`."""
+    found = Events({}, {}, {}, {})
+    for number, one in enumerate(everything):
+        found.packed.setdefault(one.packed, []).append(number)
+        found.released.setdefault(one.released, []).append(number)
+        if one.gone < one.released:
+            found.gone.setdefault(one.gone, []).append(number)
+        if one.needed < one.released:
+            found.needed.setdefault(one.needed, []).append(number)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +124,15 @@ class Transfer:
     nbytes: int
     at: int
     loads: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Uses:
+    """Segments in which a unit's weights are used: the first of forward, the first and the last of backward."""
+
+    forward: int
+    backward: int
+    last: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +191,42 @@ class Footprint:
         """The blocks that can be recomputed in backward."""
         never = {span.name for span in self.blocks if span.not_twice}
         return tuple(span for span in self.blocks if span.name not in never)
+
+    @functools.cached_property
+    def uses(self) -> dict[str, Uses]:
+        """Unit with weights -> when it uses them."""
+        first: dict[str, int] = {}
+        backward: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for index, segment in enumerate(self.segments):
+            if not segment.backward:
+                first.setdefault(segment.unit, index)
+            else:
+                backward.setdefault(segment.unit, index)
+                last[segment.unit] = index
+        spans = {span.name: span.backward for span in self.blocks}
+        end = len(self.segments) - 1
+        found = {}
+        for unit in self.weights:
+            # A block that is recomputed needs all of its weights when its backward begins.
+            begins = min(backward.get(unit, end), spans.get(self.units.get(unit) or "", end))
+            found[unit] = Uses(first.get(unit, 0), begins, last.get(unit, begins))
+        return found
+
+    @functools.cached_property
+    def events(self) -> Events:
+        """When what happens to ``saved``."""
+        return events_of(self.saved)
+
+    def saves_like(self, other: "Footprint") -> None:
+        """``other`` has the same saved bytes, units and blocks: what is known of them there need not be found again."""
+        for name in ("events", "saved_bytes", "recomputable", "released_last"):
+            self.__dict__[name] = getattr(other, name)
+
+    @functools.cached_property
+    def parts_held(self) -> dict[Any, Any]:
+        """What :func:`~hf_offload.plan.holding.hold` has found out about it, for places that come again."""
+        return {}
 
     @functools.cached_property
     def saved_bytes(self) -> dict[str, int]:

@@ -6,11 +6,14 @@ take its place on the links, which activations use, too.
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from hf_offload.plan.footprint import Footprint, Segment, Transfer
 from hf_offload.plan.passing import Use, passing
 from hf_offload.plan.windows import state_window, update_bytes, weights_window
+
+T = TypeVar("T")
 
 WEIGHTS, STATE, GRADIENTS = "weights", "optimizer state", "gradients"
 
@@ -68,7 +71,10 @@ def hold(footprint: Footprint, held: Held, budget_bytes: int, on_host: bool, now
         transfers=tuple(sorted(_transfers(footprint, held), key=lambda one: one.at)),
         transfer_windows=windows,
     )
-    return _without_state(found, held) if held.state is not None and now.state is None else found
+    if held.state is not None and now.state is None:
+        found = _without_state(found, held, footprint)
+    found.saves_like(footprint)
+    return found
 
 
 def _windows(footprint: Footprint, held: Held, budget_bytes: int) -> dict[str, int]:
@@ -125,62 +131,50 @@ def moved_bytes(footprint: Footprint) -> tuple[dict[str, int], dict[str, int]]:
     return dict(written), dict(read)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Uses:
-    """Segments in which a unit is used: the first of forward, the first and the last of backward."""
-
-    forward: int
-    backward: int
-    last: int
-
-
-def _uses(footprint: Footprint) -> dict[str, _Uses]:
-    first: dict[str, int] = {}
-    backward: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for index, segment in enumerate(footprint.segments):
-        if not segment.backward:
-            first.setdefault(segment.unit, index)
-        else:
-            backward.setdefault(segment.unit, index)
-            last[segment.unit] = index
-    spans = {span.name: span.backward for span in footprint.blocks}
-    end = len(footprint.segments) - 1
-    found = {}
-    for unit in footprint.weights:
-        forward = first.get(unit, 0)
-        # A block that is recomputed needs all of its weights when its backward begins.
-        begins = min(backward.get(unit, end), spans.get(footprint.units.get(unit) or "", end))
-        found[unit] = _Uses(forward, begins, last.get(unit, begins))
+def _once(footprint: Footprint, find: Callable[[Footprint, Any], T], key: Any) -> T:
+    """``find(footprint, key)``, found once."""
+    known = footprint.parts_held
+    if (find, key) not in known:
+        known[find, key] = find(footprint, key)
+    found: T = known[find, key]
     return found
 
 
 def _transfers(footprint: Footprint, held: Held) -> list[Transfer]:
-    uses, found = _uses(footprint), []
+    found: list[Transfer] = []
+    if held.state is not None:
+        found += _once(footprint, _state, dataclasses.replace(held, weights=None, weights_bytes=0))
+    if held.weights is not None:
+        moves = _weights_of_forwards if has_no_backward(footprint) else _weights
+        found += _once(footprint, moves, dataclasses.replace(held, state=None))
+    return found
+
+
+def _state(footprint: Footprint, held: Held) -> list[Transfer]:
+    assert held.state is not None
+    found = []
     for unit, one in footprint.weights.items():
-        use = uses[unit]
-        if held.state is not None and one.trained_bytes:
+        use = footprint.uses[unit]
+        if one.trained_bytes:
             at = use.last if held.in_backward else use.forward
             at = len(footprint.segments) - 1 if held.keeps_gradients else at
             found += _both(STATE, unit, held.state, one.state_bytes, at)
             if held.moves_gradients:
                 found.append(Transfer(GRADIENTS, unit, held.state, one.trained_bytes, use.last, loads=False))
                 found.append(Transfer(GRADIENTS, unit, held.state, one.trained_bytes, use.forward, loads=True))
-    if held.weights is None:
-        return found
-    return found + list((_weights_of_forwards if has_no_backward(footprint) else _weights)(footprint, held, uses))
+    return found
 
 
 def _both(kind: str, unit: str, tier: str, nbytes: int, at: int) -> list[Transfer]:
     return [Transfer(kind, unit, tier, nbytes, at, loads) for loads in (True, False)] if nbytes else []
 
 
-def _weights(footprint: Footprint, held: Held, uses: Mapping[str, _Uses]) -> list[Transfer]:
+def _weights(footprint: Footprint, held: Held) -> list[Transfer]:
     """What leaves is what is used last: when forward ends, the end of the model is in memory, and when backward ends, its
     beginning.
     """
     assert held.weights is not None
-    weights = footprint.weights
+    weights, uses = footprint.weights, footprint.uses
     numbers: dict[tuple[str, int], int] = {}
     for unit, one in weights.items():
         for place in range(len(one.each)):
@@ -231,7 +225,7 @@ def _in_turns(footprint: Footprint) -> Footprint:
     return dataclasses.replace(footprint, segments=both)
 
 
-def _weights_of_forwards(footprint: Footprint, held: Held, uses: Mapping[str, _Uses]) -> list[Transfer]:
+def _weights_of_forwards(footprint: Footprint, held: Held) -> list[Transfer]:
     """Each pass brings what leaves, and one of them writes it. Passes that take turns bring it once, and write all. Weights
     that are to be as they were are all written, and those that have stayed are read again in the end.
     """
@@ -245,7 +239,7 @@ def _weights_of_forwards(footprint: Footprint, held: Held, uses: Mapping[str, _U
             second.setdefault(segment.unit, index)
     found = []
     for unit, one in footprint.weights.items():
-        share, use = leaving / max(1, total), uses[unit].forward
+        share, use = leaving / max(1, total), footprint.uses[unit].forward
         writes_all = both or bool(footprint.copy_bytes)
         read, written = round(one.weight_bytes * share), round(one.trained_bytes * (1 if writes_all else share))
         found.append(Transfer(WEIGHTS, unit, held.weights, read, use, loads=True))
@@ -258,22 +252,37 @@ def _weights_of_forwards(footprint: Footprint, held: Held, uses: Mapping[str, _U
     return [one for one in found if one.nbytes]
 
 
-def _without_state(footprint: Footprint, held: Held) -> Footprint:
-    """Gradients are there while their unit computes, unless they stay; updates are a part of backward or of forward."""
+def _without_state(footprint: Footprint, held: Held, like: Footprint) -> Footprint:
+    """Gradients are there while their unit computes, unless they stay; updates are a part of backward or of forward. ``like``
+    has the same segments, and is asked for them again.
+    """
     weights = footprint.weights
     trained = sum(one.trained_bytes for one in weights.values())
     state = sum(one.state_bytes for one in weights.values())
+    found = dataclasses.replace(
+        footprint,
+        base_bytes=footprint.base_bytes - state,
+        state_bytes=footprint.state_bytes - state,
+        optimizer_step_bytes=update_bytes(footprint.optimizer_step_bytes),
+    )
     if held.keeps_gradients:
-        return dataclasses.replace(
-            footprint,
-            base_bytes=footprint.base_bytes - state,
-            state_bytes=footprint.state_bytes - state,
-            optimizer_step_bytes=update_bytes(footprint.optimizer_step_bytes),
-        )
+        return found
+    return dataclasses.replace(
+        found,
+        segments=_once(like, _updating, held.in_backward),
+        gradient_bytes=max(0, footprint.gradient_bytes - trained),
+        optimizer_step_s=0.0 if trained else footprint.optimizer_step_s,
+    )
+
+
+def _updating(footprint: Footprint, in_backward: bool) -> tuple[Segment, ...]:
+    """The segments of a step in which each weight is updated when its unit is used."""
+    weights = footprint.weights
+    trained = sum(one.trained_bytes for one in weights.values())
     small = max(0, footprint.gradient_bytes - trained)
     updates: dict[int, float] = {}
-    for unit, use in _uses(footprint).items():
-        at = use.last if held.in_backward else use.forward
+    for unit, use in footprint.uses.items():
+        at = use.last if in_backward else use.forward
         share = weights[unit].trained_bytes / max(1, trained)
         updates[at] = updates.get(at, 0.0) + footprint.optimizer_step_s * share
 
@@ -289,12 +298,4 @@ def _without_state(footprint: Footprint, held: Held) -> Footprint:
             segment.measured_bytes,
         )
 
-    return dataclasses.replace(
-        footprint,
-        segments=tuple(held_now(segment, index) for index, segment in enumerate(footprint.segments)),
-        base_bytes=footprint.base_bytes - state,
-        state_bytes=footprint.state_bytes - state,
-        gradient_bytes=small,
-        optimizer_step_bytes=update_bytes(footprint.optimizer_step_bytes),
-        optimizer_step_s=0.0 if trained else footprint.optimizer_step_s,
-    )
+    return tuple(held_now(segment, index) for index, segment in enumerate(footprint.segments))

@@ -1,6 +1,7 @@
 """The question that a placement answers: what may be placed where, within which limits, and what an answer is worth."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from hf_offload.plan.footprint import Footprint
@@ -58,8 +59,16 @@ class Problem:
         return limit_of(self.budget_bytes)
 
     def play(self, placements: Placements, windows: Windows, method: str) -> Solution:
-        """Simulate a placement of every unit."""
-        return Solution(placements, windows, simulate(self.footprint, placements, self.channels, windows), method)
+        """Simulate a placement of every unit. Each is simulated once."""
+        key = tuple(placements.values()), windows
+        timeline = self._played.get(key)
+        if timeline is None:
+            timeline = self._played[key] = simulate(self.footprint, placements, self.channels, windows)
+        return Solution(placements, windows, timeline, method)
+
+    @functools.cached_property
+    def _played(self) -> dict[tuple[tuple[Placement, ...], Windows], Timeline]:
+        return {}
 
     def fits(self, solution: Solution) -> bool:
         """Whether memory, even where the tier stops writing for a while, and every tier stay within their limits."""

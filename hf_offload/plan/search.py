@@ -6,7 +6,9 @@ machine. What each is worth: docs/measured_plans.md.
 """
 
 import bisect
+import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -23,6 +25,8 @@ _PERTURBED = 6
 # A first part of the model is found to a 32nd of it, and the best so many of them are combined with others.
 _PREFIX_PARTS = 32
 _PAIRED = 2
+# So many placements are looked at where several problems are compared.
+_LIKELY = 2
 
 
 def solve(problem: Problem) -> Solution | None:
@@ -119,8 +123,7 @@ def find_greedy(problem: Problem) -> list[Solution]:
     widest windows in which all units fit so: wider ones wait less.
 
     Which come first: those whose bytes backward needs last, which have the most time to go and come back (SSDTrain's prefix
-    rule), the largest, or the smallest. How many is found by bisection; half of the best prefixes is tried with a second
-    placement.
+    rule), the largest, or the smallest. Half of the best prefixes is tried with a second placement.
     """
     choices = Choices(problem)
     units = choices.units
@@ -128,23 +131,23 @@ def find_greedy(problem: Problem) -> list[Solution]:
     largest = sorted(units, key=lambda unit: -nbytes[unit])
     smallest_first = sorted(units, key=lambda unit: nbytes[unit])
     solutions: list[Solution] = []
-    prefixes: list[tuple[Solution, Placement, int]] = []
+    prefixes: list[Prefix] = []
     for placement in choices.options[1:]:
         every = _all_alike(problem, choices, placement, "greedy")
         if every is None:
             continue
-        best, count = _fewest(problem, choices, units, placement, every)
-        solutions.append(best)
-        prefixes.append((best, placement, count))
+        prefixes.append(_prefix(problem, choices, units, placement, every))
+        solutions.append(prefixes[-1].solution)
         if not placement.recomputes:
             orders = largest, smallest_first
-            solutions.extend(_fewest(problem, choices, order, placement, every)[0] for order in orders)
-    prefixes.sort(key=lambda one: one[0].objective)
-    for best, first, count in prefixes[:_PAIRED]:
+            solutions.extend(_prefix(problem, choices, order, placement, every).solution for order in orders)
+    prefixes.sort(key=lambda one: one.solution.objective)
+    for one in prefixes[:_PAIRED]:
         for second in choices.options[1:]:
-            if second is not first:
-                halves = dict.fromkeys(units[: count // 2], second) | dict.fromkeys(units[count // 2 : count], first)
-                solutions.append(problem.play(choices.place(halves), best.windows, "greedy"))
+            if second is not one.placement:
+                halves = dict.fromkeys(units[: one.count // 2], second)
+                halves |= dict.fromkeys(units[one.count // 2 : one.count], one.placement)
+                solutions.append(problem.play(choices.place(halves), one.solution.windows, "greedy"))
     return [one for one in solutions if problem.fits(one)]
 
 
@@ -157,21 +160,61 @@ def _all_alike(problem: Problem, choices: Choices, placement: Placement, method:
     return None
 
 
-def _fewest(
-    problem: Problem, choices: Choices, order: Sequence[str], placement: Placement, every: Solution
-) -> tuple[Solution, int]:
-    """The shortest first part of ``order`` that is enough to be placed so, where ``every`` unit is, and its length."""
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """The first ``count`` units are placed in one way, and all others kept."""
+
+    solution: Solution
+    placement: Placement
+    count: int
+
+
+def find_prefixes(problem: Problem) -> list[Prefix]:
+    """The shortest one that fits, best first, of each of the placements that promise most. A part of what
+    :func:`find_greedy` finds, which mostly says which of several problems has the faster solution.
+    """
+    choices = Choices(problem)
+    promised: list[tuple[float, int, Solution, Placement]] = []
+    for placement in choices.options[1:]:
+        every = _all_alike(problem, choices, placement, "greedy")
+        if every is not None:
+            # Memory and time change about evenly with the units.
+            kept = problem.play(choices.uniform(Placement.KEEP), every.windows, "greedy").timeline
+            most, least = kept.must_fit_bytes, every.timeline.must_fit_bytes
+            part = (most - problem.limit_bytes) / max(1, most - least)
+            promised.append((part * (every.timeline.step_s - kept.step_s), len(promised), every, placement))
+    likely = sorted(promised)[:_LIKELY]
+    found = (_prefix(problem, choices, choices.units, placement, every) for _, _, every, placement in likely)
+    return sorted(found, key=lambda one: one.solution.objective)
+
+
+def _prefix(problem: Problem, choices: Choices, order: Sequence[str], placement: Placement, every: Solution) -> Prefix:
+    """The shortest first part of ``order`` that is enough to be placed so, where ``every`` unit is.
+
+    Memory shrinks about evenly with the units that leave it: it is looked where it would be small enough then, just above and
+    just below, and every third look halves what is left.
+    """
+
+    def first(count: int) -> Solution:
+        chosen = choices.place(dict.fromkeys(order[:count], placement))
+        return problem.play(chosen, every.windows, "greedy")
+
     grain = max(1, len(order) // _PREFIX_PARTS)
     low, high, best = 0, -(-len(order) // grain), every
+    most, least, limit = first(0).timeline.must_fit_bytes, every.timeline.must_fit_bytes, problem.limit_bytes
+    looks = 0
     while high - low > 1:
         middle = (low + high) // 2
-        chosen = choices.place(dict.fromkeys(order[: middle * grain], placement))
-        tried = problem.play(chosen, every.windows, "greedy")
+        if looks % 3 < 2 and most > limit:
+            enough = low + (high - low) * (most - limit) / (most - least)
+            middle = min(max(math.ceil(enough) - looks % 3, low + 1), high - 1)
+        looks += 1
+        tried = first(middle * grain)
         if problem.fits(tried):
-            high, best = middle, tried
+            high, best, least = middle, tried, tried.timeline.must_fit_bytes
         else:
-            low = middle
-    return best, high * grain
+            low, most = middle, tried.timeline.must_fit_bytes
+    return Prefix(best, placement, high * grain)
 
 
 def find_uniform(problem: Problem) -> list[Solution]:

@@ -5,10 +5,10 @@ on its way out, loads in the order in which backward asks, as far ahead as the w
 """
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 from hf_offload.plan import rules
-from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
+from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment, events_of
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.stores import Stores
 from hf_offload.plan.timeline import Channel, Interval, MemoryUse, Timeline, Windows
@@ -66,13 +66,6 @@ class _Item:
     @property
     def is_asked_for(self) -> bool:
         return self.needed < self.released
-
-
-def _by_segment(items: Iterable[_Item], when: Callable[[_Item], int]) -> dict[int, list[_Item]]:
-    found: dict[int, list[_Item]] = {}
-    for item in items:
-        found.setdefault(when(item), []).append(item)
-    return found
 
 
 class _Player:
@@ -143,36 +136,38 @@ class _Player:
 
     def play(self) -> Timeline:
         footprint = self._footprint
-        alone = [item for item in self._items if item.released > item.gone]
-        packed = _by_segment(self._items, lambda item: item.packed)
-        gone = _by_segment(alone, lambda item: item.gone)
-        needed = _by_segment((item for item in self._items if item.is_asked_for), lambda item: item.needed)
-        released = _by_segment(self._items, lambda item: item.released)
+        items = self._items
+        events = events_of(items) if self._recompute_at else footprint.events
+        packed, gone, needed, released = events.packed, events.gone, events.needed, events.released
         base_bytes, behind_bytes = footprint.base_bytes, self._windows.write_behind_bytes
-        details = self._details
-        eventful = {*packed, *gone, *needed, *released, *self._recompute_at, *self._transfers.due}
+        details, due, leaving = self._details, self._transfers.due, self._stores.leaving
+        eventful = {*packed, *gone, *needed, *released, *self._recompute_at, *due}
         self._transfers.read_ahead(self._now)
         for index, segment in enumerate(footprint.segments):
             if index in eventful:
-                for item in released.get(index, ()):
-                    self._release(item)
-                for unit, until_s, loads in self._transfers.at(index, lambda: self._now):
-                    waited_s = self._wait_until(unit, until_s)
-                    self._load_stall += waited_s if loads else 0.0
-                    self._store_stall += 0.0 if loads else waited_s
+                for number in released.get(index, ()):
+                    self._release(items[number])
+                if index in due:
+                    for unit, until_s, loads in self._transfers.at(index, lambda: self._now):
+                        waited_s = self._wait_until(unit, until_s)
+                        self._load_stall += waited_s if loads else 0.0
+                        self._store_stall += 0.0 if loads else waited_s
                 if index in self._recompute_at:
                     self._recompute_block(self._recompute_at[index], segment)
-                for item in packed.get(index, ()):
-                    self._pack(item)
-                for item in gone.get(index, ()):
-                    self._settle()
+                for number in packed.get(index, ()):
+                    self._pack(items[number])
+                for number in gone.get(index, ()):
+                    item = items[number]
+                    if leaving and leaving[0].leaves_s <= self._now:
+                        self._settle()
                     if item.held:
                         self._hold_alone(item)
                     else:
                         self._left_bytes += item.nbytes
-                for item in needed.get(index, ()):
-                    self._need(item, index)
-            self._settle()
+                for number in needed.get(index, ()):
+                    self._need(items[number], index)
+            if leaving and leaving[0].leaves_s <= self._now:
+                self._settle()
             memory = base_bytes + segment.live_bytes + self._resident
             # Most segments are no peak, even with all that may wait to be written on top.
             more = behind_bytes + segment.measured_bytes
@@ -265,7 +260,9 @@ class _Player:
 
     def _wait_until(self, unit: str, end_s: float) -> float:
         """Compute waits; returns how long."""
-        seconds = max(0.0, end_s - self._now)
+        if end_s <= self._now:
+            return 0.0
+        seconds = end_s - self._now
         self._advance("wait", unit, seconds)
         self._now = max(self._now, end_s)
         return seconds
@@ -284,10 +281,9 @@ class _Player:
         self._moved += item.nbytes
         self._tier_now[tier] += item.nbytes
         self._tier_most[tier] = max(self._tier_most[tier], self._tier_now[tier])
-        share = self._channels[tier].shared
-        loads_until = self._load_free[tier]
-        for begin_s in self._stores.begin(item, tier, self._now, lambda at_s: share if loads_until > at_s else 1.0):
-            self._store_stall += self._wait_until(item.unit, begin_s)
+        self._store_stall += self._wait_until(
+            item.unit, self._stores.begin(item, tier, self._now, self._load_free[tier])
+        )
         if self._details:
             self._intervals.append(Interval("store", item.unit, item.begins_s, item.stored_s))
         self._settle()
@@ -324,7 +320,8 @@ class _Player:
         elif not item.held and item.gone <= index:  # else it never left, or something else holds it
             self._load_stall += self._wait_until(item.unit, item.stored_s)
             self._load(item)
-        self._load_stall += self._wait_until(item.unit, item.arrives_s)
+        if item.arrives_s > self._now:
+            self._load_stall += self._wait_until(item.unit, item.arrives_s)
         item.asked = True
         self._ledger.asked(item)
         self._settle()

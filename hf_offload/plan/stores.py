@@ -1,7 +1,7 @@
 """Stores on their way, as the simulation plays them: when each leaves memory, and when the tier has it."""
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Generic, Protocol, TypeVar
 
 from hf_offload.plan import rules
@@ -49,18 +49,19 @@ class Stores(Generic[T]):
         """Until when the tier writes."""
         return self._free_s[tier]
 
-    def begin(self, entry: T, tier: str, now_s: float, share: Callable[[float], float]) -> Iterator[float]:
-        """Store ``entry``. Yields until when forward has to wait for room in the ring, as often as it has to.
+    def begin(self, entry: T, tier: str, now_s: float, loads_until_s: float) -> float:
+        """Store ``entry``. Returns until when forward has to wait for room in the ring; ``now_s`` if there is.
 
-        ``share`` says what part of the bandwidth is left for a store that begins then.
+        Until ``loads_until_s``, loads take their part of the bandwidth from what begins then.
         """
         channel = self._channels[tier]
         if channel.ring_bytes:
-            yield from self._through_the_ring(entry, tier, now_s, share)
+            now_s = self._through_the_ring(entry, tier, now_s, loads_until_s)
         else:
             free_s = self._free_s[tier] if channel.link_bytes_per_s is None else self._link_free_s
             entry.begins_s = max(now_s, free_s)
-            entry.leaves_s = entry.begins_s + entry.nbytes / (channel.store_bytes_per_s * share(entry.begins_s))
+            share = channel.shared if loads_until_s > entry.begins_s else 1.0
+            entry.leaves_s = entry.begins_s + entry.nbytes / (channel.store_bytes_per_s * share)
             entry.stored_s = self._free_s[tier] = entry.leaves_s
             if channel.link_bytes_per_s is None:
                 self._queues[tier].append(entry)
@@ -68,6 +69,7 @@ class Stores(Generic[T]):
                 self._link_free_s = entry.leaves_s
                 entry.stored_s = now_s  # in stream order it is there: a load waits for the copy by itself
         self.leaving.append(entry)
+        return now_s
 
     def pass_by(self, nbytes: int, tier: str, now_s: float, share: float) -> tuple[float, float]:
         """Bytes that are no entry take their turn on the links. Returns when the tier begins, and when it has them."""
@@ -83,31 +85,33 @@ class Stores(Generic[T]):
         self._free_s[tier] = max(end_s, self._link_free_s)
         return begin_s, self._free_s[tier]
 
-    def _through_the_ring(self, entry: T, tier: str, now_s: float, share: Callable[[float], float]) -> Iterator[float]:
-        channel = self._channels[tier]
+    def _through_the_ring(self, entry: T, tier: str, now_s: float, loads_until_s: float) -> float:
+        # Most of the time of a search is spent here.
+        channel, ring, used = self._channels[tier], self._ring, self._ring_used
         assert channel.link_bytes_per_s is not None, "a ring has a link before it"
         limit = rules.ring_bytes_shared(channel.ring_bytes)
+        link_bytes_per_s, alone = channel.link_bytes_per_s, channel.store_bytes_per_s
+        beside_loads = alone * channel.shared
+        link_free_s, free_s = self._link_free_s, self._free_s[tier]
         entry.begins_s = -1.0
         for chunk in rules.chunk_sizes(entry.nbytes, rules.chunk_bytes(channel.ring_bytes)):
-            self._free_ring(now_s)
-            while not rules.has_ring_room(self._ring_used, chunk, limit):
-                now_s = max(now_s, self._ring[0][0])
-                yield now_s
-                self._free_ring(now_s)
-            self._link_free_s = max(now_s, self._link_free_s) + chunk / channel.link_bytes_per_s
-            begin_s = max(self._link_free_s, self._free_s[tier])
-            end_s = begin_s + chunk / (channel.store_bytes_per_s * share(begin_s))
+            while ring and ring[0][0] <= now_s:
+                used -= ring.popleft()[1]
+            while not rules.has_ring_room(used, chunk, limit):
+                now_s = ring[0][0]
+                while ring and ring[0][0] <= now_s:
+                    used -= ring.popleft()[1]
+            link_free_s = (now_s if now_s > link_free_s else link_free_s) + chunk / link_bytes_per_s
+            begin_s = link_free_s if link_free_s > free_s else free_s
+            free_s = begin_s + chunk / (beside_loads if loads_until_s > begin_s else alone)
             if entry.begins_s < 0:
                 entry.begins_s = begin_s
-            self._free_s[tier] = end_s
-            self._ring.append((end_s, chunk))
-            self._ring_used += chunk
-        entry.leaves_s, entry.stored_s = self._link_free_s, self._free_s[tier]
+            ring.append((free_s, chunk))
+            used += chunk
+        self._ring_used, self._link_free_s, self._free_s[tier] = used, link_free_s, free_s
+        entry.leaves_s, entry.stored_s = link_free_s, free_s
         self._queues[tier].append(entry)
-
-    def _free_ring(self, now_s: float) -> None:
-        while self._ring and self._ring[0][0] <= now_s:
-            self._ring_used -= self._ring.popleft()[1]
+        return now_s
 
     def cancel(self, entry: T, now_s: float) -> None:
         """Backward wants ``entry``: a store that has not begun is not made, and those behind it are sooner."""

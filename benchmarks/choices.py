@@ -1,0 +1,55 @@
+"""How long a choice over activations, weights, gradients and state takes, for models of 80 layers at several budgets."""
+
+import sys
+import time
+from typing import Annotated
+
+import torch
+import typer
+
+from hf_offload.cli.console import clear_errors, output, progress_bar
+from hf_offload.forecast.workload import count_workload
+from hf_offload.forecast.workload_sources import find_workload
+from hf_offload.plan.choosing import Allowed, choose
+from hf_offload.plan.hardware import describe_hardware
+from hf_offload.plan.plan import Placement
+from hf_offload.plan.planner import make_problem, uniform
+from hf_offload.reports.formats import markdown_table
+
+MODELS = {
+    "llama/70b_lora_auto": (),
+    "llama-8b-layers4": ("model.config.num_hidden_layers=80",),
+}
+"""The first has adapters, the second is trained in full."""
+SHARES = (0.80, 0.50, 0.30, 0.15, 0.08)
+
+
+def choices(
+    recipes: Annotated[list[str] | None, typer.Argument(help="Recipes whose models are planned.")] = None,
+    gpu: Annotated[str, typer.Option(help="A card, as `hf-offload plan` takes it.")] = "rtx4090",
+    ssd: Annotated[str, typer.Option(help="The drive's bandwidth.")] = "7GB/s",
+    ram: Annotated[str, typer.Option(help="RAM.")] = "256GB",
+) -> None:
+    """Plan models of 80 layers within 80 to 8 % of their peak in memory: seconds of one core, and of the planned step."""
+    torch.set_num_threads(1)
+    rows = []
+    with clear_errors():
+        hardware = describe_hardware(gpu, ssd=ssd, ram=ram)
+        models = MODELS if recipes is None else dict.fromkeys(recipes, ())
+        with progress_bar() as progress:
+            task = progress.add_task("", total=len(models))
+            for name, overrides in models.items():
+                progress.update(task, description=name)
+                counted = count_workload(find_workload(name, overrides), hardware)
+                kept = uniform(make_problem(counted, hardware, sys.maxsize), Placement.KEEP)
+                assert kept is not None, "every model can be kept where memory has no end"
+                for share in SHARES:
+                    began_s = time.process_time()
+                    found = choose(counted, hardware, int(share * kept.timeline.must_fit_bytes), Allowed())
+                    took_s = time.process_time() - began_s
+                    step = "-" if found is None else f"{found.step_s:.2f} s"
+                    rows.append([name, f"{share:.0%}", f"{took_s:.2f} s", step])
+                progress.advance(task)
+    output().print(
+        markdown_table(("model", "budget", "choice", "step"), rows), markup=False, highlight=False, soft_wrap=True
+    )
