@@ -163,8 +163,8 @@ class AppliedMode:
                 decoupled = kind is not torch.optim.Adam or all(group.get("weight_decay") == 0 for group in groups)
                 if kind not in self.mode.replaces or not decoupled:
                     raise OffloadConfigError(
-                        f"memory_mode={self.name!r} replaces torch.optim.AdamW, and this optimizer is {kind.__name__}"
-                        f"{'' if decoupled else ' with weight_decay'}: use an AdamW, or drop memory_mode."
+                        f"memory_mode={self.name!r} replaces {_any_of(self.mode.replaces)}, and this optimizer is "
+                        f"{kind.__name__}{'' if decoupled else ' with weight_decay'}: use an AdamW, or drop memory_mode."
                     )
             with check:
                 if given.state:
@@ -221,3 +221,8 @@ def _check_members(
             f"memory_mode={name!r}: {len(missing)} parameters that require gradients, such as {missing[0]}, are not in the "
             "optimizer: freeze them with requires_grad_(False), or add them."
         )
+
+
+def _any_of(kinds: tuple[type[torch.optim.Optimizer], ...]) -> str:
+    names = [f"torch.optim.{kind.__name__}" for kind in kinds]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -76,9 +76,16 @@ class Mezo(MemoryMode):
             value = getattr(args, name)
             if value != usual:
                 yield f"{name}={value} is of Adam's moments, which memory_mode='mezo' has not: leave it out."
-        for name in ("gradient_checkpointing", "activation_checkpointing"):
-            if getattr(args, name, False):
-                yield f"{name}=True recomputes for backward, which memory_mode='mezo' has not: leave it out."
+        recomputes = [
+            name for name in ("gradient_checkpointing", "activation_checkpointing") if getattr(args, name, False)
+        ]
+        if recomputes:  # two names of one argument
+            yield f"{recomputes[0]}=True recomputes for backward, which memory_mode='mezo' has not: leave it out."
+        if args.neftune_noise_alpha:
+            yield (
+                f"neftune_noise_alpha={args.neftune_noise_alpha} adds noise in training mode, and the losses of "
+                "memory_mode='mezo' are those of eval mode, where it does nothing: leave it out."
+            )
         if args.n_gpu > 1:
             yield (
                 f"memory_mode='mezo' trains on one device in each process, and this one has {args.n_gpu}: start a process "

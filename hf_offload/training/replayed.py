@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from hf_offload.optimizers.mezo import MezoLog, replay
 from hf_offload.pretrained.errors import loading
 
 _ADAPTER = "adapter_config.json"
+_DEFAULT = "default"
+"""What peft calls an adapter that has no other name."""
 
 
 def rebuild(
@@ -31,7 +34,7 @@ def rebuild(
     Raises as :func:`~hf_offload.optimizers.mezo.replay`, and :class:`~hf_offload.errors.OffloadConfigError` for a model that
     cannot be loaded.
     """
-    model = _load(initial)
+    model = _load(initial, log)
     weights = dict(model.named_parameters())
     for name, dtype in zip(log.setup.names, log.setup.dtypes, strict=True):
         if name in weights:  # a model can be trained in another dtype than its files have
@@ -42,7 +45,7 @@ def rebuild(
     saved.save_pretrained(output)
 
 
-def _load(initial: str | os.PathLike[str]) -> nn.Module:
+def _load(initial: str | os.PathLike[str], log: MezoLog) -> nn.Module:
     name = os.fspath(initial)
     adapter = Path(name) / _ADAPTER
     if not adapter.is_file():
@@ -52,10 +55,28 @@ def _load(initial: str | os.PathLike[str]) -> nn.Module:
         if not base:
             raise OffloadConfigError(f"{adapter} names no base_model_name_or_path: add it.")
     peft = load_library("peft", "mezo", "'hf-offload[peft]'")
-    model = _load_model(base)
-    with loading("initial weights", name):
-        adapted: nn.Module = peft.PeftModel.from_pretrained(model, name, is_trainable=True)
-    return adapted
+
+    def adapted(called: str) -> nn.Module:
+        model = _load_model(base)
+        with loading("initial weights", name):
+            found: nn.Module = peft.PeftModel.from_pretrained(model, name, adapter_name=called)
+        return found
+
+    model = adapted(_DEFAULT)
+    called = _adapter_called(log.setup.names, dict(model.named_parameters()))
+    return model if called == _DEFAULT else adapted(called)
+
+
+def _adapter_called(names: Iterable[str], weights: Mapping[str, Any]) -> str:
+    """What the adapter was called whose weights had ``names``; called ``default``, it has those of ``weights``."""
+    patterns = [
+        re.escape(name).replace(rf"\.{_DEFAULT}\.", r"\.([^.]+)\.") + "$" for name in weights if f".{_DEFAULT}." in name
+    ]
+    patterns += [
+        re.escape(name.removesuffix(_DEFAULT)) + "([^.]+)$" for name in weights if name.endswith(f".{_DEFAULT}")
+    ]
+    found = {match[1] for name in names if name not in weights for each in patterns if (match := re.match(each, name))}
+    return found.pop() if len(found) == 1 else _DEFAULT
 
 
 def _load_model(name: str) -> nn.Module:

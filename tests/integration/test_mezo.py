@@ -432,6 +432,33 @@ def test_a_command_rebuilds_adapters_and_what_was_trained_in_another_dtype(tmp_p
     assert {one.dtype for one in found.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize(
+    ("config", "called"),
+    [
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "default"),
+        (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "default"),
+        (peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"), "mine"),
+    ],
+    ids=["prompt", "prefix", "named"],
+)
+def test_a_command_rebuilds_learned_prompts_and_adapters_of_any_name(config, called, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, config, adapter_name=called)
+    model.save_pretrained(tmp_path / "initial")
+    run = trainer(tmp_path, model, save_strategy="steps", save_steps=2, max_steps=2)
+    run.train()
+    folder = "" if called == "default" else called
+    result = replayed(tmp_path / "checkpoint-2", tmp_path / "initial" / folder, "--output", tmp_path / "rebuilt")
+    assert result.exit_code == 0, result.stderr
+    initial, expected, found = (
+        load_file(tmp_path / each / folder / "adapter_model.safetensors")
+        for each in ("initial", "checkpoint-2", "rebuilt")
+    )
+    assert same(expected, found)
+    assert not same(initial, found)
+
+
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -442,6 +469,7 @@ def test_a_command_rebuilds_adapters_and_what_was_trained_in_another_dtype(tmp_p
         ({"fp16": True}, "fp16=True scales the loss"),
         ({"adam_beta1": 0.5}, r"adam_beta1=0\.5 is of Adam's moments"),
         ({"gradient_checkpointing": True}, "checkpointing=True recomputes for backward"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 adds noise in training mode"),
         ({"offload": "ram"}, "tier='ram' moves what is saved for backward"),
         ({"offload_optimizer": "ram"}, "optimizer='ram' moves state and gradients"),
         ({"sampled_linear": "0.3"}, "sampled_linear estimates gradients"),
@@ -453,8 +481,15 @@ def test_a_command_rebuilds_adapters_and_what_was_trained_in_another_dtype(tmp_p
     ],
 )
 def test_arguments_that_are_refused(others, message, tmp_path):
-    with pytest.raises(OffloadConfigError, match=message):
+    with pytest.raises(OffloadConfigError, match=message) as error:
         arguments(tmp_path, **others)
+    assert str(error.value).count("memory_mode='mezo'") == 1
+
+
+def test_a_frozen_model_is_refused(tmp_path):
+    run = trainer(tmp_path, tiny_model("llama").requires_grad_(False))
+    with pytest.raises(OffloadConfigError, match="No parameter requires gradients"):
+        run.train()
 
 
 @pytest.mark.parametrize(
@@ -476,7 +511,10 @@ def test_settings_that_are_refused(others, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: torch.optim.Adagrad(model.parameters()), "this optimizer is Adagrad"),
+        (
+            lambda model: torch.optim.Adagrad(model.parameters()),
+            "torch.optim.AdamW, torch.optim.Adam or torch.optim.SGD, and this optimizer is Adagrad",
+        ),
         (lambda model: torch.optim.SGD(model.parameters(), momentum=0.9), "no momentum"),
         (lambda model: torch.optim.AdamW(model.parameters(), maximize=True), "no maximize"),
     ],

@@ -305,6 +305,20 @@ def test_the_log_gives_every_step_and_survives_files(restore, tmp_path):
         replay(log, copy.deepcopy(initial))
 
 
+def test_a_closure_that_calls_train_is_refused_and_weights_go_back():
+    model = tiny_model("gpt2")
+    before = weights(model)
+    optimizer = MeZO(model.parameters(), model, eps=EPS, restore="pristine")
+
+    def closure():
+        model.train()
+        return mean_loss(model, "gpt2", 0)
+
+    with pytest.raises(OffloadError, match=r"has called train\(\)"):
+        optimizer.step(closure)
+    assert all(torch.equal(one, before[name]) for name, one in weights(model).items())
+
+
 def test_a_state_is_not_taken_over_with_other_weights_than_it_was_saved_with():
     model = tiny_model("llama")
     optimizer = MeZO(model.parameters(), model, eps=EPS, lr=1e-2)

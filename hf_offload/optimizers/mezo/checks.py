@@ -71,6 +71,12 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def check_trainable(model: nn.Module) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for a model that is frozen."""
+    if not any(one.requires_grad for one in model.parameters()):
+        raise OffloadConfigError("No parameter requires gradients: unfreeze what is to be trained.")
+
+
 def check_weights(weights: dict[str, nn.Parameter], foreign: int) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` with everything about ``weights`` that cannot be trained."""
     with collect_errors("parameters of MeZO") as check:

@@ -21,6 +21,7 @@ from hf_offload.optimizers.mezo.checks import (
     check_model,
     check_options,
     check_ready,
+    check_trainable,
     check_weights,
     losses_of,
 )
@@ -92,6 +93,7 @@ class MeZO(Optimizer):
     ):
         check_options(eps, restore, seed)
         check_model(model)
+        check_trainable(model)
         self._made = False
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         check_groups(self.param_groups)
@@ -210,7 +212,13 @@ class MeZO(Optimizer):
         losses: list[Tensor] = []
         way = iter((PLUS, MINUS, BACK))
         before = len(self.log.rows)
-        with self._eval_mode(), mover.casting():
+        with self._eval_mode() as check_mode, mover.casting():
+
+            def computed() -> Tensor:
+                found = losses_of(closure())
+                check_mode()
+                return found
+
             try:
                 mover.begin_step()
                 if is_pristine:
@@ -223,14 +231,14 @@ class MeZO(Optimizer):
                     with signals_deferred:
                         mover.keep_here()
                         mover.move(Shift(seed, next(way), setup.eps))
-                    losses = self._passes.losses(mover, model, lambda: losses_of(closure()))
+                    losses = self._passes.losses(mover, model, computed)
                 else:
                     drawn = random_states()
-                    losses.append(losses_of(closure()))
+                    losses.append(computed())
                     with signals_deferred:
                         mover.move(Shift(seed, next(way), setup.eps))
                     set_random_states(drawn)
-                    losses.append(losses_of(closure()))
+                    losses.append(computed())
             finally:
                 with signals_deferred:
                     if len(self.log.rows) > before and not mover.is_changing:
@@ -301,12 +309,22 @@ class MeZO(Optimizer):
         return found
 
     @contextlib.contextmanager
-    def _eval_mode(self) -> Iterator[None]:
+    def _eval_mode(self) -> Iterator[Callable[[], None]]:
+        """Gives what raises :class:`~hf_offload.errors.OffloadError` if a closure has ended it."""
         model = self._model_alive()
         before = [(module, module.training) for module in model.modules()]
+
+        def check() -> None:
+            if any(module.training for module in others):
+                raise OffloadError(
+                    "The closure of MeZO has called train(), and its losses are those of eval mode, without dropout: leave "
+                    "train() out. The weights have gone back, and no update was made."
+                )
+
         try:
             model.eval()
-            yield
+            others = [module for module in model.modules() if not module.training]
+            yield check
         finally:
             for module, training in before:
                 module.training = training
