@@ -47,8 +47,9 @@ def test_a_budget_is_kept_next_to_all_simple_ways_and_no_run_is_repeated(tmp_pat
 
 
 def made(way, step_s, peak, budget_bytes=BUDGET, number=0, **more):
+    seconds = [9.0] * 3 + [step_s] * 3 + [9.0] * 2  # planned in, settled, disturbed
     return {
-        "way": way, "budget_bytes": budget_bytes, "round": number, "step_s": step_s, "peaks": [peak] * 5,
+        "way": way, "budget_bytes": budget_bytes, "round": number, "step_s": step_s, "seconds": seconds, "peaks": [peak] * 5,
         "losses": [1.0, 2.0], "weights_sha256": "a", "refused": None, "predicted_peak_bytes": int(1.1 * peak),
         "predicted_step_s": 0.9 * step_s, "placed": "all", **more,
     }  # fmt: skip
