@@ -124,7 +124,7 @@ def _with_optimizer(footprint: Footprint, needs: OptimizerNeeds) -> Footprint:
 
 
 def _row(workload: Workload, footprint: Footprint, hardware: Hardware, budget: int) -> ModeRow:
-    family = Family(workload.batch, workload.sequence, footprint, None)
+    family = Family(workload.batch, workload.sequence, footprint)
 
     def reach(placement: Placement) -> int:
         def fits(rows: int) -> bool:

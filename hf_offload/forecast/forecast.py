@@ -186,7 +186,8 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         "the drive": kept_bytes - hardware.room.get("ssd", kept_bytes),
     }
     hardware = hardware.without("ram", snapshots_bytes).without("ssd", kept_bytes)
-    family = Family(workload.batch, workload.sequence, here, _of_another_length(workload, hardware, limit))
+    other = _of_another_length(workload, hardware, limit)
+    family = Family(workload.batch, workload.sequence, here, () if other is None else (other,))
 
     def problem_for(footprint: Footprint) -> Problem:
         return make_problem(footprint, hardware, budget_bytes, may_recompute=may_recompute)

@@ -13,15 +13,15 @@ from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.holding import IN_MEMORY, Held
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import largest
-from hf_offload.plan.search import uniform
+from hf_offload.plan.problem import Choices
 from hf_offload.settings.schema import smallest_bytes
 from hf_offload.transforms.tiling.cut import Cut
 
 PIECES = (128, 16)
-"""Of the loss and of every MLP, for any number of tokens: what is counted at two lengths has to be the same operations."""
+"""Of the loss and of every MLP, for any number of tokens: what is counted at several lengths has to be alike."""
 
 _MOST_TOKENS = 1 << 24
-_LENGTHS = (8192, 16384)
+_LENGTHS = (4096, 8192, 16384)
 _BOUNDARIES = (Placement.RECOMPUTE_RAM, Placement.RECOMPUTE_SSD)
 _IN_RAM = Held("ram", "ram")
 
@@ -64,7 +64,7 @@ def pull_levers(
     """One lever after the other, for rows of ``workload.batch``.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a model with few positions, and
-    :class:`~hf_offload.errors.OffloadPlanError` if the model cannot be counted, or not at two lengths alike.
+    :class:`~hf_offload.errors.OffloadPlanError` if the model cannot be counted, or not at all lengths alike.
     """
     longest = getattr(workload.config, "max_position_embeddings", None)
     if isinstance(longest, int) and longest < _LENGTHS[-1]:
@@ -86,15 +86,15 @@ def pull_levers(
 
 def _family(workload: Workload, hardware: Hardware) -> Family:
     def counted(length: int) -> Footprint:
-        # The same tensors are to be moved at both lengths, so what counts as small grows along.
-        small = smallest_bytes(workload.min_bytes, hardware.device == "cpu") * length // _LENGTHS[0]
+        # The same tensors are to be moved at all lengths, so what counts as small grows along.
+        small = smallest_bytes(workload.min_bytes, hardware.device == "cpu") * length // _LENGTHS[1]
         return count_workload(dataclasses.replace(workload.resized(workload.batch, length), min_bytes=small), hardware)
 
-    one, two = map(counted, _LENGTHS)
-    family = Family(workload.batch, _LENGTHS[0], one, (_LENGTHS[1], two))
+    first, *others = ((length, counted(length)) for length in _LENGTHS)
+    family = Family(workload.batch, *first, others)
     if not family.knows_lengths:
         raise OffloadPlanError(
-            f"{workload.name} runs other operations with {_LENGTHS[1]} tokens than with {_LENGTHS[0]}, so longer rows "
+            f"{workload.name} runs other operations with {_LENGTHS[-1]} tokens than with fewer, so longer rows "
             "cannot be predicted."
         )
     return family
@@ -108,7 +108,11 @@ def _longest(family: Family, hardware: Hardware, batch: int, lever: Lever) -> in
         problem = problem_of(footprint, hardware, budget, lever.held, Allowed())
         if "ram" not in problem.room_bytes or min(problem.room_bytes.values()) < 0:  # they do not fit there
             problem = problem_of(footprint, hardware, budget, IN_MEMORY, Allowed())
-        ways = (uniform(problem, placement) for placement in lever.placements)
-        return any(way is not None and problem.fits(way) for way in ways)
+        choices = Choices(problem)
+        return any(  # in the narrowest windows: it is not about time
+            problem.fits(problem.play(choices.uniform(placement), problem.windows[-1], placement.value))
+            for placement in lever.placements
+            if placement in choices.options
+        )
 
     return largest(fits, 1024, _MOST_TOKENS)

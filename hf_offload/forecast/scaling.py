@@ -1,39 +1,52 @@
 """Footprints for batches of other shapes, without counting each: they grow with rows and tokens in known ways."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hf_offload.plan.footprint import Footprint, Saved, Segment
+
+_Terms = tuple[float, float, float]
+"""Constant, linear and square."""
+
+
+def _fit(lengths: Sequence[float], values: Sequence[float]) -> _Terms:
+    """The terms of one to three ``values``, the first of which is at length 1."""
+    one = values[0]
+    if len(values) == 1:
+        return 0.0, one, 0.0
+    if len(values) == 2:
+        ratio = lengths[1]
+        square = max(0.0, (values[1] - ratio * one) / (ratio * ratio - ratio))
+        return 0.0, one - square, square
+    slopes = [(value - one) / (length - 1) for length, value in zip(lengths[1:], values[1:], strict=True)]
+    square = max(0.0, (slopes[1] - slopes[0]) / (lengths[2] - lengths[1]))
+    linear = slopes[1] - square * (lengths[2] + 1)
+    return one - linear - square, linear, square
 
 
 class Family:
     """Footprints of one model for any number of rows and tokens.
 
     Everything but gradients is proportional to the rows of a batch. Along the tokens it is ``a * tokens + b * tokens**2``
-    (attention matrices, and attention's arithmetic), which a second counted length tells apart.
+    (attention matrices, and attention's arithmetic), which a second counted length tells apart. With a third one there is a
+    constant as well, for any batch: gradients that a tiled loss adds up, weights that are read.
     """
 
-    def __init__(self, batch: int, sequence: int, counted: Footprint, other: tuple[int, Footprint] | None):
+    def __init__(self, batch: int, sequence: int, counted: Footprint, others: Sequence[tuple[int, Footprint]] = ()):
         self._batch = batch
         self._sequence = sequence
         self._counted = counted
         # Another number of segments: the model takes another path at that length.
-        self.knows_lengths = (
-            other is not None
-            and len(other[1].segments) == len(counted.segments)
-            and len(other[1].saved) == len(counted.saved)
+        self.knows_lengths = bool(others) and all(
+            len(other.segments) == len(counted.segments) and len(other.saved) == len(counted.saved)
+            for _, other in others
         )
         """Whether :meth:`at` may be asked for other numbers of tokens."""
-        ratio, compared = 1.0, counted
-        if other is not None and self.knows_lengths:
-            ratio, compared = other[0] / sequence, other[1]
+        known = [(length / sequence, other) for length, other in others] if self.knows_lengths else []
 
-        def terms(get: Callable[[Footprint], Iterable[float]]) -> list[tuple[float, float]]:
-            found = []
-            for one, two in zip(get(counted), get(compared), strict=True):
-                square = max(0.0, (two - ratio * one) / (ratio * ratio - ratio)) if ratio != 1 else 0.0
-                found.append((one - square, square))
-            return found
+        def terms(get: Callable[[Footprint], Iterable[float]]) -> list[_Terms]:
+            values = zip(get(counted), *(get(other) for _, other in known), strict=True)
+            return [_fit((1.0, *(ratio for ratio, _ in known)), one) for one in values]
 
         self._live = terms(lambda one: (segment.live_bytes - segment.gradient_bytes for segment in one.segments))
         self._measured = terms(lambda one: (segment.measured_bytes for segment in one.segments))
@@ -48,8 +61,10 @@ class Family:
             raise ValueError("only batches of the counted length are known")
         counted = self._counted
 
-        def scaled(terms: Iterable[tuple[float, float]]) -> Iterator[float]:
-            return (rows * (linear * tokens + square * tokens**2) for linear, square in terms)
+        def scaled(terms: Iterable[_Terms]) -> Iterator[float]:
+            return (
+                max(0.0, constant + rows * (linear * tokens + square * tokens**2)) for constant, linear, square in terms
+            )
 
         segments = zip(counted.segments, scaled(self._live), scaled(self._measured), scaled(self._seconds), strict=True)
         return dataclasses.replace(

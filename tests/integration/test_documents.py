@@ -346,10 +346,13 @@ def test_the_table_of_streamed_state_is_of_its_file():
     assert re.findall(r"^\| (\d+ \| .*) \|$", section, re.MULTILINE) == expected
 
 
-def test_the_table_of_the_large_model_is_of_its_file():
-    found = json.loads((ROOT / "model_cards" / "bench" / "cpu_large_gpt2_xl.json").read_text())
+@pytest.mark.parametrize(
+    ("heading", "name"), [("## A model larger than the machine", "xl"), ("### By its budget alone", "xl_auto")]
+)
+def test_the_tables_of_the_large_model_are_of_their_files(heading, name):
+    found = json.loads((ROOT / "model_cards" / "bench" / f"cpu_large_gpt2_{name}.json").read_text())
     text = (ROOT / "docs" / "weights.md").read_text()
-    section = text.split("## A model larger than the machine\n")[1].split("\n## ")[0]
+    section = re.split(r"\n##+ ", text.split(heading + "\n")[1])[0]
     lines = re.findall(r"^\| (?!\||---)(.*) \|$", section, re.MULTILINE)
     assert [line.split(" | ") for line in lines if not line.startswith("| predicted")] == [
         list(row) for row in rows_of(found)

@@ -10,12 +10,14 @@ from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
 from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
 from hf_offload.forecast.fake import fake_mode
+from hf_offload.forecast.scaling import Family
 from hf_offload.structure.units import find_units
 from hf_offload.transforms.rematerialization.apply import Rematerialization
 from hf_offload.transforms.sampling.apply import Sampling
 from hf_offload.transforms.tiling.apply import Tiling
 from hf_offload.transforms.tiling.cut import Cut
 from tests.helpers.activation_heavy_models import CONFIGS, ROWS, TOKENS, batch, build
+from tests.helpers.handmade_footprints import footprint_of
 from tests.helpers.live_bytes import peak_live_bytes
 from tests.helpers.tables import rows
 
@@ -219,3 +221,14 @@ def test_a_real_model_is_not_counted():
     model = build("gpt2", 0.0)
     with pytest.raises(OffloadPlanError, match="fake_mode"):
         count_footprint(model, batch(), cost=lambda *_: 0.0, optimizer=NOTHING, min_bytes=0, as_on_cuda=False)
+
+
+def test_three_lengths_tell_a_constant_from_what_grows_with_the_tokens():
+    def counted(tokens):
+        return footprint_of([10 * tokens], [1e-3 * tokens], [1000 + 7 * tokens + 2 * tokens**2])
+
+    family = Family(1, 4, counted(4), [(8, counted(8)), (16, counted(16))])
+    for many, tokens in ((1, 4), (1, 100), (3, 100)):
+        grown = family.at(many, tokens)
+        assert grown.segments[0].live_bytes == 1000 + many * (7 * tokens + 2 * tokens**2)
+        assert grown.saved[0].nbytes == many * 10 * tokens
