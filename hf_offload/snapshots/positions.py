@@ -5,7 +5,7 @@ from typing import Any
 
 from hf_offload.errors import OffloadError
 from hf_offload.snapshots.contents import random_states, restore_random_states
-from hf_offload.snapshots.samplers import restore, states_of, unrepeatable
+from hf_offload.snapshots.samplers import data_of, restore, states_of, unrepeatable
 
 
 class Position:
@@ -22,6 +22,7 @@ class Position:
         self._begin: dict[str, Any] | None = None  # of the epoch
         self._restored: dict[str, Any] | None = None
         self._loader: Any = None  # of the epoch, or the last one
+        self._data: dict[str, str] | None = None  # its samplers', when the epoch began
 
     def state(self) -> dict[str, Any]:
         """What :meth:`restore` takes."""
@@ -49,7 +50,10 @@ class Position:
                 "persistent_workers=True: such workers draw random numbers in a training's first epoch only, so a run that "
                 "resumes would see other batches. Leave it out of the DataLoader."
             )
-        problem = unrepeatable(loader)
+        data = data_of(loader)
+        before, self._data = self._data or data, data
+        changed = sorted(name for name, digest in data.items() if before.get(name, digest) != digest)
+        problem = f"{changed[0]} has changed since the last epoch" if changed else unrepeatable(loader)
         if problem is not None:
             raise OffloadError(
                 f"A resume could not find its place in the data: {problem}. Let it draw its order when its iteration "

@@ -6,6 +6,7 @@ Note: trying it out
     decides. A sampler whose one order is tried stays as it was: all that is seen is put back.
 """
 
+import hashlib
 import itertools
 import random
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from hf_offload.snapshots.contents import random_states, restore_random_states
 
@@ -43,17 +44,22 @@ def parts_of(loader: Any) -> list[Any]:
             continue
         found.append(part)
         waiting += [getattr(part, name, None) for name in ("sampler", "batch_sampler")]
-        if isinstance(part, Sampler):
-            waiting += [value for value in vars(part).values() if isinstance(value, Sampler)]
+        waiting += [value for value in getattr(part, "__dict__", {}).values() if isinstance(value, Sampler)]
     return found
+
+
+def _samplers_of(loader: Any) -> list[Any]:
+    """A loader takes anything with a length that can be iterated."""
+    return [part for part in parts_of(loader) if part is not loader and not isinstance(part, DataLoader)]
 
 
 def states_of(loader: Any) -> list[dict[str, dict[str, Any]]]:
     """By part: its generators, and what it counts."""
-    states = []
+    states, samplers = [], _samplers_of(loader)
     for part in parts_of(loader):
         own = getattr(part, "__dict__", {})  # a list of batches has none
-        names = own if _is_unknown(part) else [name for name in _COUNTERS if name in own]
+        is_own = _is_unknown(part) and any(part is one for one in samplers)
+        names = own if is_own else [name for name in _COUNTERS if name in own]
         states.append(
             {
                 "numbers": {name: own[name] for name in names if type(own[name]) in (int, float, bool)},
@@ -76,9 +82,11 @@ def restore(loader: Any, states: list[dict[str, dict[str, Any]]]) -> None:
 
 def unrepeatable(loader: Any) -> str | None:
     """Why the order of the epoch that begins could not be found again from generators and :func:`states_of`, in words."""
-    for part in parts_of(loader):
-        if not isinstance(part, Sampler) or not _is_unknown(part):
+    for part in _samplers_of(loader):
+        if not _is_unknown(part):
             continue
+        if hasattr(part, "__next__"):
+            return f"{_name(part)} is an iterator, and what it gave before is gone"
         generators, states = random_states(), states_of(loader)
         items, draws_later = _tried(part)
         restore_random_states(generators)
@@ -96,10 +104,23 @@ def unrepeatable(loader: Any) -> str | None:
     return None
 
 
+def data_of(loader: Any) -> dict[str, str]:
+    """Digests of what samplers of unknown classes have as attributes that is neither number nor generator, by name: an order
+    that follows from it is found again as long as it does not change.
+    """
+    return {
+        f"{name} of {_name(part)}": hashlib.sha256(_bytes_of(value)).hexdigest()
+        for part in _samplers_of(loader)
+        if _is_unknown(part)
+        for name, value in getattr(part, "__dict__", {}).items()
+        if isinstance(value, (list, tuple, dict, set, np.ndarray, torch.Tensor))
+    }
+
+
 def unlike_each_epoch(loader: Any) -> str | None:
     """Which sampler has another order each time, where the number of the epoch is all that a resume knows; None if none."""
-    for part in parts_of(loader):
-        if not isinstance(part, Sampler) or (not _is_unknown(part) and type(part).__name__ in _BY_EPOCH):
+    for part in _samplers_of(loader):
+        if not _is_unknown(part) and type(part).__name__ in _BY_EPOCH:
             continue
         generators, states = random_states(), states_of(loader)
         items, again = _tried(part)[0], _tried(part)[0]
@@ -130,7 +151,13 @@ def _process_state() -> list[bytes]:
 
 
 def _is_unknown(part: Any) -> bool:
-    return isinstance(part, Sampler) and not f"{type(part).__module__}.".startswith(_KNOWN)
+    return not f"{type(part).__module__}.".startswith(_KNOWN)
+
+
+def _bytes_of(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
 
 
 def _name(part: Any) -> str:

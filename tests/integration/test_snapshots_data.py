@@ -139,7 +139,32 @@ def test_the_order_of_a_training_with_snapshots_is_that_of_one_without(sampler):
     assert order(Position().of) == order(iter)
 
 
+class Duck:
+    """A loader takes it, though it is no Sampler."""
+
+    def __init__(self):
+        self.order = list(range(ROWS))
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        HIDDEN.shuffle(self.order)
+        return iter(list(self.order))
+
+
+class Slots(Duck):
+    __slots__ = ("rounds",)
+
+    def __iter__(self):
+        self.rounds = getattr(self, "rounds", 0) + 1
+        return iter(torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.rounds)).tolist())
+
+
 REFUSED = {
+    "no sampler": (Duck, "Duck has another order each time"),
+    "slots": (Slots, "Slots has another order each time"),
+    "iterator": (lambda: iter(range(ROWS)), "range_iterator is an iterator"),
     "of its module": (OfItsModule, "OfItsModule has another order each time"),
     "in place": (InPlace, "InPlace has another order each time"),
     "of the process": (lambda: Later(None), "Later draws from the generators of the process, item by item"),
@@ -150,6 +175,28 @@ REFUSED = {
 def test_samplers_whose_order_cannot_be_repeated_are_refused_by_name(tmp_path, sampler, reason):
     with pytest.raises(OffloadError, match=f"A resume could not find its place in the data: the sampler {reason}"):
         trained(tmp_path, loader=loader_of(sampler()))
+
+
+class Mines(Own):
+    """Takes the rows first whose losses were high."""
+
+    def __init__(self, make):
+        super().__init__(None)
+        self.losses = make([0.0] * ROWS)
+
+    def __iter__(self):
+        return iter(sorted(range(ROWS), key=lambda row: -float(self.losses[row])))
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+def test_an_order_that_the_training_changes_is_refused_when_it_has_changed(make):
+    position, sampler = Position(), Mines(make)
+    loader = loader_of(sampler)
+    for _ in range(2):
+        assert len(list(position.of(loader))) == ROWS
+    sampler.losses[3] = 1.0
+    with pytest.raises(OffloadError, match="losses of the sampler Mines has changed since the last epoch"):
+        next(position.of(loader))
 
 
 def test_a_sampler_of_batches_is_refused_as_one_of_rows_is(tmp_path):
@@ -220,6 +267,7 @@ TRAINERS = {
         "WeightedRandomSampler",
     ),
     "of its module": (OfItsModule, "OfItsModule"),
+    "no sampler": (Duck, "Duck"),
     "count": (Counts, "Counts"),
 }
 
