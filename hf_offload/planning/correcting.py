@@ -37,8 +37,8 @@ def corrected_plan(
     # And what is looked at is slowed down by looking, so the pace is that of steps that were not.
     footprint = known.footprint.at_pace(known.pace)
     known.pace = 1.0
-    present = problem_of(footprint, hardware, budget_bytes, known.held, allowed)
-    timeline = simulate(present.footprint, known.solution.placements, present.channels, known.solution.windows)
+    # Each process has rates of its own: the first one's count, or they would not decide alike.
+    timeline = ranks.first(lambda: _present(known, footprint, hardware, budget_bytes, allowed))
     excess, needed = peak_bytes - budget_bytes, format_bytes(peak_bytes)
     may_correct = known.corrections < _MOST_CORRECTIONS
     if excess > 0 and not may_correct:
@@ -47,7 +47,7 @@ def corrected_plan(
         )
     elif excess > 0:
         say(ranks, logging.INFO, "The step needed %s, more than the budget: planning again.", needed)
-    elif not may_correct or not ranks.first(lambda: timeline.step_s > _GAIN * footprint.step_s):
+    elif not may_correct or timeline.step_s <= _GAIN * footprint.step_s:
         _stay(known, footprint, timeline)  # no plan takes less than all of its compute
         return None
     less = known.correction_bytes + (excess if excess > 0 and may_correct else 0)
@@ -70,6 +70,12 @@ def corrected_plan(
         return other
     _stay(known, footprint, timeline)
     return None
+
+
+def _present(known: Known, footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Timeline:
+    """The plan as it is, at the present pace and rates."""
+    problem = problem_of(footprint, hardware, budget_bytes, known.held, allowed)
+    return simulate(problem.footprint, known.solution.placements, problem.channels, known.solution.windows)
 
 
 def _stay(known: Known, footprint: Footprint, timeline: Timeline) -> None:

@@ -441,7 +441,7 @@ def test_an_error_in_either_pass_leaves_weights_as_two_passes_would(which, error
             optimizer.step(lambda model=model: loss_of(model, 2))
         handle.remove()
         assert len({calls.get() for _ in range(1 + which)}) == (1 + which if takes_turns else 1)
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads  # those of other models may end meanwhile
         loss = float(optimizer.step(lambda model=model: loss_of(model, 3)))
         results.append((weights(model), optimizer.log, loss))
     assert_same(results[1], results[0])

@@ -120,6 +120,8 @@ def test_what_comes_between_steps_finds_weights_as_in_memory(between, restore, t
     expected = trained(model, "gpt2", between, restore=restore)
     session = attached(other, tmp_path)
     found = trained(other, "gpt2", between, session, restore)
+    if between is changes_by_others:
+        expected[1].known[1:] = []  # in memory, the log notices it at once; on a tier, when a training begins
     assert found[1:] == expected[1:]
     assert same(found[0], expected[0])
     if between is a_state_dict:
