@@ -97,7 +97,7 @@ class TrainerSnapshots:
                     "There is no snapshot or checkpoint of %s yet: training starts at its beginning.", self._output
                 )
             return checkpoint
-        if checkpoint is not None and self._ranks.first(lambda: _is_newer(Path(checkpoint), found)):
+        if checkpoint is not None and self._ranks.first(lambda: _is_newer(Path(checkpoint), found, self._steps)):
             opened.forget_found()
             return checkpoint
         if self._trainer.model is not None:  # else it is made later, by model_init
@@ -368,11 +368,15 @@ def _write_adapter_config(model: Any, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def _is_newer(checkpoint: Path, found: Found) -> bool:
-    """Whether a checkpoint is of the same run, and of a later step."""
+def _is_newer(checkpoint: Path, found: Found, steps: int) -> bool:
+    """Whether a checkpoint is of the same run, and so much later that a snapshot of every so many ``steps`` is missing.
+
+    Otherwise the snapshot is better: a checkpoint lacks the loss that was not logged yet.
+    """
     path = checkpoint / TRAINER_STATE_NAME
     return bool(
-        path.stat().st_mtime >= found.record["began"] and json.loads(path.read_bytes())["global_step"] > found.step
+        path.stat().st_mtime >= found.record["began"]
+        and json.loads(path.read_bytes())["global_step"] > found.step + steps
     )
 
 

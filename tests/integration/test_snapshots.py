@@ -26,6 +26,7 @@ from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArgu
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, TierFullError
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
+from hf_offload.integrations.extended_trainer import snapshots_of_training
 from hf_offload.snapshots import contents, process
 from hf_offload.snapshots import disk as on_disk
 from hf_offload.snapshots.client import SnapshotClient
@@ -407,14 +408,28 @@ def test_a_drive_without_room_for_what_is_kept_is_an_error_at_the_first_snapshot
         dies_at(15, tmp_path / "run", **on_drive, offload_disk_budget=str(budget))
 
 
-def test_a_newer_checkpoint_of_the_same_run_comes_first_and_an_older_run_s_does_not(whole, tmp_path):
+def test_a_snapshot_comes_before_a_checkpoint_that_is_little_newer_and_one_of_an_older_run(whole, tmp_path):
     others = {"save_strategy": "steps", "save_steps": 7}
-    dies_at(15, tmp_path, **others)
-    assert resumed(tmp_path, **others)[0] == 14
+    dies_at(15, tmp_path, **others)  # with checkpoint-14, which lacks the loss of steps that were not logged yet
+    begun, found = resumed(tmp_path, **others)
+    assert begun == 12
+    assert same(whole, found)
     dies_at(11, tmp_path, **others)  # anew, with checkpoint-28 of the run before in the same folder
     begun, found = resumed(tmp_path, **others)
     assert begun == 8
     assert same(whole, found)
+
+
+def test_a_checkpoint_comes_first_where_snapshots_are_missing(tmp_path):
+    class Drops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                snapshots_of_training(trainer).taking.take = lambda *args, **kwargs: None
+
+    trainer = trainer_in(tmp_path, True, [Drops(), Dies(15)], **SHORT, save_strategy="steps", save_steps=7)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert resumed(tmp_path, save_strategy="steps", save_steps=7)[0] == 14
 
 
 def test_a_checkpoint_on_disk_is_one_of_the_trainer(whole, tmp_path):
