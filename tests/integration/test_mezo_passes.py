@@ -1,6 +1,11 @@
 """MeZO with weights on a tier computes both losses in one pass over the weights, in turns, where a model allows that."""
 
+import argparse
+import array
 import collections
+import contextvars
+import ctypes
+import itertools
 import logging
 import queue
 import random
@@ -332,6 +337,108 @@ class InACount(Kept):
         return self.model.calls / 10
 
 
+class InAnArray(Kept):
+    values = staticmethod(lambda: np.zeros(1))
+
+    def __init__(self, model):
+        super().__init__(model)
+        model.left = self.values()
+
+    def put(self, value):
+        self.model.left[0] = value
+
+    def get(self):
+        return float(self.model.left[0])
+
+
+class InAnArrayInAClosure(InAnArray):
+    def __init__(self, model):
+        super().__init__(types.SimpleNamespace())
+
+
+class InAnArrayOfObjects(InAnArray):
+    values = staticmethod(lambda: np.array([0.0], dtype=object))
+
+
+class InAnArrayOfPython(InAnArray):
+    values = staticmethod(lambda: array.array("d", [0.0]))
+
+
+class InAnArrayOfC(InAnArray):
+    values = staticmethod(lambda: (ctypes.c_double * 1)())
+
+
+class InAViewOfBytes(InAnArray):
+    values = staticmethod(lambda: memoryview(bytearray(8)).cast("d"))
+
+
+class InANamespace(Kept):
+    values = argparse.Namespace
+
+    def __init__(self, model):
+        super().__init__(model)
+        model.left = self.values()
+
+    def put(self, value):
+        self.model.left.value = value
+
+    def get(self):
+        return self.model.left.value
+
+
+class WithSlots:
+    __slots__ = ("value",)
+
+
+class InASlot(InANamespace):
+    values = WithSlots
+
+
+class InAQueueOfTheModel(Kept):
+    def __init__(self, model):
+        super().__init__(model)
+        model.left = queue.LifoQueue()
+
+    def put(self, value):
+        self.model.left.put(value)
+
+    def get(self):
+        return self.model.left.get()
+
+
+def pair():
+    left = None
+
+    def put(self, value):
+        nonlocal left
+        left = value
+
+    return put, lambda self: left
+
+
+class InAClosureOfAClass(Kept):
+    put, get = pair()
+
+
+class OnAFunction(Kept):
+    def put(self, value):
+        pair.left = value
+
+    def get(self):
+        return pair.left
+
+
+VARIABLE = contextvars.ContextVar("left", default=None)
+
+
+class InAVariable(Kept):
+    def put(self, value):
+        VARIABLE.set(value)
+
+    def get(self):
+        return VARIABLE.get()
+
+
 def leaving(kept, as_number):
     """A model that leaves something to its last block from the step 1 on."""
 
@@ -353,7 +460,11 @@ def begin_to_leave(model, step):
     model.leaves = step > 0
 
 
-ANYWHERE = [OnItself, OnItselfForAWhile, OnABlock, OnAClass, InAFile, InAList, InAnObject]
+ANYWHERE = [
+    *(OnItself, OnItselfForAWhile, OnABlock, OnAClass, InAFile, InAList, InAnObject),
+    *(InAnArray, InAnArrayInAClosure, InAnArrayOfObjects, InAnArrayOfPython, InAnArrayOfC, InAViewOfBytes),
+    *(InANamespace, InASlot, InAQueueOfTheModel, InAClosureOfAClass, OnAFunction, InAVariable),
+]
 LEAVING = [
     (OnItself, False),
     *((kind, True) for kind in ANYWHERE),
@@ -374,6 +485,36 @@ def test_what_a_model_leaves_between_its_blocks_from_a_later_step_on_is_that_of_
         del type(model).left
     assert_same(found, expected)
     assert ["in one pass" in each for each in said()][:2] == [True, False]
+
+
+def multiplied(model):
+    model.left = model.left * 1.5
+    return torch.sparse.sum(model.left)
+
+
+UNKNOWN = {
+    "an iterator": (itertools.count, lambda model: next(model.left)),
+    "a queue": (queue.SimpleQueue, lambda model: model.left.put(0) or model.left.qsize()),
+    "a list's iterator": (lambda: iter([0.1, 0.2] * 100), lambda model: next(model.left)),
+    "a sparse tensor": (lambda: torch.eye(2).to_sparse(), multiplied),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_model_that_keeps_what_cannot_be_compared_has_the_bits_of_two_passes(kind, said):
+    kept, use = UNKNOWN[kind]
+    expected = []
+    for attaches in (False, True):
+        model = deep()
+        model.left = kept()
+        for block in model.transformer.h:
+            block.register_forward_pre_hook(lambda _, args, m=model: (args[0] + 0.001 * use(m), *args[1:]))
+        if attaches:
+            attached(model, None, "ram")
+        found = trained(model)
+        expected = expected or found
+    assert_same(found, expected)
+    assert all("in two passes" in each and ("left" in each or "strided" in each) for each in said())
 
 
 def test_what_a_closure_and_functions_keep_between_blocks_is_that_of_two_passes(said):
@@ -428,11 +569,12 @@ def test_an_error_in_either_pass_leaves_weights_as_two_passes_would(which, error
         optimizer = MeZO(model.parameters(), model, **SETTINGS)
         optimizer.step(lambda model=model: loss_of(model, 0))
         optimizer.step(lambda model=model: loss_of(model, 1))
-        calls, ends = queue.SimpleQueue(), iter([False] * which + [True])  # which are not looked at
+        event = threading.Event()  # what is on it is not looked at
+        event.calls = []
 
-        def fail(block, args, calls=calls, ends=ends):
-            calls.put(threading.get_ident())
-            if next(ends):
+        def fail(block, args, event=event):
+            event.calls.append(threading.get_ident())
+            if len(event.calls) > which:
                 raise error("in a block")
 
         threads = threading.active_count()
@@ -440,7 +582,7 @@ def test_an_error_in_either_pass_leaves_weights_as_two_passes_would(which, error
         with pytest.raises(error, match="in a block"):
             optimizer.step(lambda model=model: loss_of(model, 2))
         handle.remove()
-        assert len({calls.get() for _ in range(1 + which)}) == (1 + which if takes_turns else 1)
+        assert len(set(event.calls)) == (1 + which if takes_turns else 1)
         assert threading.active_count() <= threads  # those of other models may end meanwhile
         loss = float(optimizer.step(lambda model=model: loss_of(model, 3)))
         results.append((weights(model), optimizer.log, loss))

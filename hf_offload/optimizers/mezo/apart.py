@@ -3,19 +3,26 @@
 Note: what is looked at
     Tensors, wherever a model keeps them: each operation of a pass may read what this pass has made, and what was there before
     the step, and may write only what this pass has made (:class:`Apart`). Everything else, in front of each block: what
-    modules, objects and containers on them, their classes, the files that define these, and what their hooks refer to have
-    as attributes or elements, and the states of generators (:class:`PythonState`). So a pass is given up before the other one
-    runs on what it has changed, and what it has changed is put back.
+    modules, objects and containers on them, their classes with the functions in them, the files that define these, and what
+    their hooks refer to have as attributes, slots, elements or bytes, context variables, and the states of generators
+    (:class:`PythonState`). So a pass is given up before the other one runs on what it has changed, and what it has changed is
+    put back. What may change and cannot be compared, such as an iterator, lets a model take two passes.
 
-    What is not seen are Python numbers that a model keeps anywhere else between its blocks, in files, in thread-local
-    objects or in iterators, and kernels that read memory without an operation of PyTorch.
+    What is not seen are Python numbers that a model keeps anywhere else between its blocks, such as in files or in objects of
+    PyTorch, tensors written through an array of NumPy that is not kept, and kernels that read memory without an operation of
+    PyTorch.
 """
 
+import array
 import collections
+import contextvars
+import ctypes
 import functools
 import operator
+import queue
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -32,6 +39,25 @@ _MADE_BY = "_hf_offload_pass"
 
 _LIBRARIES = {"torch", "hf_offload", "accelerate", "numpy"} | set(sys.stdlib_module_names) - {"types"}
 """What they keep does not change what a model computes."""
+_OPAQUE = {"torch", "hf_offload", "accelerate", "numpy"} | {
+    *("_abc", "_io", "_thread", "_weakref", "abc", "ast", "asyncio", "concurrent", "datetime", "decimal", "enum"),
+    *(
+        "fractions",
+        "importlib",
+        "inspect",
+        "io",
+        "logging",
+        "operator",
+        "os",
+        "pathlib",
+        "re",
+        "signal",
+        "socket",
+        "ssl",
+    ),
+    *("subprocess", "tempfile", "threading", "typing", "uuid", "warnings", "weakref", "zoneinfo"),
+}
+"""What their objects keep does not change what a model computes, or cannot change; those of other libraries are looked at."""
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 _SEEN = {"_buffers", "_modules"} | _HOOKS
 _UNSEEN = set(vars(nn.Module())) - _SEEN
@@ -39,6 +65,26 @@ _UNSEEN = set(vars(nn.Module())) - _SEEN
 _VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, frozenset, types.MethodType)
 _LEVELS = 2
 """Of objects in objects that are looked at."""
+_BYTES = (
+    np.ndarray,
+    array.array,
+    bytearray,
+    memoryview,
+    ctypes._SimpleCData,
+    ctypes.Array,
+    ctypes.Structure,
+    ctypes.Union,
+)
+_MOST_BYTES = 64 << 20
+"""Of one array that is compared."""
+_DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property)
+_FIXED = (
+    *(types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, types.CodeType),
+    *(types.GenericAlias, types.MappingProxyType, types.FrameType, types.EllipsisType, types.NotImplementedType),
+    *(slice, range),
+)
+"""Types of what has no state of its own."""
 
 
 class Apart(TorchDispatchMode):
@@ -75,6 +121,8 @@ class Apart(TorchDispatchMode):
         with torch._C.DisableTorchFunctionSubclass():
             given = {id(storage): storage for one in _tensors((args, kwargs)) for storage in _storage_of(one)}
             makers = {getattr(storage, _MADE_BY, self) for storage in given.values()}
+            if any(getattr(one, _MADE_BY, None) is not self for one in _tensors((args, kwargs)) if _has_parts(one)):
+                self._give_up("keeps tensors that are not strided", func)
             if makers - {self}:
                 self._give_up("leaves tensors of one pass to another one", func)
             if _written_by(func):
@@ -88,6 +136,8 @@ class Apart(TorchDispatchMode):
                 self._drawn[id(generator)] = generator, generator.get_state()
             result = func(*args, **kwargs)
             for one in _tensors((result,)):
+                if _has_parts(one):
+                    setattr(one, _MADE_BY, self)
                 for storage in _storage_of(one):
                     if id(storage) not in given:
                         setattr(storage, _MADE_BY, self)
@@ -111,6 +161,11 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _storage_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if tensor.layout is torch.strided:
         yield tensor.untyped_storage()
+
+
+def _has_parts(tensor: Tensor) -> bool:
+    """Whether it is sparse, or of another layout whose parts are not seen."""
+    return tensor.layout is not torch.strided
 
 
 @functools.cache
@@ -190,14 +245,23 @@ class PythonState:
         self._random = random_states()
         self._places: list[_Place] = []
         self._known: dict[int, Any] = {}
+        self._unknown: str | None = None
+        self._levels: dict[int, int] = {}
+        self._in_files = False
+        self._variables: list[_Place] = []
         with torch._C.DisableTorchFunctionSubclass():
             self._look(model, "the model", _LEVELS)
             self._look(closure, "the closure", 0)
 
-    def check(self) -> None:
-        """Raise :class:`~hf_offload.optimizers.mezo.pairs.UnfitError` if it has changed."""
+    def check(self, ended: bool = False) -> None:
+        """Raise :class:`~hf_offload.optimizers.mezo.pairs.UnfitError` if it has changed, or if some of it is of
+        a kind that cannot be compared.
+        """
+        if self._unknown is not None:
+            self.why = f"keeps {self._unknown}"
+            raise UnfitError
         with torch._C.DisableTorchFunctionSubclass():
-            for place in self._places:
+            for place in [*self._places, *(self._variables if ended else ())]:
                 if place.is_changed():
                     self.why = f"changes {place.changed_name()}"
                     raise UnfitError
@@ -208,13 +272,16 @@ class PythonState:
     def restore(self) -> None:
         """Put it back."""
         with torch._C.DisableTorchFunctionSubclass():
-            for place in self._places:
+            for place in [*self._places, *self._variables]:
                 place.restore()
         set_random_states(self._random)
 
     def _look(self, value: Any, name: str, levels: int) -> None:
-        if id(value) in self._known or isinstance(value, (Tensor, *_VALUES[:-1], type(None), types.ModuleType)):
+        if isinstance(value, (Tensor, *_VALUES[:-1], type(None), types.ModuleType)):
             return
+        if id(value) in self._known and levels <= self._levels.get(id(value), levels):
+            return
+        self._levels[id(value)] = levels
         self._known[id(value)] = value
         if isinstance(value, nn.Module):
             self._look_at_module(value, name, levels)
@@ -241,10 +308,62 @@ class PythonState:
             self._places.append(_Place(name, *generator))
         elif isinstance(value, type):
             self._look_at_class(value)
-        elif levels and hasattr(value, "__dict__") and not _is_of_library(type(value)):
+        elif isinstance(value, _BYTES):
+            self._look_at_bytes(value, name)
+        elif isinstance(value, contextvars.ContextVar):
+            self._look_at_variable(value, name, levels)
+        elif isinstance(value, _DESCRIPTORS):
+            parts = ("__func__", "fget", "fset", "func")
+            self._look_at_all([(part, getattr(value, part, None)) for part in parts], name, levels)
+        elif levels and not _is_opaque(value):
+            self._look_at_object(value, name, levels - 1)
+
+    def _look_at_object(self, value: Any, name: str, levels: int) -> None:
+        slots = _slots(type(value))
+        has_names = isinstance(getattr(value, "__dict__", None), dict)
+        if isinstance(value, threading.local) or not (has_names or slots or _is_fixed(value)):
+            self._give_up(name, value)
+            return
+        if not _is_of_library(type(value)):
             self._look_at_class(type(value))
+        if has_names:
             self._add_mapping(name, vars(value))
-            self._look_at_all(vars(value).items(), name, levels - 1)
+            self._look_at_all(vars(value).items(), name, levels)
+        if slots:
+
+            def read() -> list[Any]:
+                present = {key: slot.__get__(value) for key, slot in slots.items() if hasattr(value, key)}
+                return [*present, *present.values()]
+
+            self._places.append(_Place(name, read, lambda old: _refill_slots(value, slots, old)))
+            self._look_at_all(_mapping(read()).items(), name, levels)
+
+    def _look_at_bytes(self, value: Any, name: str) -> None:
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            self._places.append(_Place(name, lambda: list(value.flat), lambda old: _refill_array(value, old)))
+            self._look_at_all(enumerate(value.flat), name, 0)
+            return
+        if isinstance(value, np.ndarray) and not value.flags.writeable:
+            self._look(value.base, name, 0)
+        elif _size(value) > _MOST_BYTES:
+            self._give_up(name, value)
+        else:
+            self._places.append(
+                _Place(name, lambda: [_shape(value), _bytes(value)], lambda old: _refill_bytes(value, old[1]))
+            )
+
+    def _look_at_variable(self, variable: contextvars.ContextVar[Any], name: str, levels: int) -> None:
+        """The other pass runs in a copy of the context, so a value that is there during a pass alone is not seen by it."""
+        try:
+            content = variable.get()
+        except LookupError:  # it could not be put back
+            self._give_up(name, variable)
+            return
+        self._variables.append(_Place(name, lambda: [variable.get()], lambda old: _set_variable(variable, old)))
+        self._look(content, name, levels)
+
+    def _give_up(self, name: str, value: Any) -> None:
+        self._unknown = self._unknown or f"{name}, of type {type(value).__qualname__}, which is not compared"
 
     def _look_at_all(self, items: Iterable[tuple[Any, Any]], name: str, levels: int) -> None:
         for key, value in items:
@@ -282,7 +401,7 @@ class PythonState:
             self._places.append(
                 _Place(each.__name__, lambda v=values: [*v, *v.values()], functools.partial(_refill_class, each))  # type: ignore[misc]
             )
-            self._look_at_all([(key, one) for key, one in values.items() if _is_container(one)], each.__name__, 0)
+            self._look_at_kept(values.items(), each.__name__)
             self._look_at_file(vars(sys.modules[each.__module__]) if each.__module__ in sys.modules else None)
 
     def _look_at_file(self, names: dict[str, Any] | None) -> None:
@@ -291,17 +410,23 @@ class PythonState:
             return
         self._known[id(names)] = names
         self._add_mapping(name, names)
-        for key, value in list(names.items()):
-            if not key.startswith("__") and (_is_container(value) or _is_plain_object(value)):
-                self._look(value, f"{name}.{key}", 1)
+        self._look_at_kept([item for item in names.items() if not item[0].startswith("__")], name)
+
+    def _look_at_kept(self, items: Iterable[tuple[str, Any]], name: str) -> None:
+        before, self._in_files = self._in_files, True
+        self._look_at_all([item for item in items if _is_kept(item[1])], name, 1)
+        self._in_files = before
 
     def _look_at_function(self, function: types.FunctionType, name: str, levels: int) -> None:
-        if _is_of_library(function):
+        file = str(function.__globals__.get("__name__"))
+        if file.partition(".")[0] in _LIBRARIES:
+            self._look_at_all(enumerate(function.__closure__ or ()), name, 0)
             return
         self._look_at_all(enumerate(function.__closure__ or ()), name, levels)
         self._look_at_all([("defaults", function.__defaults__), ("keywords", function.__kwdefaults__)], name, levels)
         self._look(vars(function), name, levels)
-        self._look_at_file(function.__globals__)
+        if not self._in_files:
+            self._look_at_file(function.__globals__)
 
     def _add_mapping(self, name: str, mapping: dict[Any, Any]) -> None:
         self._places.append(
@@ -317,13 +442,33 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, (dict, list, set, collections.deque)) or _generator(value) is not None
 
 
-def _is_plain_object(value: Any) -> bool:
-    return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, (type, nn.Module, types.FunctionType))
-        and not callable(value)
-        and not _is_of_library(type(value))
-    )
+def _is_kept(value: Any) -> bool:
+    """Whether an attribute of a class, or a name of a file, may have state."""
+    if isinstance(value, (type, nn.Module, types.ModuleType, types.MethodType)):
+        return False
+    kinds = (*_BYTES, *_DESCRIPTORS, types.FunctionType, contextvars.ContextVar, functools.partial)
+    return _is_container(value) or isinstance(value, kinds) or not (callable(value) or _is_opaque(value))
+
+
+def _is_opaque(value: Any) -> bool:
+    if isinstance(value, (threading.local, queue.SimpleQueue)):
+        return False
+    return str(type(value).__module__).partition(".")[0] in _OPAQUE
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether it is of a kind that does not change: values that are equal have equal hashes."""
+    return isinstance(value, _FIXED) or type(value) is object or type(value).__hash__ not in (object.__hash__, None)
+
+
+def _slots(kind: type) -> dict[str, Any]:
+    return {
+        key: slot
+        for each in reversed(kind.__mro__)
+        if "__slots__" in vars(each)
+        for key, slot in vars(each).items()
+        if isinstance(slot, types.MemberDescriptorType)
+    }
 
 
 def _content(cell: types.CellType) -> list[Any]:
@@ -341,6 +486,52 @@ def _refill(values: Any, old: list[Any]) -> None:
 def _refill_set(values: set[Any], old: frozenset[Any]) -> None:
     values.clear()
     values.update(old)
+
+
+def _refill_slots(value: Any, slots: dict[str, Any], old: list[Any]) -> None:
+    before = _mapping(old)
+    for key, slot in slots.items():
+        if key in before:
+            slot.__set__(value, before[key])
+        elif hasattr(value, key):
+            slot.__delete__(value)
+
+
+def _set_variable(variable: contextvars.ContextVar[Any], old: list[Any]) -> None:
+    variable.set(old[0])
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, array.array):
+        return len(value) * value.itemsize
+    return int(value.nbytes) if isinstance(value, (np.ndarray, memoryview)) else len(_bytes(value))
+
+
+def _shape(value: Any) -> tuple[Any, ...]:
+    return (value.shape, value.dtype.str) if isinstance(value, np.ndarray) else ()
+
+
+def _bytes(value: Any) -> bytes:
+    return value.tobytes() if isinstance(value, (np.ndarray, array.array, memoryview)) else bytes(value)
+
+
+def _refill_bytes(value: Any, old: bytes) -> None:
+    if isinstance(value, np.ndarray):
+        value[...] = np.frombuffer(old, value.dtype).reshape(value.shape)
+    elif isinstance(value, array.array):
+        del value[:]
+        value.frombytes(old)
+    elif isinstance(value, bytearray):
+        value[:] = old
+    elif isinstance(value, memoryview):
+        value.cast("B")[:] = old
+    else:
+        ctypes.memmove(ctypes.addressof(value), old, len(old))
+
+
+def _refill_array(value: Any, old: list[Any]) -> None:
+    for place, one in enumerate(old):
+        value.flat[place] = one
 
 
 def _refill_cell(cell: types.CellType, old: list[Any]) -> None:

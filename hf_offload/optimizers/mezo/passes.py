@@ -67,11 +67,12 @@ class Passes:
             else:
                 with mode:
                     loss = closure()
-            state.check()
+            state.check(ended=True)
             return loss
 
         course.takes_turns = True
         try:
+            state.check()
             with first:  # around the second one, as PyTorch counts modes in all threads together
                 found: list[Tensor] = run_in_turns(
                     (lambda: pass_of(None), lambda: pass_of(second)),
