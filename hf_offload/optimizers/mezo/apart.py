@@ -82,7 +82,7 @@ _FIXED = (
     *(types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType),
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, types.CodeType),
     *(types.GenericAlias, types.MappingProxyType, types.FrameType, types.EllipsisType, types.NotImplementedType),
-    *(slice, range),
+    *(types.UnionType, slice, range),
 )
 """Types of what has no state of its own."""
 
@@ -248,6 +248,7 @@ class PythonState:
         self._unknown: str | None = None
         self._levels: dict[int, int] = {}
         self._in_files = False
+        self._classes: set[type] = set()
         self._variables: list[_Place] = []
         with torch._C.DisableTorchFunctionSubclass():
             self._look(model, "the model", _LEVELS)
@@ -307,7 +308,8 @@ class PythonState:
         elif (generator := _generator(value)) is not None:
             self._places.append(_Place(name, *generator))
         elif isinstance(value, type):
-            self._look_at_class(value)
+            if not (self._in_files and value.__module__.startswith("transformers.")):  # tables of all models
+                self._look_at_class(value)
         elif isinstance(value, _BYTES):
             self._look_at_bytes(value, name)
         elif isinstance(value, contextvars.ContextVar):
@@ -319,6 +321,8 @@ class PythonState:
             self._look_at_object(value, name, levels - 1)
 
     def _look_at_object(self, value: Any, name: str, levels: int) -> None:
+        if isinstance(value, _FIXED):
+            return
         slots = _slots(type(value))
         has_names = isinstance(getattr(value, "__dict__", None), dict)
         if isinstance(value, threading.local) or not (has_names or slots or _is_fixed(value)):
@@ -394,8 +398,9 @@ class PythonState:
 
     def _look_at_class(self, kind: type) -> None:
         for each in kind.__mro__:
-            if _is_of_library(each) or (id(each) in self._known and each is not kind):
+            if _is_of_library(each) or each in self._classes:
                 continue
+            self._classes.add(each)
             self._known[id(each)] = each
             values: Any = vars(each)
             self._places.append(
