@@ -5,6 +5,7 @@ import array
 import collections
 import contextvars
 import ctypes
+import io
 import itertools
 import logging
 import queue
@@ -15,6 +16,7 @@ import types
 import numpy as np
 import pytest
 import torch
+import tqdm
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -492,10 +494,19 @@ def multiplied(model):
     return torch.sparse.sum(model.left)
 
 
+class Counting(threading.Thread):
+    count = 0
+
+    def add(self):
+        self.count += 1
+        return self.count
+
+
 UNKNOWN = {
     "an iterator": (itertools.count, lambda model: next(model.left)),
     "a queue": (queue.SimpleQueue, lambda model: model.left.put(0) or model.left.qsize()),
     "a list's iterator": (lambda: iter([0.1, 0.2] * 100), lambda model: next(model.left)),
+    "a thread": (Counting, lambda model: model.left.add()),
     "a sparse tensor": (lambda: torch.eye(2).to_sparse(), multiplied),
 }
 
@@ -515,6 +526,25 @@ def test_a_model_that_keeps_what_cannot_be_compared_has_the_bits_of_two_passes(k
         expected = expected or found
     assert_same(found, expected)
     assert all("in two passes" in each and ("left" in each or "strided" in each) for each in said())
+
+
+def test_a_progress_bar_that_moves_in_every_block_does_not_end_a_pass(said):
+    """Its monitor, a thread of its own, writes to it as well."""
+    progress = tqdm.tqdm(file=io.StringIO(), mininterval=0)
+    found = []
+    for attaches in (False, True):
+        model = deep()
+        for block in model.transformer.h:
+            block.register_forward_pre_hook(
+                lambda *_: progress.update() and setattr(tqdm.tqdm.monitor, "woken", progress.n)
+            )
+        if attaches:
+            attached(model, None, "ram")
+        found.append(trained(model))
+    progress.close()
+    assert_same(*found)
+    assert progress.n
+    assert said() == ["MeZO computes both losses of a step in one pass over the weights."]
 
 
 def test_what_a_closure_and_functions_keep_between_blocks_is_that_of_two_passes(said):

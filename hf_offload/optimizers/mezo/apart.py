@@ -37,9 +37,10 @@ from hf_offload.optimizers.mezo.pairs import UnfitError, are_equal, random_state
 _MADE_BY = "_hf_offload_pass"
 """On a storage: the pass that has made it."""
 
-_LIBRARIES = {"torch", "hf_offload", "accelerate", "numpy"} | set(sys.stdlib_module_names) - {"types"}
+_COMMON = {"torch", "hf_offload", "accelerate", "numpy", "rich", "tqdm"}
+_LIBRARIES = _COMMON | set(sys.stdlib_module_names) - {"types"}
 """What they keep does not change what a model computes."""
-_OPAQUE = {"torch", "hf_offload", "accelerate", "numpy"} | {
+_OPAQUE = _COMMON | {
     *("_abc", "_io", "_thread", "_weakref", "abc", "ast", "asyncio", "concurrent", "datetime", "decimal", "enum"),
     *(
         "fractions",
@@ -325,7 +326,8 @@ class PythonState:
             return
         slots = _slots(type(value))
         has_names = isinstance(getattr(value, "__dict__", None), dict)
-        if isinstance(value, threading.local) or not (has_names or slots or _is_fixed(value)):
+        at_any_time = isinstance(value, (threading.local, threading.Thread))  # other threads change it
+        if at_any_time or not (has_names or slots or _is_fixed(value)):
             self._give_up(name, value)
             return
         if not _is_of_library(type(value)):
