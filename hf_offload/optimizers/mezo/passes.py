@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from hf_offload.optimizers.mezo.apart import Apart, PythonState
+from hf_offload.optimizers.mezo.apart import Apart
 from hf_offload.optimizers.mezo.course import Course
 from hf_offload.optimizers.mezo.pairs import UnfitError, random_states, run_in_turns, set_random_states
+from hf_offload.optimizers.mezo.python_state import PythonState
 from hf_offload.parameters.contexts import is_outside
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.structure.units import find_blocks
