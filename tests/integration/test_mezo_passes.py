@@ -18,7 +18,7 @@ import pytest
 import torch
 import tqdm
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import MODEL_MAPPING, GPT2Config, GPT2LMHeadModel
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.optimizers.mezo import MeZO, passes
@@ -396,6 +396,14 @@ class InASlot(InANamespace):
     values = WithSlots
 
 
+class WithAttributes(list):
+    pass
+
+
+class OnAList(InANamespace):
+    values = WithAttributes
+
+
 class InAQueueOfTheModel(Kept):
     def __init__(self, model):
         super().__init__(model)
@@ -465,8 +473,11 @@ def begin_to_leave(model, step):
 ANYWHERE = [
     *(OnItself, OnItselfForAWhile, OnABlock, OnAClass, InAFile, InAList, InAnObject),
     *(InAnArray, InAnArrayInAClosure, InAnArrayOfObjects, InAnArrayOfPython, InAnArrayOfC, InAViewOfBytes),
-    *(InANamespace, InASlot, InAQueueOfTheModel, InAClosureOfAClass, OnAFunction, InAVariable),
+    *(InANamespace, InASlot, OnAList, InAQueueOfTheModel, InAClosureOfAClass, OnAFunction, InAVariable),
 ]
+TABLE = MODEL_MAPPING
+"""Of this file, at which a pass looks: reading it would import all models."""
+
 LEAVING = [
     (OnItself, False),
     *((kind, True) for kind in ANYWHERE),

@@ -39,6 +39,8 @@ _OPAQUE = _COMMON | {
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 _UNSEEN = set(vars(nn.Module())) - {"_buffers", "_modules"} - _HOOKS
 """What PyTorch keeps on each module for other things than a forward."""
+_TABLES = "transformers.models.auto.auto_factory"
+"""What its mappings hold are all models, which are imported when they are read."""
 _LEVELS = 2
 """Of objects in objects that are looked at."""
 _MOST_BYTES = 64 << 20
@@ -106,7 +108,7 @@ class PythonState:
         set_random_states(self._random)
 
     def _look(self, value: Any, name: str, levels: int) -> None:
-        if isinstance(value, (Tensor, *PLAIN, type(None), types.ModuleType)):
+        if isinstance(value, (Tensor, *PLAIN, type(None), types.ModuleType)) or type(value).__module__ == _TABLES:
             return
         if id(value) in self._known and levels <= self._levels.get(id(value), levels):
             return
@@ -127,6 +129,8 @@ class PythonState:
             self._places.append(places.generator(name, value))
         elif (place := places.container(name, value)) is not None:
             self._look_into(place, name, levels)
+            if not _is_of_library(type(value)):
+                self._look_at_attributes(value, name, levels)
         elif isinstance(value, tuple):
             self._look_at_all(enumerate(value), name, levels)
         elif isinstance(value, _WRAPPERS):
@@ -221,18 +225,21 @@ class PythonState:
     def _look_at_object(self, value: Any, name: str, levels: int) -> None:
         if isinstance(value, _FIXED):
             return
-        slots = places.slots(name, value)
-        has_names = isinstance(getattr(value, "__dict__", None), dict)
         at_any_time = isinstance(value, (threading.local, threading.Thread))  # other threads change it
-        if at_any_time or not (has_names or slots is not None or _is_fixed(value)):
+        if at_any_time or not (self._look_at_attributes(value, name, levels) or _is_fixed(value)):
             self._give_up(name, value)
-            return
+
+    def _look_at_attributes(self, value: Any, name: str, levels: int) -> bool:
+        """Whether it can have some of its own."""
         if not _is_of_library(type(value)):
             self._look_at_class(type(value))
+        has_names = isinstance(getattr(value, "__dict__", None), dict)
         if has_names:
             self._look_into(places.names(name, vars(value)), name, levels)
+        slots = places.slots(name, value)
         if slots is not None:
             self._look_into(slots, name, levels)
+        return has_names or slots is not None
 
     def _give_up(self, name: str, value: Any) -> None:
         self._unknown = self._unknown or f"{name}, of type {type(value).__qualname__}, which is not compared"
