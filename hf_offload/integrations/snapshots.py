@@ -25,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_offload
 from hf_offload.errors import SnapshotError
+from hf_offload.generators import process_states
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.snapshot_refusals import refuse, refuse_order
 from hf_offload.ranks import Ranks
@@ -234,7 +235,7 @@ class TrainerSnapshots:
             OPTIMIZER_NAME: contents.archive(optimizer, kept),
             SCHEDULER_NAME: contents.archive_now(schedule),
         }
-        own = {contents.of_rank(RNG_NAME, self._ranks): contents.archived(contents.random_states())}
+        own = {contents.of_rank(RNG_NAME, self._ranks): contents.archived(process_states())}
         files |= contents.of_all_ranks(own, self._ranks)
         scaler = getattr(trainer.accelerator, "scaler", None)
         if scaler is not None:

@@ -4,12 +4,10 @@ import hashlib
 import io
 import json
 import os
-import random
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -208,29 +206,6 @@ def of_all_ranks(own: Mapping[str, bytes], ranks: Ranks) -> dict[str, Write]:
     """Small files of all ranks, so that the snapshot of one of them is a whole checkpoint. All ranks call it."""
     everyone = [*ranks.gather(dict(own)), own]  # those that all have under the same name are one's own
     return {name: small_file(content) for files in everyone for name, content in files.items()}
-
-
-def random_states() -> dict[str, Any]:
-    """The states of Python's, NumPy's and PyTorch's generators, as a Trainer keeps them."""
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002  the global one, as libraries use it
-        "cpu": torch.random.get_rng_state(),
-    }
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None:  # under its type's name
-        states[device.type] = torch.get_device_module(device).get_rng_state()
-    return states
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Let the generators be as :func:`random_states` has found them."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002  the global one, as libraries use it
-    torch.random.set_rng_state(states["cpu"])
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None and device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type])
 
 
 def tensors_in(content: Any) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError, OffloadError, SnapshotError
+from hf_offload.generators import process_states, set_process_states
 from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
@@ -209,7 +210,7 @@ class LoopSnapshots:
         self._source.load(found.folder, self._ranks)
         self.step = self.resumed_step = found.step
         self._position.restore(_read(found.folder / contents.of_rank(_POSITION_FILE, self._ranks)))
-        contents.restore_random_states(_read(found.folder / contents.of_rank(_RANDOM_FILE, self._ranks)))
+        set_process_states(_read(found.folder / contents.of_rank(_RANDOM_FILE, self._ranks)))
         logger.info("Resuming from the snapshot of step %d in %s.", found.step, found.place)
 
     def _expect_writes(self) -> None:
@@ -259,7 +260,7 @@ class LoopSnapshots:
 
     def _small_files(self) -> dict[str, Write]:
         own = {
-            contents.of_rank(_RANDOM_FILE, self._ranks): contents.archived(contents.random_states()),
+            contents.of_rank(_RANDOM_FILE, self._ranks): contents.archived(process_states()),
             contents.of_rank(_POSITION_FILE, self._ranks): contents.archived(self._position.state()),
         }
         return contents.of_all_ranks(own, self._ranks)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_offload.errors import OffloadError
-from hf_offload.snapshots.contents import random_states, restore_random_states
+from hf_offload.generators import process_states, set_process_states
 from hf_offload.snapshots.samplers import data_of, restore, states_of, unrepeatable
 
 
@@ -64,17 +64,17 @@ class Position:
         if restored is not None and restored["between"] is not None:
             restore(loader, restored["between"])
         if restored is None or restored["begin"] is None:
-            self._begin = {"generators": random_states(), "loader": states_of(loader)}
+            self._begin = {"generators": process_states(), "loader": states_of(loader)}
         else:
-            self._begin, skipped, now = restored["begin"], restored["batches"], random_states()
-            restore_random_states(self._begin["generators"])
+            self._begin, skipped, now = restored["begin"], restored["batches"], process_states()
+            set_process_states(self._begin["generators"])
             restore(loader, self._begin["loader"])
         self.batches = skipped
         iterator = iter(loader)
         for _ in range(skipped):  # in the order that they came in
             next(iterator)
         if now is not None:
-            restore_random_states(now)
+            set_process_states(now)
         try:
             for batch in iterator:
                 self.batches += 1

@@ -8,7 +8,6 @@ Note: trying it out
 
 import hashlib
 import itertools
-import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from hf_offload.snapshots.contents import random_states, restore_random_states
+from hf_offload.generators import KINDS, are_equal, process_states, set_process_states, set_state, state_of
 
 _COUNTERS = ("iteration", "epoch")
 """Of loaders of accelerate, and of samplers that shuffle by the number of the epoch."""
@@ -63,7 +62,7 @@ def states_of(loader: Any) -> list[dict[str, dict[str, Any]]]:
         states.append(
             {
                 "numbers": {name: own[name] for name in names if type(own[name]) in (int, float, bool)},
-                "generators": {name: _state_of(value) for name, value in own.items() if _is_generator(value)},
+                "generators": {name: state_of(value) for name, value in own.items() if isinstance(value, KINDS)},
             }
         )
     return states
@@ -76,8 +75,8 @@ def restore(loader: Any, states: list[dict[str, dict[str, Any]]]) -> None:
             setattr(part, name, value)
         for name, value in state["generators"].items():
             generator = vars(part).get(name)
-            if _is_generator(generator):  # else it is made, and seeded, when the next epoch begins
-                _set_state(generator, value)
+            if isinstance(generator, KINDS):  # else it is made, and seeded, when the next epoch begins
+                set_state(generator, value)
 
 
 def unrepeatable(loader: Any) -> str | None:
@@ -87,15 +86,15 @@ def unrepeatable(loader: Any) -> str | None:
             continue
         if hasattr(part, "__next__"):
             return f"{_name(part)} is an iterator, and what it gave before is gone"
-        generators, states = random_states(), states_of(loader)
+        generators, states = process_states(), states_of(loader)
         items, draws_later = _tried(part)
-        restore_random_states(generators)
+        set_process_states(generators)
         restore(loader, states)
         if draws_later:
-            restore_random_states(generators)
+            set_process_states(generators)
             return f"{_name(part)} draws from the generators of the process, item by item, while the training draws from them"
         again, _ = _tried(part)
-        restore_random_states(generators)
+        set_process_states(generators)
         restore(loader, states)
         if items != again:
             return (
@@ -122,9 +121,9 @@ def unlike_each_epoch(loader: Any) -> str | None:
     for part in _samplers_of(loader):
         if not _is_unknown(part) and type(part).__name__ in _BY_EPOCH:
             continue
-        generators, states = random_states(), states_of(loader)
+        generators, states = process_states(), states_of(loader)
         items, again = _tried(part)[0], _tried(part)[0]
-        restore_random_states(generators)
+        set_process_states(generators)
         restore(loader, states)
         if items != again:
             return f"{_name(part)} has another order each time, which the number of an epoch does not decide"
@@ -135,19 +134,11 @@ def _tried(sampler: Iterable[Any]) -> tuple[str, bool]:
     """The first items in words, and whether those behind the first one were drawn from the process's generators."""
     iterator = iter(sampler)
     items = list(itertools.islice(iterator, 1))
-    before = _process_state()
+    before = process_states()
     items += itertools.islice(iterator, _TRIED_ITEMS)
-    draws_later = _process_state() != before
+    draws_later = not are_equal(process_states(), before)
     getattr(iterator, "close", lambda: None)()  # what it does at its end is done now
     return repr(items), draws_later
-
-
-def _process_state() -> list[bytes]:
-    """That of the process's generators, to be compared."""
-    states = random_states()
-    python, numpy = states.pop("python"), states.pop("numpy")
-    tensors = [state.numpy().tobytes() for state in states.values()]
-    return [repr(python).encode(), numpy[1].tobytes(), repr(numpy[2:]).encode(), *tensors]
 
 
 def _is_unknown(part: Any) -> bool:
@@ -162,33 +153,3 @@ def _bytes_of(value: Any) -> bytes:
 
 def _name(part: Any) -> str:
     return f"the sampler {type(part).__qualname__}"
-
-
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return _without_arrays(generator.bit_generator.state)
-    if isinstance(generator, np.random.RandomState):
-        return _without_arrays(generator.get_state(legacy=False))
-    return generator.getstate()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, (torch.Generator, np.random.RandomState)):
-        generator.set_state(state)
-    else:
-        generator.setstate(state)
-
-
-def _without_arrays(state: Any) -> Any:
-    """Lists, which are loaded anywhere, instead of arrays."""
-    if isinstance(state, dict):
-        return {name: _without_arrays(value) for name, value in state.items()}
-    return state.tolist() if isinstance(state, (np.ndarray, np.generic)) else state

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.attention import _cur_sdpa_kernel_backends
@@ -21,6 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from hf_offload import generators
 from hf_offload.interrupts import signals_deferred
 
 # How many objects are looked into at most, and how deep.
@@ -33,8 +35,6 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, 
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 # Their attributes are torch's own business, or that of a log.
 _OPAQUE = (type, types.ModuleType, logging.Logger, weakref.ReferenceType)
-_GENERATORS = (torch.Tensor, torch.Generator, random.Random)
-_NUMPYS = "numpy.random"
 # What every module has; hooks are looked at one by one.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -156,8 +156,7 @@ class _Look:
         for cls, prefix in classes.items():
             self._look_at_class(cls, prefix, found)
         found["Python's random numbers"] = random.getstate()
-        if (numpy := sys.modules.get("numpy")) is not None:
-            found["NumPy's random numbers"] = self._token(numpy.random.mtrand._rand)
+        found["NumPy's random numbers"] = self._token(numpy.random.mtrand._rand)
         return found
 
     def _look_at_class(self, cls: type, prefix: str, found: dict[str, Any]) -> None:
@@ -188,7 +187,7 @@ class _Look:
         if isinstance(value, types.FunctionType):
             if value.__module__ == function.__module__ or _is_users(value.__module__):
                 self._look_at_globals(value, found)
-        elif isinstance(value, (*_CONTAINERS, int, float, *_GENERATORS)) or type(value).__module__.startswith(_NUMPYS):
+        elif isinstance(value, (*_CONTAINERS, int, float, torch.Tensor, *generators.KINDS)):
             found[f"the global {name}"] = self._token(value)
 
     def _token(self, value: Any, levels: int = MOST_LEVELS) -> Any:
@@ -197,12 +196,9 @@ class _Look:
             return (value,)  # as part of a tuple, NaN equals itself
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if isinstance(value, torch.Generator):
-            return bytes(value.get_state().tolist())
-        if isinstance(value, random.Random):
-            return value.getstate()
-        if type(value).__module__.startswith(_NUMPYS):
-            return _comparable(_state_of_generator(value))
+        if isinstance(value, generators.KINDS):
+            state = generators.state_of(value)
+            return state.tolist() if isinstance(state, torch.Tensor) else state
         if isinstance(value, itertools.count):
             return repr(value)
         if isinstance(value, _OPAQUE) or levels == 0:
@@ -223,22 +219,6 @@ class _Look:
         if not self._values or not plain or tensor.nbytes > _SMALL_BYTES:
             return (_Same(tensor), version)
         return (_Same(tensor), version, _bytes_of(tensor.detach().cpu()).tobytes())
-
-
-def _state_of_generator(generator: Any) -> Any:
-    """Of one of NumPy's, older or newer, or of what such a one draws from."""
-    if hasattr(generator, "get_state"):
-        return generator.get_state(legacy=False)
-    return getattr(generator, "bit_generator", generator).state
-
-
-def _comparable(state: Any) -> Any:
-    """NumPy's state of a generator, with bytes for its arrays: these compare element by element."""
-    if isinstance(state, dict):
-        return {key: _comparable(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [_comparable(value) for value in state]
-    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def _parts(value: Any) -> Iterator[Any]:

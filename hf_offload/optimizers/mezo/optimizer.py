@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.generators import process_states, set_process_states
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.mezo.at_once import AtOnce
 from hf_offload.optimizers.mezo.checks import (
@@ -28,7 +29,6 @@ from hf_offload.optimizers.mezo.checks import (
 from hf_offload.optimizers.mezo.course import Course
 from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Shift, checksum
 from hf_offload.optimizers.mezo.log import Known, MezoLog, Row, Setup
-from hf_offload.optimizers.mezo.pairs import random_states, set_random_states
 from hf_offload.optimizers.mezo.passes import Passes
 from hf_offload.optimizers.mezo.together import Losses, Together
 from hf_offload.optimizers.projected.projections import draw_seed
@@ -233,11 +233,11 @@ class MeZO(Optimizer):
                         mover.move(Shift(seed, next(way), setup.eps))
                     losses = self._passes.losses(mover, model, computed)
                 else:
-                    drawn = random_states()
+                    drawn = process_states(all_devices=True)
                     losses.append(computed())
                     with signals_deferred:
                         mover.move(Shift(seed, next(way), setup.eps))
-                    set_random_states(drawn)
+                    set_process_states(drawn)
                     losses.append(computed())
             finally:
                 with signals_deferred:

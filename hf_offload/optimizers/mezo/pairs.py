@@ -9,14 +9,12 @@ Note: two threads, of which one runs
 """
 
 import contextvars
-import random
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_offload.interrupts import signals_deferred
 
@@ -150,29 +148,3 @@ def _state_of_thread() -> Callable[[], None]:
 
 def _flushes_denormals() -> bool:
     return not bool(torch.full((), 2.0**-120, dtype=torch.float32, device="cpu").mul(2.0**-20))
-
-
-def random_states() -> tuple[Any, ...]:
-    """Those of the generators of Python, NumPy and PyTorch that a forward pass may draw from."""
-    accelerator = torch.accelerator.current_accelerator()
-    states = torch.get_device_module(accelerator.type).get_rng_state_all() if accelerator is not None else []
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), *states  # noqa: NPY002 - models use it
-
-
-def set_random_states(states: tuple[Any, ...]) -> None:
-    """Put :func:`random_states` back."""
-    random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
-    torch.set_rng_state(states[2])
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None:
-        torch.get_device_module(accelerator.type).set_rng_state_all(list(states[3:]))
-
-
-def are_equal(some: Any, others: Any) -> bool:
-    """Whether two :func:`random_states` are the same."""
-    if isinstance(some, tuple):
-        return all(are_equal(one, other) for one, other in zip(some, others, strict=True))
-    if isinstance(some, Tensor):
-        return torch.equal(some, others)
-    return bool(np.array_equal(some, others))

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from hf_offload.generators import process_states, set_process_states
 from hf_offload.optimizers.mezo.apart import Apart
 from hf_offload.optimizers.mezo.course import Course
-from hf_offload.optimizers.mezo.pairs import UnfitError, random_states, run_in_turns, set_random_states
+from hf_offload.optimizers.mezo.pairs import UnfitError, run_in_turns
 from hf_offload.optimizers.mezo.python_state import PythonState
 from hf_offload.parameters.contexts import is_outside
 from hf_offload.parameters.waiting import residence_of
@@ -49,11 +50,11 @@ class Passes:
             found = self._in_turns(course, model, closure)
             if found is not None:
                 return found
-        before = random_states()
+        before = process_states(all_devices=True)
         course.turn(1)
         losses = [closure()]
         course.turn(2)
-        set_random_states(before)
+        set_process_states(before)
         return [*losses, closure()]
 
     def _in_turns(self, course: Course, model: nn.Module, closure: Callable[[], Tensor]) -> list[Tensor] | None:

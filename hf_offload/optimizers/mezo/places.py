@@ -6,7 +6,6 @@ import contextvars
 import ctypes
 import functools
 import operator
-import random
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -15,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_offload.generators import are_equal, set_state, state_of
+
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, frozenset)
 """Types of values that do not change, and are compared as they are."""
 BYTES = (
@@ -22,7 +23,19 @@ BYTES = (
     *(ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union),
 )
 """Types of what is compared by its bytes."""
-GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):  # what reads or writes them is seen
+        same = (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
+        return same and type(one) is type(other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_are_alike, one, other))
+    return isinstance(one, (*PLAIN, types.MethodType)) and bool(one == other)
 
 
 class Place:
@@ -32,12 +45,20 @@ class Place:
         name: What it is, in words.
         read: Gives the values that it holds now.
         write: Lets it hold values that were read before.
+        are_alike: Whether one value is the same as another one for what a model computes.
     """
 
-    def __init__(self, name: str, read: Callable[[], list[Any]], write: Callable[[list[Any]], None]):
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], list[Any]],
+        write: Callable[[list[Any]], None],
+        are_alike: Callable[[Any, Any], bool] = _are_alike,
+    ):
         self._name = name
         self._read = read
         self._write = write
+        self._are_alike = are_alike
         self._first = self._last = read()
 
     def items(self) -> Iterable[tuple[Any, Any]]:
@@ -49,7 +70,7 @@ class Place:
         now = self._read()
         if len(now) == len(self._last) and all(map(operator.is_, now, self._last)):
             return False
-        if len(now) != len(self._first) or not all(map(_are_alike, now, self._first)):
+        if len(now) != len(self._first) or not all(map(self._are_alike, now, self._first)):
             return True
         self._last = now
         return False
@@ -64,7 +85,7 @@ class Place:
         """What has changed, in words."""
         before = dict(self.items())
         for key, value in self._items(self._read()):
-            if isinstance(key, str) and not (key in before and _are_alike(value, before[key])):
+            if isinstance(key, str) and not (key in before and self._are_alike(value, before[key])):
                 return f"{self._name}.{key}"
         return self._name
 
@@ -104,13 +125,8 @@ def container(name: str, value: Any) -> Place | None:
 
 
 def generator(name: str, value: Any) -> Place:
-    """The state of one of :data:`GENERATORS`."""
-    if isinstance(value, random.Random):
-        return Place(name, lambda: [value.getstate()], lambda old: value.setstate(*old))
-    if isinstance(value, np.random.RandomState):
-        return Place(name, lambda: [_frozen(value.get_state(legacy=False))], lambda old: value.set_state(_thawed(*old)))
-    bits = value.bit_generator
-    return Place(name, lambda: [_frozen(bits.state)], lambda old: setattr(bits, "state", _thawed(*old)))
+    """The state of one of :data:`~hf_offload.generators.KINDS`."""
+    return Place(name, lambda: [state_of(value)], lambda old: set_state(value, *old), are_equal)
 
 
 def elements(name: str, array: np.ndarray) -> Place:
@@ -159,19 +175,6 @@ def variable(name: str, value: contextvars.ContextVar[Any]) -> Place:
 def size(value: Any) -> int:
     """How many bytes one of :data:`BYTES` has."""
     return int(value.nbytes) if isinstance(value, np.ndarray) else memoryview(value).nbytes
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):  # what reads or writes them is seen
-        same = (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
-        return same and type(one) is type(other)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_are_alike, one, other))
-    return isinstance(one, (*PLAIN, types.MethodType)) and bool(one == other)
 
 
 def _content(cell: types.CellType) -> list[Any]:
@@ -241,18 +244,3 @@ def _refill_bytes(value: Any, old: bytes) -> None:
 def _refill_array(value: np.ndarray, old: list[Any]) -> None:
     for index, one in enumerate(old):
         value.flat[index] = one
-
-
-def _frozen(state: Any) -> Any:
-    """The state of a generator of NumPy, as what can be compared."""
-    if isinstance(state, dict):
-        return tuple((key, _frozen(value)) for key, value in state.items())
-    return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state
-
-
-def _thawed(frozen: Any) -> Any:
-    if not isinstance(frozen, tuple):
-        return frozen
-    if isinstance(frozen[0], str):
-        return np.frombuffer(frozen[1], frozen[0])
-    return {key: _thawed(value) for key, value in frozen}

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_offload.generators import KINDS, are_equal, process_states, set_process_states
 from hf_offload.optimizers.mezo import places
-from hf_offload.optimizers.mezo.pairs import UnfitError, are_equal, random_states, set_random_states
-from hf_offload.optimizers.mezo.places import BYTES, GENERATORS, PLAIN, Names, Place
+from hf_offload.optimizers.mezo.pairs import UnfitError
+from hf_offload.optimizers.mezo.places import BYTES, PLAIN, Names, Place
 
 _COMMON = {"torch", "hf_offload", "accelerate", "numpy", "rich", "tqdm"}
 _LIBRARIES = _COMMON | set(sys.stdlib_module_names) - {"types"}
@@ -58,7 +59,7 @@ _FIXED = (
 """Types of what has no state of its own."""
 _KEPT = (
     *(dict, list, set, collections.deque, types.FunctionType, functools.partial, contextvars.ContextVar),
-    *(*GENERATORS, *BYTES, *_DESCRIPTORS),
+    *(*KINDS, *BYTES, *_DESCRIPTORS),
 )
 """Types of attributes of classes, and of names of files, that are looked at although they may be called, or are opaque."""
 
@@ -72,7 +73,7 @@ class PythonState:
 
     def __init__(self, model: nn.Module, closure: Callable[[], Any]):
         self.why: str | None = None
-        self._random = random_states()
+        self._random = process_states(all_devices=True)
         self._places: list[Place] = []
         self._known: dict[int, Any] = {}
         self._unknown: str | None = None
@@ -96,7 +97,7 @@ class PythonState:
                 if place.is_changed():
                     self.why = f"changes {place.changed_name()}"
                     raise UnfitError
-        if not are_equal(self._random, random_states()):
+        if not are_equal(self._random, process_states(all_devices=True)):
             self.why = "draws random numbers"
             raise UnfitError
 
@@ -105,7 +106,7 @@ class PythonState:
         with torch._C.DisableTorchFunctionSubclass():
             for place in [*self._places, *self._variables]:
                 place.restore()
-        set_random_states(self._random)
+        set_process_states(self._random)
 
     def _look(self, value: Any, name: str, levels: int) -> None:
         if isinstance(value, (Tensor, *PLAIN, type(None), types.ModuleType)) or type(value).__module__ == _TABLES:
@@ -125,7 +126,7 @@ class PythonState:
             self._look_at_variable(value, name, levels)
         elif isinstance(value, BYTES):
             self._look_at_bytes(value, name)
-        elif isinstance(value, GENERATORS):
+        elif isinstance(value, KINDS):
             self._places.append(places.generator(name, value))
         elif (place := places.container(name, value)) is not None:
             self._look_into(place, name, levels)
