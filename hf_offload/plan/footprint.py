@@ -3,8 +3,11 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,29 +54,39 @@ class Saved:
     released: int
 
 
+Column = np.ndarray[tuple[int], np.dtype[np.int64]]
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Events:
-    """Segment -> the numbers of what is packed then, and so on. What is released before it would be is neither gone nor
-    needed.
-    """
+class SavedColumns:
+    """:class:`Saved` of a whole step, an array for each field. A unit is its place among the footprint's."""
 
-    packed: dict[int, list[int]]
-    gone: dict[int, list[int]]
-    needed: dict[int, list[int]]
-    released: dict[int, list[int]]
+    unit: Column
+    nbytes: Column
+    packed: Column
+    gone: Column
+    needed: Column
+    released: Column
+
+    def where(self, mask: Mask) -> "SavedColumns":
+        """The rows for which ``mask`` holds."""
+        return SavedColumns(*(getattr(self, field)[mask] for field in self.__slots__))
+
+    def and_then(self, others: "SavedColumns") -> "SavedColumns":
+        """These rows, and ``others`` after them."""
+        return SavedColumns(
+            *(np.concatenate([getattr(one, field) for one in (self, others)]) for field in self.__slots__)
+        )
 
 
-def events_of(everything: Sequence[Any]) -> Events:
-    """When what happens, by the places in ``everything``, which has the times of :class:`Saved`."""
-    found = Events({}, {}, {}, {})
-    for number, one in enumerate(everything):
-        found.packed.setdefault(one.packed, []).append(number)
-        found.released.setdefault(one.released, []).append(number)
-        if one.gone < one.released:
-            found.gone.setdefault(one.gone, []).append(number)
-        if one.needed < one.released:
-            found.needed.setdefault(one.needed, []).append(number)
-    return found
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentColumns:
+    """Of all segments: when each begins, in seconds of compute alone, and the end of the last; and its bytes."""
+
+    begins_s: list[float]
+    live_bytes: Column
+    measured_bytes: Column
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,13 +227,44 @@ class Footprint:
         return found
 
     @functools.cached_property
-    def events(self) -> Events:
-        """When what happens to ``saved``."""
-        return events_of(self.saved)
+    def saved_columns(self) -> SavedColumns:
+        """``saved``, for arithmetic on all of it at once."""
+        places = {unit: place for place, unit in enumerate(self.units)}
+        rows = [(places[one.unit], one.nbytes, one.packed, one.gone, one.needed, one.released) for one in self.saved]
+        return SavedColumns(*np.array(rows, np.int64).reshape(-1, 6).T)
+
+    @functools.cached_property
+    def segment_columns(self) -> SegmentColumns:
+        """``segments``, for arithmetic on all of them at once."""
+        return SegmentColumns(
+            [0.0, *itertools.accumulate(one.seconds for one in self.segments)],
+            np.array([one.live_bytes for one in self.segments], np.int64),
+            np.array([one.measured_bytes for one in self.segments], np.int64),
+        )
+
+    @functools.cached_property
+    def transfers_at(self) -> Column:
+        """The segment of each of ``transfers``."""
+        return np.array([one.at for one in self.transfers], np.int64)
+
+    @functools.cached_property
+    def loads(self) -> dict[str, list[Transfer]]:
+        """Kind of transfers -> what of it is loaded, in order."""
+        found: dict[str, list[Transfer]] = {}
+        for one in self.transfers:
+            found.setdefault(one.kind, []).extend([one] if one.loads else [])
+        return found
 
     def saves_like(self, other: "Footprint") -> None:
         """``other`` has the same saved bytes, units and blocks: what is known of them there need not be found again."""
-        for name in ("events", "saved_bytes", "recomputable", "released_last"):
+        for name in ("saved_columns", "saved_bytes", "recomputable", "released_last"):
+            self.__dict__[name] = getattr(other, name)
+        if self.segments is other.segments:
+            self.computes_like(other)
+
+    def computes_like(self, other: "Footprint") -> None:
+        """``other`` has the same segments, too."""
+        for name in ("segment_columns", "recompute_costs"):
             self.__dict__[name] = getattr(other, name)
 
     @functools.cached_property

@@ -267,16 +267,19 @@ def _without_state(footprint: Footprint, held: Held, like: Footprint) -> Footpri
     )
     if held.keeps_gradients:
         return found
-    return dataclasses.replace(
+    updating = _once(like, _updating, held.in_backward)
+    found = dataclasses.replace(
         found,
-        segments=_once(like, _updating, held.in_backward),
+        segments=updating.segments,
         gradient_bytes=max(0, footprint.gradient_bytes - trained),
         optimizer_step_s=0.0 if trained else footprint.optimizer_step_s,
     )
+    found.computes_like(updating)
+    return found
 
 
-def _updating(footprint: Footprint, in_backward: bool) -> tuple[Segment, ...]:
-    """The segments of a step in which each weight is updated when its unit is used."""
+def _updating(footprint: Footprint, in_backward: bool) -> Footprint:
+    """A step in which each weight is updated when its unit is used, as far as its segments go."""
     weights = footprint.weights
     trained = sum(one.trained_bytes for one in weights.values())
     small = max(0, footprint.gradient_bytes - trained)
@@ -298,4 +301,5 @@ def _updating(footprint: Footprint, in_backward: bool) -> tuple[Segment, ...]:
             segment.measured_bytes,
         )
 
-    return tuple(held_now(segment, index) for index, segment in enumerate(footprint.segments))
+    segments = tuple(held_now(segment, index) for index, segment in enumerate(footprint.segments))
+    return dataclasses.replace(footprint, segments=segments)

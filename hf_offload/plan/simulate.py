@@ -4,11 +4,13 @@ The rules are the engine's (:mod:`~hf_offload.plan.rules`): stores in the order 
 on its way out, loads in the order in which backward asks, as far ahead as the window allows.
 """
 
+import bisect
 import collections
 from collections.abc import Mapping
 
 from hf_offload.plan import rules
-from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment, events_of
+from hf_offload.plan.course import GONE, NEEDED, PACKED, RELEASED, TRANSFERRED, Item, course_of
+from hf_offload.plan.footprint import BlockSpan, Footprint, Transfer
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.stores import Stores
 from hf_offload.plan.timeline import Channel, Interval, MemoryUse, Timeline, Windows
@@ -30,44 +32,6 @@ def simulate(
     return _Player(footprint, placements, channels, windows, details).play()
 
 
-class _Item:
-    """Saved bytes during the play."""
-
-    __slots__ = (
-        "ahead", "arrives_s", "asked", "begins_s", "gone", "held", "kept", "leaves_s", "leaving", "nbytes", "needed",
-        "number", "packed", "released", "resident", "stays", "stored_s", "tier", "unit",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        unit: str,
-        nbytes: int,
-        packed: int,
-        gone: int,
-        needed: int,
-        released: int,
-        tier: str | None,
-        number: int = -1,
-    ):
-        self.unit = unit
-        self.nbytes = nbytes
-        self.packed = packed
-        self.gone = gone
-        self.needed = needed
-        self.released = released
-        self.tier = tier
-        self.number = number  # in the footprint
-        self.resident = False  # held, and by nothing else
-        self.held = self.leaving = self.ahead = self.kept = self.asked = False
-        self.stays = False  # it could leave, but backward needs it first
-        self.begins_s = self.leaves_s = self.stored_s = 0.0  # of its store
-        self.arrives_s = 0.0  # when its load ends
-
-    @property
-    def is_asked_for(self) -> bool:
-        return self.needed < self.released
-
-
 class _Player:
     def __init__(
         self,
@@ -82,10 +46,12 @@ class _Player:
         self._windows = windows
         self._details = details
         self._now = 0.0
-        self._ledger = rules.Ledger()
-        self._stores: Stores[_Item] = Stores(channels)
+        self._late_s = 0.0  # all that compute has waited, and recomputed
+        self._begins_s = footprint.segment_columns.begins_s
+        self._ledger = rules.Ledger()  # of what moves
+        self._stores: Stores[Item] = Stores(channels)
         self._load_free = dict.fromkeys(channels, 0.0)
-        self._resident = 0
+        self._resident = 0  # of what moves
         self._most_held = 0
         self._tier_now: collections.Counter[str] = collections.Counter()
         self._tier_most: collections.Counter[str] = collections.Counter()
@@ -98,30 +64,12 @@ class _Player:
         self._memory: list[MemoryUse] = []
         self._intervals: list[Interval] = []
         self._seen: list[frozenset[int]] = []
-        recomputed = {
-            span.name: span for span in footprint.blocks if placements.get(span.name, Placement.KEEP).recomputes
-        }
-        self._recompute_at = {span.backward: span for span in recomputed.values()}
-        tiers = {unit: placement.tier for unit, placement in placements.items()}
-        spans = {unit: recomputed.get(block or "") for unit, block in footprint.units.items()}
-        items = []
-        for number, one in enumerate(footprint.saved):
-            span = spans[one.unit]
-            if span is None:
-                items.append(_item(one, tiers[one.unit], number))
-            elif one.released > span.backward:
-                # There again from the recompute on, in memory that nothing else holds.
-                items.append(_Item(one.unit, one.nbytes, span.backward, span.backward, one.needed, one.released, None))
-        for span in recomputed.values():
-            begin, left = span.forward
-            end = max(footprint.released_last.get(span.name, 0), span.backward + 1)
-            items.append(_Item(span.name, span.boundary_bytes, begin, left, span.backward, end, tiers[span.name]))
-        self._items = items
-        self._largest = max((item.nbytes for item in items if item.number >= 0 or item.tier), default=0)
-        self._consumed: list[_Item] = []
+        self._course = course = course_of(footprint, placements)
+        self._consumed_limit = rules.consumed_bytes(windows.read_ahead_bytes, course.largest_bytes)
+        self._consumed: list[Item] = []
         # What backward never asks for comes last, from the end.
         order = sorted(
-            (item for item in items if item.tier is not None),
+            course.items,
             key=lambda item: (item.needed, 0) if item.is_asked_for else (len(footprint.segments), -item.number),
         )
         # What backward asks for first does not leave: the engine knows it from the step before.
@@ -135,57 +83,37 @@ class _Player:
         )
 
     def play(self) -> Timeline:
-        footprint = self._footprint
-        items = self._items
-        events = events_of(items) if self._recompute_at else footprint.events
-        packed, gone, needed, released = events.packed, events.gone, events.needed, events.released
-        base_bytes, behind_bytes = footprint.base_bytes, self._windows.write_behind_bytes
-        details, due, leaving = self._details, self._transfers.due, self._stores.leaving
-        eventful = {*packed, *gone, *needed, *released, *self._recompute_at, *due}
+        footprint, course = self._footprint, self._course
+        items, transfers = course.items, footprint.transfers
+        index = 0
         self._transfers.read_ahead(self._now)
-        for index, segment in enumerate(footprint.segments):
-            if index in eventful:
-                for number in released.get(index, ()):
-                    self._release(items[number])
-                if index in due:
-                    for unit, until_s, loads in self._transfers.at(index, lambda: self._now):
-                        waited_s = self._wait_until(unit, until_s)
-                        self._load_stall += waited_s if loads else 0.0
-                        self._store_stall += 0.0 if loads else waited_s
-                if index in self._recompute_at:
-                    self._recompute_block(self._recompute_at[index], segment)
-                for number in packed.get(index, ()):
-                    self._pack(items[number])
-                for number in gone.get(index, ()):
-                    item = items[number]
-                    if leaving and leaving[0].leaves_s <= self._now:
-                        self._settle()
-                    if item.held:
-                        self._hold_alone(item)
-                    else:
-                        self._left_bytes += item.nbytes
-                for number in needed.get(index, ()):
-                    self._need(items[number], index)
-            if leaving and leaving[0].leaves_s <= self._now:
-                self._settle()
-            memory = base_bytes + segment.live_bytes + self._resident
-            # Most segments are no peak, even with all that may wait to be written on top.
-            more = behind_bytes + segment.measured_bytes
-            if details or memory > self._peak or memory + more > self._must_fit:
-                self._note(segment.unit, segment.live_bytes, segment.gradient_bytes, segment.measured_bytes)
-            if details:
-                self._seen.append(frozenset(item.number for item in self._items if item.held and item.number >= 0))
-                self._advance("compute", segment.unit, segment.seconds)
+        for segment, kind, number in course.events:
+            if number < 0 and kind == NEEDED and self._in_backward and self._next == len(self._order):
+                continue  # what stays is needed, and nothing is left to be read ahead
+            if segment != index:
+                self._compute(index, segment)
+                index = segment
+            if kind == NEEDED:
+                self._need(items[number] if number >= 0 else None, index)
+            elif kind == PACKED:
+                self._pack(items[number])
+            elif kind == GONE:
+                self._go(items[number])
+            elif kind == RELEASED:
+                self._release(items[number])
+            elif kind == TRANSFERRED:
+                self._transfer(transfers[number])
             else:
-                self._now += segment.seconds
+                self._recompute_block(course.recomputed[index], index)
+        self._compute(index, len(footprint.segments))
         gradients = footprint.gradient_bytes
-        self._note("the optimizer", gradients + footprint.optimizer_step_bytes, gradients)
-        self._advance("compute", "the optimizer", footprint.optimizer_step_s)
+        self._note("the optimizer", gradients + footprint.optimizer_step_bytes, self._alone_bytes(-1), gradients)
+        self._spend("compute", "the optimizer", footprint.optimizer_step_s)
         if footprint.skipped_blocks:
             # Such a block needs as much as the others, in addition to all that may be in memory then.
             in_blocks = (segment for segment in footprint.segments if footprint.units[segment.unit] is not None)
             live = max((segment.live_bytes + segment.measured_bytes for segment in in_blocks), default=0)
-            self._must_fit = max(self._must_fit, base_bytes + live + self._most_held)
+            self._must_fit = max(self._must_fit, footprint.base_bytes + live + self._most_held)
         return Timeline(
             step_s=self._now,
             peak_bytes=self._peak,
@@ -202,70 +130,131 @@ class _Player:
             held=tuple(self._seen),
         )
 
+    def _compute(self, begin: int, end: int) -> None:
+        """Segments from ``begin`` up to ``end`` run. Nothing happens in between but that stores end."""
+        course, begins_s, leaving = self._course, self._begins_s, self._stores.leaving
+        while begin < end:
+            if leaving and leaving[0].leaves_s <= self._now:
+                self._settle()
+            until = end
+            if self._details:
+                until = begin + 1
+            elif leaving:
+                until = bisect.bisect_left(begins_s, leaving[0].leaves_s - self._late_s, begin + 1, end)
+            if until == begin + 1:
+                memory, measured = course.memory_bytes[begin], course.measured_bytes[begin]
+                held = course.held_bytes[begin]
+            else:
+                memory, measured = max(course.memory_bytes[begin:until]), max(course.measured_bytes[begin:until])
+                held = max(course.held_bytes[begin:until])
+            held += self._ledger.resident_bytes
+            if held > self._most_held:
+                self._most_held = held
+            # Most segments are no peak, even with all that may wait to be written on top.
+            more = self._resident + self._windows.write_behind_bytes
+            if self._details or memory + self._resident > self._peak or measured + more > self._must_fit:
+                most = begin if until == begin + 1 else course.memory_bytes.index(memory, begin, until)
+                segment, alone = self._footprint.segments[most], self._alone_bytes(most)
+                self._note(segment.unit, segment.live_bytes, alone, segment.gradient_bytes, measured)
+            if self._details:
+                self._seen.append(self._held_in(begin))
+                until_s = begins_s[until] + self._late_s
+                self._intervals.append(Interval("compute", self._footprint.segments[begin].unit, self._now, until_s))
+            begin = until
+            self._now = begins_s[begin] + self._late_s
+
+    def _held_in(self, index: int) -> frozenset[int]:
+        """The numbers of what the engine holds in a segment."""
+        course, saved = self._course, self._footprint.saved
+        moving = (item.number for item in course.items if item.held and item.number >= 0)
+        staying = (number for number in course.staying if saved[number].packed <= index < saved[number].released)
+        return frozenset((*moving, *staying))
+
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def _pack(self, item: _Item) -> None:
+    def _pack(self, item: Item) -> None:
         self._settle()
-        self._hold(item)
+        self._hold(item, item.others_bytes)
         if item.stays:
             self._ledger.want(item)
-        elif item.tier is not None:
-            self._store(item, item.tier)
         else:
-            self._ledger.keep(item)
+            self._store(item)
 
-    def _hold(self, item: _Item) -> None:
+    def _hold(self, item: Item, others_bytes: int) -> None:
+        """The engine holds ``item``, and ``others_bytes`` of what stays in memory."""
         self._ledger.hold(item)
-        self._most_held = max(self._most_held, self._ledger.resident_bytes)
+        held = others_bytes + self._ledger.resident_bytes
+        if held > self._most_held:
+            self._most_held = held
 
-    def _hold_alone(self, item: _Item) -> None:
+    def _go(self, item: Item) -> None:
+        """Nothing but autograd holds ``item`` any more."""
+        self._settle()
+        if item.held:
+            self._hold_alone(item)
+        else:
+            self._left_bytes += item.nbytes
+
+    def _hold_alone(self, item: Item) -> None:
         if not item.resident:
             item.resident = True
             self._resident += item.nbytes
 
-    def _drop(self, item: _Item) -> None:
+    def _drop(self, item: Item) -> None:
         self._ledger.drop(item)
         if item.resident:
             item.resident = False
             self._resident -= item.nbytes
 
-    def _release(self, item: _Item) -> None:
+    def _release(self, item: Item) -> None:
         """Autograd holds ``item`` no more."""
         self._drop(item)
         self._ledger.end(item)
-        if item.tier is not None and not item.stays:
+        if not item.stays:
             self._tier_now[item.tier] -= item.nbytes
 
-    def _note(self, unit: str, live_bytes: int, gradient_bytes: int, measured_bytes: int = 0) -> None:
-        memory = self._footprint.base_bytes + live_bytes + self._resident
+    def _note(self, unit: str, live_bytes: int, alone_bytes: int, gradient_bytes: int, measured_bytes: int = 0) -> None:
+        """``live_bytes``, and ``alone_bytes`` of what stays that nothing else holds, are there in addition to what moves.
+        While the step is measured, all that does not move is ``measured_bytes`` at most.
+        """
+        others = self._footprint.base_bytes + live_bytes + alone_bytes
+        memory = others + self._resident
         if memory > self._peak:
             self._peak, self._peak_unit = memory, unit
         stalled = 0
         if self._left_bytes and not self._loads:
             stalled = min(self._left_bytes, max(0, self._windows.write_behind_bytes - self._ledger.leaving_bytes))
-        self._must_fit = max(self._must_fit, memory + stalled + measured_bytes)
+        self._must_fit = max(self._must_fit, max(others, measured_bytes) + self._resident + stalled)
         if self._details:
-            moving = sum(
-                item.nbytes for item in self._items if item.resident and item.tier is not None and not item.stays
-            )
-            self._memory.append(MemoryUse(self._now, memory, gradient_bytes, self._resident - moving, moving))
+            moving = sum(item.nbytes for item in self._course.items if item.resident and not item.stays)
+            kept = alone_bytes + self._resident - moving
+            self._memory.append(MemoryUse(self._now, memory, gradient_bytes, kept, moving))
 
     # -- channels -----------------------------------------------------------------------------------------------------
 
-    def _advance(self, channel: str, unit: str, seconds: float) -> None:
-        begin = self._now
-        self._now += seconds
+    def _spend(self, channel: str, unit: str, seconds: float) -> None:
+        """Compute does something else for a while."""
         if self._details and seconds > 0:
-            self._intervals.append(Interval(channel, unit, begin, self._now))
+            self._intervals.append(Interval(channel, unit, self._now, self._now + seconds))
+        self._late_s += seconds
+        self._now += seconds
 
     def _wait_until(self, unit: str, end_s: float) -> float:
         """Compute waits; returns how long."""
         if end_s <= self._now:
             return 0.0
         seconds = end_s - self._now
-        self._advance("wait", unit, seconds)
+        self._spend("wait", unit, seconds)
         self._now = max(self._now, end_s)
         return seconds
+
+    def _transfer(self, one: Transfer) -> None:
+        """What a segment needs of weights and state arrives, or what has changed leaves."""
+        if one.loads:
+            self._load_stall += self._wait_until(one.unit, self._transfers.arrives_s(one, self._now))
+            self._transfers.read_ahead(self._now)
+        else:
+            self._store_stall += self._wait_until(one.unit, self._transfers.write(one, self._now))
 
     def _settle(self) -> None:
         """Let what has left by now leave memory."""
@@ -276,7 +265,8 @@ class _Player:
                 self._left_bytes += item.nbytes if item.resident else 0
                 self._drop(item)
 
-    def _store(self, item: _Item, tier: str) -> None:
+    def _store(self, item: Item) -> None:
+        tier = item.tier
         self._ledger.leave(item)
         self._moved += item.nbytes
         self._tier_now[tier] += item.nbytes
@@ -294,49 +284,55 @@ class _Player:
             self._store_stall += self._wait_until(item.unit, oldest_s)
             self._settle()
 
-    def _load(self, item: _Item) -> None:
-        assert item.tier is not None
+    def _load(self, item: Item, index: int) -> None:
         self._loads = True
         channel = self._channels[item.tier]
         begin = max(self._now, self._load_free[item.tier])
         share = channel.shared if self._stores.free_s(item.tier) > begin else 1.0
         item.arrives_s = begin + item.nbytes / (channel.load_bytes_per_s * share)
         self._load_free[item.tier] = item.arrives_s
-        self._hold(item)
+        self._hold(item, self._course.held_bytes[index])
         self._ledger.want(item)
         self._hold_alone(item)
         if self._details:
             self._intervals.append(Interval("load", item.unit, begin, item.arrives_s))
 
-    def _keep(self, item: _Item) -> None:
+    def _keep(self, item: Item) -> None:
         """What leaves does not leave any more: backward comes to it now, or soon."""
         self._ledger.want(item)
         self._stores.cancel(item, self._now)
 
-    def _need(self, item: _Item, index: int) -> None:
+    def _need(self, item: Item | None, index: int) -> None:
+        """Backward asks for ``item``, or for something that stays in memory."""
         self._settle()
+        # Whatever is packed in this segment is packed by now.
+        self._most_held = max(self._most_held, self._course.held_bytes[index] + self._ledger.resident_bytes)
+        if item is not None:
+            self._bring(item, index)
+        self._read_ahead(index)
+        if not self._in_backward:
+            self._in_backward = True
+            self._store_stall += self._wait_until("", self._stores.copied_s)  # memory of what is copied goes
+            self._settle()
+        if item is not None and item.held and not item.stays:
+            self._consumed.append(item)
+        self._drop_consumed()
+
+    def _bring(self, item: Item, index: int) -> None:
         if item.leaving:
             self._keep(item)
         elif not item.held and item.gone <= index:  # else it never left, or something else holds it
             self._load_stall += self._wait_until(item.unit, item.stored_s)
-            self._load(item)
+            self._load(item, index)
         if item.arrives_s > self._now:
             self._load_stall += self._wait_until(item.unit, item.arrives_s)
         item.asked = True
         self._ledger.asked(item)
         self._settle()
-        self._read_ahead(index)
-        if not self._in_backward:
-            self._in_backward = True
-            self._store_stall += self._wait_until(item.unit, self._stores.copied_s)  # memory of what is copied goes
-            self._settle()
-        if item.held and not item.stays and not item.kept:
-            self._consumed.append(item)
-        self._drop_consumed()
 
     def _drop_consumed(self) -> None:
-        ledger, limit = self._ledger, rules.consumed_bytes(self._windows.read_ahead_bytes, self._largest)
-        if not self._consumed or ledger.resident_bytes - ledger.ahead_bytes - ledger.kept_bytes <= limit:
+        ledger, limit = self._ledger, self._consumed_limit
+        if not self._consumed or ledger.resident_bytes - ledger.ahead_bytes <= limit:
             return
         self._consumed = [item for item in self._consumed if item.held]
         excess = sum(item.nbytes for item in self._consumed) - limit
@@ -354,10 +350,10 @@ class _Player:
                 if todo is rules.Ahead.KEEP:
                     self._keep(item)
                 elif todo is rules.Ahead.LOAD:
-                    self._load(item)
+                    self._load(item, index)
             self._next += 1
 
-    def _where(self, item: _Item, index: int) -> rules.Where:
+    def _where(self, item: Item, index: int) -> rules.Where:
         if item.leaving:
             return rules.Where.MEMORY
         if item.held:
@@ -366,13 +362,17 @@ class _Player:
             return rules.Where.BETWEEN
         return rules.Where.ELSEWHERE if item.gone > index else rules.Where.TIER
 
-    def _recompute_block(self, span: BlockSpan, segment: Segment) -> None:
+    def _recompute_block(self, span: BlockSpan, index: int) -> None:
         """The block's forward runs again: its own memory comes on top of what is alive when its backward begins."""
         seconds, nbytes = self._footprint.recompute_costs[span.name]
-        self._note(span.name, segment.live_bytes + nbytes, segment.gradient_bytes)
-        self._advance("recompute", span.name, seconds)
+        segment = self._footprint.segments[index]
+        alone = self._course.alone_before[index]
+        self._note(span.name, segment.live_bytes + nbytes, alone, segment.gradient_bytes)
+        self._spend("recompute", span.name, seconds)
         self._recompute += seconds
 
-
-def _item(saved: Saved, tier: str | None, number: int) -> _Item:
-    return _Item(saved.unit, saved.nbytes, saved.packed, saved.gone, saved.needed, saved.released, tier, number)
+    def _alone_bytes(self, index: int) -> int:
+        """Of what stays, saved bytes that nothing else holds in a segment."""
+        return (
+            self._course.memory_bytes[index] - self._footprint.base_bytes - self._footprint.segments[index].live_bytes
+        )

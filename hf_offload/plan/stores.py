@@ -34,6 +34,7 @@ class Stores(Generic[T]):
         self.leaving: collections.deque[T] = collections.deque()
         self._ring: collections.deque[tuple[float, int]] = collections.deque()  # when each chunk goes, and its size
         self._ring_used = 0
+        self._chunks: dict[int, tuple[int, ...]] = {}  # of the tier behind the ring: size -> the pieces that pass it
 
     @property
     def oldest_leaves_s(self) -> float | None:
@@ -86,7 +87,7 @@ class Stores(Generic[T]):
         return begin_s, self._free_s[tier]
 
     def _through_the_ring(self, entry: T, tier: str, now_s: float, loads_until_s: float) -> float:
-        # Most of the time of a search is spent here.
+        # A good part of a search's time is spent here.
         channel, ring, used = self._channels[tier], self._ring, self._ring_used
         assert channel.link_bytes_per_s is not None, "a ring has a link before it"
         limit = rules.ring_bytes_shared(channel.ring_bytes)
@@ -94,13 +95,18 @@ class Stores(Generic[T]):
         beside_loads = alone * channel.shared
         link_free_s, free_s = self._link_free_s, self._free_s[tier]
         entry.begins_s = -1.0
-        for chunk in rules.chunk_sizes(entry.nbytes, rules.chunk_bytes(channel.ring_bytes)):
+        chunks = self._chunks.get(entry.nbytes)
+        if chunks is None:
+            chunks = tuple(rules.chunk_sizes(entry.nbytes, rules.chunk_bytes(channel.ring_bytes)))
+            self._chunks[entry.nbytes] = chunks
+        for chunk in chunks:
             while ring and ring[0][0] <= now_s:
                 used -= ring.popleft()[1]
-            while not rules.has_ring_room(used, chunk, limit):
-                now_s = ring[0][0]
-                while ring and ring[0][0] <= now_s:
-                    used -= ring.popleft()[1]
+            if used + chunk > limit:
+                while not rules.has_ring_room(used, chunk, limit):
+                    now_s = ring[0][0]
+                    while ring and ring[0][0] <= now_s:
+                        used -= ring.popleft()[1]
             link_free_s = (now_s if now_s > link_free_s else link_free_s) + chunk / link_bytes_per_s
             begin_s = link_free_s if link_free_s > free_s else free_s
             free_s = begin_s + chunk / (beside_loads if loads_until_s > begin_s else alone)

@@ -1,6 +1,7 @@
 """What a simulated step takes, and what it is made with."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -24,7 +25,7 @@ class Channel:
     link_bytes_per_s: float | None = None
     ring_bytes: int = 0
 
-    @property
+    @functools.cached_property
     def shared(self) -> float:
         """What is left of each direction's bandwidth while the other is busy, as a share."""
         return min(1.0, self.both_bytes_per_s / (self.store_bytes_per_s + self.load_bytes_per_s))

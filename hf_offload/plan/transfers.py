@@ -1,38 +1,40 @@
 """Weights, gradients and state on their way in a simulated step: read ahead and written behind, in a window for each kind."""
 
 import collections
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 from hf_offload.plan.footprint import Footprint, Transfer
 from hf_offload.plan.stores import Stores
 from hf_offload.plan.timeline import Channel, Interval
 
 
-@dataclasses.dataclass
 class _Lane:
     """One kind: what is to be loaded, and (when it is there, bytes) of what arrives and of what is written."""
 
-    window_bytes: int
-    coming: collections.deque[Transfer] = dataclasses.field(default_factory=collections.deque)
-    arriving: collections.deque[tuple[float, int]] = dataclasses.field(default_factory=collections.deque)
-    writing: collections.deque[tuple[float, int]] = dataclasses.field(default_factory=collections.deque)
-    arriving_bytes: int = 0
-    writing_bytes: int = 0
+    __slots__ = ("_coming", "_next", "arriving", "arriving_bytes", "half_bytes", "writing", "writing_bytes")
 
-    @property
-    def has_room(self) -> bool:
-        return bool(self.coming) and (
-            not self.arriving or self.arriving_bytes + self.coming[0].nbytes <= self.window_bytes // 2
-        )
+    def __init__(self, coming: Sequence[Transfer], window_bytes: int):
+        self._coming = coming
+        self._next = 0
+        self.half_bytes = window_bytes // 2
+        self.arriving: collections.deque[tuple[float, int]] = collections.deque()
+        self.writing: collections.deque[tuple[float, int]] = collections.deque()
+        self.arriving_bytes = self.writing_bytes = 0
+
+    def peek(self) -> Transfer | None:
+        """What may begin to arrive now."""
+        if self._next == len(self._coming):
+            return None
+        one = self._coming[self._next]
+        return one if not self.arriving or self.arriving_bytes + one.nbytes <= self.half_bytes else None
+
+    def pop(self) -> Transfer:
+        self._next += 1
+        return self._coming[self._next - 1]
 
 
 class Transfers:
-    """Those of a footprint. They share the links with ``stores``, and with loads, whose ends are in ``load_free``.
-
-    Attributes:
-        due: Segments at which any of them is due.
-    """
+    """Those of a footprint. They share the links with ``stores``, and with loads, whose ends are in ``load_free``."""
 
     def __init__(
         self,
@@ -46,49 +48,47 @@ class Transfers:
         self._stores = stores
         self._load_free = load_free
         self._intervals = intervals
-        self._lanes: dict[str, _Lane] = {}
-        self.due: dict[int, list[Transfer]] = {}
-        for one in footprint.transfers:
-            self.due.setdefault(one.at, []).append(one)
-            lane = self._lanes.setdefault(one.kind, _Lane(footprint.transfer_windows.get(one.kind, 0)))
-            if one.loads:
-                lane.coming.append(one)
+        windows = footprint.transfer_windows
+        self._lanes = {kind: _Lane(loads, windows.get(kind, 0)) for kind, loads in footprint.loads.items()}
 
-    def at(self, index: int, now_s: Callable[[], float]) -> Iterator[tuple[str, float, bool]]:
-        """A segment begins: what it needs arrives, and what has changed leaves. Yields for whom compute has to wait, until
-        when, and whether for a load.
-        """
-        for one in self.due.get(index, ()):
-            lane = self._lanes[one.kind]
-            if one.loads:
-                # Loads of one segment are in the order in which they were begun.
-                if not lane.arriving:
-                    self._begin(lane, now_s())
-                arrives_s, nbytes = lane.arriving.popleft()
-                yield one.unit, arrives_s, True
-                lane.arriving_bytes -= nbytes
-                self.read_ahead(now_s())
-                continue
-            share = self._channels[one.tier].shared if self._load_free[one.tier] > now_s() else 1.0
-            begin_s, end_s = self._stores.pass_by(one.nbytes, one.tier, now_s(), share)
-            self._note("store", one, begin_s, end_s)
-            lane.writing.append((end_s, one.nbytes))
-            lane.writing_bytes += one.nbytes
-            while lane.writing_bytes > lane.window_bytes // 2 and len(lane.writing) > 1:
-                end_s, nbytes = lane.writing.popleft()
-                lane.writing_bytes -= nbytes
-                yield one.unit, end_s, False
+    def arrives_s(self, one: Transfer, now_s: float) -> float:
+        """The segment of a load begins: when it is there."""
+        lane = self._lanes[one.kind]
+        # Loads of one segment are in the order in which they were begun.
+        if not lane.arriving:
+            self._begin(lane, now_s)
+        arrives_s, nbytes = lane.arriving.popleft()
+        lane.arriving_bytes -= nbytes
+        return arrives_s
+
+    def write(self, one: Transfer, now_s: float) -> float:
+        """The segment of a store begins. Returns until when compute has to wait for room in the window."""
+        lane = self._lanes[one.kind]
+        share = self._channels[one.tier].shared if self._load_free[one.tier] > now_s else 1.0
+        begin_s, end_s = self._stores.pass_by(one.nbytes, one.tier, now_s, share)
+        self._note("store", one, begin_s, end_s)
+        lane.writing.append((end_s, one.nbytes))
+        lane.writing_bytes += one.nbytes
+        while lane.writing_bytes > lane.half_bytes and len(lane.writing) > 1:
+            now_s, nbytes = lane.writing.popleft()
+            lane.writing_bytes -= nbytes
+        return now_s
 
     def read_ahead(self, now_s: float) -> None:
         """Begin to load what segments to come need, what comes first of each kind before the others."""
         while True:
-            open_lanes = [lane for lane in self._lanes.values() if lane.has_room]
-            if not open_lanes:
+            first: _Lane | None = None
+            at = 0
+            for lane in self._lanes.values():
+                one = lane.peek()
+                if one is not None and (first is None or one.at < at):
+                    first, at = lane, one.at
+            if first is None:
                 return
-            self._begin(min(open_lanes, key=lambda lane: lane.coming[0].at), now_s)
+            self._begin(first, now_s)
 
     def _begin(self, lane: _Lane, now_s: float) -> None:
-        one = lane.coming.popleft()
+        one = lane.pop()
         channel = self._channels[one.tier]
         begin_s = max(now_s, self._load_free[one.tier])
         share = channel.shared if self._stores.free_s(one.tier) > begin_s else 1.0

@@ -116,6 +116,11 @@ def check(footprint, placements, channels, windows):
     for index, (real, said) in enumerate(zip(held, simulated, strict=True)):
         assert real == said, f"moment {index}: only the engine holds {real - said}, only the simulation {said - real}"
     assert end_s == pytest.approx(timeline.step_s - footprint.optimizer_step_s)
+    assert timeline.resident_bytes >= max(sum(footprint.saved[number].nbytes for number in moment) for moment in held)
+    # Without details, moments in which nothing happens are played at once.
+    assert simulate(footprint, placements, channels, windows) == dataclasses.replace(
+        timeline, memory=(), intervals=(), held=()
+    )
     return held
 
 

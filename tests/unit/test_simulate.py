@@ -141,6 +141,17 @@ def test_what_something_else_holds_costs_nothing_and_is_not_loaded():
     assert timeline.peak_bytes == (100 + 15) * MB
 
 
+def test_the_engine_holds_what_stays_while_something_else_passes():
+    footprint = footprint_of([30 * MB, 10 * MB, 1 * MB], [1.0] * 3, [5 * MB] * 3)
+    first, *others = footprint.saved
+    first = dataclasses.replace(first, needed=3, released=3)  # autograd lets go of it when forward ends
+    footprint = dataclasses.replace(footprint, saved=(first, *others))
+    placements = dict.fromkeys(footprint.units, Placement.SSD) | {first.unit: Placement.KEEP}
+    # Forward waits until the second is out: the first is there with it only until then.
+    timeline = simulate(footprint, placements, {"ssd": Channel(1e9, 1e9)}, Windows(0, 0))
+    assert timeline.resident_bytes == (30 + 10) * MB
+
+
 def test_details_cover_the_whole_step():
     footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
     timeline = play(footprint, Placement.SSD, Channel(2.5e6, 2.5e6), Windows(0, 10 * MB), details=True)
