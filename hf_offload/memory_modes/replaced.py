@@ -186,7 +186,10 @@ class _PairedView(MutableMapping[str, Any]):
 
 def _refuse_change(key: str, present: Any, value: Any) -> None:
     if present != value:
-        raise OffloadError(f"A schedule of {key} does not reach the optimizer of a memory mode: drop it.")
+        raise OffloadError(
+            f"A schedule of {key} does not reach the optimizer of a memory mode: drop it, or pass cycle_momentum=False to a "
+            "OneCycleLR or CyclicLR."
+        )
 
 
 def _refuse_removal(key: str) -> None:

@@ -1,5 +1,6 @@
 """The memory mode mezo in the Trainer, with accelerate, and in plain loops: the same bits, and what is refused."""
 
+import itertools
 import json
 
 import peft
@@ -18,7 +19,7 @@ from hf_offload.cli.main import app
 from hf_offload.integrations.accelerate import attached_accelerators, switch_on
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.two_losses import mezo_of
-from hf_offload.optimizers.mezo import LOG_FILE, MezoLog, replay
+from hf_offload.optimizers.mezo import LOG_FILE, MeZO, MezoLog, replay
 from hf_offload.session import attached_session
 from hf_offload.settings.environment import variables_for
 from hf_offload.settings.memory_modes import memory_mode
@@ -527,15 +528,84 @@ def test_optimizers_that_are_refused(make, message):
     session.detach()
 
 
-def test_a_schedule_of_betas_is_refused():
+CYCLES = {
+    "one cycle": lambda optimizer, **others: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=2e-2, total_steps=2 * STEPS, **others
+    ),
+    "cyclic": lambda optimizer, **others: torch.optim.lr_scheduler.CyclicLR(
+        optimizer, 1e-3, 1e-2, step_size_up=2, **others
+    ),
+}
+
+
+@pytest.mark.parametrize("cycle", CYCLES)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_schedule_of_momentum_is_refused(cycle, kind):
     model = tiny_model("llama")
     session = attach(model, OffloadConfig(tier="none", memory_mode="mezo"))
-    given = torch.optim.AdamW(model.parameters())
+    given = kind(model.parameters())
     optimizer = session.prepare_optimizer(given)
-    with pytest.raises(OffloadError, match="A schedule of betas does not reach"):
-        torch.optim.lr_scheduler.OneCycleLR(given, max_lr=1e-2, total_steps=10)
+    with pytest.raises(OffloadError, match=r"A schedule of (betas|momentum) does not reach .*cycle_momentum=False"):
+        scheduler = CYCLES[cycle](given)  # which may begin with the momentum that is there
+        optimizer.step(lambda: model(**tiny_batch("llama")).loss)
+        scheduler.step()
     assert optimizer.param_groups[0].keys() >= {"lr", "weight_decay", "params"}
+    with pytest.raises(
+        ValueError, match="with `cycle_momentum` option enabled"
+    ):  # PyTorch's own, of which it reads defaults
+        CYCLES[cycle](optimizer)
     session.detach()
+
+
+def cycle_in_a_loop(cycle, folder, replaces):
+    model = tiny_model("llama")
+    if replaces:
+        session = attach(model, OffloadConfig(tier="none", memory_mode="mezo", memory_mode_kwargs=SETTINGS))
+        given = torch.optim.SGD(model.parameters(), lr=1e-2)
+        optimizer = session.prepare_optimizer(given)
+    else:
+        given = optimizer = MeZO(model.parameters(), model, lr=1e-2, **SETTINGS)
+    scheduler = CYCLES[cycle](given, cycle_momentum=False)
+    rows = tiny_batch("llama", size=24)
+    for step in range(STEPS):
+        batch = {key: value[2 * step : 2 * step + 2] for key, value in rows.items()}
+        optimizer.step(lambda batch=batch: model(**batch).loss)
+        scheduler.step()
+    return model, optimizer
+
+
+def cycle_in_a_trainer(cycle, folder, resumes):
+    class Cycles(Plain):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = CYCLES[cycle](optimizer or self.optimizer, cycle_momentum=False)
+            return self.lr_scheduler
+
+    run = trainer(folder, kind=Cycles, weight_decay=0, save_strategy="steps", save_steps=3)
+    run.train()
+    if resumes:
+        run = trainer(folder, tiny_model("llama", seed=5), kind=Cycles, weight_decay=0)
+        run.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    return run.model, mezo_of(run.optimizer)
+
+
+@pytest.mark.parametrize("cycle", CYCLES)
+def test_cyclic_rates_have_the_same_bits_everywhere_and_in_a_replay(cycle, tmp_path):
+    initial = weights(tiny_model("llama"))
+    rated = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
+    scheduler, rates = CYCLES[cycle](rated, cycle_momentum=False), []
+    for _ in range(STEPS):
+        rates.append(rated.param_groups[0]["lr"])
+        rated.step()
+        scheduler.step()
+    expected = None
+    for way, choice in itertools.product((cycle_in_a_loop, cycle_in_a_trainer), (False, True)):
+        model, optimizer = way(cycle, tmp_path, choice)
+        assert [set(row.rates) for row in optimizer.log.rows] == [{rate} for rate in rates]
+        expected = expected or weights(model)
+        assert same(expected, weights(model))
+        rebuilt = {name: weight.clone() for name, weight in initial.items()}
+        replay(optimizer.log, rebuilt)
+        assert same(expected, rebuilt)
 
 
 def test_what_works_on_gradients_is_refused_by_an_accelerator():
