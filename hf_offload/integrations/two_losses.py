@@ -1,7 +1,9 @@
 """A Trainer whose training step is two losses instead of a backward."""
 
+import contextlib
 import copy
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +80,24 @@ class _EvaluatesTwice(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
-        losses = optimizer.evaluate(
-            lambda: self._losses(model, batches, num_items_in_batch), sums=self._is_scaled(num_items_in_batch)
-        )
+        with self._collecting_for_training():
+            losses = optimizer.evaluate(
+                lambda: self._losses(model, batches, num_items_in_batch), sums=self._is_scaled(num_items_in_batch)
+            )
         return losses.to(self.args.device)
+
+    @contextlib.contextmanager
+    def _collecting_for_training(self) -> Iterator[None]:
+        """TRL's trainers collect what they log by the mode of the model, and both losses are computed in eval mode."""
+        collected = getattr(self, "_metrics", {})
+        if not (isinstance(collected, dict) and collected.keys() >= {"train", "eval"}):
+            yield
+            return
+        of_evaluation, collected["eval"] = collected["eval"], collected["train"]
+        try:
+            yield
+        finally:
+            collected["eval"] = of_evaluation
 
     def _losses(self, model: nn.Module, batches: list[Any], num_items_in_batch: Tensor | int | None) -> list[Tensor]:
         losses: list[Any] = []

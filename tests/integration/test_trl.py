@@ -73,6 +73,24 @@ def test_supervised_fine_tuning(packing, tokenizer, tmp_path):
     assert_same(SFTTrainer, SFTConfig, OffloadSFTConfig, tokenizer, dataset, tmp_path, **settings)
 
 
+def test_what_mezo_computes_in_eval_mode_is_logged_as_training(tokenizer, tmp_path):
+    dataset = datasets.Dataset.from_list([{"text": words(row, 5 + row % 9)} for row in range(16)])
+    arguments = OffloadSFTConfig(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, max_grad_norm=0, logging_steps=1,
+        eval_strategy="steps", eval_steps=2, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+        disable_tqdm=True, max_length=24, memory_mode="mezo", learning_rate=1e-2, **{CHECKPOINTING: False},
+    )  # fmt: skip
+    run = SFTTrainer(
+        tiny_model("llama"), args=arguments, train_dataset=dataset, eval_dataset=dataset, processing_class=tokenizer
+    )
+    run.train()
+    names = {"entropy", "mean_token_accuracy"}
+    assert [entry.keys() >= names for entry in run.state.log_history if "loss" in entry] == [True, True]
+    (evaluated,) = [entry for entry in run.state.log_history if "eval_loss" in entry]
+    expected = run.evaluate()
+    assert {name: evaluated[f"eval_{name}"] for name in names} == {name: expected[f"eval_{name}"] for name in names}
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # trl still uses the older name
 def test_preference_optimization(tokenizer, tmp_path):
     dataset = datasets.Dataset.from_list(
