@@ -35,7 +35,7 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
 from hf_offload.snapshots.likeness import check_config, check_optimizers, config_of, optimizer_of
 from hf_offload.snapshots.loadable import check_loadable
-from hf_offload.snapshots.memory import Write
+from hf_offload.snapshots.memory import Small, Write
 from hf_offload.snapshots.opening import Opened, links_of, open_snapshots, warn_of_other_sums
 from hf_offload.snapshots.restoring import Found
 from hf_offload.snapshots.taking import Snapshots
@@ -242,7 +242,7 @@ class TrainerSnapshots:
             files[SCALER_NAME] = contents.archive_now(scaler.state_dict())
         state = _state_of(trainer)
         files |= self._unchanging
-        files[TRAINER_STATE_NAME] = lambda file: file.write(_json_of(state))
+        files[TRAINER_STATE_NAME] = Small(lambda: _json_of(state))
         watched = [*weights.values(), *contents.tensors_in(optimizer)]
         self.taking.take(
             state.global_step,

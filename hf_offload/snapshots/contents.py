@@ -15,7 +15,7 @@ from hf_offload.errors import SnapshotError
 from hf_offload.parameters.demand import own_class
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.ranks import Ranks
-from hf_offload.snapshots.memory import Writable, Write
+from hf_offload.snapshots.memory import Small, Writable, Write
 from hf_offload.storage.kept import Kept, keeping
 
 _ALIGNMENT = 64
@@ -193,7 +193,7 @@ def archive_now(content: Any) -> Write:
 
 def small_file(content: bytes) -> Write:
     """A file with this content."""
-    return lambda file: file.write(content)
+    return Small(lambda: content)
 
 
 def of_rank(name: str, ranks: Ranks) -> str:

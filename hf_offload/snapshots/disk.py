@@ -9,12 +9,13 @@ import errno
 import json
 import os
 import shutil
+import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 5
+FORMAT = 6
 """Of records and messages: raised when what is written by one version cannot be read by the other."""
 RECORD_FILE = "hf_offload_snapshot.json"
 RUN_FILE = "hf_offload_snapshots.json"
@@ -26,6 +27,11 @@ KEPT = "kept"
 """Of what a record says of ranges that are on drives: the last of its files are one that lists them, and those of drives."""
 RANGES = "ranges"
 """Of what a record on disk says of them, whose files have all bytes."""
+SMALL_FILES = "small_files"
+"""Of the files in memory, the one that has all small ones, one after the other: each file takes a descriptor of two
+processes, and messages pass on a few hundred. Behind them are a list of them, and its length.
+"""
+LENGTH = struct.Struct("<Q")
 UNFINISHED = f".{PREFIX}unfinished"
 _Message = dict[str, Any]
 
@@ -50,13 +56,22 @@ def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) ->
     try:
         layout = layout_in(record, files)
         drives = files[len(record["files"]) + 1 :]
-        for number, ((name, nbytes, _), source) in enumerate(zip(record["files"], files, strict=False)):
-            with (unfinished / name).open("wb") as file:
-                copy_whole(file.fileno(), source, nbytes, layout.get(number, ()), drives)
-                os.fsync(file.fileno())
+        listed: list[Any] = []
+        for number, ((name, nbytes, checksum), source) in enumerate(zip(record["files"], files, strict=False)):
+            small = small_files(source, nbytes) if name == SMALL_FILES else None
+            parts = [(name, 0, nbytes, checksum)] if small is None else small
+            for own_name, begin, count, own_checksum in parts:
+                with (unfinished / own_name).open("wb") as file:
+                    if small is None:
+                        copy_whole(file.fileno(), source, nbytes, layout.get(number, ()), drives)
+                    else:
+                        copy(file.fileno(), source, begin, count)
+                    os.fsync(file.fileno())
+                listed.append([own_name, count, own_checksum])
         if layout:
             ranges = [[number, begin, count] for number, each in layout.items() for begin, count, _ in each]
             record = {**{name: value for name, value in record.items() if name != KEPT}, RANGES: ranges}
+        record = {**record, "files": listed}
         write_record(unfinished / RECORD_FILE, record)
         if not (directory / RUN_FILE).exists():  # the directory was removed, and is there again
             write_record(directory / RUN_FILE, {"format": FORMAT, "run": record["run"]})
@@ -69,6 +84,16 @@ def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) ->
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     _remove_others(directory, record)
+
+
+def small_files(number: int, nbytes: int) -> list[tuple[str, int, int, int]]:
+    """Name, first byte, length and checksum of each small file in a file of ``nbytes`` that has them all."""
+    (length,) = LENGTH.unpack(os.pread(number, LENGTH.size, nbytes - LENGTH.size))
+    found, begin = [], 0
+    for name, count, checksum in json.loads(os.pread(number, length, nbytes - LENGTH.size - length)):
+        found.append((name, begin, count, checksum))
+        begin += count
+    return found
 
 
 def layout_in(record: Mapping[str, Any], files: Sequence[int]) -> dict[int, list[Any]]:
@@ -88,19 +113,20 @@ def copy_whole(into: int, source: int, nbytes: int, ranges: Sequence[Any], drive
     """Write a file that has all bytes, those in ``ranges`` from ``drives``. Raises ``OSError``."""
     done = 0
     for begin, _, spans in ranges:
-        _copy(into, source, done, begin - done)
+        copy(into, source, done, begin - done)
         done = begin
         for drive, offset, count in spans:
             if drive < 0:
-                _copy(into, source, done, count)
+                copy(into, source, done, count)
             else:
-                _copy(into, drives[drive], offset, count)
+                copy(into, drives[drive], offset, count)
                 os.posix_fadvise(drives[drive], offset, count, os.POSIX_FADV_DONTNEED)
             done += count
-    _copy(into, source, done, nbytes - done)
+    copy(into, source, done, nbytes - done)
 
 
-def _copy(into: int, source: int, offset: int, count: int) -> None:
+def copy(into: int, source: int, offset: int, count: int) -> None:
+    """Write ``count`` bytes of one file to another."""
     end = offset + count
     while offset < end:
         sent = os.sendfile(into, source, offset, end - offset)

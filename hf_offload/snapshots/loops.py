@@ -194,7 +194,7 @@ class LoopSnapshots:
         what = f"The snapshot of step {found.step} in {found.place}"
         for name, weights in self._source.models.items():
             weights.check(found.folder, found.record["models"].get(name), what, name)
-        names = sorted(name for name, _, _ in found.record["files"])
+        names = sorted(found.names)
         if names != sorted(expected):
             raise SnapshotError(
                 f"{what} holds {', '.join(names)}, and this training has {', '.join(sorted(expected))}: resume with what it "

@@ -6,14 +6,17 @@ Note: what is kept on a drive
     bytes when they are written, and from a file that has them all.
 """
 
+import dataclasses
+import json
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
+from hf_offload.snapshots import disk
 from hf_offload.storage.kept import KeptRange, Span
 
 _CHUNK_BYTES = 8 << 20
@@ -37,6 +40,33 @@ class Writable(Protocol):
 
 Write = Callable[[Writable], object]
 """What writes the content of a file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """Writes a file that is not a weight or a state of an optimizer, and is in memory with others of that kind."""
+
+    content: Callable[[], bytes]
+
+    def __call__(self, file: Writable) -> None:
+        file.write(self.content())
+
+
+def together(files: Mapping[str, Write]) -> dict[str, Write]:
+    """The same, with one file of all small ones, which is last."""
+    small = {name: write for name, write in files.items() if isinstance(write, Small)}
+
+    def write_small(file: Writable) -> None:
+        listed = []
+        for name, write in small.items():
+            content = write.content()
+            file.write(content)
+            listed.append([name, len(content), xxhash.xxh3_64_intdigest(content)])
+        text = json.dumps(listed).encode()
+        file.write(text + disk.LENGTH.pack(len(text)))
+
+    large = {name: write for name, write in files.items() if name not in small}
+    return large | ({disk.SMALL_FILES: write_small} if small else {})
 
 
 class MemoryFile:

@@ -34,7 +34,8 @@ from typing import Any
 from . import disk
 
 _LARGEST_MESSAGE = 1 << 17
-_MOST_FILES = 64
+MOST_FILES = 250
+"""In one message: Linux passes on 253 descriptors at once."""
 _FIRST_CONTACT_S = 60.0
 _Message = dict[str, Any]
 
@@ -46,7 +47,7 @@ def send(connection: socket.socket, message: _Message, files: Sequence[int] = ()
 
 def receive(connection: socket.socket) -> tuple[_Message, list[int]] | None:
     """The next message with its descriptors; None where the other end has closed."""
-    data, files, flags, _ = socket.recv_fds(connection, _LARGEST_MESSAGE, _MOST_FILES)
+    data, files, flags, _ = socket.recv_fds(connection, _LARGEST_MESSAGE, MOST_FILES)
     if not data:
         return None
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):

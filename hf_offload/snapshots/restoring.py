@@ -5,9 +5,12 @@ import errno
 import logging
 import os
 import shutil
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from hf_offload.errors import SnapshotError
 from hf_offload.ranks import Ranks
@@ -17,6 +20,9 @@ from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import MemoryFile, damage_of
 
 logger = logging.getLogger(__name__)
+
+_SMALL_BYTES = 1 << 20
+"""So much of a snapshot in memory is copied to the output directory, if need be, while a training resumes."""
 
 
 class Found:
@@ -29,6 +35,7 @@ class Found:
         files: Their descriptors, with that of the parity; none if it is on disk.
         is_rebuilt: Whether it was made from those of other ranks.
         assembled: By their number, those of its files that have all bytes, where parts of them are on drives.
+        names: What is in the folder.
     """
 
     def __init__(
@@ -46,6 +53,12 @@ class Found:
         self.files = list(files)
         self.is_rebuilt = is_rebuilt
         self.assembled = dict(assembled or {})
+        self.names: list[str] = []
+        for place, (name, nbytes, _) in enumerate(record["files"]):
+            if name == disk.SMALL_FILES:
+                self.names += [each for each, *_ in disk.small_files(self.files[place], nbytes)]
+            else:
+                self.names.append(name)
 
     @property
     def step(self) -> int:
@@ -133,7 +146,9 @@ def _found_in_memory(
         own.close()
         logger.warning("%s is damaged and skipped: %s.", what, reasons)
         return None
-    folder = _linked(links, own.record, [own.assembled.get(number, each) for number, each in enumerate(own.numbers)])
+    folder = _linked(
+        links, own.record, [own.assembled.get(number, each) for number, each in enumerate(own.numbers)], own.assembled
+    )
     return Found(own.record, folder, own.slot, own.numbers, own.is_rebuilt, own.assembled)
 
 
@@ -243,8 +258,17 @@ def _damage_in_memory(record: dict[str, Any], numbers: list[int], assembled: dic
                 return f"{name} cannot be read from the drive: {error}"
         damage = damage_of(number, nbytes, checksum, layout.ranges_of(ranges, place))
         if damage is not None:
-            return f"{name} {damage}"
+            return f"{_damaged_part(number, nbytes) if name == disk.SMALL_FILES else name} {damage}"
     return None
+
+
+def _damaged_part(number: int, nbytes: int) -> str:
+    """The name of the small file that is damaged, if one is."""
+    with contextlib.suppress(OSError, ValueError, struct.error):
+        for name, begin, count, checksum in disk.small_files(number, nbytes):
+            if xxhash.xxh3_64_intdigest(os.pread(number, count, begin)) != checksum:
+                return name
+    return "the list of small files"
 
 
 def damage_on_disk(record: dict[str, Any], folder: Path) -> str | None:
@@ -261,10 +285,24 @@ def damage_on_disk(record: dict[str, Any], folder: Path) -> str | None:
     return None
 
 
-def _linked(folder: Path, record: dict[str, Any], numbers: list[int]) -> Path:
+def _linked(folder: Path, record: dict[str, Any], numbers: list[int], kept: dict[int, int]) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
-    for (name, _, _), number in zip(record["files"], numbers, strict=False):
-        with contextlib.suppress(FileExistsError):
+    for (name, nbytes, _), number in zip(record["files"], numbers, strict=False):
+        if name == disk.SMALL_FILES:
+            _unpack(folder, number, nbytes, kept)
+        else:
             (folder / name).symlink_to(f"/proc/self/fd/{number}")
     return folder
+
+
+def _unpack(folder: Path, source: int, nbytes: int, kept: dict[int, int]) -> None:
+    """Small files are copied. What turns out to be larger stays in memory: its file is added to those that are ``kept``."""
+    for place, (name, begin, count, _) in enumerate(disk.small_files(source, nbytes)):
+        if count > _SMALL_BYTES:
+            number = kept[-1 - place] = os.memfd_create("hf_offload-snapshot", os.MFD_CLOEXEC)
+            disk.copy(number, source, begin, count)
+            (folder / name).symlink_to(f"/proc/self/fd/{number}")
+        else:
+            with (folder / name).open("xb") as file:
+                disk.copy(file.fileno(), source, begin, count)

@@ -13,6 +13,7 @@ from hf_offload.snapshots import disk
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.layout import KeptOnDrives
 from hf_offload.snapshots.memory import MemoryFile, Write
+from hf_offload.snapshots.process import MOST_FILES
 from hf_offload.snapshots.restoring import Found
 from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.storage.kept import Kept
@@ -190,6 +191,11 @@ class Slots:
             noted = on_drives.note(written)
             if noted is not None:
                 record, numbers = {**record, disk.KEPT: noted}, [*numbers, *on_drives.numbers]
+        if len(numbers) > MOST_FILES:
+            raise SnapshotError(
+                f"A snapshot of {len(record['files'])} files of weights and optimizers, and drives, takes {len(numbers)} "
+                f"descriptors, and {MOST_FILES} can be passed on: drop snapshot_steps, and save checkpoints."
+            )
         self._started().ask("commit", numbers, slot=slot, record=record)
         self._whole[slot], self._numbers[slot] = record, numbers
 

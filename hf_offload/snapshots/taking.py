@@ -23,7 +23,7 @@ from hf_offload.errors import SnapshotError, TierFullError
 from hf_offload.ranks import Ranks
 from hf_offload.snapshots import disk
 from hf_offload.snapshots.client import SnapshotClient
-from hf_offload.snapshots.memory import Write
+from hf_offload.snapshots.memory import Write, together
 from hf_offload.snapshots.restoring import Found
 from hf_offload.snapshots.slots import Slots
 from hf_offload.snapshots.together import Together
@@ -122,7 +122,10 @@ class Snapshots:
             **description,
         }
         self._thread = threading.Thread(
-            target=self._copy, args=(record, dict(files), nbytes, kept, torn), name="hf_offload-snapshot", daemon=True
+            target=self._copy,
+            args=(record, together(files), nbytes, kept, torn),
+            name="hf_offload-snapshot",
+            daemon=True,
         )
         self._thread.start()
         if at_once or self._at_once:

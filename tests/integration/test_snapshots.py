@@ -97,9 +97,10 @@ def files_of(pid):
     return [path for path in Path(f"/proc/{pid}/fd").iterdir() if "hf_offload-snapshot" in str(path.readlink())]
 
 
-def flip(path):
+def flip(path, begin=0, count=None):
+    """A bit in the middle of a file, or of some bytes of it."""
     with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
+        file.seek(begin + (path.stat().st_size if count is None else count) // 2)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
@@ -567,8 +568,11 @@ def test_a_damaged_snapshot_in_memory_is_noticed_and_the_one_before_is_taken(who
     newest = max(held["snapshots"], key=lambda each: each["record"]["sequence"])
     client = SnapshotClient.connect(address_in(tmp_path), start=False)
     client.ask("join")
-    number = client.fetch(newest["slot"])[[entry[0] for entry in newest["record"]["files"]].index(name)]
-    flip(Path(f"/proc/self/fd/{number}"))
+    numbers = client.fetch(newest["slot"])
+    small = on_disk.small_files(numbers[-1], os.fstat(numbers[-1]).st_size)
+    listed = dict(zip([entry[0] for entry in newest["record"]["files"]], numbers, strict=True))
+    begin, count = next(((begin, count) for each, begin, count, _ in small if each == name), (0, None))
+    flip(Path(f"/proc/self/fd/{listed.get(name, numbers[-1])}"), begin, count)
     client.close()
     with caplog.at_level(logging.WARNING):
         begun, found = resumed(tmp_path)

@@ -10,9 +10,10 @@ from transformers import TrainerCallback
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.errors import SnapshotError
+from hf_offload.snapshots.opening import LINKS
 from tests.faults.killed_snapshots import held_by, same, trainer_in
 from tests.helpers.snapshot_loops import Stops, net, trained
-from tests.helpers.snapshot_processes import no_process_is_left  # noqa: F401  a fixture
+from tests.helpers.snapshot_processes import end, no_process_is_left, until  # noqa: F401  a fixture
 from tests.helpers.tiny_models import tiny_model
 
 
@@ -59,6 +60,27 @@ def test_what_can_be_loaded_is_held(tmp_path):
     empty = Holds({})
     assert trained(tmp_path, resume=True, objects={"thing": empty})[0] == 4
     assert repr(empty.state) == repr(state)
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_hundreds_of_objects_are_held_and_take_few_descriptors(tmp_path, place):
+    settings = {"snapshot_dir": str(tmp_path / "disk")}
+    large = {"average": torch.arange(400_000.0)}  # more than is copied to the output directory
+    states = [large, *({"number": number} for number in range(300))]
+    with pytest.raises(Stops):
+        trained(
+            tmp_path / "run", 5, objects={f"n{place}": Holds(state) for place, state in enumerate(states)}, **settings
+        )
+    held = held_by(tmp_path / "run")
+    assert len(held["snapshots"][0]["record"]["files"]) == 3  # weights, optimizer, and the rest
+    if place == "disk":
+        until(lambda: (tmp_path / "disk" / "checkpoint-4").exists())
+        end({held["pid"]})
+        until(lambda: held_by(tmp_path / "run") is None)
+    found = {f"n{place}": Holds({}) for place in range(len(states))}
+    assert trained(tmp_path / "run", resume=True, objects=found, **settings)[0] == 4
+    assert same(states, [each.state for each in found.values()])
+    assert not (tmp_path / "run" / LINKS).exists()
 
 
 def test_what_cannot_be_loaded_later_is_a_warning_and_the_snapshot_before_stays(tmp_path, caplog):
