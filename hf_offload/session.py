@@ -255,6 +255,13 @@ class OffloadSession:
         return None if self.planned is None else self.planned.prediction
 
     @property
+    def most_measured_bytes(self) -> int | None:
+        """With tier ``auto``: the highest peak of all steps that were measured, as :class:`Prediction` has it; None before
+        the first one.
+        """
+        return None if self._automatic is None else self._automatic.most_measured_bytes
+
+    @property
     def tiled(self) -> list[str]:
         """Names of the modules that are computed a few tokens at a time."""
         return list(self._transforms.tiling.names)

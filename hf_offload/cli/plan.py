@@ -299,5 +299,7 @@ def _read(
         workload = find_workload(source, overrides or [], settings=changed, **asked)
     if not hardware:
         with spinner("Measuring the machine"):
-            hardware = [measure_hardware(directory or [Path.cwd()], fresh=measure)]
+            found = measure_hardware(directory or [Path.cwd()], fresh=measure)
+            named = bool(directory) or found.device == "cpu"  # where there is no other tier
+            hardware = [dataclasses.replace(found, drive_is_named=named)]
     return workload, hardware

@@ -32,7 +32,8 @@ def plan_tables(forecast: "Forecast") -> Iterator[str | Table]:
         f"Budget: {format_bytes(forecast.problem.budget_bytes)}."
     )
     yield _machine_table(forecast.hardware)
-    yield _kind_table(forecast)
+    if forecast.solution is not None:
+        yield _kind_table(forecast)
     yield from (escape(line) for line in forecast.remarks)
     if forecast.lines:
         yield _unit_table(forecast)

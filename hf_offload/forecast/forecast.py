@@ -75,7 +75,7 @@ class Forecast:
     def frontier(self) -> list[tuple[int, Choice]]:
         """What would be chosen for budgets from the smallest that does to one that everything fits into."""
         allowed = dataclasses.replace(self.workload.allowed, may_recompute=self.problem.may_recompute)
-        return frontier(self.counted, self.hardware, allowed, _BUDGETS)
+        return frontier(self.counted, _used_by_a_run(self.workload, self.hardware), allowed, _BUDGETS)
 
     @property
     def remarks(self) -> list[str]:
@@ -195,9 +195,10 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
     in_memory = problem = problem_for(here)
     allowed = dataclasses.replace(workload.allowed, may_recompute=may_recompute)
     held, solution, refused = Held(), None, None
-    choice = choose(here, hardware, budget_bytes, allowed)
+    used = _used_by_a_run(workload, hardware)
+    choice = choose(here, used, budget_bytes, allowed)
     if choice is None:
-        least = least_memory(here, hardware, budget_bytes, allowed)
+        least = least_memory(here, used, budget_bytes, allowed)
         held, problem = least.held, least.problem
         refused = str(refusal(least.problem, least.solution))
     else:
@@ -224,7 +225,7 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
 
         def fits(footprint: Footprint, placement: Placement | None = placement) -> bool:
             if placement is None:
-                return can_hold(footprint, hardware, budget_bytes, allowed)
+                return can_hold(footprint, used, budget_bytes, allowed)
             problem = problem_for(footprint)
             found = uniform(problem, placement)
             return found is not None and problem.fits(found)
@@ -248,6 +249,12 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         snapshots_bytes=snapshots_bytes,
         kept_bytes=kept_bytes,
     )
+
+
+def _used_by_a_run(workload: Workload, hardware: Hardware) -> Hardware:
+    """What ``auto`` uses of a machine: the drive of an accelerator only if it is named."""
+    named = hardware.drive_is_named or workload.names_drive or "ssd" in (workload.state_place, workload.weights_place)
+    return hardware if named else hardware.without_drive()
 
 
 def _bytes_of_snapshots(workload: Workload, counted: Footprint) -> tuple[int, int]:

@@ -74,6 +74,7 @@ class Workload:
             ``ssd`` or ``auto``.
         streams_in_backward: Whether state that is on a tier is updated in backward.
         written_bytes: Most bytes that a step may write to drives, if there is a limit.
+        names_drive: Whether a recipe's settings name a drive.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Workload:
     weights_place: str = "auto"
     streams_in_backward: bool = False
     written_bytes: int | None = None
+    names_drive: bool = False
 
     @property
     def mode(self) -> MemoryMode | None:

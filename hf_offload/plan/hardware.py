@@ -81,6 +81,7 @@ class Hardware:
         both_bytes_per_s: Per tier, storing and loading at once: the sum of the two. Where it is missing, neither
             direction slows the other.
         ring_bytes: The pinned memory between an accelerator and its drives.
+        drive_is_named: Whether its drive is one that was asked for, and not just any.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Hardware:
     room_bytes: Mapping[str, Measurement]
     both_bytes_per_s: Mapping[str, Measurement] = dataclasses.field(default_factory=dict)
     ring_bytes: int = rules.RING_BYTES
+    drive_is_named: bool = True
 
     def seconds(self, flops: int, moved_bytes: int, dtype: "torch.dtype") -> float:
         """How long an operation takes that is bound by arithmetic or by memory, whichever is longer."""
@@ -127,6 +129,20 @@ class Hardware:
         if nbytes and tier in room:
             room[tier] = dataclasses.replace(room[tier], value=max(0, room[tier].value - nbytes))
         return dataclasses.replace(self, room_bytes=room)
+
+    def without_drive(self) -> "Hardware":
+        """The same machine, on which nothing may go to a drive."""
+
+        def others(figures: Mapping[str, Measurement]) -> dict[str, Measurement]:
+            return {tier: figure for tier, figure in figures.items() if tier != "ssd"}
+
+        return dataclasses.replace(
+            self,
+            store_bytes_per_s=others(self.store_bytes_per_s),
+            load_bytes_per_s=others(self.load_bytes_per_s),
+            both_bytes_per_s=others(self.both_bytes_per_s),
+            room_bytes=others(self.room_bytes),
+        )
 
     @property
     def channels(self) -> dict[str, Channel]:
@@ -232,6 +248,7 @@ def describe_hardware(
             "ram": Measurement(pcie_figures[0].value + pcie_figures[1].value, "default"),
             "ssd": Measurement(max(ssd_figures[0].value, ssd_figures[1].value), "default"),
         },
+        drive_is_named=ssd is not None or disk is not None,
     )
 
 

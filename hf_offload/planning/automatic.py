@@ -70,6 +70,11 @@ class AutomaticPlan:
         """The current plan and the measured step that it was made of; None before the first one."""
         return self._feedback.planned
 
+    @property
+    def most_measured_bytes(self) -> int | None:
+        """The highest peak of all steps that were measured; None before the first one."""
+        return self._feedback.most_measured_bytes
+
     def _apply(self, plan: Plan) -> None:
         with signals_deferred:
             self.plan = plan

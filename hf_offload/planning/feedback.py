@@ -113,6 +113,7 @@ class Feedback:
         self._played: list[_Played] = []  # of the running step
         self._in_force: Known | None = None
         self.planned: Known | None = None  # of the last step, where its peak was predicted
+        self.most_measured_bytes: int | None = None
         self._last: Situation | None = None
         self._repeated = 0
         self._timed: list[tuple[float, float]] = []  # seconds and pace of steps under the present plans
@@ -174,6 +175,7 @@ class Feedback:
         seconds = time.perf_counter() - began
         computed_s = seconds - (self._engine.waited_s() - self._waited_s)
         if meter is not None:
+            self._note_peaks(meter)
             self._plan_measured(meter)
         known = [one.known for one in self._played if one.known is not None]
         if not known or len(known) < len(self._played):
@@ -377,6 +379,10 @@ class Feedback:
             self._narrow[situation] = moving_all(self._safest, windows_for(footprint)[-1])
             return None, False
         return known_as_measured(situation, footprint, hardware, self._budget, plan, peak), False
+
+    def _note_peaks(self, meter: StepMeter) -> None:
+        peaks = [meter.peak_bytes(one) for one in range(meter.micro_batches)]
+        self.most_measured_bytes = max(self.most_measured_bytes or 0, *self._ranks.gather(max(peaks, default=0)))
 
     def _check_peaks(self, meter: StepMeter) -> None:
         """Look at a step under its plans."""

@@ -97,7 +97,7 @@ class OffloadConfig:
     )
     memory_budget: int | str | None = setting(
         None,
-        size(),
+        size(at_least=1),
         'With {tier}="auto": limit of device memory for everything, weights and optimizer state included; on a CPU, for '
         "tensors. Default: 90 % of what is available to this process, including what it already uses.",
     )

@@ -6,6 +6,8 @@ from hf_offload.forecast.forecast import make_forecast
 from hf_offload.forecast.workload import count_workload
 from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.hardware import describe_hardware
+from hf_offload.settings.recipe_files import recipe_names
+from hf_offload.settings.recipes import load_recipe
 
 SMALL = [
     "model.config.num_hidden_layers=2", "model.config.hidden_size=64", "model.config.num_attention_heads=4",
@@ -14,6 +16,10 @@ SMALL = [
 ]  # fmt: skip
 MLPS = ("model.layers.0.mlp", "model.layers.1.mlp")
 CARD = describe_hardware("24GB", tflops=80, pcie="25GB/s", ssd="5GB/s", ram="64GB")
+
+
+def recipe_of(name):
+    return load_recipe(name).offload
 
 
 def workload(*overrides, **options):
@@ -80,3 +86,47 @@ def test_the_memory_of_snapshots_is_part_of_the_plan():
     assert any("keep on the drive" in line for line in on_drive.remarks)
     adapter = make_forecast(workload(steps, memory_mode="lora"), CARD)
     assert 0 < adapter.snapshots_bytes < 2 * adapter.counted.base_bytes
+
+
+def places(found):
+    return found.state_place, found.weights_place
+
+
+def test_weights_and_state_are_planned_wherever_they_may_be_unless_a_recipe_says_where():
+    plain = find_workload("bench/gpt2-small")
+    assert recipe_of("bench/gpt2-small").tier == "ssd"
+    assert places(plain) == ("auto", "auto")
+    assert places(find_workload("bench/gpt2-small", ["offload.optimizer=ssd"])) == ("ssd", "auto")
+    assert places(find_workload("bench/gpt2-small", ["offload.optimizer=none", "offload.params=none"])) == ("none",) * 2
+    assert places(find_workload("bench/gpt2-small", state="ram")) == ("ram", "auto")
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if recipe_of(name).tier in ("ram", "ssd")])
+def test_all_recipes_with_one_tier_leave_weights_and_state_to_the_plan(name):
+    offload = recipe_of(name)
+    expected = {"optimizer": offload.optimizer or "auto", "params": offload.params or "auto"}
+    assert places(find_workload(name)) == (expected["optimizer"], expected["params"])
+
+
+def test_a_plan_for_an_accelerator_uses_a_drive_only_if_one_is_named():
+    """So does a run. Ways that were asked for by name, such as tier="ssd", are compared all the same."""
+    of_weights = [*SMALL, "model.config.vocab_size=8192"]
+
+    def forecast(*overrides, budget=None, **machine):
+        card = describe_hardware("24GB", tflops=80, pcie="25GB/s", ram="1MiB", **machine)
+        return make_forecast(
+            find_workload("llama-1b", [*of_weights, *overrides], sequence=32), card, budget_bytes=budget
+        )
+
+    least, _ = forecast(ssd="5GB/s").frontier[0]
+    unnamed = forecast(budget=least)
+    assert unnamed.refusal is not None
+    assert all(choice.held.state != "ssd" and choice.held.weights != "ssd" for _, choice in unnamed.frontier)
+    assert {row.name for row in unnamed.rows} >= {"ssd", "recompute+ssd"}
+    for named in (
+        forecast(budget=least, ssd="5GB/s"),
+        forecast(budget=least, disk="1TB"),
+        forecast("offload.directory=/nvme", budget=least),
+    ):
+        assert named.refusal is None
+        assert "ssd" in (named.held.state, named.held.weights)

@@ -66,7 +66,7 @@ def test_every_card_is_plausible(card):
         ({"gpu": "l4", "pcie": "25"}, "pcie='25' is not a bandwidth"),
         ({"gpu": "l4", "ssd": "fast"}, "ssd='fast' is not a size"),
         ({"gpu": "l4", "ssd": "1GB/s,2GB/s,3GB/s"}, "give one bandwidth, or two"),
-        ({"gpu": "l4", "ram": "-1GB"}, "ram='-1GB' is not a size"),
+        ({"gpu": "l4", "ram": "-1GB"}, "ram='-1GB' is negative"),
     ],
 )
 def test_absurd_descriptions_are_refused(arguments, message):

@@ -40,6 +40,17 @@ def test_what_is_no_size_is_refused_and_named(wrong):
         parse_bytes(wrong, "ram_budget")
 
 
+@pytest.mark.parametrize("wrong", [-1, "-1", "-5GiB", -5.0])
+def test_a_size_below_zero_is_called_negative_however_it_is_written(wrong):
+    with pytest.raises(OffloadConfigError, match=r"ram_budget=.* is negative"):
+        parse_bytes(wrong, "ram_budget")
+
+
+def test_a_memory_budget_of_nothing_is_refused():
+    with pytest.raises(OffloadConfigError, match="memory_budget=0 is too small"):
+        OffloadConfig(tier="auto", memory_budget=0)
+
+
 @pytest.mark.parametrize("wrong", ["1.5", "0.5", ".5b", "20.5 B", 1.5, 0.25])
 def test_a_fraction_of_a_byte_is_refused(wrong):
     """It is most likely a size whose unit was forgotten."""
