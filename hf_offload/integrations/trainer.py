@@ -11,6 +11,7 @@ from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.checkpoints import checkpoint_folder
 from hf_offload.integrations.extended_trainer import extend_calling_trainer, snapshots_of_training
+from hf_offload.integrations.memory_modes import MemoryModeCallback
 from hf_offload.integrations.streamed import (
     ClipsStreamedGradients,
     has_own_state,
@@ -50,7 +51,7 @@ class OffloadCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         config = self.config_for(args)
-        if config is not None and config.changes_a_run:
+        if config is not None and config.without_mode().changes_a_run:
             extend_calling_trainer(self)
 
     def on_train_begin(
@@ -68,15 +69,13 @@ class OffloadCallback(TrainerCallback):
         config = self.config_for(args)
         if config is None or not config.changes_a_run or model is None:
             return
+        trainer = extend_calling_trainer(self)  # for a callback that was added after the constructor
+        config = _for_prepared(config, trainer)
+        if not config.changes_a_run:
+            return
         refuse_conflicts(args)
         config = _without_twice(config, args)
-        if self.config is not None and config.memory_mode != NONE:
-            raise OffloadConfigError(
-                f"memory_mode={config.memory_mode!r} changes the model and the optimizer, which a callback cannot: set "
-                "it in OffloadTrainingArguments."
-            )
         _refuse_data_parallel(args)
-        trainer = extend_calling_trainer(self)  # for a callback that was added after the constructor
         if trainer is not None:
             refuse_own_state(trainer.accelerator, config)
         steps, config = (
@@ -113,7 +112,7 @@ class OffloadCallback(TrainerCallback):
         try:
             stream_prepared(self.session, optimizer)
         except OffloadConfigError as error:
-            mode = getattr(args, "memory_mode", NONE)  # which the Trainer was made with, and the session does not know
+            mode = getattr(self.config_for(args), "memory_mode", NONE)  # which the session does not know
             if mode == NONE:
                 raise
             raise OffloadConfigError(f"memory_mode={mode!r}: {error}") from error
@@ -179,22 +178,34 @@ class OffloadCallback(TrainerCallback):
 
     def config_for(self, args: TrainingArguments) -> OffloadConfig | None:
         """The settings of a training with these arguments, if it has any."""
-        if self.config is not None:
-            return self.config
         from_arguments = getattr(args, "offload_config", None)
-        if from_arguments is None:
-            return None
+        if self.config is not None or from_arguments is None:
+            return self.config
         config: OffloadConfig = from_arguments()
-        mode = config.mode()
-        if config.params not in (None, "none") and mode is not None and not mode.uses_gradients:
-            return config  # of which the weights may leave with several processes, too: no gradients are exchanged
-        return config.without_mode()  # which the Trainer was made with
+        return config
 
     def _detach(self) -> None:
         if self.session is not None:
             self.forecast = self.session.forecast
             self.session.detach()
             self.session = None
+
+
+def _for_prepared(config: OffloadConfig, trainer: Trainer | None) -> OffloadConfig:
+    """``config`` for a model that the Trainer was made with."""
+    mode = config.mode()
+    if mode is not None and not any(isinstance(one, MemoryModeCallback) for one in _callbacks_of(trainer)):
+        raise OffloadConfigError(
+            f"memory_mode={config.memory_mode!r} changes the model and the optimizer, which a callback cannot: set "
+            "it in OffloadTrainingArguments."
+        )
+    if mode is None or mode.uses_gradients or config.params in (None, "none"):
+        return config.without_mode()
+    return config  # of which weights may leave memory in several processes, too: they exchange no gradients
+
+
+def _callbacks_of(trainer: Trainer | None) -> list[TrainerCallback]:
+    return [] if trainer is None else trainer.callback_handler.callbacks
 
 
 def refuse_conflicts(args: TrainingArguments) -> None:

@@ -94,7 +94,7 @@ def run_recipe(
     # Again, so that weights and dropout do not depend on whether the tokenizer had to be trained first.
     set_seed(arguments.seed)
     model = build_model(recipe, tokenizer, arguments.device, None if prepared is None else prepared.setup.labels)
-    recording, offloading = Recording(), OffloadCallback(recipe.offload.without_mode())
+    recording, offloading = Recording(), OffloadCallback(recipe.offload)
     with _beginning(recipe, recording):
         trainer = _build_trainer(recipe, model, arguments, tokenizer, prepared, recording, [offloading, *callbacks])
     _ahead_of_reporters(trainer, offloading)
