@@ -40,6 +40,7 @@ from hf_offload.storage.opening import open_tier
 from hf_offload.storage.wear import Written
 from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.transforms.order import transforms_for
+from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
 from hf_offload.transforms.sampling.gradient_cache import GradientCache
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class OffloadSession:
         self._model = weakref.ref(model)
         self._mode: AppliedMode | None = None
         self._transforms = transforms_for(model, config)
+        self._elementwise: ElementwiseBlocks | None = None
         self._engine: Engine | None = None
         self._phases: Phases | None = None
         self._automatic: AutomaticPlan | None = None
@@ -180,8 +182,18 @@ class OffloadSession:
         self.stats.accounts = self._storage.accounts
         units: Mapping[str, nn.Module] = blocks
         if automatic:
+            if config.plans_elementwise:
+                self._elementwise = ElementwiseBlocks(blocks)
             self._automatic = AutomaticPlan(
-                model, blocks, config, self._engine, self._plan, self.ranks, self._state, self._on_infeasible
+                model,
+                blocks,
+                config,
+                self._engine,
+                self._plan,
+                self.ranks,
+                self._state,
+                self._on_infeasible,
+                self._elementwise,
             )
             self._state.plan_for(self._automatic.budget_bytes, self._automatic.hardware)
             units = {name: unit.module for name, unit in find_units(model).items() if unit.module is not model}
@@ -287,7 +299,8 @@ class OffloadSession:
     @property
     def rematerialized(self) -> list[str]:
         """Names of the modules that recompute in backward what they would save."""
-        return list(self._transforms.rematerialization.names)
+        planned = [] if self._elementwise is None else self._elementwise.names
+        return [*self._transforms.rematerialization.names, *planned]
 
     @property
     def changes_model(self) -> bool:
@@ -461,6 +474,8 @@ class OffloadSession:
         if self._automatic is not None:
             self._automatic.close()
         self._transforms.remove()
+        if self._elementwise is not None:
+            self._elementwise.remove()  # below what has tiled a module since
         if self._mode is not None:
             self._mode.close()
         if phases is not None:

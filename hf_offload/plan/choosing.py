@@ -25,7 +25,16 @@ from hf_offload.plan.holding import (
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem, refusal
 from hf_offload.plan.problem import Choices, Problem, Solution, smallest_budget
-from hf_offload.plan.search import can_fit, find_greedy, find_prefixes, find_uniform, local_search, smallest
+from hf_offload.plan.search import (
+    better,
+    can_fit,
+    find_greedy,
+    find_prefixes,
+    find_uniform,
+    local_search,
+    may_gain,
+    smallest,
+)
 
 _SHARES = 8
 """Weights that stay are tried in so many steps."""
@@ -77,23 +86,47 @@ class Allowed:
 def problem_of(footprint: Footprint, hardware: Hardware, budget_bytes: int, held: Held, allowed: Allowed) -> Problem:
     """What is left to be placed: activations, in the memory and the room that the rest leaves."""
     on_host = hardware.device == "cpu"
-    found = hold(footprint, held, budget_bytes, on_host, allowed.now or IN_MEMORY)
-    known = tuple(one for one in found.transfers if one.tier in hardware.store_bytes_per_s)
-    found = dataclasses.replace(found, transfers=known)
+    where = functools.partial(
+        _held,
+        held=held,
+        budget_bytes=budget_bytes,
+        on_host=on_host,
+        now=allowed.now or IN_MEMORY,
+        tiers=frozenset(hardware.store_bytes_per_s),
+    )
+    found = where(footprint.plain)
     problem = make_problem(found, hardware, budget_bytes, may_recompute=allowed.may_recompute)
     taken = tier_bytes(footprint, held)
     room = {tier: nbytes - taken.get(tier, 0) for tier, nbytes in problem.room_bytes.items()}
     if allowed.written_bytes is not None and "ssd" in room:
         # What activations take of a drive in a step is written in it.
         room["ssd"] = min(room["ssd"], allowed.written_bytes - moved_bytes(found)[0].get("ssd", 0))
-    return dataclasses.replace(problem, room_bytes=room)
+    return dataclasses.replace(problem, room_bytes=room, mixed=footprint.mixed, hold=where)
+
+
+def _held(
+    footprint: Footprint, *, held: Held, budget_bytes: int, on_host: bool, now: Held, tiers: frozenset[str]
+) -> Footprint:
+    found = hold(footprint, held, budget_bytes, on_host, now)
+    return dataclasses.replace(found, transfers=tuple(one for one in found.transfers if one.tier in tiers))
 
 
 def choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice | None:
     """The fastest step within the budget that is found; None if nothing fits. In a run that fits, everything stays.
 
-    Weights and state of a running training stay where they are unless that is a good deal slower.
+    Weights and state of a running training stay where they are unless that is a good deal slower. Elementwise operations are
+    recomputed where nothing fits otherwise, or where the step gets faster.
     """
+    usual = _choose(footprint.plain, hardware, budget_bytes, allowed)
+    if footprint.elementwise is None or (usual is not None and not may_gain(footprint, usual.solution)):
+        return usual
+    reduced = _choose(footprint, hardware, budget_bytes, allowed)
+    if usual is None or reduced is None:
+        return reduced or usual
+    return reduced if better(usual.solution, reduced.solution) is reduced.solution else usual
+
+
+def _choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice | None:
     found: list[_Way] = []
     for held in ways(footprint, hardware, allowed):
         way = _Way(held, problem_of(footprint, hardware, budget_bytes, held, allowed))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Problem, Solution
-from hf_offload.settings.sizes import format_seconds
+from hf_offload.settings.sizes import format_bytes, format_seconds
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
@@ -42,7 +42,7 @@ class UnitLine:
 
 def unit_lines(problem: Problem, solution: Solution) -> list[UnitLine]:
     """All units in the order of the model."""
-    footprint = problem.footprint
+    footprint = problem.step(solution.placements)
     groups: dict[tuple[object, ...], list[str]] = {}
     for unit in footprint.units:
         placement = solution.placements[unit]
@@ -95,10 +95,10 @@ def _ranges(numbers: list[int]) -> Iterator[str]:
 
 
 def _reason(problem: Problem, solution: Solution, unit: str) -> str:
-    footprint = problem.footprint
+    footprint = problem.step(solution.placements)
     placement = solution.placements[unit]
     nbytes = footprint.saved_bytes[unit]
-    if nbytes == 0:
+    if nbytes == 0 and not placement.elementwise:
         return "saves nothing"
     if placement is Placement.KEEP:
         everything = all(one is Placement.KEEP for one in solution.placements.values())
@@ -112,10 +112,25 @@ def _reason(problem: Problem, solution: Solution, unit: str) -> str:
             fastest = max(channel.store_bytes_per_s for channel in problem.channels.values())
             text += f"; moving takes {format_seconds(sum(footprint.saved_bytes[one] for one in members) / fastest)}"
         return text
+    if placement is Placement.ELEMENTWISE:
+        return _less(problem, footprint, unit)
     assert placement.tier is not None
     channel = problem.channels[placement.tier]
     out, back = nbytes / channel.store_bytes_per_s, nbytes / channel.load_bytes_per_s
-    return f"{format_seconds(out)} out, {format_seconds(back)} back, {format_seconds(_time_between(footprint, unit))} between"
+    between = format_seconds(_time_between(footprint, unit))
+    moved = f"{format_seconds(out)} out, {format_seconds(back)} back, {between} between"
+    return f"{_less(problem, footprint, unit)}; {moved}" if placement.elementwise else moved
+
+
+def _less(problem: Problem, footprint: Footprint, unit: str) -> str:
+    """What a unit does not save, and what its block recomputes for that."""
+    block = footprint.units[unit]
+    nbytes = problem.footprint.saved_bytes[unit] - footprint.saved_bytes[unit]
+    members = [one for one, where in footprint.units.items() if where == block]
+    usual, now = (
+        sum(step.forward_s[one] + step.backward_s[one] for one in members) for step in (problem.footprint, footprint)
+    )
+    return f"{format_bytes(max(0, nbytes))} less saved, {format_seconds(max(0.0, now - usual))} more a block"
 
 
 def _time_between(footprint: Footprint, unit: str) -> float:

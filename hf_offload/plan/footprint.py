@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hf_offload.plan.elementwise import Mixed
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
@@ -175,6 +177,7 @@ class Footprint:
         weights: Unit -> what of its weights, gradients and state may leave memory.
         transfers: Of weights, gradients and state that are on tiers, in the order of their segments.
         transfer_windows: Kind of transfers -> how many bytes of it may be on their way, half of them each way.
+        elementwise: The same step with all blocks recomputing their elementwise operations; None where that cannot be chosen.
     """
 
     segments: tuple[Segment, ...]
@@ -198,6 +201,17 @@ class Footprint:
     weights: Mapping[str, UnitWeights] = dataclasses.field(default_factory=dict)
     transfers: tuple[Transfer, ...] = ()
     transfer_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    elementwise: "Footprint | None" = None
+
+    @functools.cached_property
+    def plain(self) -> "Footprint":
+        """The same, without that choice."""
+        return self if self.elementwise is None else dataclasses.replace(self, elementwise=None)
+
+    @functools.cached_property
+    def mixed(self) -> Mixed | None:
+        """The steps in which some blocks recompute their elementwise operations."""
+        return None if self.elementwise is None else Mixed(self.plain, self.elementwise)
 
     @functools.cached_property
     def recomputable(self) -> tuple[BlockSpan, ...]:
@@ -336,7 +350,12 @@ class Footprint:
     def at_pace(self, pace: float) -> "Footprint":
         """The same step where everything takes ``pace`` times as long."""
         segments = tuple(dataclasses.replace(segment, seconds=segment.seconds * pace) for segment in self.segments)
-        return dataclasses.replace(self, segments=segments, optimizer_step_s=self.optimizer_step_s * pace)
+        return dataclasses.replace(
+            self,
+            segments=segments,
+            optimizer_step_s=self.optimizer_step_s * pace,
+            elementwise=None if self.elementwise is None else self.elementwise.at_pace(pace),
+        )
 
     @property
     def optimizer_peak_bytes(self) -> int:

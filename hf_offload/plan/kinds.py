@@ -60,7 +60,10 @@ def kinds_of(counted: Footprint, problem: Problem, held: Held, solution: Solutio
     ]
     if solution is not None:
         saved = problem.footprint.saved_bytes
-        kept = sum(saved[unit] for unit, one in solution.placements.items() if one.tier is None and not one.recomputes)
+        now_saved = problem.step(solution.placements).saved_bytes
+        kept = sum(
+            now_saved[unit] for unit, one in solution.placements.items() if one.tier is None and not one.recomputes
+        )
         moved = dict(solution.timeline.tier_bytes)
         found.append(Kind(ACTIVATIONS, sum(saved.values()), kept, moved, moved, moved))
     return found

@@ -20,6 +20,9 @@ class Placement(enum.StrEnum):
     RECOMPUTE = "recompute"
     RECOMPUTE_RAM = "recompute+ram"
     RECOMPUTE_SSD = "recompute+ssd"
+    ELEMENTWISE = "elementwise"
+    ELEMENTWISE_RAM = "elementwise+ram"
+    ELEMENTWISE_SSD = "elementwise+ssd"
 
     @property
     def recomputes(self) -> bool:
@@ -27,9 +30,24 @@ class Placement(enum.StrEnum):
         return self.value.startswith("recompute")
 
     @property
+    def elementwise(self) -> bool:
+        """Whether the whole block recomputes its elementwise operations in backward, and saves less."""
+        return self.value.startswith("elementwise")
+
+    @property
     def tier(self) -> str | None:
         """Where the tensors go (for a recompute, the block's input), or None: nowhere."""
-        return self.value.rpartition("+")[2] if self.value not in ("keep", "recompute") else None
+        return self.value.rpartition("+")[2] if self.value not in ("keep", "recompute", "elementwise") else None
+
+    @property
+    def with_elementwise(self) -> "Placement":
+        """The same place, for what a block saves that recomputes its elementwise operations."""
+        return Placement("elementwise" if self.tier is None else f"elementwise+{self.tier}")
+
+    @property
+    def in_full(self) -> "Placement":
+        """The same place, for all that is saved."""
+        return Placement.KEEP if self.tier is None else Placement(self.tier)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from hf_offload.plan.elementwise import Mixed
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.simulate import simulate
@@ -15,7 +16,15 @@ Placements = Mapping[str, Placement]
 _RESERVE_PERCENT = 3
 _MIB = 1 << 20
 
+_MOST_STEPS = 64
+"""Steps that are kept, of the many that a search looks at."""
+
 _RECOMPUTES = {"ram": Placement.RECOMPUTE_RAM, "ssd": Placement.RECOMPUTE_SSD}
+
+
+def as_it_is(footprint: Footprint) -> Footprint:
+    """With everything in memory."""
+    return footprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +53,8 @@ class Problem:
         budget_bytes: Most memory at any time, weights and optimizer state included. A small share of it is left free.
         windows: How far to read ahead and write behind, best first.
         may_recompute: Whether blocks may be recomputed in backward.
+        mixed: The steps in which blocks recompute their elementwise operations; None where that cannot be chosen.
+        hold: What makes ``footprint`` of the step that ``mixed`` has without any such block, and others of the others.
     """
 
     footprint: Footprint
@@ -52,6 +63,31 @@ class Problem:
     budget_bytes: int
     windows: Sequence[Windows]
     may_recompute: bool = True
+    mixed: Mixed | None = None
+    hold: Callable[[Footprint], Footprint] = as_it_is
+
+    def step(self, placements: Placements) -> Footprint:
+        """The step in which the blocks that ``placements`` says recompute their elementwise operations."""
+        if self.mixed is None:
+            return self.footprint
+        blocks = frozenset(block for block in self.mixed.blocks if placements[block].elementwise)
+        if not blocks:
+            return self.footprint
+        found = self._steps.get(blocks)
+        if found is None:
+            if len(self._steps) >= _MOST_STEPS:
+                self._steps.clear()
+            found = self._steps[blocks] = self.hold(self.mixed.step(blocks))
+        return found
+
+    @functools.cached_property
+    def _steps(self) -> dict[frozenset[str], Footprint]:
+        return {}
+
+    @functools.cached_property
+    def plain(self) -> "Problem":
+        """The same, without that choice."""
+        return self if self.mixed is None else dataclasses.replace(self, mixed=None)
 
     @property
     def limit_bytes(self) -> int:
@@ -63,7 +99,7 @@ class Problem:
         key = tuple(placements.values()), windows
         timeline = self._played.get(key)
         if timeline is None:
-            timeline = self._played[key] = simulate(self.footprint, placements, self.channels, windows)
+            timeline = self._played[key] = simulate(self.step(placements), placements, self.channels, windows)
         return Solution(placements, windows, timeline, method)
 
     @functools.cached_property
@@ -99,6 +135,7 @@ class Choices:
         units: Units that save something, in the order of forward.
         blocks: What can be recomputed.
         members: Block -> the units that lie in it.
+        reduced: What can recompute its elementwise operations alone.
     """
 
     def __init__(self, problem: Problem):
@@ -107,15 +144,20 @@ class Choices:
         self.tiers = [one for one in (Placement.RAM, Placement.SSD) if one.value in problem.channels]
         # A set would go through them in another order in every process, and find another plan.
         self.blocks = list(dict.fromkeys(span.name for span in footprint.recomputable))
+        self._recomputable = frozenset(self.blocks)
         self.recomputes: list[Placement] = []
         if problem.may_recompute and self.blocks:
             self.recomputes = [Placement.RECOMPUTE, *(_RECOMPUTES[tier.value] for tier in self.tiers)]
-        self.options = [Placement.KEEP, *self.tiers, *self.recomputes]
+        self.reduced = frozenset(() if problem.mixed is None else problem.mixed.blocks)
+        stays = [Placement.KEEP, *self.tiers]
+        self.options = [*stays, *self.recomputes, *(one.with_elementwise for one in stays if self.reduced)]
         first: dict[str, int] = {}
         for one in footprint.saved:
             first.setdefault(one.unit, one.packed)
         self.units = sorted(first, key=first.__getitem__)
-        self.members: dict[str, list[str]] = {block: [] for block in self.blocks}
+        self.members: dict[str, list[str]] = {
+            block: [] for block in dict.fromkeys((*self.blocks, *sorted(self.reduced)))
+        }
         for unit in self.units:
             block = self._blocks_of[unit]
             if block in self.members:
@@ -126,33 +168,46 @@ class Choices:
         return self.place(dict.fromkeys(self.units, placement))
 
     def place(self, wanted: Placements) -> Placements:
-        """A placement for every unit: a block is recomputed as a whole, and nothing outside of blocks is."""
+        """A placement for every unit: a block is recomputed as a whole, its elementwise operations too, and nothing outside
+        of blocks is.
+        """
         chosen = dict.fromkeys(self._blocks_of, Placement.KEEP)
+        recomputed: dict[str, Placement] = {}
+        reduced: set[str] = set()
         for unit, placement in wanted.items():
             block = self._blocks_of[unit]
-            if not placement.recomputes:
-                chosen[unit] = placement
-            elif block in self.members:
-                chosen[block] = placement
-            elif placement.tier is not None:
-                chosen[unit] = Placement(placement.tier)
-        for block, members in self.members.items():
-            if chosen[block].recomputes:
-                chosen |= dict.fromkeys(members, chosen[block])
+            if placement.recomputes and block in self._recomputable:
+                recomputed[block] = placement
+                continue
+            recomputed.pop(unit, None)
+            chosen[unit] = placement.in_full
+            if placement.elementwise and block in self.reduced:
+                reduced.add(block)
+        for block in reduced - recomputed.keys():
+            for unit in (block, *self.members[block]):
+                chosen[unit] = chosen[unit].with_elementwise
+        for block, placement in recomputed.items():
+            chosen |= dict.fromkeys((block, *self.members[block]), placement)
         return chosen
 
     def moves(self) -> list[tuple[str, Placement]]:
         """Every single choice there is."""
-        found = [(unit, placement) for unit in self.units for placement in (Placement.KEEP, *self.tiers)]
-        return found + [(block, placement) for block in self.blocks for placement in self.recomputes]
+        stays = (Placement.KEEP, *self.tiers)
+        found = [(unit, placement) for unit in self.units for placement in stays]
+        found += [(block, placement) for block in self.blocks for placement in self.recomputes]
+        reduced = [unit for unit in self.units if self._blocks_of[unit] in self.reduced]
+        return found + [(unit, placement.with_elementwise) for unit in reduced for placement in stays]
 
     def changed(self, placements: Placements, unit: str, placement: Placement) -> Placements:
         """``placements`` with one unit, or one block as a whole, placed otherwise."""
         block = self._blocks_of[unit]
         wanted = dict(placements)
-        if not placement.recomputes and block is not None and placements[block].recomputes:
-            # One part of a recomputed block cannot be moved alone: the block is taken apart.
-            wanted |= dict.fromkeys([block, *self.members[block]], placement)
-        else:
-            wanted[unit] = placement
+        if block is not None and not placement.recomputes:
+            members = [block, *self.members.get(block, ())]
+            if placements[block].recomputes:
+                # One part of a recomputed block cannot be moved alone: the block is taken apart.
+                wanted |= dict.fromkeys(members, placement)
+            elif placements[block].elementwise and not placement.elementwise:
+                wanted |= {one: placements[one].in_full for one in members}
+        wanted[unit] = placement
         return self.place(wanted)

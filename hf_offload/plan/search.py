@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Choices, Placements, Problem, Solution
 from hf_offload.plan.timeline import Windows
@@ -27,10 +28,34 @@ _PREFIX_PARTS = 32
 _PAIRED = 2
 # So many placements are looked at where several problems are compared.
 _LIKELY = 2
+# What is no faster than this is not worth computing anything twice.
+_WORTH = 1.01
 
 
 def solve(problem: Problem) -> Solution | None:
-    """The fastest solution within the budget, or None if there is none. Ties go to what moves fewer bytes."""
+    """The fastest solution within the budget, or None if there is none. Ties go to what moves fewer bytes.
+
+    Elementwise operations are recomputed where nothing fits otherwise, or where the step gets faster.
+    """
+    usual = _solve(problem.plain)
+    if problem.mixed is None or (usual is not None and not may_gain(problem.footprint, usual)):
+        return usual
+    return better(usual, _solve(problem))
+
+
+def may_gain(footprint: Footprint, usual: Solution) -> bool:
+    """Whether a step could be faster if it had to wait less, and to recompute fewer blocks."""
+    return usual.timeline.step_s > _WORTH * footprint.step_s
+
+
+def better(usual: Solution | None, reduced: Solution | None) -> Solution | None:
+    """``reduced``, which recomputes elementwise operations, where that is worth it."""
+    if usual is None or reduced is None:
+        return reduced or usual
+    return reduced if _WORTH * reduced.timeline.step_s < usual.timeline.step_s else usual
+
+
+def _solve(problem: Problem) -> Solution | None:
     keep = problem.play(Choices(problem).uniform(Placement.KEEP), problem.windows[0], "keep")
     if problem.fits(keep):
         return keep

@@ -17,8 +17,10 @@ from hf_offload.planning.feedback import Feedback
 from hf_offload.planning.known import Known
 from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.ranks import hardware_of_all
+from hf_offload.planning.trial import Trial
 from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig
+from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
 
 _SAFE_WRITE_BEHIND_SHARE = 1 / 16
 """Of the budget: most bytes that wait to be written before the first step has been measured."""
@@ -43,9 +45,11 @@ class AutomaticPlan:
         ranks: Ranks,
         model_state: ModelState,
         on_infeasible: Callable[[], bool],
+        elementwise: ElementwiseBlocks | None,
     ):
         self._engine = engine
         self._recompute = Recompute(blocks)
+        self._elementwise = elementwise
         self.hardware = hardware = hardware_of_all(config, ranks, device_of(model))
         budget = config.memory_budget
         self.budget_bytes = int(hardware.memory_bytes.value * BUDGET_SHARE) if budget is None else int(budget)
@@ -53,6 +57,9 @@ class AutomaticPlan:
         safest = dataclasses.replace(safest, write_behind_bytes=min(safest.write_behind_bytes, little))
         self._apply(safest)
         engine.transfer.mover.time_stalls()  # else plans would count transfers as compute
+        trial = None
+        if elementwise is not None:
+            trial = Trial(blocks, lambda: all(ranks.gather(elementwise.possible)))
         self._feedback = Feedback(
             model,
             self.budget_bytes,
@@ -62,6 +69,7 @@ class AutomaticPlan:
             engine=engine,
             model_state=model_state,
             on_infeasible=on_infeasible,
+            trial=trial,
             ranks=ranks,
         )
 
@@ -80,6 +88,8 @@ class AutomaticPlan:
             self.plan = plan
             self._engine.apply_plan(plan)
             self._recompute.apply(name for name, placement in plan.placements.items() if placement.recomputes)
+            if self._elementwise is not None:
+                self._elementwise.apply(name for name, placement in plan.placements.items() if placement.elementwise)
 
     def begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
         """The model's forward begins, with these inputs. It may have been ``compiled`` since."""

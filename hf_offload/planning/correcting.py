@@ -75,7 +75,9 @@ def corrected_plan(
 def _present(known: Known, footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Timeline:
     """The plan as it is, at the present pace and rates."""
     problem = problem_of(footprint, hardware, budget_bytes, known.held, allowed)
-    return simulate(problem.footprint, known.solution.placements, problem.channels, known.solution.windows)
+    return simulate(
+        problem.step(known.solution.placements), known.solution.placements, problem.channels, known.solution.windows
+    )
 
 
 def _stay(known: Known, footprint: Footprint, timeline: Timeline) -> None:

@@ -13,9 +13,11 @@ from torch import nn
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.interrupts import signals_deferred
+from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
 from hf_offload.plan.planner import windows_for
+from hf_offload.plan.search import may_gain
 from hf_offload.planning.correcting import corrected_plan, say
 from hf_offload.planning.known import (
     Known,
@@ -33,8 +35,9 @@ from hf_offload.planning.moving import Moving
 from hf_offload.planning.observed import ObservedEngine, OneForward, with_measured_bandwidth
 from hf_offload.planning.optimizer_state import OptimizerState
 from hf_offload.planning.situation import Situation, situation_of, tensors_in
+from hf_offload.planning.trial import Trial
 from hf_offload.ranks import Ranks
-from hf_offload.settings.sizes import format_bytes
+from hf_offload.settings.sizes import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +75,9 @@ class Feedback:
     row and earns its own. The second step under each plan is measured, too: a peak over the budget is planned again with as
     much less. Where steps take longer or shorter than predicted, what was measured is planned again at their pace and with
     the rates that tiers have reached. Where the plan moves weights or state of the ``model_state``, the next step is
-    measured. Where no plan fits, ``on_infeasible`` is called to change the model so that it needs less; if it has, the next
-    step is measured, too.
+    measured. A plan that waits or recomputes has two more steps measured, for recompute of elementwise operations as another
+    choice (:class:`~hf_offload.planning.trial.Trial`). Where no plan fits, ``on_infeasible`` is called to change the model so
+    that it needs less; if it has, the next step is measured, too.
 
     Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan:
     each of them runs as many forwards as the others.
@@ -91,6 +95,7 @@ class Feedback:
         model_state: ModelState,
         on_infeasible: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
+        trial: Trial | None = None,
     ):
         self._model = weakref.ref(model)
         self._ranks = ranks or Ranks()
@@ -101,6 +106,7 @@ class Feedback:
         self._engine = engine
         self._model_state = model_state
         self._moving = Moving(model_state, self._ranks)
+        self._trial = trial or Trial((), lambda: False)
         self._on_infeasible = lambda: any(self._ranks.gather(on_infeasible()))
         self._state = OptimizerState(next((one.device for one in model.parameters()), torch.device("cpu")))
         self._meter: StepMeter | None = None
@@ -234,7 +240,8 @@ class Feedback:
         if known is not None:
             known = self._with_all_state(known, max(state_bytes))
         lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
-        if known is None or lasting or any(situation.begins(wanted) for wanted in self._wanted):
+        trying = self._trial.wants(situation)
+        if known is None or lasting or trying or any(situation.begins(wanted) for wanted in self._wanted):
             windows = None if known is None else windows_to_measure(known, self._safest)
             if known is None and self._known:
                 # How much it needs is not known; what is nearest to it says how much there may be on its way.
@@ -243,9 +250,10 @@ class Feedback:
             if known is None or windows is not None:
                 self._in_force = None
                 wide = self._safest if windows is None else moving_all(self._safest, windows)
-                plan = self._narrow.get(situation, wide)
+                plan = self._trial.plan(situation, self._narrow.get(situation, wide))
                 self._apply(plan)
                 return _Played(situation, None, is_measured=True, plan=plan)
+            self._trial.give_up(situation)
         self._apply_plan(known)
         looked_at = known.is_for(situation) and known.steps == _SETTLED_STEPS
         return _Played(situation, known, is_measured=looked_at)
@@ -364,11 +372,8 @@ class Feedback:
             if self._with_graphs.get(situation, 0) > 0:
                 self._with_graphs[situation] -= 1
                 return None, False
-            return self._in_place(
-                lambda: known_by_simulating(
-                    situation, footprint, hardware, self._budget, ranks=self._ranks, allowed=self._moving.allowed
-                )
-            )
+            return self._simulated(situation, footprint, hardware)
+        self._trial.give_up(situation)
         plan = next(one.plan for one in self._played if one.metered == metered and one.plan is not None)
         peak = max(self._ranks.gather(meter.peak_bytes(metered)))
         known = known_if_kept(situation, footprint, hardware, self._budget, plan, peak)
@@ -383,6 +388,22 @@ class Feedback:
     def _note_peaks(self, meter: StepMeter) -> None:
         peaks = [meter.peak_bytes(one) for one in range(meter.micro_batches)]
         self.most_measured_bytes = max(self.most_measured_bytes or 0, *self._ranks.gather(max(peaks, default=0)))
+
+    def _simulated(self, situation: Situation, measured: Footprint, hardware: Hardware) -> tuple[Known | None, bool]:
+        footprint = self._trial.joined(situation, measured)
+        if footprint is None:
+            return None, False
+        try:
+            return self._in_place(
+                lambda: known_by_simulating(
+                    situation, footprint, hardware, self._budget, ranks=self._ranks, allowed=self._moving.allowed
+                )
+            )
+        except OffloadPlanError:
+            if not self._trial.begin(situation, measured):
+                raise
+            self._log(logging.INFO, "Nothing fits: measuring a step in which elementwise operations are recomputed.")
+            return None, False
 
     def _check_peaks(self, meter: StepMeter) -> None:
         """Look at a step under its plans."""
@@ -402,8 +423,17 @@ class Feedback:
             if peak > self._budget:
                 self._log(logging.WARNING, "A step needed %s, with all that can be moved moved.", format_bytes(peak))
             return
-        if not self._correct(known, peak) and peak > self._budget and self._on_infeasible():
+        if self._correct(known, peak):
+            return
+        if peak > self._budget and self._on_infeasible():
             self._measure_again(f"A step needed {format_bytes(peak)}.")
+        elif may_gain(known.footprint, known.solution) and self._trial.begin(known.situation):
+            self._log(
+                logging.INFO,
+                "A step takes %s, its compute %s: measuring two steps, one with elementwise operations recomputed.",
+                format_seconds(known.solution.timeline.step_s),
+                format_seconds(known.footprint.step_s),
+            )
 
     def _correct(self, known: Known, peak: int) -> bool:
         """Plan again where that is better by now; whether it was."""
@@ -432,6 +462,7 @@ class Feedback:
         """What is known is of a run that had other weights and state in memory, or was computed in another way."""
         self._known.clear()
         self._wanted.clear()
+        self._trial.forget()
         self._in_force = self.planned = None
         self._log(logging.INFO, "Measuring again, with something else in memory. %s", why)
 

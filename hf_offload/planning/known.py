@@ -10,7 +10,7 @@ from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import IN_MEMORY, Held
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import make_problem, plan_of
-from hf_offload.plan.problem import Problem, Solution, smallest_budget
+from hf_offload.plan.problem import Problem, Solution, as_it_is, smallest_budget
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.situation import Situation
 from hf_offload.ranks import Ranks
@@ -65,9 +65,16 @@ class Known:
         return situation.begins(self.situation)
 
     @property
+    def present_problem(self) -> Problem:
+        """The problem with everything in memory, at the pace that has been measured since."""
+        plain = self.footprint.plain
+        return dataclasses.replace(self.problem, footprint=plain, mixed=self.footprint.mixed, hold=as_it_is)
+
+    @property
     def compute_s(self) -> float:
         """Predicted time of a micro-batch without the optimizer's, and without waiting."""
-        return self.footprint.step_s - self.footprint.optimizer_step_s + self.solution.timeline.recompute_s
+        step = self.present_problem.step(self.solution.placements)
+        return step.step_s - step.optimizer_step_s + self.solution.timeline.recompute_s
 
     @property
     def micro_batch_s(self) -> float:
@@ -79,7 +86,7 @@ class Known:
         """What is placed where, in words, and what that is predicted to need."""
         counts: dict[Placement, int] = {}
         for unit, placement in self.solution.placements.items():
-            if self.footprint.saved_bytes[unit]:
+            if self.footprint.saved_bytes[unit] or placement.elementwise:
                 counts[placement] = counts.get(placement, 0) + 1
         placed = ", ".join(f"{count} units {placement.value}" for placement, count in counts.items())
         prediction = self.prediction

@@ -1,6 +1,5 @@
 """The report page of a training: ``hf-offload train RECIPE --report run.html``, and for Trainers and loops of one's own."""
 
-import dataclasses
 import logging
 import os
 import statistics
@@ -80,7 +79,7 @@ def write_report(
     where: list[Block] = []
     over_budgets: list[Block] = []
     if known is not None:
-        problem = dataclasses.replace(known.problem, footprint=known.footprint)  # at the pace that was measured since
+        problem = known.present_problem
         over_time.insert(0, step_chart(problem, known.solution, _last_micro_batch(memory, known)))
         where = [where_table(problem, known.solution), _units_table(problem, known.solution)]
         ways = [(one.name, one.solution.timeline) for one in simple_ways(problem) if one.solution]

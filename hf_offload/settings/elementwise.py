@@ -12,6 +12,7 @@ EXACT_SWITCHES = ("activations", "norms", "dropout")
 """Change no bit of a loss or a gradient."""
 SWITCHES = (*EXACT_SWITCHES, "derivative-8bit")
 ALL_EXACT = "exact"
+OFF = "off"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +26,15 @@ class RecomputeElementwiseConfig:
             of them as the model has use for.
             ``"derivative-8bit"``: activation functions keep their derivative in 8 bits instead of their input; not exact
             (:func:`~hf_offload.transforms.rematerialization.functions.coarse_activation` says how far off), and not
-            together with ``"activations"``, which needs the input.
+            together with ``"activations"``, which needs the input. None at all: a plan does not choose any, either.
     """
 
     switches: Sequence[str]
 
     def __post_init__(self) -> None:
+        if not self.switches:
+            object.__setattr__(self, "switches", ())
+            return
         name = names_of(RecomputeElementwiseConfig).get("switches", "recompute_elementwise")
         read: Any = names(f"switches, which are {', '.join(SWITCHES)} and {ALL_EXACT!r}", or_none=True)
         switches = tuple(dict.fromkeys(read(name, self.switches)))
@@ -56,17 +60,19 @@ class RecomputeElementwiseConfig:
         return switch in self.switches
 
     def __str__(self) -> str:
-        return ",".join(self.switches)
+        return ",".join(self.switches) or OFF
 
 
 def recompute_elementwise(value: Any, name: str = "recompute_elementwise") -> RecomputeElementwiseConfig | None:
-    """Read the setting: names of switches, as a list or separated by commas, or nothing.
+    """Read the setting: names of switches, as a list or separated by commas, ``"off"``, or nothing.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError`.
     """
     if value is None or isinstance(value, RecomputeElementwiseConfig):
         return value
-    if value is False or (isinstance(value, (str, tuple, list)) and value in ("", "off", (), [])):
+    if value == "":
         return None
+    if value is False or (isinstance(value, (str, tuple, list)) and value in (OFF, (), [])):
+        return RecomputeElementwiseConfig(())
     with naming(RecomputeElementwiseConfig, {"switches": name}):
         return RecomputeElementwiseConfig(value)

@@ -47,7 +47,7 @@ def method_of(tree: Mapping[str, Any]) -> str:
         extras.append("recompute")
     if "sampling" in tree or offload.get("sampled_linear") is not None:
         extras.append("sampled")
-    if offload.get("recompute_elementwise"):
+    if offload.get("recompute_elementwise", "off") not in ("off", "", False, None, []):
         extras.append("elementwise")
     if any(offload.get(name, "off") not in ("off", False) for name in ("tiled_loss", "tiled_mlp")):
         extras.append("tiled")

@@ -206,7 +206,8 @@ class OffloadConfig:
         None,
         Reader(lambda name, value: recompute_elementwise(value, name)),
         'Results of elementwise operations to recompute in backward instead of saving them: "activations", "norms", '
-        '"dropout" ("exact": these three, which change no bit) or "derivative-8bit" (not exact).',
+        '"dropout" ("exact": these three, which change no bit), "derivative-8bit" (not exact) or "off". Default: with tier '
+        '"auto", the plan decides about the exact ones; else off.',
         scope=MODEL,
     )
     memory_mode: str = setting(
@@ -374,7 +375,13 @@ class OffloadConfig:
     @property
     def elementwise(self) -> RecomputeElementwiseConfig | None:
         """Which elementwise operations are recomputed, if any are."""
-        return self.recompute_elementwise  # type: ignore[return-value]  # __post_init__ made it one
+        found: RecomputeElementwiseConfig | None = self.recompute_elementwise  # type: ignore[assignment]
+        return found if found is not None and found.switches else None
+
+    @property
+    def plans_elementwise(self) -> bool:
+        """Whether a plan may choose it for blocks: where nothing is said about it."""
+        return self.recompute_elementwise is None
 
     lean = FormerName("elementwise")
 

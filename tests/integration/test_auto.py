@@ -292,7 +292,8 @@ def test_a_larger_batch_is_measured_at_once(tmp_path, caplog):
     long = batch()
     short = {name: value[:, : TOKENS // 4].contiguous() for name, value in long.items()}
     with caplog.at_level(logging.INFO, "hf_offload"):
-        found = train(model_of("gpt2"), auto(int(fixed + 0.5 * activations), tmp_path), 10, [short] + 9 * [long])
+        config = auto(int(fixed + 0.5 * activations), tmp_path, recompute_elementwise="off")
+        found = train(model_of("gpt2"), config, 10, [short] + 9 * [long])
     assert new_plans(caplog) == 2
     assert found[2].measured_peak_bytes <= 1.02 * int(fixed + 0.5 * activations)
 
@@ -332,7 +333,8 @@ def test_on_a_drive_that_turns_out_slow_blocks_are_recomputed_exactly_and_put_ba
     fixed, activations = live_peaks("gpt2")
     expected = train(model_of("gpt2"), OffloadConfig(tier="none"))
     model = model_of("gpt2")
-    losses, weights, _, plan = train(model, auto(int(fixed + 0.6 * activations), tmp_path))
+    config = auto(int(fixed + 0.6 * activations), tmp_path, recompute_elementwise="off")
+    losses, weights, _, plan = train(model, config)
     assert any(placement.recomputes for placement in plan.placements.values())
     assert losses == expected[0]
     assert all(torch.equal(one, other) for one, other in zip(weights, expected[1], strict=True))

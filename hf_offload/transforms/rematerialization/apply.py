@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.elementwise import SWITCHES, RecomputeElementwiseConfig
+from hf_offload.settings.elementwise import ALL_EXACT, SWITCHES, RecomputeElementwiseConfig
 from hf_offload.transforms.rematerialization.formulas import Formulas
 from hf_offload.transforms.rematerialization.modules import (
     CoarseActivation,
@@ -29,6 +29,8 @@ from hf_offload.transforms.transform import Transform
 
 logger = logging.getLogger(__name__)
 
+_Found = tuple[str, nn.Module, type[RematerializedModule]]
+_EXACT = RecomputeElementwiseConfig((ALL_EXACT,))
 _ELEMENTWISE = (nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Hardswish)
 # Their backward needs the result, so it can stay; what dropout makes of it need not.
 _RESULT_KEPT = (nn.Tanh, nn.Sigmoid)
@@ -53,6 +55,7 @@ class Rematerialization(Transform):
         self._config = config
         self._left_alone = (lambda: None) if left_alone is None else weakref.ref(left_alone)
         self._left_out: dict[str, list[str]] = {}  # why -> which modules
+        self._formulas = Formulas()
         self.rebuilds_inputs = False
         """Whether linear layers do not save inputs that can be recomputed."""
 
@@ -70,7 +73,34 @@ class Rematerialization(Transform):
         idle = [switch for switch, modules in found.items() if not modules]
         if idle and (any(config.insists_on(switch) for switch in idle) or len(idle) == len(found)):
             raise OffloadConfigError(self._nothing_for([one for one in idle if config.insists_on(one)] or idle))
-        formulas = Formulas()
+        self._install(found)
+        counts = ", ".join(f"{len(modules)} for {switch}" for switch, modules in found.items() if modules)
+        logger.info("Modules that save less for backward: %s.", counts)
+        for why, names in self._left_out.items():
+            logger.warning("recompute_elementwise leaves out %d norms, such as %s. %s.", len(names), names[0], why)
+        self.warn_if_checkpointed("recomputing elementwise operations saves")
+
+    def switch(self, on: bool) -> None:
+        """Do it or leave it from the next forward on. What has been applied stays where it is, under what others have put
+        around a module since; what the model has no use for is passed over without a word.
+        """
+        assert self._config is not None
+        if on and not self.names:
+            found = {switch: list(self._found(switch)) for switch in SWITCHES if self._config.asks_for(switch)}
+            if any(found.values()):
+                self._install(found)
+        self._formulas.in_use = on
+
+    @property
+    def finds_any(self) -> bool:
+        """Whether :meth:`switch` has anything to apply, and the model is not checkpointed."""
+        if any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
+            return False
+        asked = (switch for switch in SWITCHES if self._config is not None and self._config.asks_for(switch))
+        return bool(self.names) or any(True for switch in asked for _ in self._found(switch))
+
+    def _install(self, found: Mapping[str, list[_Found]]) -> None:
+        formulas = self._formulas
         self.rebuilds_inputs = bool(found.get("activations") or found.get("norms"))
         for modules in found.values():
             for name, module, kind in modules:
@@ -83,13 +113,8 @@ class Rematerialization(Transform):
             for name, module in _parents(self.model, [module for _, module, _ in found["activations"]]):
                 self.replace(ProductsInside(name, module, formulas))
         self.note(self.model.register_forward_hook(_Forget(formulas), always_call=True))
-        counts = ", ".join(f"{len(modules)} for {switch}" for switch, modules in found.items() if modules)
-        logger.info("Modules that save less for backward: %s.", counts)
-        for why, names in self._left_out.items():
-            logger.warning("recompute_elementwise leaves out %d norms, such as %s. %s.", len(names), names[0], why)
-        self.warn_if_checkpointed("recomputing elementwise operations saves")
 
-    def _found(self, switch: str) -> Iterator[tuple[str, nn.Module, type[RematerializedModule]]]:
+    def _found(self, switch: str) -> Iterator[_Found]:
         assert self._config is not None
         packs_masks = self._config.asks_for("dropout")
         for name, module in _own_forwards(self.model):
@@ -117,6 +142,43 @@ class Rematerialization(Transform):
         left_out = "".join(f" Left out: {why}." for why in self._left_out)
         modules = f"Modules of {name}: {', '.join(kinds)}."
         return f"recompute_elementwise: {name} has nothing for a switch. {wanted}.{left_out} {modules}"
+
+
+class ElementwiseBlocks:
+    """Which blocks recompute their elementwise operations in backward: a plan says so, and may say otherwise before the next
+    step.
+
+    Of other blocks a block knows no formulas: what it saves depends on itself alone, as plans expect.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module]):
+        self._blocks = {name: Rematerialization(block, _EXACT) for name, block in blocks.items()}
+        self._on: frozenset[str] = frozenset()
+
+    def apply(self, names: Iterable[str]) -> None:
+        """Let these blocks do it, and no others. Names of other units are ignored."""
+        wanted = frozenset(self._blocks.keys() & set(names))
+        for name in wanted ^ self._on:
+            self._blocks[name].switch(name in wanted)
+        self._on = wanted
+
+    def remove(self) -> None:
+        """Restore every block. Idempotent."""
+        self._on = frozenset()
+        for block in self._blocks.values():
+            block.remove()
+
+    @property
+    def possible(self) -> bool:
+        """Whether any block has such operations, and is not checkpointed, which saves none of their results anyway."""
+        return any(one.finds_any for one in self._blocks.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The modules that recompute in backward what they would save."""
+        return [
+            f"{block}.{name}" if name else block for block in sorted(self._on) for name in self._blocks[block].names
+        ]
 
 
 class _Forget:

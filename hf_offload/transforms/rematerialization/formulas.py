@@ -24,9 +24,14 @@ def as_it_is(tensor: Tensor) -> Formula:
 
 
 class Formulas:
-    """The formulas of one model's tensors. Each is forgotten when its tensor goes, all when the forward ends."""
+    """The formulas of one model's tensors. Each is forgotten when its tensor goes, all when the forward ends.
+
+    Attributes:
+        in_use: Whether modules save less at present.
+    """
 
     def __init__(self) -> None:
+        self.in_use = True
         self._known = WeakTensorKeyDictionary()
 
     def remember(self, made: Tensor, formula: Formula | None) -> None:

@@ -30,7 +30,9 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class RematerializedModule(ReplacedForward):
-    """The same result with less saved for backward. Without gradients and in compiled code, the module's own forward."""
+    """The same result with less saved for backward. Without gradients, in compiled code, and while it is
+    switched off, the module's own forward.
+    """
 
     def __init__(self, name: str, module: nn.Module, formulas: Formulas):
         super().__init__(name, module)
@@ -38,7 +40,7 @@ class RematerializedModule(ReplacedForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, or :meth:`saving_less`."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.formulas.in_use:
             return self.own_forward(*args, **kwargs)
         return self.saving_less(*args, **kwargs)
 

@@ -1,0 +1,113 @@
+"""Recompute of elementwise operations, chosen by the plan of a running training: bits, and bytes that were predicted."""
+
+import logging
+
+import pytest
+import torch
+
+from hf_offload import OffloadConfig, offload_activations
+from hf_offload.structure.units import find_blocks
+from tests.helpers.activation_heavy_models import batch, build
+from tests.helpers.live_bytes import peak_live_bytes
+from tests.helpers.tables import rows
+
+LAYERS = 4
+
+
+@pytest.fixture(autouse=True)
+def slow_machine(machine_with_drive):
+    """Whatever leaves memory is waited for, and takes longer to come back than any operation takes to run again."""
+    machine_with_drive(2e7)
+
+
+def model_of(name):
+    torch.manual_seed(0)
+    model = build(name, 0.1, layers=LAYERS)
+    for block in find_blocks(model).values():
+        norm = next(module for module in block.modules() if "Norm" in type(module).__name__)
+        norm.calls = 0
+        norm.register_forward_pre_hook(count_calls)  # a block that counts its calls cannot be recomputed as a whole
+    return model
+
+
+def count_calls(module, _):
+    module.calls += 1
+
+
+def live_bytes_of(name):
+    """Weights with what the optimizer keeps, and what a step has on top of them."""
+    model = model_of(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step():
+        model(**batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    fixed = sum(one.nbytes for one in {*model.parameters(), *model.buffers()})
+    fixed += sum(v.nbytes for values in optimizer.state.values() for v in values.values() if v.dim())
+    return fixed, peak_live_bytes(step)
+
+
+def train(model, config, steps):
+    """Losses, gradients of the last step, weights, and the plan with the last forecast that was looked at."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, looked_at, reduced = [], None, []
+    with offload_activations(model, config) as session:
+        for _ in range(steps):
+            loss = model(**batch()).loss
+            loss.backward()
+            losses.append(loss.item())
+            gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+            if session.forecast is not None and session.forecast.measured_peak_bytes is not None:
+                looked_at, reduced = (
+                    session.forecast,
+                    [one for one in session.plan.placements.values() if one.elementwise],
+                )
+        plan = session.plan
+        names = session.rematerialized
+    return losses, gradients, [one.detach().clone() for one in model.parameters()], (plan, looked_at, reduced, names)
+
+
+def auto(budget, directory, **settings):
+    return OffloadConfig(tier="auto", memory_budget=budget, directory=directory, min_bytes=4096, **settings)
+
+
+def same(one, other):
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", rows(["gpt2", "bert", "t5", "llama"], quick=["gpt2", "bert", "t5", "llama"]))
+def test_the_plan_chooses_it_and_no_bit_changes(name, tmp_path):
+    fixed, activations = live_bytes_of(name)
+    budget = int(fixed + 0.85 * activations)
+    expected = train(model_of(name), OffloadConfig(tier="none"), 9)
+    model = model_of(name)
+    losses, gradients, weights, (plan, forecast, reduced, names) = train(model, auto(budget, tmp_path), 9)
+    assert losses == expected[0]
+    assert same(gradients, expected[1])
+    assert same(weights, expected[2])
+    chosen = [unit for unit, one in plan.placements.items() if one.elementwise]
+    assert chosen
+    assert reduced
+    assert names
+    assert forecast.peak_bytes <= budget
+    assert forecast.measured_peak_bytes == pytest.approx(forecast.peak_bytes, rel=0.02)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("setting", ["norms", "off"])
+def test_what_the_user_has_set_is_kept(setting, tmp_path, caplog):
+    fixed, activations = live_bytes_of("gpt2")
+    config = auto(int(fixed + 0.85 * activations), tmp_path, recompute_elementwise=setting)
+    with caplog.at_level(logging.INFO):
+        *_, (plan, _, _, names) = train(model_of("gpt2"), config, 4)
+    assert not any(one.elementwise for one in plan.placements.values())
+    assert ("transformer.h.0.ln_1" in names) == (setting == "norms")
+    assert "one with elementwise operations recomputed" not in caplog.text
