@@ -8,6 +8,7 @@ from hf_offload.storage.tier import Tier
 
 TIMEOUT_S = 60
 ALL = range(1 << 30)
+EIO, ENOSPC = 5, 28
 
 
 class Faults:

@@ -6,11 +6,11 @@ import sys
 import time
 
 from hf_offload.errors import OffloadError
+from tests.faults.numbered_steps import STEPS, values_in_memory
 from tests.faults.test_interrupts import Points
 from tests.helpers.package_threads import OurThreads
 from tests.helpers.streamed import same
 
-STEPS = 3
 TIMEOUT_S = 60
 
 
@@ -24,11 +24,7 @@ class Interrupted:
     def __init__(self, training, folder):
         self.training = training
         self.folder = folder
-        plain = training(None)
-        self.expected = [plain.values()]
-        for number in range(STEPS):
-            plain.step(number)
-            self.expected.append(plain.values())
+        self.expected = values_in_memory(training)
 
     def points(self):
         points = Points()

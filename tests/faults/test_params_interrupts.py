@@ -4,18 +4,14 @@ import functools
 import gc
 
 import pytest
-import torch
 
-from hf_offload import OffloadConfig, attach
 from hf_offload.optimizers.streamed import streaming_of
 from hf_offload.parameters import saved
 from tests.faults.interrupted import Interrupted, check_all, check_some, used_bytes
+from tests.faults.numbered_steps import Training
 from tests.helpers.parked import leave_memory
-from tests.helpers.streamed import copied
-from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 QUICK_POINTS = 16
-SMALLEST = 512
 
 KINDS = {
     "in_memory": {"optimizer": "none"},
@@ -23,43 +19,6 @@ KINDS = {
     "in_backward": {"optimizer": "ssd", "in_backward": True},
     "evaluated": {"optimizer": "none", "evaluates": True},
 }
-
-
-class Training:
-    """Steps that depend on their number alone, with weights in memory or on a drive whenever they are not used."""
-
-    def __init__(self, folder, optimizer="none", in_backward=False, evaluates=False):
-        self.evaluates = evaluates
-        self.model = tiny_model("gpt2")
-        self.batch = tiny_batch("gpt2")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.session = None
-        if folder is not None:
-            config = OffloadConfig(tier="none", params="ssd", optimizer=optimizer, directory=folder, min_bytes=SMALLEST)
-            self.session = attach(self.model, config)
-            self.session.residency.limit_bytes = 1
-            self.session.prepare_optimizer(self.optimizer)
-            self.session.update_in_backward(in_backward)
-
-    def step(self, number):
-        self.optimizer.zero_grad()
-        torch.manual_seed(number)  # of dropout
-        self.model(**self.batch).loss.backward()
-        self.optimizer.step()
-        if self.evaluates:
-            try:
-                with torch.no_grad():
-                    self.model.eval()(**self.batch)
-            finally:
-                self.model.train()
-
-    def values(self):
-        return copied(self.model.state_dict()), copied(self.optimizer.state_dict())
-
-    def load(self, values):
-        weights, state = values
-        self.model.load_state_dict(weights)
-        self.optimizer.load_state_dict(copied(state))
 
 
 @pytest.fixture(params=list(KINDS))
@@ -72,7 +31,7 @@ class Parked(Interrupted):
 
     def __init__(self, kind, folder):
         self.options = KINDS[kind]
-        super().__init__(functools.partial(Training, **KINDS[kind]), folder)
+        super().__init__(functools.partial(Training, params="ssd", **KINDS[kind]), folder)
 
     def run(self, training, profiler):
         """The second step. One in memory is half taken when it is interrupted, so that is not."""

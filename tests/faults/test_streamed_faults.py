@@ -1,5 +1,6 @@
-"""A drive that is full, fails or hangs under a streamed optimizer: the bits of the run in memory, or one error."""
+"""A drive that fails under a streamed optimizer: one error, and the bits of the run in memory from a checkpoint on."""
 
+import functools
 import gc
 import weakref
 from pathlib import Path
@@ -8,92 +9,23 @@ import pytest
 import torch
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.errors import OffloadError, StandstillError, StorageError
+from hf_offload.errors import OffloadError, StorageError
 from hf_offload.optimizers.streamed import streaming_of
 from hf_offload.session import attached_session
-from tests.faults.failing_calls import ALL, Faults, Hang
-from tests.faults.test_streamed_interrupts import SMALLEST, Training
+from tests.faults.failing_calls import ALL, EIO, Faults
+from tests.faults.numbered_steps import SMALLEST, STEPS, STREAMED, Training, values_in_memory
 from tests.helpers.streamed import same
-
-EIO, ENOSPC = 5, 28
-STEPS = 3
 
 
 @pytest.fixture(scope="module")
 def expected():
-    """The values before the first step and after each one, in memory."""
-    plain = Training(None, backwards=2, clips=True)
-    found = [plain.values()]
-    for number in range(STEPS):
-        plain.step(number)
-        found.append(plain.values())
-    return found
-
-
-def training(folder, **settings):
-    made = Training(folder, backwards=2, clips=True)
-    if settings:
-        made.session.detach()
-        made = Training(None, backwards=2, clips=True)
-        config = OffloadConfig(tier="none", optimizer="ssd", directory=folder, min_bytes=SMALLEST, **settings)
-        made.session = attach(made.model, config)
-        made.session.prepare_optimizer(made.optimizer)
-    return made
-
-
-def run(made):
-    for number in range(STEPS):
-        made.step(number)
-    return made.values()
-
-
-@pytest.mark.parametrize("which", [ALL, range(3, 5)], ids=["all", "some"])
-@pytest.mark.parametrize("number", [EIO, ENOSPC])
-def test_what_cannot_be_written_stays_in_memory(number, which, expected, tmp_path, monkeypatch, caplog):
-    faults = Faults(monkeypatch, "write_once", number, which)
-    made = training(tmp_path)
-    assert same(run(made), expected[-1])
-    assert faults.failed > 0
-    streaming = streaming_of(made.optimizer)
-    streaming.states.store.settle()
-    streaming.gradients.store.settle()
-    streaming.states.store.collect()
-    streaming.gradients.store.collect()
-    said = [record.getMessage() for record in caplog.records if "stays in memory" in record.getMessage()]
-    assert 1 <= len(said) <= 2  # once an account
-    assert all(f"errno {number}" in each for each in said)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"disk_budget": "96KiB"}, {"max_disk_write_bytes": "300KiB"}], ids=["disk_budget", "write_limit"]
-)
-def test_past_a_limit_the_rest_stays_in_memory(settings, expected, tmp_path, caplog):
-    made = training(tmp_path, **settings)
-    assert same(run(made), expected[-1])
-    assert any("stays in memory" in record.getMessage() for record in caplog.records)
-    written = sum(tiers["ssd"].written_bytes for tiers in made.session.stats.accounts.values())
-    assert written > 0
-    if "max_disk_write_bytes" in settings:
-        assert written <= 300 << 10
-    else:
-        assert made.session._storage.disk.taken_bytes <= 96 << 10
-
-
-def test_a_run_that_is_to_stop_at_its_write_limit_stops_after_a_whole_step(expected, tmp_path):
-    made = training(tmp_path, max_disk_write_bytes="300KiB", on_disk_write_limit="stop")
-    done = 0
-    while not made.session.must_stop and done < STEPS:
-        made.step(done)
-        made.session.end_step()
-        done += 1
-    assert made.session.must_stop
-    assert same(made.values(), expected[done])
+    return values_in_memory(functools.partial(Training, **STREAMED))
 
 
 def test_a_read_that_fails_once_is_an_error_and_the_step_can_be_completed(expected, tmp_path, monkeypatch):
     errors = 0
     for failing in range(0, 40, 5):
-        made = training(tmp_path)
+        made = Training(tmp_path, **STREAMED)
         made.step(0)
         with monkeypatch.context() as patch:
             faults = Faults(patch, "read_once", EIO, range(failing, failing + 1))
@@ -124,7 +56,7 @@ def values_patiently(made):
 
 
 def test_a_state_that_is_lost_is_an_error_until_a_checkpoint_is_loaded(expected, tmp_path, monkeypatch):
-    made = training(tmp_path)
+    made = Training(tmp_path, **STREAMED)
     made.step(0)
     checkpoint = made.values()
     made.step(1)
@@ -144,13 +76,11 @@ def test_a_state_that_is_lost_is_an_error_until_a_checkpoint_is_loaded(expected,
         with pytest.raises(OffloadError, match="load_state_dict"):
             made.optimizer.state_dict()
         made.optimizer.load_state_dict(state)
-    for number in range(1, STEPS):
-        made.step(number)
-    assert same(made.values(), expected[-1])
+    assert same(made.run(1), expected[-1])
 
 
 def test_a_session_ends_although_its_last_updates_are_lost(tmp_path, monkeypatch):
-    made = training(tmp_path)
+    made = Training(tmp_path, **STREAMED)
     made.step(0)
     made.step(1)
     streaming = streaming_of(made.optimizer)
@@ -163,33 +93,8 @@ def test_a_session_ends_although_its_last_updates_are_lost(tmp_path, monkeypatch
     assert made.session not in made.session._storage.members
 
 
-@pytest.mark.parametrize("side", ["write_once", "read_once"])
-def test_a_drive_that_hangs_is_an_error_and_the_run_goes_on_if_it_answers(side, expected, tmp_path, monkeypatch):
-    made = training(tmp_path)
-    for store in (streaming_of(made.optimizer).states.store, streaming_of(made.optimizer).gradients.store):
-        store.window_bytes = 0  # each write is waited for
-    made.step(0)
-    streaming_of(made.optimizer).finish()
-    hang = Hang(monkeypatch, side)
-    try:
-        with pytest.raises(StorageError) as raised:
-            made.step(1)
-            made.values()
-        cause = raised.value
-        while cause is not None and not isinstance(cause, StandstillError):
-            cause = cause.__cause__
-        assert cause is not None
-    finally:
-        hang.end()
-    found = made.values()
-    done = next(number for number in (1, 2) if same(found, expected[number]))
-    for number in range(done, STEPS):
-        made.step(number)
-    assert same(made.values(), expected[-1])
-
-
 def test_an_update_in_backward_that_no_step_follows_cannot_be_saved_nor_trained_on(tmp_path):
-    made = Training(tmp_path, in_backward=True)
+    made = Training(tmp_path, optimizer="ssd", in_backward=True)
     made.step(0)
     made.optimizer.zero_grad()
     made.model(**made.batch).loss.backward()
@@ -203,7 +108,7 @@ def test_an_update_in_backward_that_no_step_follows_cannot_be_saved_nor_trained_
 
 
 def test_a_model_that_is_dropped_with_updates_noted_is_freed(tmp_path):
-    made = Training(tmp_path, looks=True)
+    made = Training(tmp_path, optimizer="ssd", looks=True)
     made.step(0)
     made.model(**made.batch).loss.backward()
     model = weakref.ref(made.model)

@@ -8,16 +8,13 @@ import sys
 import weakref
 
 import pytest
-import torch
 
-from hf_offload import OffloadConfig, attach
 from hf_offload.optimizers.streamed import streaming_of
 from tests.faults.interrupted import Interrupted, check_all, check_some, used_bytes
-from tests.helpers.streamed import copied, same
-from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.faults.numbered_steps import STREAMED, Training
+from tests.helpers.streamed import same
 
 QUICK_POINTS = 20
-SMALLEST = 512  # bytes: of the tiny model, weights of layers are streamed and biases are not
 
 KINDS = {
     "lazy": {},
@@ -27,50 +24,6 @@ KINDS = {
     "saved": {"saves": True},
     "loaded": {"loads": True},
 }
-
-
-class Training:
-    """Steps that depend on their number alone, in memory or with the optimizer on a drive."""
-
-    def __init__(self, folder, backwards=1, clips=False, in_backward=False, looks=False, saves=False, loads=False):
-        self.backwards, self.clips, self.looks, self.saves, self.loads = backwards, clips, looks, saves, loads
-        self.in_backward = in_backward
-        self.model = tiny_model("gpt2")
-        self.batch = tiny_batch("gpt2")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.session = None
-        if folder is not None:
-            config = OffloadConfig(tier="none", optimizer="ssd", directory=folder, min_bytes=SMALLEST)
-            self.session = attach(self.model, config)
-            self.session.prepare_optimizer(self.optimizer)
-            self.session.update_in_backward(in_backward)
-
-    def step(self, number):
-        self.optimizer.zero_grad()
-        for micro in range(self.backwards):
-            torch.manual_seed(100 * number + micro)  # of dropout
-            self.model(**self.batch).loss.backward()
-        if self.clips:
-            if self.session is None:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-            else:
-                self.session.clip_grad_norm_(0.1)
-        self.optimizer.step()
-        if self.looks:
-            for state in self.optimizer.state.values():
-                state["exp_avg"].mul_(0.5)
-        if self.saves or self.loads:
-            saved = self.optimizer.state_dict()
-            if self.loads:
-                self.optimizer.load_state_dict(saved)
-
-    def values(self):
-        return copied(self.model.state_dict()), copied(self.optimizer.state_dict())
-
-    def load(self, values):
-        weights, state = values
-        self.model.load_state_dict(weights)
-        self.optimizer.load_state_dict(copied(state))
 
 
 @pytest.fixture(params=list(KINDS))
@@ -83,7 +36,7 @@ class Streamed(Interrupted):
 
     def __init__(self, kind, folder):
         self.looks = KINDS[kind].get("looks", False)
-        super().__init__(functools.partial(Training, **KINDS[kind]), folder)
+        super().__init__(functools.partial(Training, optimizer="ssd", **KINDS[kind]), folder)
 
     def alike(self, found, expected):
         # What the loop changes in the state itself it may have changed in part, as in memory.
@@ -121,7 +74,7 @@ def test_ctrl_c_at_every_point_of_a_streamed_step_leaves_whole_steps_or_one_erro
 
 
 def test_ctrl_c_while_optimizers_are_looked_through_keeps_none_that_has_gone(tmp_path):
-    training = Training(tmp_path, backwards=2, clips=True)
+    training = Training(tmp_path, **STREAMED)
     training.step(0)
     sent = []
 

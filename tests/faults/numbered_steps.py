@@ -1,0 +1,84 @@
+"""A training whose steps depend on their number alone, in memory, or with its weights or its optimizer's state on a tier."""
+
+import torch
+
+from hf_offload import OffloadConfig, attach
+from tests.helpers.streamed import copied
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+
+SMALLEST = 512  # bytes: of the tiny model, weights of layers leave memory and biases do not
+STEPS = 3
+
+STREAMED = {"optimizer": "ssd", "backwards": 2, "clips": True}
+PARKED = {"params": "ssd"}
+
+
+class Training:
+    """``folder`` is None for one in memory; ``settings`` are those of the config otherwise."""
+
+    def __init__(
+        self, folder, backwards=1, clips=False, in_backward=False, looks=False, saves=False, loads=False,
+        evaluates=False, **settings,
+    ):  # fmt: skip
+        self.backwards, self.clips, self.looks, self.saves, self.loads = backwards, clips, looks, saves, loads
+        self.evaluates = evaluates
+        self.model = tiny_model("gpt2")
+        self.batch = tiny_batch("gpt2")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.session = None
+        if folder is not None:
+            files = {"directory": folder} if "ssd" in settings.values() else {}
+            self.session = attach(self.model, OffloadConfig(tier="none", min_bytes=SMALLEST, **files, **settings))
+            if self.session.residency is not None:
+                self.session.residency.limit_bytes = 1
+            self.session.prepare_optimizer(self.optimizer)
+            self.session.update_in_backward(in_backward)
+
+    def step(self, number):
+        self.optimizer.zero_grad()
+        for micro in range(self.backwards):
+            torch.manual_seed(100 * number + micro)  # of dropout
+            self.model(**self.batch).loss.backward()
+        if self.clips:
+            if self.session is None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+            else:
+                self.session.clip_grad_norm_(0.1)
+        self.optimizer.step()
+        if self.looks:
+            for state in self.optimizer.state.values():
+                state["exp_avg"].mul_(0.5)
+        if self.saves or self.loads:
+            saved = self.optimizer.state_dict()
+            if self.loads:
+                self.optimizer.load_state_dict(saved)
+        if self.evaluates:
+            try:
+                with torch.no_grad():
+                    self.model.eval()(**self.batch)
+            finally:
+                self.model.train()
+
+    def run(self, first=0):
+        """The steps from ``first`` on, and the values after them."""
+        for number in range(first, STEPS):
+            self.step(number)
+        return self.values()
+
+    def values(self):
+        return copied(self.model.state_dict()), copied(self.optimizer.state_dict())
+
+    def load(self, values):
+        weights, state = values
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(copied(state))
+
+
+def values_in_memory(training=Training):
+    """The values before the first step and after each one."""
+    plain = training(None)
+    found = [plain.values()]
+    for number in range(STEPS):
+        plain.step(number)
+        found.append(plain.values())
+    return found
