@@ -17,6 +17,10 @@ class Derivation(Protocol):
         """Whether the value to use cannot be made from the one in memory, but only from the one that is kept."""
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether nothing else may change the value now."""
+
+    @property
     def may_come_again(self) -> bool:
         """Whether the value that is kept may be needed again after it has come to memory and was changed there."""
 

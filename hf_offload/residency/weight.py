@@ -143,6 +143,16 @@ class Weight:
         if parameter is None:
             return
         replaced = parameter.untyped_storage()._cdata != self._memory
+        if replaced and self.derivation is not None and self.derivation.is_fixed:
+            if self._memory is not None and self._stored is not None and parameter.nbytes == self.nbytes:
+                whereabouts.remove(self._memory, self)
+                self._memory = self._buffer = None
+                self.bring()
+            raise OffloadError(
+                f"The weight {self.name} was given other memory, such as by .data = ... or vector_to_parameters(), while a "
+                "loss is computed that goes on from the former one: leave that out, change it between steps, or let weights "
+                "be in memory (params='none')."
+            )
         if replaced:
             if self._memory is not None:
                 whereabouts.remove(self._memory, self)

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import MODEL_MAPPING, GPT2Config, GPT2LMHeadModel
 
 from hf_offload import OffloadConfig, attach
+from hf_offload.errors import OffloadError
 from hf_offload.optimizers.mezo import MeZO, passes
 from hf_offload.structure.units import find_blocks
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
@@ -628,6 +629,102 @@ def test_an_error_in_either_pass_leaves_weights_as_two_passes_would(which, error
         loss = float(optimizer.step(lambda model=model: loss_of(model, 3)))
         results.append((weights(model), optimizer.log, loss))
     assert_same(results[1], results[0])
+
+
+def clamp(weight):
+    weight.clamp_(-0.01, 0.01)
+
+
+def scale_data(weight):
+    weight.data.mul_(0.5)
+
+
+def write_out(weight):
+    torch.mul(weight, 0.5, out=weight)
+
+
+def scale_each(weight):
+    torch._foreach_mul_([weight], 0.5)
+
+
+def renormalize(weight):
+    nn.functional.embedding(torch.arange(4), weight, max_norm=0.01)
+
+
+def replace_data(weight):
+    weight.data = weight.data * 0.5
+
+
+def fill_from_vector(weight):
+    nn.utils.vector_to_parameters(torch.zeros(weight.numel()), [weight])
+
+
+@pytest.mark.parametrize("restore", ["reference", "pristine"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *((each, "changes its weight .*h.3.mlp.c_fc.weight in place") for each in (clamp, scale_data, write_out)),
+        *((each, "changes its weight .*h.3.mlp.c_fc.weight in place") for each in (scale_each, renormalize)),
+        *((each, "weight .*h.3.mlp.c_fc.weight was given other memory") for each in (replace_data, fill_from_vector)),
+    ],
+)
+def test_a_forward_that_changes_a_weight_is_refused_and_weights_go_back(change, message, restore, tmp_path):
+    """In memory the change would stay."""
+    results = []
+    for attaches in (False, True):
+        model = deep()
+        if attaches:
+            attached(model, tmp_path)
+        optimizer = MeZO(model.parameters(), model, restore=restore, **SETTINGS)
+        optimizer.step(lambda model=model: loss_of(model, 0))
+        layer = model.transformer.h[3].mlp.c_fc
+
+        def fail(layer, args, attaches=attaches):
+            if not attaches:
+                raise Lost
+            with torch.no_grad():
+                change(layer.weight)
+
+        handle = layer.register_forward_pre_hook(fail)
+        with pytest.raises(OffloadError if attaches else Lost, match=message if attaches else None):
+            optimizer.step(lambda model=model: loss_of(model, 1))
+        handle.remove()
+        loss = float(optimizer.step(lambda model=model: loss_of(model, 2)))
+        results.append((weights(model), optimizer.log, loss))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_of_the_closure_that_looks_at_weights_lets_a_step_take_two_passes(said):
+    """It ends with an error where passes take turns, and the closure fails for want of its result."""
+
+    def trained_with(attaches):
+        model = deep()
+        if attaches:
+            attached(model, None, "ram")
+
+        def loss(step):
+            found = []
+
+            def compute():
+                with torch.no_grad():
+                    found.append(loss_of(model, step + 10))
+
+            thread = threading.Thread(target=compute)
+            thread.start()
+            first = loss_of(model, step)
+            thread.join()
+            return first + found[0]
+
+        optimizer = MeZO(model.parameters(), model, **SETTINGS)
+        losses = [float(optimizer.step(lambda step=step: loss(step))) for step in range(STEPS)]
+        return weights(model), optimizer.log, losses
+
+    assert_same(trained_with(True), trained_with(False))
+    assert said()[:1] == [
+        "MeZO computes both losses of a step in two passes over the weights, as the model looks at its weights between its "
+        "blocks."
+    ]
 
 
 def test_passes_do_not_take_turns_where_most_weights_stay_in_memory(tmp_path, said):

@@ -3,10 +3,13 @@
 import copy
 import math
 import random
+import struct
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, attach
@@ -19,6 +22,7 @@ from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 
 STEPS = 6
 EPS = 1e-2
+NAME = "model.embed_tokens.weight"
 ARCHITECTURES = ["gpt2", "bert", "t5", "llama"]
 
 
@@ -377,6 +381,79 @@ def test_a_log_whose_weights_something_else_has_changed_says_so_and_is_replayed_
         replay(log, {name: torch.zeros_like(one) for name, one in initial.items()})
 
 
+def test_a_weight_that_forwards_change_is_named_once_and_trains_like_the_reference(caplog):
+    """``max_norm`` scales rows of an embedding in place when they are looked up."""
+    model, expected = tiny_model("gpt2"), tiny_model("gpt2")
+    for each in (model, expected):
+        each.transformer.wpe.max_norm = 0.05
+    initial = weights(model)
+    optimizer = MeZO(model.parameters(), model, eps=EPS, lr=1e-2)
+    run(model, optimizer, steps=2, name="gpt2")
+    groups = [{"params": list(expected.parameters()), "lr": 1e-2, "weight_decay": 0}]
+    reference = ReferenceMeZO(expected, groups, EPS, "reference")
+    for step, row in enumerate(optimizer.log.rows):
+        groups[0]["lr"] = row.rates[0]
+        reference.step(row.seed, lambda model, step=step: mean_loss(model, "gpt2", step))
+    assert all(torch.equal(one, weights(expected)[name]) for name, one in weights(model).items())
+    assert caplog.text.count("changes 1 of its weights in place while it computes a loss, such as transformer.wpe") == 1
+    with pytest.raises(OffloadError, match=r"transformer.wpe.weight, are not what they were after the last step"):
+        replay(MezoLog.from_state(optimizer.state_dict()), initial)
+
+
+@pytest.mark.parametrize("restore", ["reference", "pristine"])
+def test_a_damaged_log_is_noticed_whatever_is_missing_or_changed(restore, tmp_path):
+    model = tiny_model("llama")
+    optimizer = MeZO(model.parameters(), model, eps=EPS, lr=1e-2, restore=restore)
+    run(model, optimizer, steps=2)
+    path = tmp_path / "mezo_log.safetensors"
+    optimizer.save_log(path)
+    whole = path.read_bytes()
+    assert MezoLog.load(path).rows == optimizer.log.rows
+    with safe_open(path, "pt") as file:
+        texts = file.metadata()
+    tensors = load_file(path)
+    (begin,) = struct.unpack("<Q", whole[:8])
+    flipped = bytearray(whole)
+    flipped[8 + begin + 3] ^= 1
+    damaged = [
+        *(({key: one for key, one in tensors.items() if key != name}, texts) for name in tensors),
+        *((tensors | {name: one[..., :0].contiguous()}, texts) for name, one in tensors.items()),
+        (tensors | {"seeds": tensors["seeds"].double()}, texts),
+        (tensors, texts | {"mezo": texts["mezo"].replace('"eps"', '"epz"')}),
+        (tensors, {"mezo": texts["mezo"]}),
+    ]
+    contents = [bytes(flipped)]
+    for some, metadata in damaged:
+        save_file(some, path, metadata)
+        contents.append(path.read_bytes())
+    for content in contents:
+        path.write_bytes(content)
+        with pytest.raises(OffloadConfigError, match=r"mezo_log.safetensors is damaged, or another version"):
+            MezoLog.load(path)
+    state = optimizer.state_dict()
+    for name in ("setup", "seeds", "digest"):
+        kept = {key: one for key, one in state["mezo"].items() if key != name}
+        with pytest.raises(OffloadConfigError, match="This state of MeZO is damaged"):
+            optimizer.load_state_dict(state | {"mezo": kept})
+    optimizer.load_state_dict(state)
+
+
+def test_weights_in_another_order_are_other_weights():
+    model = tiny_model("llama")
+    initial = weights(model)
+    optimizer = MeZO(model.parameters(), model, eps=EPS, lr=1e-2)
+    run(model, optimizer, steps=2)
+    state = optimizer.state_dict()
+    with pytest.raises(OffloadConfigError, match=rf"1 of .* weights, such as {NAME}, are not"):
+        replay(MezoLog.from_state(state), initial | {NAME: initial[NAME].flip(0)}, steps=1)
+    with torch.no_grad():
+        model.get_parameter(NAME).copy_(weights(model)[NAME].flip(0))
+    again = MeZO(model.parameters(), model, eps=EPS, lr=1e-2)
+    again.load_state_dict(state)
+    with pytest.raises(OffloadConfigError, match=rf"1 of .* differ, such as {NAME}"):
+        run(model, again, first=2, steps=1)
+
+
 def test_a_replay_names_one_weight_of_many():
     model = tiny_model("llama")
     optimizer = MeZO(model.parameters(), model, eps=EPS, lr=1e-2)
@@ -594,11 +671,12 @@ def test_a_state_of_another_optimizer_or_model_is_refused():
         optimizer.load_state_dict(MeZO(other.parameters(), other).state_dict())
 
 
-def test_checksums_see_every_bit():
+def test_checksums_see_every_bit_and_the_order():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         one = torch.randn(40, 50).to(dtype)
         other = one.clone()
-        assert checksum(one) == checksum(other) == checksum(one.T)
+        assert checksum(one) == checksum(other) == checksum(one.T.contiguous().T)
+        assert len({checksum(each) for each in (one, one.flip(0), one.flip(1), one.T)}) == 4
         other.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[one.element_size()])[3, 4] ^= 1
         assert checksum(one) != checksum(other)
 

@@ -11,13 +11,14 @@ Note: what is looked at
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_offload.errors import OffloadError
 from hf_offload.optimizers.mezo.pairs import UnfitError
 
 _MADE_BY = "_hf_offload_pass"
@@ -83,6 +84,40 @@ class Apart(TorchDispatchMode):
     def _give_up(self, why: str, func: Any) -> None:
         self.why = f"{why} ({func})"
         raise UnfitError
+
+
+class Unchanging(TorchDispatchMode):
+    """The operations of a forward. One that writes to any of ``weights``, by name, raises
+    :class:`~hf_offload.errors.OffloadError`, without having run: a weight that leaves memory comes back without the change.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, weights: Mapping[str, nn.Parameter]):
+        super().__init__()
+        self._weights = weights
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions in a model stay compiled, and have the same bits."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _written_by(func):
+            self._check(func, {one._cdata for each in _written(func, args, kwargs) for one in _storage_of(each)})
+        return func(*args, **kwargs)
+
+    def _check(self, func: Any, written: set[int]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            names = [name for name, one in self._weights.items() if one.untyped_storage()._cdata in written]
+        if names:
+            raise OffloadError(
+                f"The model changes its weight {names[0]} in place ({func}) while MeZO computes a loss, and a weight that "
+                "leaves memory would come back without the change. Leave it out, such as max_norm of an embedding or "
+                "rescale_every of RWKV, or let weights be in memory (params='none'). The weights have gone back, and no "
+                "update was made."
+            )
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -1,7 +1,8 @@
 """Weights that stay in memory: all of them move at once."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,18 +10,22 @@ from torch import Tensor, nn
 from hf_offload.errors import OffloadError
 from hf_offload.optimizers.mezo.directions import Directions, Shift, Update
 
+logger = logging.getLogger(__name__)
+
 
 class AtOnce:
-    """Moves ``parameters``, which are in memory. Between steps it holds no memory.
+    """Moves ``weights``, by name, which are in memory. Between steps it holds no memory.
 
     Attributes:
         parameters: The weights.
         is_changing: Some weights have changed and others have not: after an error of a device that stays so.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]):
-        self.parameters = list(parameters)
+    def __init__(self, weights: Mapping[str, nn.Parameter]):
+        self.parameters = list(weights.values())
         self.is_changing = False
+        self._names = list(weights)
+        self._has_warned = False
         self._directions: Directions | None = None
         self._kept: list[Tensor] | None = None
 
@@ -70,6 +75,22 @@ class AtOnce:
     def casting(self) -> Iterator[None]:
         """Autocast may keep copies of weights until they move."""
         yield
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """A loss is computed: say, once, that the model changes its weights meanwhile."""
+        with torch._C.DisableTorchFunctionSubclass():
+            before = [one._version for one in self.parameters]
+            yield
+            changed = [one._version != version for one, version in zip(self.parameters, before, strict=True)]
+        if any(changed) and self._kept is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The model changes %s of its weights in place while it computes a loss, such as %s; Embedding(max_norm=...) "
+                "and RWKV's rescale_every do that. MeZO goes on from what they are then, and its log cannot rebuild them.",
+                sum(changed),
+                self._names[changed.index(True)],
+            )
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload.errors import OffloadError
+from hf_offload.optimizers.mezo.apart import Unchanging
 from hf_offload.optimizers.mezo.directions import Directions, Move, Shift, Update
 from hf_offload.optimizers.mezo.pairs import UnfitError
 from hf_offload.parameters.contexts import outside
@@ -36,32 +37,38 @@ class Course:
         end: Where weights are to be when they are used.
         kept_at: Where a weight is kept before it goes on, as it may have to go on from there again. None: weights are kept
             when they leave memory.
+        lock: Held while weights move: a model may compute in several threads.
         is_seen: Others can look at the memory of some of them without asking.
-        takes_turns: Two passes take turns: one that can see how a weight changes for the other one ends with
-            :class:`~hf_offload.optimizers.mezo.pairs.UnfitError`.
+        turning: The threads of two passes that take turns, if any do: one that can see how a weight changes for the other
+            one ends with :class:`~hf_offload.optimizers.mezo.pairs.UnfitError`, and so does a thread of neither.
+        was_seen: That has happened.
+        is_computing: Losses are computed: nothing else may change weights.
     """
 
     is_changing = False
 
     def __init__(self, weights: dict[str, nn.Parameter]):
         self.parameters = list(weights.values())
+        self._weights = weights
         self._directions = Directions(self.parameters)
         self._stages: dict[int, _Stage] = {}
         self._begun = 0  # the stage that the present step began with
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self.end: Place = (0, 0)
         self.kept_at: Place | None = None
-        self.is_seen = self.takes_turns = False
+        self.is_seen = self.was_seen = self.is_computing = False
+        self.turning: set[int] = set()
         self._moving = [MovingWeight(self, number, name) for number, name in enumerate(weights)]
 
     def begin_step(self) -> None:
         """The moves to come are those of another step. Weights that no pass of the last step has used make its moves now."""
         last = self._begun
         self._settle(one.number for one in self._moving if one.now[0] < last)
-        with self._lock:
+        with self.lock:
             self._stages = {number: stage for number, stage in self._stages.items() if number >= last}
             self._begun = self.end[0] + 1
             self.end = (self._begun, 0)
+        self.is_computing = True
 
     def keep_here(self) -> None:
         """Each weight is kept where it is to be now, and can go on from there again, until :meth:`go_on` or :meth:`undo`."""
@@ -75,14 +82,15 @@ class Course:
 
     def go_on(self) -> None:
         """All moves of this step are to be made. No weight goes on from where it was kept again."""
-        self.kept_at = None
+        self.kept_at, self.is_computing = None, False
         if self.end[0] in self._stages:
             self.turn(len(self._stages[self.end[0]].moves), inform=False)
         self._forget_copies()
 
     def undo(self) -> None:
         """Weights have not made the moves since :meth:`keep_here`, which is where the step has begun."""
-        with self._lock:
+        self.is_computing = False
+        with self.lock:
             number = self.end[0]
             undone = self._stages.pop(number, None)
             if undone is not None:
@@ -94,9 +102,16 @@ class Course:
 
     def end_step(self) -> None:
         """All losses of the step are there."""
+        self.is_computing = False
 
     def check(self) -> None:
         """Each weight says itself when it is used that an earlier error came while it changed."""
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """A loss is computed. Raises :class:`~hf_offload.errors.OffloadError` if the model changes a weight meanwhile."""
+        with contextlib.nullcontext() if self.turning else Unchanging(self._weights):
+            yield
 
     @contextlib.contextmanager
     def casting(self) -> Iterator[None]:
@@ -114,6 +129,11 @@ class Course:
         for one in copied:
             one.copy_of = None
 
+    def give_up(self) -> None:
+        """Passes may not take turns with this model."""
+        self.was_seen = True
+        raise UnfitError
+
     def is_lost(self, place: Place) -> bool:
         """Whether no moves lead from ``place`` to the end."""
         number, made = place
@@ -129,7 +149,7 @@ class Course:
         self._add(updates[0].seed, lambda number: updates[number])
 
     def _add(self, seed: int, move_of: Callable[[int], Move]) -> None:
-        with self._lock:
+        with self.lock:
             for parameter in self.parameters:
                 about_to_change(parameter)
             number, count = self.end
@@ -173,7 +193,7 @@ class Course:
 
     def bring(self, moving: "MovingWeight", value: Tensor, target: Place) -> None:
         """Let ``value``, which is where ``moving`` says, make the moves that are left to ``target``."""
-        with self._lock, outside():
+        with self.lock, outside():
             ways = []
             for number in range(moving.now[0], target[0] + 1):
                 stage = self._stages.get(number)
@@ -237,11 +257,18 @@ class MovingWeight:
 
     @property
     def is_due(self) -> bool:
+        turning = self._course.turning
+        if turning and threading.get_ident() not in turning:
+            self._course.give_up()
         return self.now != self._course.end
 
     @property
     def is_lost(self) -> bool:
         return self.copy_of is None and self._course.is_lost(self.now)
+
+    @property
+    def is_fixed(self) -> bool:
+        return self._course.is_computing
 
     @property
     def may_come_again(self) -> bool:
@@ -266,8 +293,8 @@ class MovingWeight:
         self._kept = self.now
 
     def changes_in_sight(self) -> None:
-        if self._course.takes_turns:
-            raise UnfitError
+        if self._course.turning:
+            self._course.give_up()
 
     def copy(self, value: Tensor) -> None:
         self.copy_of = self.now, value.clone()
@@ -281,7 +308,8 @@ class MovingWeight:
         course = self._course
         if self.copy_of is not None and course.is_lost(self.now):
             self.now, before = (-1, 0), self.copy_of
-            value.copy_(before[1])
+            with outside():
+                value.copy_(before[1])
             self.now = before[0]
         target = course.kept_at if self.is_kept_next else None
         course.bring(self, value, course.end if target is None else target)
@@ -290,8 +318,10 @@ class MovingWeight:
 
     def finish(self) -> None:
         parameter = self._course.parameters[self.number]
-        if self.is_due:
-            with in_memory([parameter]):
+        if not self.is_due:
+            return
+        with in_memory([parameter]), outside(), self._course.lock:
+            if self.is_due:  # no other thread has moved it meanwhile
                 if held_elsewhere(parameter):
                     self.changes_in_sight()
                 if self.is_kept_next:

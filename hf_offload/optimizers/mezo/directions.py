@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 PLUS, MINUS, BACK = 1, -2, 1
@@ -159,9 +160,10 @@ def _largest_piece(weight: Tensor) -> int:
 
 
 def checksum(weight: Tensor) -> int:
-    """The sum of a weight's bits, as integers, modulo ``2 ** 64``: it does not depend on the order."""
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
-    total = 0
+    """64 bits of XXH3 over a weight's bytes in the order of its elements, whatever its strides and its device, as a signed
+    integer.
+    """
+    digest = xxhash.xxh3_64()
     for piece in _pieces(weight.detach()):
-        total += int(piece.contiguous().view(kind).sum(dtype=torch.int64).item())
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+        digest.update(piece.contiguous().view(torch.uint8).cpu().numpy().data)
+    return int.from_bytes(digest.digest(), "big", signed=True)

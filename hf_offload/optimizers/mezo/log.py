@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
+import xxhash
 from torch import Tensor
 
 from hf_offload.errors import OffloadConfigError
@@ -162,43 +163,63 @@ class MezoLog:
 
     def state(self) -> dict[str, Any]:
         """For a state dict of an optimizer, which loads with ``weights_only=True``."""
-        return {_KEY: {"setup": self.setup.as_text(), **self.tensors()}}
+        text, tensors = self.setup.as_text(), self.tensors()
+        return {_KEY: {"setup": text, "digest": _digest(text, tensors), **tensors}}
 
     @classmethod
     def from_state(cls, state_dict: Mapping[str, Any]) -> Self:
-        """Of a state dict. Raises :class:`~hf_offload.errors.OffloadConfigError` if it is another optimizer's."""
+        """Of a state dict. Raises :class:`~hf_offload.errors.OffloadConfigError` if it is another optimizer's, or damaged."""
         own = state_dict.get(_KEY)
         if own is None:
             raise OffloadConfigError(
                 "This state was not saved by MeZO: go on with the optimizer that saved it, or start without its state."
             )
-        return cls.from_tensors(Setup.from_text(own["setup"]), {key: own[key] for key in own if key != "setup"})
+        tensors = {key: one for key, one in own.items() if isinstance(one, Tensor)}
+        return cls._checked(own.get("setup"), own.get("digest"), tensors, "This state of MeZO")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a safetensors file."""
         from safetensors.torch import save_file
 
-        save_file(self.tensors(), path, {"format": "pt", _KEY: self.setup.as_text()})
+        text, tensors = self.setup.as_text(), self.tensors()
+        save_file(tensors, path, {"format": "pt", _KEY: text, "digest": _digest(text, tensors)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """From a file, or from the folder of a checkpoint. Raises :class:`~hf_offload.errors.OffloadConfigError` where there
-        is none.
+        is none, or a damaged one.
         """
         from safetensors import SafetensorError, safe_open
 
         file = Path(path) / LOG_FILE if Path(path).is_dir() else Path(path)
         try:
             with safe_open(file, "pt") as found:
-                text = (found.metadata() or {}).get(_KEY)
+                texts = found.metadata() or {}
                 tensors = {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118  # not a mapping
         except (OSError, SafetensorError) as error:
             raise OffloadConfigError(
                 f"{file} cannot be read as a log of MeZO ({error}): give a {LOG_FILE}, or a checkpoint that has one."
             ) from error
-        if text is None:
+        if _KEY not in texts:
             raise OffloadConfigError(f"{file} is not a log of MeZO: give a {LOG_FILE}, or a checkpoint that has one.")
+        return cls._checked(texts[_KEY], texts.get("digest"), tensors, str(file))
+
+    @classmethod
+    def _checked(cls, text: str | None, digest: str | None, tensors: Mapping[str, Tensor], what: str) -> Self:
+        if text is None or digest != _digest(text, tensors):
+            raise OffloadConfigError(
+                f"{what} is damaged, or another version of hf_offload has written it: take that of another checkpoint."
+            )
         return cls.from_tensors(Setup.from_text(text), tensors)
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Of all that a log holds."""
+    found = xxhash.xxh3_128(text.encode())
+    for name, one in sorted(tensors.items()):
+        found.update(f"{name} {one.dtype} {tuple(one.shape)}".encode())
+        found.update(one.cpu().contiguous().numpy().data)
+    return found.hexdigest()
 
 
 def _narrow(table: Sequence[Sequence[float]]) -> Tensor:

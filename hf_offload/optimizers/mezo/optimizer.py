@@ -122,7 +122,7 @@ class MeZO(Optimizer):
         self._loaded: Known | None = None  # what a state was saved with
         self._saved: Known | None = None
         self._versions: list[int] | None = None
-        self._moves: AtOnce | Course = AtOnce(list(self._weights.values()))
+        self._moves: AtOnce | Course = AtOnce(self._weights)
         self._passes = Passes()
         self._together = Together()
         self._made = True
@@ -215,7 +215,8 @@ class MeZO(Optimizer):
         with self._eval_mode() as check_mode, mover.casting():
 
             def computed() -> Tensor:
-                found = losses_of(closure())
+                with mover.computing():
+                    found = losses_of(closure())
                 check_mode()
                 return found
 

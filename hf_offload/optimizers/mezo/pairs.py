@@ -19,8 +19,10 @@ from torch import nn
 from hf_offload.interrupts import signals_deferred
 
 
-class UnfitError(BaseException):
-    """The model cannot be used this way. Not an ``Exception``, which the model's own code may catch."""
+class UnfitError(SystemExit):
+    """The model cannot be used this way. Not an ``Exception``, which the model's own code may catch, and one that ends threads
+    of its own without a word.
+    """
 
 
 class _GivenUpError(BaseException):

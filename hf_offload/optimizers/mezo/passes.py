@@ -1,6 +1,7 @@
 """Both losses of a step whose weights leave memory: in one pass over the weights where the model allows that."""
 
 import logging
+import threading
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ class Passes:
         given_up = True
 
         def pass_of(mode: Apart | None) -> Tensor:
+            course.turning.add(threading.get_ident())
             if mode is None:
                 loss = closure()
             else:
@@ -72,7 +74,13 @@ class Passes:
             state.check(ended=True)
             return loss
 
-        course.takes_turns = True
+        course.turning, course.was_seen = {threading.get_ident()}, False
+        whys: list[str] = []
+
+        def found_unfit() -> bool:
+            whys[:] = [one.why for one in (state, first, second) if one.why is not None]
+            return bool(whys) or course.was_seen
+
         try:
             state.check()
             with first:  # around the second one, as PyTorch counts modes in all threads together
@@ -82,11 +90,12 @@ class Passes:
                     lambda which: course.turn(which + 1, inform=False),
                     state.check,
                 )
-            given_up = any(one.why is not None for one in (state, first, second))
-        except UnfitError:
-            pass
+            given_up = found_unfit()
+        except (UnfitError, Exception) as error:  # a thread of the model's own may have ended with the former one
+            if not (found_unfit() or isinstance(error, UnfitError)):
+                raise
         finally:
-            course.takes_turns = False
+            course.turning = set()
         if not given_up:
             self._failures = self._rests = 0
             self._say("one pass over the weights")
@@ -95,7 +104,6 @@ class Passes:
             each.restore()
         self._failures += 1
         self._rests = (1 << min(self._failures - 1, 16)) - 1
-        whys = [one.why for one in (state, first, second) if one.why is not None]
         why = whys[0] if whys else "looks at its weights between its blocks"
         self._say(f"two passes over the weights, as the model {why}")
         return None
