@@ -20,8 +20,8 @@ from hf_offload.interrupts import signals_deferred
 
 
 class UnfitError(SystemExit):
-    """The model cannot be used this way. Not an ``Exception``, which the model's own code may catch, and one that ends threads
-    of its own without a word.
+    """The model cannot be used this way. Not an ``Exception``, which the model's own code may catch, and one that a thread of
+    its own ends with without a word.
     """
 
 
