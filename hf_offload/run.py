@@ -56,6 +56,9 @@ def main() -> None:
                 runpy.run_path(program, run_name="__main__")
         except SystemExit as end:
             if end.code not in (None, 0):
+                from hf_offload.snapshots import ended
+
+                ended.note_exit(end.code)
                 raise
         if not switch.offloaded_models:
             logger.warning(

@@ -97,6 +97,11 @@ EFFECTS = (
         {"auto": ("torch.optim.optimizer._global_optimizer_post_hooks",)},
     ),
     Effect(
+        "snapshots, from the end of a training to that of its script",
+        "sys.exit notes its code: a script that fails leaves the snapshot",
+        {"snapshots": ("sys.exit",)},
+    ),
+    Effect(
         "hf_offload.run, command launch, HF_OFFLOAD_AUTOLOAD=1",
         "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown; with the variable, "
         "accelerate's reader of config files also accepts the section hf_offload_config, and a summary is logged at exit",

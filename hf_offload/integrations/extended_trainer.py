@@ -60,10 +60,11 @@ class _Describing(Trainer):
     """In front of the trainer's class, whose ``create_model_card`` may be its own, as in TRL."""
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        was_stopped = self.control.should_training_stop
         result = super()._maybe_log_save_evaluate(*args, **kwargs)
         snapshots = snapshots_of_training(self)
         if snapshots is not None:
-            snapshots.after_step()
+            snapshots.after_step(is_stopped_by_result=self.control.should_training_stop and not was_stopped)
         return result
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +94,19 @@ class _Resuming(Trainer):
             if resume_from_checkpoint is None:
                 raise ValueError(f"No valid checkpoint found in output directory ({folder}): none is complete.")
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        snapshots = snapshots_of_training(self)
+        if snapshots is not None and snapshots.is_over:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        snapshots = snapshots_of_training(self)
+        if snapshots is not None:
+            snapshots.after_last_step()
+        return super()._finalize_training(*args, **kwargs)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         snapshots = snapshots_of_training(self)

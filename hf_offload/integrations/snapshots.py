@@ -24,7 +24,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_offload
-from hf_offload.errors import SnapshotError
+from hf_offload.errors import SnapshotError, TierFullError
 from hf_offload.generators import process_states
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.snapshot_refusals import refuse, refuse_order
@@ -52,12 +52,16 @@ class TrainerSnapshots:
     """The snapshots of one call of ``Trainer.train``.
 
     Attributes:
+        checkpoint: What training goes on from.
         taking: Those that this training takes, once it has begun.
+        is_over: Whether what it goes on from is its end, so that there is nothing to train.
     """
 
     def __init__(self, trainer: Trainer, config: OffloadConfig):
         refuse(trainer, config)
         self.taking: Snapshots | None = None
+        self.is_over = self._is_cut = self._is_stopped_by_result = False
+        self.checkpoint: str | None = None
         self._ranks = Ranks()
         self._with_parity = config.snapshot_parity > 0
         self._trainer = trainer
@@ -68,7 +72,7 @@ class TrainerSnapshots:
         self._output = Path(trainer.args.output_dir or ".").resolve()
         self._opened: Opened | None = None
         self._of_model: ModelWeights | None = None
-        self._first_step, self._last_step, self._postponed = 0, -1, -1
+        self._first_step, self._begun_step, self._last_step, self._postponed = 0, 0, -1, -1
         self._settling: Any = None
         self._config: dict[str, str] = {}
         self._optimizer: dict[str, Any] = {}
@@ -141,7 +145,7 @@ class TrainerSnapshots:
         self._expect_writes(trainer.state.global_step)
         self.taking.start(opened.run, opened.began, self._directory, self._wait_s, found)
         self._last_step = trainer.state.global_step
-        self._first_step = trainer.state.global_step
+        self._first_step = self._begun_step = trainer.state.global_step
         self._config, self._optimizer = config_of(self._model), optimizer_of(optimizer)
         if found is not None:
             check_config(found.record["trainer"]["config"], self._config, _what(found))
@@ -149,7 +153,28 @@ class TrainerSnapshots:
         if found is not None and found.step == trainer.state.global_step:
             self._restore_losses(found.record["trainer"])
             warn_of_other_sums([self._model], self._ranks)
+        self.is_over = self._has_ended()
         self._settle_before_steps_of(optimizer)
+
+    def _has_ended(self) -> bool:
+        """Whether what training goes on from is its end: of all steps, or one that a result has decided."""
+        state, found = self._trainer.state, None if self._opened is None else self._opened.found
+        if self.checkpoint is None:
+            return False
+        end = None if found is None or found.step != state.global_step else found.record["trainer"].get("end")
+        if state.global_step >= state.max_steps:
+            reason = f"of {state.max_steps}"
+        elif end is not None and end["by_result"] and end["max_steps"] == state.max_steps:
+            reason = f"of at most {state.max_steps}, as a callback has decided by what was logged or evaluated"
+        else:
+            return False
+        logger.warning(
+            "This training ended at step %d %s: nothing is trained, and what follows it is done again. More max_steps or "
+            "num_train_epochs let it go on.",
+            state.global_step,
+            reason,
+        )
+        return True
 
     @property
     def mean_loss(self) -> float:
@@ -177,12 +202,15 @@ class TrainerSnapshots:
         taking = self.taking
         self._settling = register(InertInCopies(lambda *_: taking.settle()))
 
-    def after_step(self) -> None:
-        """A step has ended, with what is logged, evaluated and saved after it; or an epoch."""
+    def after_step(self, is_stopped_by_result: bool) -> None:
+        """A step has ended, with what is logged, evaluated and saved after it; or an epoch. ``is_stopped_by_result`` if a
+        callback has ended training by what was logged or evaluated then.
+        """
         trainer: Any = self._trainer
+        self._is_stopped_by_result |= is_stopped_by_result
         if self._opened is not None:
             self._opened.forget_found()  # all of it was read
-        if self.taking is None:
+        if self.taking is None or self._is_cut:
             return
         self.taking.look()
         state = trainer.state
@@ -196,7 +224,7 @@ class TrainerSnapshots:
             return
         if trainer.control.should_epoch_stop:
             logger.warning("An epoch was cut short, after which a Trainer cannot resume: no more snapshots are taken.")
-            self.taking = None
+            self._is_cut = True
             return
         if float(state.epoch).is_integer() and self._postponed != state.global_step:
             self._postponed = state.global_step  # what belongs to the end of the epoch comes first
@@ -206,11 +234,24 @@ class TrainerSnapshots:
             self._take()
         self._expect_writes(state.global_step)
 
+    def after_last_step(self) -> None:
+        """All that was to be trained is, and what belongs to it is over: the snapshot of this step is one of the end."""
+        trainer: Any = self._trainer
+        if self.is_over:
+            trainer._load_rng_state(self.checkpoint)
+        elif self.taking is not None and not self._is_cut and trainer.state.global_step != self._begun_step:
+            try:
+                with self.taking.waited():
+                    self._take(is_end=True)
+                    self.taking.settle()
+            except (OSError, SnapshotError, TierFullError) as error:  # training is not lost for that
+                logger.warning("The last snapshot was not taken: %s", error)
+
     def _expect_writes(self, step: int) -> None:
         """What the step after ``step`` writes to a drive is kept if a snapshot follows."""
         storage_of(self._model).takes_digests = (step + 1) % self._steps == 0
 
-    def _take(self) -> None:
+    def _take(self, is_end: bool = False) -> None:
         assert self.taking is not None
         assert self._opened is not None
         self.taking.settle()  # before the ranks talk of something else
@@ -261,6 +302,7 @@ class TrainerSnapshots:
                     "last_logged_step": trainer._globalstep_last_logged,
                     "total_flos": trainer.state.total_flos,
                     "current_flos": trainer.current_flos,
+                    "end": {"by_result": self._is_stopped_by_result, "max_steps": state.max_steps} if is_end else None,
                 },
             },
             kept=kept,
@@ -315,7 +357,7 @@ class TrainerSnapshots:
             self._settling.remove()
             self._settling = None
         taking, self.taking = self.taking, None
-        if taking is not None:
+        if taking is not None and opened is not None:
             storage_of(self._model).takes_digests = False
             storage_of(self._model).settle_copies = None
             if well:
@@ -324,9 +366,7 @@ class TrainerSnapshots:
                 logger.info(
                     "%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s
                 )
-                taking.end()
-                if opened is not None:
-                    opened.end_well()
+                taking.over(self._model, opened.end_well)
             else:
                 taking.leave()
         elif opened is not None:
@@ -342,7 +382,7 @@ def snapshots_of(trainer: Trainer, config: OffloadConfig, asked: str | bool | No
     snapshots = TrainerSnapshots(trainer, config)
     well = False
     try:
-        checkpoint = snapshots.open(asked)
+        checkpoint = snapshots.checkpoint = snapshots.open(asked)
         setattr(trainer, name, snapshots)
         yield checkpoint
         well = True

@@ -239,7 +239,7 @@ class OffloadConfig:
     snapshot_wait_s: int = setting(
         3600,
         whole(0, "of seconds"),
-        "How long snapshots stay in memory after a training that did not end well.",
+        "How long snapshots stay in memory after a training, or what follows it in its script, that did not end well.",
     )
     snapshot_parity: int = setting(
         0,

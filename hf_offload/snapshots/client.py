@@ -26,6 +26,10 @@ _ENDING_S = 10.0
 """How long a process may take to end that does not accept connections any more."""
 
 
+_dismissed: list[int] = []
+"""Processes that were started by this one and are about to end: no zombie of theirs stays once another one is started."""
+
+
 def address_of(training: str, rank: int = 0) -> bytes:
     """Where the snapshot process of the training with this number listens. It is not a file, and goes with the process."""
     name = f"{training}\0{rank}"
@@ -118,6 +122,14 @@ class SnapshotClient:
             while os.waitpid(self._started, os.WNOHANG)[0] == 0 and time.monotonic() < until:
                 time.sleep(0.002)
 
+    def dismiss(self) -> None:
+        """Have the process end. Waits for nothing, so that finalizers may call it."""
+        with contextlib.suppress(OSError):
+            process.send(self._connection, {"do": "done"})
+        self._connection.close()
+        if self._started is not None and self._owner == os.getpid():
+            _dismissed.append(self._started)
+
     def end(self) -> None:
         """Have the process end, and wait until it has."""
         with contextlib.suppress(ConnectionError):
@@ -154,6 +166,11 @@ def _start(address: bytes) -> int | None:
 
     It gets a session of its own: neither Ctrl-C nor a launcher that ends its group reaches it.
     """
+    for number in list(_dismissed):
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(number, os.WNOHANG)[0] == 0:
+                continue
+        _dismissed.remove(number)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(address)

@@ -74,7 +74,7 @@ class LoopSnapshots:
                     snapshots.end_step()
 
     On entering the block, everything is as it was at the newest whole snapshot, if there is one. Leaving it by an error keeps
-    the snapshots for the next start; at its end they go.
+    the snapshots for the next start. At its end, the newest one stays until the process has ended well.
 
     Attributes:
         taking: What takes them, inside of the block.
@@ -183,8 +183,9 @@ class LoopSnapshots:
             taking.settle()
             self._ranks.gather(None)  # what one has that ends too early is of no use to the others
         finally:
-            taking.end()
-            opened.end_well()
+            # A loop that has left its data in the middle would go on behind that step.
+            before = self.step if self._position.is_cut else None
+            taking.over(next(iter(self._source.models.values())).model, opened.end_well, before)
             self._ranks.close()
         logger.info("%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s)
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_offload.errors import OffloadConfigError, SnapshotError
 from hf_offload.ranks import Ranks
+from hf_offload.snapshots import ended
 from hf_offload.snapshots.client import SnapshotClient, address_of
 from hf_offload.snapshots.identity import Training, claim, release, training_of
 from hf_offload.snapshots.restoring import Found, newest_whole
@@ -71,6 +72,7 @@ def open_snapshots(output: Path, directory: Path | None, resume: bool, ranks: Ra
     if directory is not None:
         ranks.first(lambda: claim(directory, training))
     address = address_of(training.number, ranks.number)
+    ended.before_another(address)
     client, status = ranks.each(lambda: _joined(output, address))
     run, began = ranks.first(lambda: (uuid.uuid4().hex, time.time()))
     opened = Opened(training, client, address, run, began, directory=directory if ranks.is_first else None)

@@ -14,11 +14,13 @@ class Position:
     Attributes:
         epoch: How many epochs are over.
         batches: How many batches of the present one the loop has had.
+        is_cut: Whether the loop has left an epoch before its end: the present one, or the last.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
         self.batches = 0
+        self.is_cut = False
         self._begin: dict[str, Any] | None = None  # of the epoch
         self._restored: dict[str, Any] | None = None
         self._loader: Any = None  # of the epoch, or the last one
@@ -69,7 +71,7 @@ class Position:
             self._begin, skipped, now = restored["begin"], restored["batches"], process_states()
             set_process_states(self._begin["generators"])
             restore(loader, self._begin["loader"])
-        self.batches = skipped
+        self.batches, self.is_cut = skipped, True
         iterator = iter(loader)
         for _ in range(skipped):  # in the order that they came in
             next(iterator)
@@ -79,5 +81,6 @@ class Position:
             for batch in iterator:
                 self.batches += 1
                 yield batch
+            self.is_cut = False
         finally:
             self.epoch, self.batches, self._begin = self.epoch + 1, 0, None

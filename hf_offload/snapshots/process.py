@@ -7,14 +7,16 @@ the socket, whose address is an abstract one.
 
 Messages are single packets of JSON, most with descriptors, and each has one answer:
 
-    ``status``   what is held: ``pid``, ``run``, ``training``, ``snapshots``, ``error`` (of writing to disk)
+    ``status``   what is held: ``pid``, ``run``, ``training``, ``snapshots``, ``error`` (of writing to disk),
+                 ``kept`` (the number of the one that stays once training is over)
     ``join``     the sender trains from now on; as ``status``, or ``refused`` with the process that trains already
     ``fetch``    the files of the snapshot in a ``slot``
     ``start``    the run's number, its settings; snapshots of another run are dropped
     ``begin``    a slot to be written to, whose snapshot is no longer there from then on; its files may be written again.
                  It is not that of the snapshot with the number ``keep``
     ``commit``   the snapshot in a slot is whole: its record and its files
-    ``done``     training has ended well: nothing is needed any more
+    ``over``     training has ended well, and the script may still fail: the snapshot with the number ``keep`` stays
+    ``done``     all has ended well: nothing is needed any more
 """
 
 import contextlib
@@ -100,6 +102,7 @@ class Keeper:
         self._watched: int | None = None  # readable once that process has ended
         self._ends_at: float | None = time.monotonic() + _FIRST_CONTACT_S
         self._error: str | None = None
+        self._kept: int | None = None  # the one snapshot that stays once training is over
         self._done = self._stopped = False
         self._lock = threading.Lock()  # of the slots and of what follows
         self._disk = threading.Condition(self._lock)
@@ -183,6 +186,8 @@ class Keeper:
             return {"slot": self._begin(message["keep"]), "error": self._error}, ()
         if asked == "commit":
             self._commit(message, files)
+        elif asked == "over":
+            self._over(message["keep"])
         elif asked == "done":
             self._done = True
         return {}, ()
@@ -197,6 +202,7 @@ class Keeper:
             "training": None if self._training is None else self._training[0],
             "snapshots": [{"slot": number, "record": record} for number, record in held],
             "error": self._error,
+            "kept": self._kept,
         }
 
     def _join(self, number: int) -> _Message:
@@ -217,7 +223,7 @@ class Keeper:
             if self._run != message["run"]:
                 for slot in self._slots:
                     slot.clear()
-            self._error = None
+            self._error = self._kept = None
         self._run, self._wait_s = message["run"], message["wait_s"]
         with self._lock:
             self._directory = None if message["directory"] is None else Path(message["directory"])
@@ -253,6 +259,17 @@ class Keeper:
                 self._unwritten = slot
                 self._disk.notify()
 
+    def _over(self, keep: int) -> None:
+        with self._lock:
+            self._kept = keep
+            for slot in self._slots:
+                if not slot.is_read:
+                    self._drop_unless_kept(slot)
+
+    def _drop_unless_kept(self, slot: _Slot) -> None:
+        if self._kept is not None and slot.record is not None and slot.record["sequence"] != self._kept:
+            slot.clear()
+
     # -- on disk, in a thread -----------------------------------------------------------------------------------------------
 
     def _stop_writing(self) -> None:
@@ -285,6 +302,7 @@ class Keeper:
             with self._lock:
                 slot.is_read = False
                 self._error = error
+                self._drop_unless_kept(slot)
 
 
 def main() -> None:

@@ -102,6 +102,8 @@ def newest_whole(
     on_disk: dict[int, tuple[dict[str, Any], Path]] = ranks.first(
         lambda: {record["sequence"]: (record, path) for path, record in _on_disk(directory, run, training)}
     )
+    if status.get("kept") is not None:  # what is on disk may be newer, for a loop that would go on behind its end
+        on_disk = {sequence: each for sequence, each in on_disk.items() if sequence <= status["kept"]}
     in_memory = {sequence: (step, count) for _, of_run, sequence, step, count in told if of_run == run}
     places = [(sequence, True) for sequence in in_memory] + [(sequence, False) for sequence in on_disk]
     for sequence, is_in_memory in sorted(places, reverse=True):

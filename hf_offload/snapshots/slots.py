@@ -31,12 +31,13 @@ class Slots:
     """The slots of one training, and its snapshot process, of which there is another one should it end.
 
     Args:
-        address: Where the process listens.
+        address: Becomes the attribute.
         client: The connection to it.
         held: Where the memory counts.
         local_count: Processes of the training on this machine, each of which takes snapshots.
 
     Attributes:
+        address: Where the process listens.
         start: What the process knows of the run.
         newest: The number of the newest snapshot that all ranks have: its slot is not written to.
         disk_error: Why the last snapshot was not written to disk, if it was not.
@@ -46,7 +47,7 @@ class Slots:
         self.start: dict[str, Any] = {}
         self.newest: int | None = None
         self.disk_error: str | None = None
-        self._address = address
+        self.address = address
         self._client: SnapshotClient | None = client
         self._held = held
         self._local_count = local_count
@@ -89,6 +90,26 @@ class Slots:
         slot = self._started().ask("begin", keep=None)["slot"] if rebuilt.slot is None else rebuilt.slot
         self._started().ask("commit", rebuilt.files, slot=slot, record=rebuilt.record)
         self.adopt(slot, rebuilt)
+
+    def over(self, before: int | None) -> tuple[SnapshotClient, Kept | None] | None:
+        """Have the process keep the newest snapshot alone; with ``before``, the newest of an earlier step. Returns the
+        connection and what the snapshot has on drives, or None if there is none, and the process ends.
+        """
+        whole = [
+            (record["sequence"], slot)
+            for slot, record in self._whole.items()
+            if record["sequence"] <= (self.newest or 0) and (before is None or record["step"] < before)
+        ]
+        if not whole:
+            self.end()
+            return None
+        sequence, slot = max(whole)
+        self.again(lambda: self._started().ask("over", keep=sequence))
+        client, kept = self._started(), self._kept.pop(slot, None)
+        for each in self._kept.values():
+            each.release()
+        self._close(lambda _: None)
+        return client, kept
 
     def end(self) -> None:
         """Have the process end: no snapshot is needed any more. Idempotent."""
@@ -272,7 +293,7 @@ class Slots:
             self._client.close(wait_s=1.0)
             self._client = None
         logger.warning("The snapshot process has ended, by a signal or for lack of memory: another one is started.")
-        client = SnapshotClient.connect(self._address, start=True)
+        client = SnapshotClient.connect(self.address, start=True)
         assert client is not None
         refused = client.ask("join").get("refused")
         if refused is not None:

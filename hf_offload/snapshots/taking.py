@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_offload.errors import SnapshotError, TierFullError
 from hf_offload.ranks import Ranks
-from hf_offload.snapshots import disk
+from hf_offload.snapshots import disk, ended
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import Write, together
 from hf_offload.snapshots.restoring import Found
@@ -181,9 +181,15 @@ class Snapshots:
         """Training has not ended well: the snapshots stay for the next one. Idempotent."""
         self._close(self._slots.leave)
 
-    def end(self) -> None:
-        """Training has ended well: the snapshots go. Idempotent."""
-        self._close(self._slots.end)
+    def over(self, model: nn.Module, release: Callable[[], None], before: int | None = None) -> None:
+        """Training of ``model`` has ended well: the newest snapshot, or the newest of a step ``before`` that one, stays until
+        the process has. Then, ``release`` is called.
+        """
+        kept = self._slots.over(before)
+        if kept is None:
+            release()
+        else:
+            ended.keep(self._slots.address, ended.Ended(*kept, release), model)
 
     def _close(self, how: Callable[[], None]) -> None:
         if self._thread is not None:

@@ -27,6 +27,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.utils import logging as transformers_logging
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
+from hf_offload.snapshots import ended
 from hf_offload.snapshots.client import SnapshotClient, address_of
 from hf_offload.snapshots.identity import known_training, training_of
 from tests.faults.killed import shared_memory
@@ -170,6 +171,7 @@ def in_child(folder: Path, directory: Path | None, kind: str) -> int:
                 trainer.train(resume_from_checkpoint=True)
                 result = result_of(trainer)
             torch.save(result, folder / "result")
+            ended.end_well()
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -289,7 +291,8 @@ def main(count: int, seed: int = 0, kind: str = "trainer") -> int:
                     lost_most = max(lost_most, lost)
                 if lost > EVERY and not forgiven:
                     problems.append(f"training {number} began at step {began} after step {reached} was reached")
-                reached, forgiven = last, last == STEPS  # at its end, training lets its snapshots go
+                # At its end, a process lets its snapshot go.
+                reached, forgiven = last, last == STEPS and (folder / "result").exists()
             # Both at once: what is on disk may be one or two snapshots older, and in memory there is nothing.
             forgiven = forgiven or target == "both"
         pid = in_child(folder, folder / "disk" if on_disk else None, kind)

@@ -42,6 +42,7 @@ def state() -> dict[str, Any]:
         "environment": dict(os.environ),
         "working directory": Path.cwd(),
         "warnings.filters": list(warnings.filters),
+        "sys.exit": sys.exit,
         "sys.hooks": (sys.excepthook, sys.unraisablehook, sys.displayhook, sys.gettrace(), sys.getprofile()),
         "torch.default": (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()),
         "torch.modes": torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack(),

@@ -28,9 +28,12 @@ def batches() -> list[torch.Tensor]:
 
 def trained(
     folder: Path, stop: int | None = None, *, resume: bool = False, model: nn.Module | None = None,
-    optimizer: Any = None, loader: Any = None, epochs: int = 1, objects: dict[str, Any] | None = None, **settings: Any,
+    optimizer: Any = None, loader: Any = None, epochs: int = 1, objects: dict[str, Any] | None = None,
+    leave: int | None = None, **settings: Any,
 ) -> tuple[int, dict[str, torch.Tensor]]:  # fmt: skip
-    """The step where it began, and the weights at its end. At ``stop``, it raises :class:`Stops`."""
+    """The step where it began, and the weights at its end. At ``stop``, it raises :class:`Stops`, and after the step
+    ``leave``, an epoch ends before its data do.
+    """
     model = net() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer
     session = attach(model, OffloadConfig(tier="none", snapshot_steps=EVERY, snapshot_wait_s=60, **settings))
@@ -45,6 +48,8 @@ def trained(
                     snapshots.end_step()
                     if snapshots.step == stop:
                         raise Stops
+                    if snapshots.step == leave:
+                        break
     finally:
         session.detach()
     return begun, {name: one.detach().clone() for name, one in model.state_dict().items()}

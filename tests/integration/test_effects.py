@@ -115,6 +115,11 @@ WAYS = {
     "optimizer": "plain_loop(tier='none', optimizer='ssd', directory=os.getcwd(), min_bytes=0)",
     "weights": "plain_loop(tier='none', params='ssd', directory=os.getcwd(), min_bytes=0)",
     "auto": "plain_loop(tier='auto', memory_budget='1GiB', directory=os.getcwd())",
+    "snapshots": """
+model = tiny_model("gpt2")
+with hf_offload.attach(model, hf_offload.OffloadConfig(tier="none", snapshot_steps=1)).snapshots("run") as snapshots:
+    snapshots.end_step()
+""",
     "hf_offload.run": """
 from hf_offload.run import main
 sys.modules["this_script"] = sys.modules["__main__"]
@@ -172,4 +177,4 @@ def test_doctor_names_what_each_way_changes_and_nothing_else(way, ran):
 
 
 def test_there_are_few():
-    assert len(EFFECTS) <= 7
+    assert len(EFFECTS) <= 8

@@ -27,7 +27,7 @@ from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, TierF
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.extended_trainer import snapshots_of_training
-from hf_offload.snapshots import contents, process
+from hf_offload.snapshots import contents, ended, process
 from hf_offload.snapshots import disk as on_disk
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import MemoryFile
@@ -84,6 +84,7 @@ def resumed(folder, callbacks=(), **others):
 
     trainer.add_callback(Begins())
     trainer.train(resume_from_checkpoint=True)
+    ended.end_well()
     return begun[0], result_of(trainer)
 
 
@@ -114,6 +115,8 @@ def test_a_training_with_snapshots_has_the_bits_of_one_without_and_leaves_nothin
     trainer = trainer_in(tmp_path / "run", True, **SHORT)
     trainer.train()
     assert same(whole, result_of(trainer))
+    assert steps_held(tmp_path / "run") == [STEPS]  # for what comes after it
+    ended.end_well()
     assert processes_of_test() <= before
     assert [path.name for path in (tmp_path / "run").iterdir()] == [on_disk.MARK_FILE]
 

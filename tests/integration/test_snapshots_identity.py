@@ -8,9 +8,9 @@ import pytest
 
 from hf_offload.errors import SnapshotError
 from hf_offload.snapshots import disk as on_disk
-from hf_offload.snapshots import identity
+from hf_offload.snapshots import ended, identity
 from tests.faults.killed_snapshots import held_by, same
-from tests.helpers.snapshot_loops import STEPS, Stops, trained
+from tests.helpers.snapshot_loops import STEPS, Stops, net, trained
 from tests.helpers.snapshot_processes import no_process_is_left, until  # noqa: F401  a fixture for all tests
 
 
@@ -94,7 +94,10 @@ def test_an_output_directory_that_was_lost_is_known_again_by_the_file_that_the_e
 
 def test_a_snapshot_dir_goes_to_the_next_training_once_one_has_ended_well(tmp_path, caplog):
     disk = tmp_path / "disk"
-    trained(tmp_path / "first", snapshot_dir=str(disk))
+    model = net()
+    trained(tmp_path / "first", model=model, snapshot_dir=str(disk))
+    assert (disk / on_disk.MARK_FILE).exists()
+    ended.end_well()
     assert not (disk / on_disk.MARK_FILE).exists()
     begun, _ = trained(tmp_path / "second", resume=True, snapshot_dir=str(disk))
     assert begun == 0
@@ -104,6 +107,7 @@ def test_a_snapshot_dir_goes_to_the_next_training_once_one_has_ended_well(tmp_pa
 def test_a_training_that_has_ended_well_goes_on_from_its_last_snapshot_on_disk(tmp_path):
     settings = {"snapshot_dir": str(tmp_path / "disk")}
     trained(tmp_path / "run", **settings)
+    ended.end_well()
     assert trained(tmp_path / "run", resume=True, **settings)[0] == STEPS
 
 

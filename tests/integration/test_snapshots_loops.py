@@ -15,6 +15,7 @@ from transformers import default_data_collator
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, attach
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.accelerate import attached_accelerators
+from hf_offload.snapshots import ended
 from tests.faults.killed_snapshots import held_by, same
 from tests.helpers.snapshot_processes import no_process_is_left  # noqa: F401  a fixture
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
@@ -181,6 +182,7 @@ def check(loop, folder, kind=None, stop=9, begun=8, **settings):
     expected["losses"] = expected["losses"][-len(found["losses"]) :]
     for name in expected:
         assert same(expected[name], found[name]), name
+    ended.end_well()
     assert held_by(folder) is None
 
 

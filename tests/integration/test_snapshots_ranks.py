@@ -21,7 +21,7 @@ from hf_offload import OffloadConfig, OffloadConfigError, OffloadPlugin, attach
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.ranks import Ranks
-from hf_offload.snapshots import opening, parity
+from hf_offload.snapshots import ended, opening, parity
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import MemoryFile
 from hf_offload.snapshots.slots import Slots
@@ -96,6 +96,7 @@ def goes_on(rank, folder, from_step, **others):
     assert begun == from_step
     assert_same(whole(rank, folder), found)
     dist.barrier()
+    ended.end_well()
     assert held_by(folder, rank) is None
 
 
