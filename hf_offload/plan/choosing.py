@@ -72,6 +72,7 @@ class Allowed:
         now: Where a running training has them, and the footprint is taken so; None before it. What has left memory stays out
             of it, but how many bytes of weights are in memory may change, unless ``weights`` is ``"none"``.
         written_bytes: Most bytes that a step may write to drives; None: no limit.
+        is_measured: Whether a measured step had a part in where they are ``now``: if not, a plan is not bound to it.
     """
 
     state: str = "auto"
@@ -81,6 +82,7 @@ class Allowed:
     may_recompute: bool = True
     now: Held | None = None
     written_bytes: int | None = None
+    is_measured: bool = True
 
 
 def problem_of(footprint: Footprint, hardware: Hardware, budget_bytes: int, held: Held, allowed: Allowed) -> Problem:
@@ -138,7 +140,7 @@ def _choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed
     best, families = _fastest(found)
     if best is None:
         return _smallest(found)
-    if allowed.now is not None and best.held != allowed.now:
+    if allowed.now is not None and allowed.is_measured and best.held != allowed.now:
         present, others = _fastest([way for way in found if way.held == allowed.now])
         if present is not None and present.step_s <= _GAIN * best.step_s:
             best, families = present, others

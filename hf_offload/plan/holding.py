@@ -72,7 +72,7 @@ def hold(footprint: Footprint, held: Held, budget_bytes: int, on_host: bool, now
         transfer_windows=windows,
     )
     if held.state is not None and now.state is None:
-        found = _without_state(found, held, footprint)
+        found = _without_state(found, held, footprint, budget_bytes)
     found.saves_like(footprint)
     return found
 
@@ -94,8 +94,10 @@ def _memory_of_weights(footprint: Footprint, held: Held, on_host: bool) -> int:
     total = sum(one.weight_bytes for one in footprint.weights.values())
     if held.weights is None:
         return total
-    window_bytes = _windows(footprint, held, 0)[WEIGHTS]
-    return min(total, staying_weights(footprint, held)) + (window_bytes if on_host else 0)
+    staying = staying_weights(footprint, held)
+    if staying >= total:
+        return total  # nothing is on its way
+    return staying + (_windows(footprint, held, 0)[WEIGHTS] if on_host else 0)
 
 
 def staying_weights(footprint: Footprint, held: Held) -> int:
@@ -252,7 +254,7 @@ def _weights_of_forwards(footprint: Footprint, held: Held) -> list[Transfer]:
     return [one for one in found if one.nbytes]
 
 
-def _without_state(footprint: Footprint, held: Held, like: Footprint) -> Footprint:
+def _without_state(footprint: Footprint, held: Held, like: Footprint, budget_bytes: int) -> Footprint:
     """Gradients are there while their unit computes, unless they stay; updates are a part of backward or of forward. ``like``
     has the same segments, and is asked for them again.
     """
@@ -263,7 +265,7 @@ def _without_state(footprint: Footprint, held: Held, like: Footprint) -> Footpri
         footprint,
         base_bytes=footprint.base_bytes - state,
         state_bytes=footprint.state_bytes - state,
-        optimizer_step_bytes=update_bytes(footprint.optimizer_step_bytes),
+        optimizer_step_bytes=update_bytes(footprint.optimizer_step_bytes, budget_bytes),
     )
     if held.keeps_gradients:
         return found

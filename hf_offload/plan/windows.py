@@ -3,8 +3,9 @@
 STATE_WINDOW_BYTES = 96 << 20
 """On the way to a tier and back at any time, of optimizer state and of gradients each."""
 PART_BYTES = 8 << 20
-"""Of a parameter, where it can be cut: an update then needs memory for the state of so much."""
+"""Of a parameter, where it can be cut, at most: an update then needs memory for the state of so much."""
 
+_SMALLEST_PART_BYTES = 256 << 10
 _PARTS = 3
 """Of a part that is updated: its state (AdamW's), and a copy."""
 _WEIGHTS_WINDOW_BYTES = 64 << 20
@@ -22,6 +23,11 @@ def weights_window(staying_bytes: int, largest_bytes: int) -> int:
     return max(2 * largest_bytes, min(_WEIGHTS_WINDOW_BYTES, staying_bytes // _WEIGHTS_SHARE))
 
 
-def update_bytes(needed_bytes: int) -> int:
+def part_bytes(budget_bytes: int | None) -> int:
+    """Size of the parts that parameters are cut into: no larger than what may be on the way."""
+    return min(PART_BYTES, max(_SMALLEST_PART_BYTES, state_window(budget_bytes)))
+
+
+def update_bytes(needed_bytes: int, budget_bytes: int) -> int:
     """Memory of an update that takes ``needed_bytes`` for all parameters at once, where they are cut into parts."""
-    return min(needed_bytes, _PARTS * PART_BYTES)
+    return min(needed_bytes, _PARTS * part_bytes(budget_bytes))

@@ -18,6 +18,7 @@ from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
 from hf_offload.plan.planner import windows_for
 from hf_offload.plan.search import may_gain
+from hf_offload.plan.timeline import Windows
 from hf_offload.planning.correcting import corrected_plan, say
 from hf_offload.planning.known import (
     Known,
@@ -111,6 +112,7 @@ class Feedback:
         self._state = OptimizerState(next((one.device for one in model.parameters()), torch.device("cpu")))
         self._meter: StepMeter | None = None
         self._known: dict[Situation, Known] = {}
+        self._windows: Windows | None = None  # of the next step that is measured, where nothing is known
         self._wanted: set[Situation] = set()  # to be measured when they come again
         self._narrow: dict[Situation, Plan] = {}  # under which they are to be measured
         # In which backward makes a graph of itself, though not in every step, and how many to wait for one that does.
@@ -182,6 +184,8 @@ class Feedback:
         computed_s = seconds - (self._engine.waited_s() - self._waited_s)
         if meter is not None:
             self._note_peaks(meter)
+        self._model_state.let_few_stay(False)
+        if meter is not None:
             self._plan_measured(meter)
         known = [one.known for one in self._played if one.known is not None]
         if not known or len(known) < len(self._played):
@@ -242,8 +246,9 @@ class Feedback:
         lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
         trying = self._trial.wants(situation)
         if known is None or lasting or trying or any(situation.begins(wanted) for wanted in self._wanted):
-            windows = None if known is None else windows_to_measure(known, self._safest)
+            windows = self._windows if known is None else windows_to_measure(known, self._safest)
             if known is None and self._known:
+                self._model_state.let_few_stay(True)
                 # How much it needs is not known; what is nearest to it says how much there may be on its way.
                 nearest = max(self._known.values(), key=lambda one: one.situation.elements)
                 windows = windows_to_measure(nearest, self._safest) or nearest.problem.windows[-1]
@@ -454,15 +459,19 @@ class Feedback:
     def _in_place(self, find: Callable[[], Known | None]) -> tuple[Known | None, bool]:
         """The plan that is found, and whether weights or state had to be moved for one: the next step is measured then."""
         known, why = self._moving.settle(self._present_model, find)
-        if why is not None:
-            self._measure_again(why)
-        return known, why is not None
+        if why is None or known is None:
+            return known, False
+        self._measure_again(why)
+        # Everything moves in the step that is measured, and it is to be within the budget, too.
+        self._windows = windows_to_measure(known, self._safest) or known.problem.windows[-1]
+        return None, True
 
     def _measure_again(self, why: str) -> None:
         """What is known is of a run that had other weights and state in memory, or was computed in another way."""
         self._known.clear()
         self._wanted.clear()
         self._trial.forget()
+        self._windows = None
         self._in_force = self.planned = None
         self._log(logging.INFO, "Measuring again, with something else in memory. %s", why)
 

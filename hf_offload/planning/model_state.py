@@ -58,6 +58,7 @@ class ModelState:
         self._config = config
         self._storage = storage
         self._ranks = ranks
+        self._model = weakref.ref(model)
         self._on_host = next((p.device.type == "cpu" for p in model.parameters()), True)
         self._place = "ssd" if self._on_host or config.drive_settings else "ram"
         automatic = config.tier == "auto"
@@ -71,6 +72,8 @@ class ModelState:
         self._in_backward = False
         self._state_per_weight = 0.0
         self._has_warned = False
+        self._is_measured = True
+        self._usual_bytes: int | None = None  # of weights, while fewer are in memory
         self._after_streaming: list[Callable[[], None]] = []
         present = residency_of(model)
         if self._may_park and present is not None:
@@ -104,9 +107,12 @@ class ModelState:
                 total = format_bytes(weights + more)
                 self._stream(model, held.state, f"weights, gradients and optimizer state take {total}")
         if self._may_park and self.residency is None:
-            held = self._held_beforehand(model, 0, activation_bytes=int(_FOR_ACTIVATIONS * self._limit_bytes))
+            # Where state does not fit, weights leave in any case: what activations take is known after the step.
+            share = 1.0 if self.streams else _FOR_ACTIVATIONS
+            held = self._held_beforehand(model, 0, activation_bytes=int(share * self._limit_bytes))
             if held.weights is not None and self._can_park(model):
                 self._park(model, held.weights)
+                self._is_measured = False
                 # How much activations need is not known: more weights stay once the first step has been measured.
                 self._let_stay(least_weights(self._footprint_beforehand(model, 0, 0)))
 
@@ -152,7 +158,7 @@ class ModelState:
         if self.residency is None:
             return Held(state, None, 0, self._updates_in_backward, self._keeps_gradients)
         place = "ram" if self.residency.store.tier.name == "ram" else "ssd"
-        staying = self.residency.limit_bytes
+        staying = self.residency.limit_bytes if self._usual_bytes is None else self._usual_bytes
         return Held(state, place, staying, self._updates_in_backward, self._keeps_gradients)
 
     @property
@@ -178,6 +184,7 @@ class ModelState:
             keeps_gradients=self._keeps_gradients,
             now=self.held,
             written_bytes=None if written is None else int(written),
+            is_measured=self._is_measured,
         )
 
     def with_weights(self, model: nn.Module, footprint: Footprint) -> Footprint:
@@ -188,8 +195,10 @@ class ModelState:
         return dataclasses.replace(footprint, weights=weights)
 
     def hold(self, model: nn.Module, held: Held) -> bool:
-        """Let weights, gradients and state be where ``held`` says, as far as they can be; whether that changed anything."""
+        """Let weights, gradients and state be where a plan has them, as far as they can be; whether that changed anything."""
         before = self.held
+        self.let_few_stay(False)
+        self._is_measured = True
         if held.state is not None and self._may_stream and self.streamed is None:
             self._stream(model, held.state, "activations do not fit next to them, or take longer")
         if held.weights is not None:
@@ -203,6 +212,20 @@ class ModelState:
         """No plan fits the budget: let all that can leave memory; whether there was anything."""
         least = least_weights(self._footprint_beforehand(model, 0, 0))
         return self.hold(model, Held(self._place, self._place, least))
+
+    def let_few_stay(self, few: bool) -> None:
+        """Let as ``few`` weights as possible be in memory, in a step that may need more of it than those before, or as many
+        as usual again. That is not where a plan has them.
+        """
+        if self.residency is None or not self._may_resize or few == (self._usual_bytes is not None):
+            return
+        model = self._model()
+        if few and model is not None:
+            self._usual_bytes = self.residency.limit_bytes
+            self._let_stay(min(self._usual_bytes, least_weights(self._footprint_beforehand(model, 0, 0))))
+        elif self._usual_bytes is not None:
+            self._let_stay(self._usual_bytes)
+            self._usual_bytes = None
 
     def _let_stay(self, nbytes: int) -> None:
         if self.residency is not None and self.residency.limit_bytes != nbytes:

@@ -32,13 +32,17 @@ class Moving:
         return allowed if self._changes < _MOST_CHANGES else dataclasses.replace(allowed, state="none", weights="none")
 
     def settle(self, model: nn.Module, find: Callable[[], Known | None]) -> tuple[Known | None, str | None]:
-        """The plan that is found, once weights and state are where it has them. Or why they were moved for one: what was
-        measured is of a run that had something else in memory.
+        """The plan that is found, and, if weights and state had to be moved for it, why: what was measured is then of a run
+        that had something else in memory.
         """
         while True:
             known = find()
-            if known is None or known.plan is not None or self._ranks.gather(known.held == self._state.held)[0]:
+            if known is None or known.plan is not None:
+                return known, None
+            is_there = self._ranks.gather(known.held == self._state.held)[0]
+            if any(self._ranks.gather(self._state.hold(model, known.held))):
+                self._changes += 1
+                return known, f"The plan: {known.reason}."
+            if is_there:
                 return known, None
             self._changes += 1
-            if any(self._ranks.gather(self._state.hold(model, known.held))):
-                return None, f"The plan: {known.reason}."

@@ -119,7 +119,8 @@ class Residency:
     @property
     def budget_bytes(self) -> int:
         """Most bytes of memory that they take, with those on their way to the tier and back."""
-        return min(self.total_bytes, self.limit_bytes) + self.store.window_bytes
+        total = self.total_bytes
+        return total if self.limit_bytes >= total else self.limit_bytes + self.store.window_bytes
 
     @property
     def total_bytes(self) -> int:

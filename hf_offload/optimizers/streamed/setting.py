@@ -14,7 +14,7 @@ from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.optimizers.streamed.optimizer import stream, streaming_of
 from hf_offload.optimizers.streamed.streaming import Streaming
 from hf_offload.parameters.fast_paths import keep_fast_paths
-from hf_offload.plan.windows import state_window
+from hf_offload.plan.windows import part_bytes, state_window
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
@@ -63,7 +63,7 @@ class StreamedSetting:
         in_graph = self._alone and not compiled
         names = {id(p): name for name, p in model.named_parameters()}
         present = streaming_of(optimizer)
-        budget = self._config.memory_budget
+        budget = None if self._config.memory_budget is None else int(self._config.memory_budget)
         try:
             streaming = stream(
                 optimizer,
@@ -73,7 +73,8 @@ class StreamedSetting:
                 smallest_bytes=self._config.smallest_bytes(self._on_host),
                 gradients=in_graph,
                 lazy=in_graph,
-                window_bytes=state_window(None if budget is None else int(budget)),
+                part_bytes=part_bytes(budget),
+                window_bytes=state_window(budget),
             )
         except OffloadConfigError as error:
             mode, own = self._config.memory_mode, type(optimizer).__module__.startswith("hf_offload.")
