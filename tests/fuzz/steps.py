@@ -24,6 +24,8 @@ from hf_offload import OffloadConfig
 from hf_offload.optimizers.streamed import setting, streaming_of
 from hf_offload.optimizers.streamed.optimizer import stream
 from hf_offload.session import attach
+from tests.fuzz.blocks import Stumbled
+from tests.fuzz.training import Trains
 from tests.helpers.seed_search import try_seeds
 from tests.helpers.streamed import copied, same
 from tests.helpers.unusual_optimizers import Factored, FillsGradients, HasFactor, TrustRatio, WritesGradients
@@ -50,10 +52,6 @@ PLACES = ("ram", "ssd")
 _PATIENCE = 30
 _PART_BYTES = 4096 * 4
 _WIDTH = 65  # four parts of a matrix, the last one smaller
-
-
-class Stumbled(Exception):
-    """An error of the user's own."""
 
 
 def _look(log: list[Any], weight: torch.Tensor) -> None:
@@ -99,7 +97,7 @@ class Model(nn.Module):
         return self.last(hidden) if used & 4 else hidden
 
 
-class Player:
+class Player(Trains):
     """One of the two runs of a program. ``place`` is None for the one in memory."""
 
     def __init__(self, rng: random.Random, place: str | None, directory: str):
@@ -167,7 +165,7 @@ class Player:
     def _weight(self, rng: random.Random) -> nn.Parameter:
         return rng.choice(list(self.model.parameters()))
 
-    def _forward(self, rng: random.Random, broken: bool = False) -> torch.Tensor:
+    def _forward(self, rng: random.Random) -> torch.Tensor:
         generator = torch.Generator().manual_seed(rng.randrange(1000))
         inputs = torch.randn(4, _WIDTH, generator=generator).to(self._dtype)
         used = rng.choice((7, 7, 7, 6, 5, 3, 1))
@@ -179,17 +177,9 @@ class Player:
             hidden = self.model(inputs, used)
         else:
             hidden = checkpoint(self.model, inputs.requires_grad_(), used, use_reentrant=how == "reentrant")
-        if broken:
-            hidden = _Breaks.apply(hidden)
         return hidden.float().square().mean() * rng.choice((1, 1, 1, 10, 1e4))
 
     # -- what they do ----------------------------------------------------------------------------------------------------
-
-    def backward(self, rng: random.Random) -> Any:
-        loss = self._forward(rng)
-        if loss.requires_grad:
-            loss.backward()
-        return loss
 
     def backward_twice(self, rng: random.Random) -> Any:
         loss = self._forward(rng)
@@ -200,22 +190,6 @@ class Player:
             loss.backward()
         return loss
 
-    def broken_backward(self, rng: random.Random) -> Any:
-        loss = self._forward(rng, broken=True)
-        if loss.requires_grad:
-            loss.backward()
-        return loss
-
-    def keep_loss(self, rng: random.Random) -> Any:
-        self._losses.append(self._forward(rng))
-        return self._losses[-1]
-
-    def backward_of_kept(self, rng: random.Random) -> Any:
-        if self._losses:
-            loss = self._losses.pop()
-            if loss.requires_grad:
-                loss.backward()
-
     def graph_of_gradients(self, rng: random.Random) -> Any:
         loss = self._forward(random.Random(rng.choice((1, 2, 5))))
         weights = [p for p in self.model.parameters() if p.requires_grad]
@@ -225,18 +199,6 @@ class Player:
             if isinstance(penalty, torch.Tensor) and penalty.requires_grad:
                 penalty.backward()
         return loss
-
-    def step(self, rng: random.Random) -> Any:
-        self.optimizer.step()
-        if rng.random() < 0.7:
-            self.optimizer.zero_grad()
-
-    def step_with_closure(self, rng: random.Random) -> Any:
-        def closure() -> Any:
-            self.optimizer.zero_grad()
-            return self.backward(rng)
-
-        return self.optimizer.step(closure)
 
     def zero_grad(self, rng: random.Random) -> None:
         owner: Any = rng.choice((self.model, self.optimizer))
@@ -381,16 +343,6 @@ class Player:
         self._held, self._losses = [], []
         if self.session is not None:
             self.session.detach()
-
-
-class _Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise Stumbled
 
 
 ACTIONS: dict[str, tuple[Callable[[Player, random.Random], Any], int]] = {

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from hf_offload import OffloadConfig
 from hf_offload.session import attach
-from tests.fuzz.blocks import BATCH, BLOCKS, WIDTH, WRAPPINGS, Breaks, Stumbled, Wrapped
+from tests.fuzz.blocks import BATCH, BLOCKS, WIDTH, WRAPPINGS, Stumbled, Wrapped
+from tests.fuzz.training import Trains
 from tests.fuzz.uses import HOLDS, READS, WRITES, as_values, look
 from tests.helpers.crashing import Crashing
 from tests.helpers.seed_search import LeftOut, try_seeds
@@ -40,7 +41,7 @@ PLACES = ("ssd", "ram")
 LIMITS = (1, 1, 1, 600, 3000, 1 << 40)
 
 
-class Player:
+class Player(Trains):
     """One of the two runs of a program. ``place`` is None for the one in memory."""
 
     def __init__(self, rng: random.Random, place: str | None, directory: str):
@@ -163,24 +164,12 @@ class Player:
 
     # -- what they do ---------------------------------------------------------------------------------------------------
 
-    def backward(self, rng: random.Random) -> Any:
-        loss = self._forward(rng)
-        if loss.requires_grad:
-            loss.backward()
-        return loss
-
     def backward_twice(self, rng: random.Random) -> Any:
         loss = self._forward(rng)
         if loss.requires_grad:
             loss.backward(retain_graph=True)
             if rng.random() < 0.3:
                 WRITES[rng.choice(list(WRITES))](self._weight(rng).detach())  # type: ignore[arg-type]
-            loss.backward()
-        return loss
-
-    def broken_backward(self, rng: random.Random) -> Any:
-        loss = Breaks.apply(self._forward(rng))
-        if loss.requires_grad:
             loss.backward()
         return loss
 
@@ -192,16 +181,6 @@ class Player:
         finally:
             handle.remove()
 
-    def keep_loss(self, rng: random.Random) -> Any:
-        self._losses.append(self._forward(rng))
-        return self._losses[-1]
-
-    def backward_of_kept(self, rng: random.Random) -> Any:
-        if self._losses:
-            loss = self._losses.pop()
-            if loss.requires_grad:
-                loss.backward()
-
     def graph_of_gradients(self, rng: random.Random) -> Any:
         loss = self._forward(rng)
         weights = [p for p in self.model.parameters() if p.requires_grad]
@@ -211,18 +190,6 @@ class Player:
             if isinstance(penalty, Tensor) and penalty.requires_grad:
                 penalty.backward()
         return loss
-
-    def step(self, rng: random.Random) -> Any:
-        self.optimizer.step()
-        if rng.random() < 0.7:
-            self.optimizer.zero_grad()
-
-    def step_with_closure(self, rng: random.Random) -> Any:
-        def closure() -> Any:
-            self.optimizer.zero_grad()
-            return self.backward(rng)
-
-        return self.optimizer.step(closure)
 
     def clip(self, rng: random.Random) -> Any:
         weights = [p for p in self.model.parameters() if not p.is_complex()]

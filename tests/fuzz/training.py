@@ -1,0 +1,52 @@
+"""What the programs of ``steps`` and of ``weights`` do alike."""
+
+import random
+from typing import Any
+
+from torch import Tensor
+
+from tests.fuzz.blocks import Breaks
+
+
+class Trains:
+    """Losses, backward and steps of a player with a model and an optimizer."""
+
+    optimizer: Any
+    _losses: list[Tensor]
+
+    def _forward(self, rng: random.Random) -> Tensor:
+        raise NotImplementedError
+
+    def backward(self, rng: random.Random) -> Any:
+        loss = self._forward(rng)
+        if loss.requires_grad:
+            loss.backward()
+        return loss
+
+    def broken_backward(self, rng: random.Random) -> Any:
+        loss = Breaks.apply(self._forward(rng))
+        if loss.requires_grad:
+            loss.backward()
+        return loss
+
+    def keep_loss(self, rng: random.Random) -> Any:
+        self._losses.append(self._forward(rng))
+        return self._losses[-1]
+
+    def backward_of_kept(self, rng: random.Random) -> Any:
+        if self._losses:
+            loss = self._losses.pop()
+            if loss.requires_grad:
+                loss.backward()
+
+    def step(self, rng: random.Random) -> Any:
+        self.optimizer.step()
+        if rng.random() < 0.7:
+            self.optimizer.zero_grad()
+
+    def step_with_closure(self, rng: random.Random) -> Any:
+        def closure() -> Any:
+            self.optimizer.zero_grad()
+            return self.backward(rng)
+
+        return self.optimizer.step(closure)
