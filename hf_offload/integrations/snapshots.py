@@ -37,7 +37,7 @@ from hf_offload.snapshots.likeness import check_config, check_optimizers, config
 from hf_offload.snapshots.loadable import check_loadable
 from hf_offload.snapshots.memory import Small, Write
 from hf_offload.snapshots.opening import Opened, links_of, open_snapshots, warn_of_other_sums
-from hf_offload.snapshots.restoring import Found
+from hf_offload.snapshots.restoring import Found, snapshot_on_disk
 from hf_offload.snapshots.taking import Snapshots
 from hf_offload.snapshots.weights import ModelWeights, left_on_drives
 from hf_offload.storage.service import HeldRam, storage_of
@@ -87,9 +87,13 @@ class TrainerSnapshots:
         fit this one.
         """
         resume = asked is True or (asked is None and is_on(RESUME_VARIABLE))
-        opened = self._opened = open_snapshots(self._output, self._directory, resume, self._ranks)
+        named = None if resume or not asked else str(asked)
+        opened = self._opened = open_snapshots(self._output, self._directory, resume, self._ranks, named)
+        if named is not None:
+            opened.found = self._ranks.each(lambda: snapshot_on_disk(Path(named), self._ranks.count))
+            self._check_weights(opened.found)
         if not resume:
-            return asked or None  # type: ignore[return-value]  # it is the name of a checkpoint
+            return named
         checkpoint = self._ranks.first(
             lambda: last_complete_checkpoint(self._output) if self._output.is_dir() else None
         )
@@ -105,10 +109,13 @@ class TrainerSnapshots:
         if checkpoint is not None and self._ranks.first(lambda: _is_newer(Path(checkpoint), found, self._steps)):
             opened.forget_found()
             return checkpoint
-        if self._trainer.model is not None:  # else it is made later, by model_init
-            self._ranks.each(lambda: self._weights.check(found.folder, found.record["model"], _what(found)))
+        self._check_weights(found)
         logger.info("Resuming from the snapshot of step %d in %s.", found.step, found.place)
         return str(found.folder)
+
+    def _check_weights(self, found: Found | None) -> None:
+        if found is not None and self._trainer.model is not None:  # else it is made later, by model_init
+            self._ranks.each(lambda: self._weights.check(found.folder, found.record["model"], _what(found)))
 
     def check_optimizer(self) -> None:
         """The optimizer's state is about to be loaded.

@@ -61,9 +61,12 @@ class Opened:
             release(self.directory, self.training)
 
 
-def open_snapshots(output: Path, directory: Path | None, resume: bool, ranks: Ranks) -> Opened:
+def open_snapshots(
+    output: Path, directory: Path | None, resume: bool, ranks: Ranks, checkpoint: str | None = None
+) -> Opened:
     """Connect to the snapshot process of the training that writes to ``output``, or start it. With ``resume``, find the
-    newest snapshot that is whole in all ranks, in memory or in ``directory``. All ranks call it.
+    newest snapshot that is whole in all ranks, in memory or in ``directory``; else training goes on from ``checkpoint``, or
+    begins. All ranks call it.
 
     Raises :class:`~hf_offload.errors.SnapshotError` if another training is connected to it, if ``directory`` is that of
     another one, or for snapshots of another version.
@@ -78,7 +81,14 @@ def open_snapshots(output: Path, directory: Path | None, resume: bool, ranks: Ra
     opened = Opened(training, client, address, run, began, directory=directory if ranks.is_first else None)
     if not resume:
         if status["snapshots"]:
-            logger.warning("Training starts anew: the snapshots of an earlier training in memory are dropped.")
+            newest = max(each["record"]["step"] for each in status["snapshots"])
+            how = "starts at its beginning" if checkpoint is None else f"goes on from {checkpoint}"
+            logger.warning(
+                "Training %s, as was asked for: the snapshots that an earlier one has left in memory, the newest of step %d, "
+                "are dropped.",
+                how,
+                newest,
+            )
         return opened
     try:
         found = newest_whole(client, status, directory, training.number, output / links_of(ranks), ranks)

@@ -287,6 +287,22 @@ def damage_on_disk(record: dict[str, Any], folder: Path) -> str | None:
     return None
 
 
+def snapshot_on_disk(folder: Path, count: int) -> Found | None:
+    """The snapshot in ``folder`` that was named, of ``count`` processes; None if it is another checkpoint, or of another
+    version or number of processes: then it is one like any other.
+
+    Raises :class:`~hf_offload.errors.SnapshotError` if it is damaged.
+    """
+    if not (folder / disk.RECORD_FILE).exists():
+        return None
+    record = disk.read_record(folder / disk.RECORD_FILE)
+    damage = "its record cannot be read" if record is None else damage_on_disk(record, folder)
+    if record is None or damage is not None:
+        raise SnapshotError(f"The snapshot in {folder} is damaged: {damage}. Resume from another one.")
+    is_known = record["format"] == disk.FORMAT and record["ranks"] == count and "trainer" in record
+    return Found(record, folder) if is_known else None
+
+
 def _linked(folder: Path, record: dict[str, Any], numbers: list[int], kept: dict[int, int]) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)

@@ -451,6 +451,24 @@ def test_a_checkpoint_on_disk_is_one_of_the_trainer(whole, tmp_path):
     assert all(torch.equal(model.state_dict()[name], saved[name]) for name in saved)
 
 
+def test_a_snapshot_on_disk_that_is_named_has_the_losses_of_its_run(whole, tmp_path, caplog):
+    others = {"offload_snapshot_dir": str(tmp_path / "disk")}
+    dies_at(15, tmp_path / "run", **others)
+    named = tmp_path / "disk" / "checkpoint-12"
+    until(named.exists)
+    trainer = trainer_in(tmp_path / "run", True, **SHORT, **others)
+    trainer.train(resume_from_checkpoint=str(named))
+    assert same(whole, result_of(trainer))
+    assert (
+        f"Training goes on from {named}, as was asked for: the snapshots that an earlier one has left in memory, the newest "
+        "of step 12, are dropped." in caplog.text
+    )
+    until((tmp_path / "disk" / "checkpoint-30").exists)
+    flip(tmp_path / "disk" / "checkpoint-30" / "optimizer.pt")
+    with pytest.raises(SnapshotError, match=r"checkpoint-30 is damaged: optimizer\.pt does not match its checksum"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "disk" / "checkpoint-30"))
+
+
 @pytest.mark.parametrize("damage", [None, "optimizer.pt", "model.safetensors", "hf_offload_snapshot.json"])
 def test_snapshots_on_disk_are_complete_checkpoints_of_another_trainer_unless_they_are_damaged(
     tmp_path, caplog, damage
@@ -506,7 +524,9 @@ def test_one_that_starts_anew_drops_the_snapshots_of_the_one_before(whole, tmp_p
     until(lambda: (tmp_path / "disk" / "checkpoint-20").exists())
     with caplog.at_level(logging.WARNING):
         dies_at(3, tmp_path / "run", **others)
-    assert "the snapshots of an earlier training in memory are dropped" in caplog.text
+    assert (
+        "Training starts at its beginning, as was asked for: the snapshots that an earlier one has left" in caplog.text
+    )
     begun, found = resumed(tmp_path / "run", **others)
     assert begun == 0
     assert same(whole, found)
