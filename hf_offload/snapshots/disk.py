@@ -44,9 +44,19 @@ def reason_of(error: OSError, directory: Path) -> str:
 
 
 def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -> None:
-    """A checkpoint with a record, under its name once it is complete; older ones are removed then. What files hold of other
-    processes comes last, and stays in memory.
+    """A checkpoint with a record, under its name once it is complete; older ones are removed then, or before if there is no
+    room, but for the newest of the run. What files hold of other processes comes last, and stays in memory.
     """
+    while True:
+        try:
+            _write_checkpoint(directory, record, files)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _made_room(directory, record):
+                raise
+
+
+def _write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -> None:
     owner = read_record(directory / MARK_FILE)
     if owner is not None and owner["training"] != record.get("training"):
         raise OSError(f"it is the snapshot_dir of another training now, which writes to {owner['output']}")
@@ -136,18 +146,31 @@ def copy(into: int, source: int, offset: int, count: int) -> None:
 
 
 def _remove_others(directory: Path, newest: _Message) -> None:
-    """All that are of another run, or older than the newest ones. Folders without a record belong to others."""
-    of_this_run = []
+    """All that are of another run, or older than the newest ones."""
+    of_others, of_this_run = _written_for(directory, newest["run"])
+    for path in [*of_others, *of_this_run[:-KEPT_ON_DISK]]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _made_room(directory: Path, record: _Message) -> bool:
+    """Remove one that would be removed next: of a training that has ended, or of a run before this one; or the older one."""
+    of_others, of_this_run = _written_for(directory, record["run"])
+    for path in [*of_others, *of_this_run[:-1]]:
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return True
+    return False
+
+
+def _written_for(directory: Path, run: str) -> tuple[list[Path], list[Path]]:
+    """The snapshots of other runs, and those of this one, oldest first. Folders without a record belong to others."""
+    of_others: list[tuple[int, Path]] = []
+    of_this_run: list[tuple[int, Path]] = []
     for path in directory.glob(f"{PREFIX}*"):
         record = read_record(path / RECORD_FILE)
-        if record is None:
-            continue
-        if record.get("run") == newest["run"]:
-            of_this_run.append((record["sequence"], path))
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-    for _, path in sorted(of_this_run)[:-KEPT_ON_DISK]:
-        shutil.rmtree(path, ignore_errors=True)
+        if record is not None:
+            (of_this_run if record.get("run") == run else of_others).append((record["sequence"], path))
+    return [path for _, path in sorted(of_others)], [path for _, path in sorted(of_this_run)]
 
 
 def read_record(path: Path) -> _Message | None:

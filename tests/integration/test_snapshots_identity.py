@@ -1,14 +1,17 @@
 """Whose a snapshot is: it is taken by the training that it is of, wherever its output directory has gone, and by no other."""
 
+import errno
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
 from hf_offload.errors import SnapshotError
 from hf_offload.snapshots import disk as on_disk
 from hf_offload.snapshots import ended, identity
+from hf_offload.snapshots.memory import MemoryFile
 from tests.faults.killed_snapshots import held_by, same
 from tests.helpers.snapshot_loops import STEPS, Stops, net, trained
 from tests.helpers.snapshot_processes import no_process_is_left, until  # noqa: F401  a fixture for all tests
@@ -102,6 +105,49 @@ def test_a_snapshot_dir_goes_to_the_next_training_once_one_has_ended_well(tmp_pa
     begun, _ = trained(tmp_path / "second", resume=True, snapshot_dir=str(disk))
     assert begun == 0
     assert f"The snapshot of step {STEPS} in {disk / f'checkpoint-{STEPS}'} is of another training" in caplog.text
+
+
+@pytest.fixture
+def small_drive(monkeypatch):
+    """What is written to folders fills them: so many bytes fit into each one's parent."""
+
+    def holds(nbytes):
+        copy = on_disk.copy
+
+        def limited(into, source, offset, count):
+            folder = Path(f"/proc/self/fd/{into}").readlink().parent.parent
+            if sum(path.stat().st_size for path in folder.glob("*checkpoint-*/*")) + count > nbytes:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            copy(into, source, offset, count)
+
+        monkeypatch.setattr(on_disk, "copy", limited)
+
+    return holds
+
+
+def test_a_full_drive_loses_what_would_be_removed_next_and_never_the_newest_of_the_run(tmp_path, small_drive):
+    file = MemoryFile()
+    file.write(bytes(10_000))
+
+    def write(run, step, count=10_000):
+        record = {"run": run, "sequence": step, "step": step, "files": [["weights", count, file.checksum]]}
+        on_disk.write_checkpoint(tmp_path, record, [file.number])
+
+    def steps():
+        return sorted(int(path.name.partition("-")[2]) for path in tmp_path.glob("checkpoint-*"))
+
+    write("earlier", 8)
+    write("earlier", 9)
+    small_drive(25_000)
+    write("this", 1)
+    assert steps() == [1]
+    write("this", 2)
+    assert steps() == [1, 2]
+    write("this", 3)
+    assert steps() == [2, 3]
+    with pytest.raises(OSError, match="No space left"):
+        write("this", 4, 20_000)
+    assert steps() == [3]
 
 
 def test_a_training_that_has_ended_well_goes_on_from_its_last_snapshot_on_disk(tmp_path):
