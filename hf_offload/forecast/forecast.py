@@ -9,14 +9,14 @@ from typing import Any
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_workload
-from hf_offload.plan.choosing import Choice, can_hold, choose, frontier, least_memory
+from hf_offload.plan.choosing import Choice, can_hold, choose, frontier, refuse
 from hf_offload.plan.explain import UnitLine, unit_lines
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.holding import Held
 from hf_offload.plan.kinds import Kind, kinds_of
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import Alternative, largest, make_problem, refusal, simple_ways
+from hf_offload.plan.planner import Alternative, largest, make_problem, simple_ways
 from hf_offload.plan.problem import Problem, Solution
 from hf_offload.plan.search import uniform
 from hf_offload.plan.timeline import Timeline
@@ -198,9 +198,8 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
     used = _used_by_a_run(workload, hardware)
     choice = choose(here, used, budget_bytes, allowed)
     if choice is None:
-        least = least_memory(here, used, budget_bytes, allowed)
-        held, problem = least.held, least.problem
-        refused = str(refusal(least.problem, least.solution))
+        least, error = refuse(here, used, budget_bytes, allowed)
+        held, problem, refused = least.held, least.problem, str(error)
     else:
         held, problem, solution = choice.held, choice.problem, choice.solution
     short = next((place for place, nbytes in missing.items() if nbytes > 0), None)

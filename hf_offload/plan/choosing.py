@@ -5,12 +5,14 @@ memory. A step in which all activations stay, whether they fit or not, bounds wh
 that fit are planned until none that is left can be faster.
 """
 
+import collections
 import dataclasses
 import functools
 import heapq
 import sys
 from collections.abc import Iterator, Sequence
 
+from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import (
@@ -35,12 +37,16 @@ from hf_offload.plan.search import (
     may_gain,
     smallest,
 )
+from hf_offload.settings.sizes import format_bytes
 
 _SHARES = 8
 """Weights that stay are tried in so many steps."""
 _SOLVED = 4
 _SEARCHED = 3
 """Of those, so many are searched in full: where they are about as fast as the fastest of them."""
+_LIKELY = 4
+"""Ways of moving weights and state that are looked at for the one that needs the least memory."""
+_ROUNDS = 4
 _SMALL_STATE = 0.25
 """Of the budget: gradients and state that may stay in memory while weights leave it."""
 _GAIN = 1.05
@@ -148,16 +154,68 @@ def _choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed
     return best if improved is None else dataclasses.replace(best, solution=improved)
 
 
-def find_choice(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice:
-    """As :func:`choose`.
+def find_choice(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed, less: int = 0) -> Choice:
+    """As :func:`choose`, with ``less`` bytes less than the budget.
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` with the smallest budget that would do, and what would lower it.
     """
-    choice = choose(footprint, hardware, budget_bytes, allowed)
+    choice = choose(footprint, hardware, budget_bytes - less, allowed)
     if choice is None:
-        least = least_memory(footprint, hardware, budget_bytes, allowed)
-        raise refusal(least.problem, least.solution)
+        raise refuse(footprint, hardware, budget_bytes, allowed, less)[1]
     return choice
+
+
+def refuse(
+    footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed, less: int = 0
+) -> tuple[Choice, OffloadPlanError]:
+    """What needs the least memory, and what is to be said of a budget that it does not fit into, with ``less`` bytes less."""
+    least, needed = least_memory(footprint, hardware, budget_bytes, allowed), budget_bytes
+    for _ in range(_ROUNDS):  # what is on its way takes a part of the budget, so that more of it needs more
+        before, needed = needed, smallest_budget(least.solution.timeline.must_fit_bytes)
+        if needed == before:
+            break
+        least = least_memory(footprint, hardware, needed, allowed)
+    timeline = least.solution.timeline
+    timeline = dataclasses.replace(
+        timeline, peak_bytes=timeline.peak_bytes + less, must_fit_bytes=timeline.must_fit_bytes + less
+    )
+    problem = dataclasses.replace(least.problem, budget_bytes=budget_bytes)
+    solution = dataclasses.replace(least.solution, timeline=timeline)
+    found = dataclasses.replace(least, problem=problem, solution=solution)
+    return found, refusal(problem, solution, _about_room(footprint, hardware, allowed, least, needed))
+
+
+def _about_room(
+    footprint: Footprint, hardware: Hardware, allowed: Allowed, least: Choice, budget_bytes: int
+) -> list[str]:
+    """Limits of tiers with which less memory would do than ``least`` needs, if it keeps to them."""
+    keeps_to_them = least.problem.has_room(least.solution) and min(least.problem.room_bytes.values(), default=0) >= 0
+    most = smallest_budget(least.solution.timeline.must_fit_bytes) if keeps_to_them else sys.maxsize
+    writing = dataclasses.replace(allowed, written_bytes=None)
+    room = {tier: dataclasses.replace(figure, value=sys.maxsize) for tier, figure in hardware.room_bytes.items()}
+    drive = "" if "ssd" in hardware.room else ", or a directory on a drive"
+    advice = []
+    roomy = least_memory(footprint, dataclasses.replace(hardware, room_bytes=room), budget_bytes, writing)
+    if (needed := smallest_budget(roomy.solution.timeline.must_fit_bytes)) < most:
+        lying = collections.Counter(tier_bytes(footprint, roomy.held))
+        lying.update(roomy.solution.timeline.tier_bytes)
+        advice += [
+            f"more room in the {tier} tier, {format_bytes(nbytes)} instead of {format_bytes(hardware.room.get(tier, 0))}"
+            f"{drive}, with which {needed >> 20} MiB would do"
+            for tier, nbytes in lying.items()
+            if nbytes > hardware.room.get(tier, 0)
+        ]
+    if allowed.written_bytes is None:
+        return advice
+    free = least_memory(footprint, hardware, budget_bytes, writing)
+    written = moved_bytes(free.problem.footprint)[0].get("ssd", 0) + free.solution.timeline.tier_bytes.get("ssd", 0)
+    needed = smallest_budget(free.solution.timeline.must_fit_bytes)
+    if needed < most and written > allowed.written_bytes:
+        advice.append(
+            f"max_step_write_bytes of {format_bytes(written)} instead of {format_bytes(allowed.written_bytes)}, with which "
+            f"{needed >> 20} MiB would do"
+        )
+    return advice
 
 
 class _Way:
@@ -244,8 +302,26 @@ def least_memory(footprint: Footprint, hardware: Hardware, budget_bytes: int, al
         for held in ways(footprint, hardware, allowed)
     ]
     roomy = [one for one in found if min(one[1].room_bytes.values(), default=0) >= 0] or found
-    held, problem = min(roomy, key=lambda one: one[1].footprint.base_bytes + one[1].footprint.gradient_bytes)
-    return Choice(held, problem, smallest(problem))
+    return min(_smallest_of(roomy), key=lambda one: _size(one.problem, one.solution))
+
+
+def _smallest_of(found: Sequence[tuple[Held, Problem]]) -> Iterator[Choice]:
+    """What needs the least memory in each way that may be the one with the least of all: a few, and the one in which nothing
+    leaves memory.
+    """
+    likely = sorted(found, key=lambda one: _least_bytes(one[1]))
+    moving = [one for one in likely if one[0].moves][:_LIKELY]
+    best: int | None = None
+    for held, problem in [one for one in likely if not one[0].moves or one in moving]:
+        if best is None or _least_bytes(problem) < best:
+            solution = smallest(problem)
+            if problem.has_room(solution):
+                best = min(solution.timeline.must_fit_bytes, best or sys.maxsize)
+            yield Choice(held, problem, solution)
+
+
+def _size(problem: Problem, solution: Solution) -> tuple[bool, int]:
+    return not problem.has_room(solution), solution.timeline.must_fit_bytes
 
 
 def can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
@@ -258,15 +334,16 @@ def can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowe
         return False
     if any(True for _ in _narrowest(possible[0])):
         return True
-    return can_fit(min(possible, key=lambda one: one.footprint.base_bytes + one.footprint.gradient_bytes))
+    return can_fit(min(possible, key=_least_bytes))
 
 
 def _smallest(found: Sequence[_Way]) -> Choice | None:
     if not found:
         return None
-    way = min(found, key=lambda one: one.problem.footprint.base_bytes)
-    solution = smallest(way.problem)
-    return Choice(way.held, way.problem, solution) if way.problem.fits(solution) else None
+    fitting = (
+        one for one in _smallest_of([(way.held, way.problem) for way in found]) if one.problem.fits(one.solution)
+    )
+    return next(fitting, None)
 
 
 def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed) -> Iterator[Held]:
@@ -311,12 +388,16 @@ def _places(allowed: str, hardware: Hardware) -> Sequence[str | None]:
 
 
 def _may_fit(problem: Problem) -> bool:
-    footprint = problem.footprint
     if any(nbytes < 0 for nbytes in problem.room_bytes.values()):
         return False
+    return _least_bytes(problem) <= problem.limit_bytes
+
+
+def _least_bytes(problem: Problem) -> int:
+    """What a step needs wherever its activations are."""
+    footprint = problem.footprint
     alive = max(segment.live_bytes for segment in footprint.segments)
-    alive = max(alive, footprint.gradient_bytes + footprint.optimizer_step_bytes)
-    return footprint.base_bytes + alive <= problem.limit_bytes
+    return footprint.base_bytes + max(alive, footprint.gradient_bytes + footprint.optimizer_step_bytes)
 
 
 def _narrowest(problem: Problem) -> Iterator[Solution]:

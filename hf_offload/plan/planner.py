@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan import rules
@@ -73,9 +73,19 @@ def find_plan(problem: Problem) -> Solution:
     return solution
 
 
-def refusal(problem: Problem, least: Solution) -> OffloadPlanError:
-    """What is to be said of a budget that ``least``, which needs the least, does not fit into."""
-    return OffloadPlanError(too_small(problem, least), smallest_budget(least.timeline.must_fit_bytes))
+def refusal(problem: Problem, least: Solution, about_room: Sequence[str] | None = None) -> OffloadPlanError:
+    """What is to be said of a budget that ``least``, which needs the least, does not fit into. ``about_room``: which limits
+    of tiers keep it from needing less; default: as far as activations are concerned.
+    """
+    needed = smallest_budget(least.timeline.must_fit_bytes)
+    limits = _about_room(problem, least) if about_room is None else about_room
+    if needed <= problem.budget_bytes and limits:
+        budget = format_bytes(problem.budget_bytes)
+        text = (
+            f"A memory budget of {budget} would do, but not within the limits of tiers: it takes {'; '.join(limits)}."
+        )
+        return OffloadPlanError(text, needed)
+    return OffloadPlanError(too_small(problem, least, limits), needed)
 
 
 def plan_of(problem: Problem, solution: Solution, like: Plan, reason: str) -> Plan:
@@ -114,8 +124,8 @@ def _keeping(problem: Problem, solution: Solution) -> Keeping | None:
     return Keeping(kept, spare, timeline.resident_bytes + spare)
 
 
-def too_small(problem: Problem, least: Solution) -> str:
-    """Why no plan fits, and what to do."""
+def too_small(problem: Problem, least: Solution, limits: Sequence[str]) -> str:
+    """Why no plan fits, and what to do: ``limits`` of tiers is a part of it."""
     footprint, timeline = problem.footprint, least.timeline
     where = timeline.peak_unit
     short = smallest_budget(timeline.must_fit_bytes) - problem.budget_bytes
@@ -146,7 +156,7 @@ def too_small(problem: Problem, least: Solution) -> str:
     elif problem.footprint.units.get(where) is None and where != "the optimizer":
         advice.insert(0, f"the peak is in {where}, outside of the blocks: a smaller vocabulary, or tiled_loss='on'")
     advice += _about_blocks(footprint)
-    advice += _about_room(problem, least)
+    advice += limits
     return (
         f"A memory budget of {format_bytes(problem.budget_bytes)} is too small: the least this run can do with is "
         f"{smallest_budget(timeline.must_fit_bytes) >> 20} MiB{more} (the peak is in {where}). What would lower it: "
@@ -161,11 +171,12 @@ def _about_room(problem: Problem, least: Solution) -> list[str]:
     if roomy.must_fit_bytes >= least.timeline.must_fit_bytes:
         return []
     drive = "" if "ssd" in problem.channels else ", or a directory on a drive"
+    room = {tier: max(0, nbytes) for tier, nbytes in problem.room_bytes.items()}
     return [
-        f"more room in the {tier} tier, {format_bytes(nbytes)} instead of {format_bytes(problem.room_bytes.get(tier, 0))}"
+        f"more room in the {tier} tier, {format_bytes(nbytes)} instead of {format_bytes(room.get(tier, 0))}"
         f"{drive}, with which {smallest_budget(roomy.must_fit_bytes) >> 20} MiB would do"
         for tier, nbytes in roomy.tier_bytes.items()
-        if nbytes > problem.room_bytes.get(tier, 0)
+        if nbytes > room.get(tier, 0)
     ]
 
 

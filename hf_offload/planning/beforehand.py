@@ -19,12 +19,14 @@ def footprint_beforehand(
     keeps_gradients: bool,
     activation_bytes: int,
     smallest_bytes: int,
+    step_bytes: int = 0,
 ) -> Footprint:
     """Weights, gradients and ``state_bytes`` of optimizer state in forward and backward of every unit. All time is that of
     transfers.
 
     ``state_is_there`` during forward and backward, which it is not in the first step; ``streams``: it and, unless
-    ``keeps_gradients``, the gradients are on a tier. ``activation_bytes`` is what else is in memory at any time.
+    ``keeps_gradients``, the gradients are on a tier. ``activation_bytes`` is what else is in memory at any time,
+    ``step_bytes`` what the optimizer's step needs for itself.
     """
     units = find_units(model)
     weights = unit_weights(model, units, state_bytes, smallest_bytes)
@@ -48,7 +50,7 @@ def footprint_beforehand(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         base_bytes=sum(nbytes_of(tensor) for tensor in {*model.parameters(), *model.buffers()}) + there,
         gradient_bytes=gradient_bytes,
-        optimizer_step_bytes=0,
+        optimizer_step_bytes=step_bytes,
         optimizer_step_s=0.0,
         source="counted",
         state_bytes=there,

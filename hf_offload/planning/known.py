@@ -114,7 +114,7 @@ def known_by_simulating(
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
     """
-    choice = ranks.first(lambda: find_choice(footprint, hardware, budget_bytes - less, allowed))
+    choice = ranks.first(lambda: find_choice(footprint, hardware, budget_bytes, allowed, less))
     problem, solution = choice.problem, choice.solution
     known = _known(situation, footprint, problem, solution, solution.timeline.peak_bytes + less, less, corrections)
     known.held = choice.held

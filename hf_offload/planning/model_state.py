@@ -134,6 +134,7 @@ class ModelState:
             streams=self.streams,
             keeps_gradients=self._keeps_gradients,
             activation_bytes=activation_bytes,
+            step_bytes=0 if activation_bytes else max(map(_step_bytes, self._prepared()), default=0),
             smallest_bytes=self._config.smallest_bytes(self._on_host),
         )
 
@@ -210,6 +211,8 @@ class ModelState:
 
     def on_infeasible(self, model: nn.Module) -> bool:
         """No plan fits the budget: let all that can leave memory; whether there was anything."""
+        if self._config.max_step_write_bytes is not None and self._place == "ssd":
+            return False  # the plan that was refused has looked at all that may be moved
         least = least_weights(self._footprint_beforehand(model, 0, 0))
         return self.hold(model, Held(self._place, self._place, least))
 
@@ -338,3 +341,16 @@ class ModelState:
         except OffloadConfigError as error:
             self._may_park = False
             logger.info("Weights stay in memory. %s", error)
+
+
+def _step_bytes(optimizer: Optimizer) -> int:
+    """Memory that a step of ``optimizer`` takes for itself: AdamW's, of which others need no more."""
+    most = 0
+    for group in optimizer.param_groups:
+        sizes = [p.nbytes for p in group["params"] if p.requires_grad]
+        on_host = all(p.device.type == "cpu" for p in group["params"])
+        if group.get("fused") or not sizes:
+            continue
+        at_once = group.get("foreach") or (group.get("foreach", False) is None and not on_host)
+        most = max(most, sum(sizes) if at_once else 2 * max(sizes))
+    return most

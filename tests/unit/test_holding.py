@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload.plan.choosing import Allowed, choose, frontier, least_memory
+from hf_offload.errors import OffloadPlanError
+from hf_offload.plan.choosing import Allowed, choose, find_choice, frontier, least_memory, refuse
 from hf_offload.plan.footprint import UnitWeights
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, least_weights, moved_bytes, tier_bytes
@@ -240,3 +242,39 @@ def test_the_frontier_goes_from_two_blocks_to_everything_in_memory():
     assert not choices[-1].held.moves
     assert all(more.step_s <= less.step_s for less, more in itertools.pairwise(choices))
     assert chosen(budgets[0] * 9 // 10) is None
+
+
+def one_large_weight():
+    """A unit whose weight, gradient and state are nearly all of a step."""
+    plain = footprint_of([MB], [0.05], [MB])
+    return dataclasses.replace(with_gradients(plain, 800 * MB, 2), optimizer_step_bytes=1600 * MB)
+
+
+def test_the_least_is_the_same_for_every_budget_and_never_more_than_the_peak_in_memory():
+    footprint, hardware = one_large_weight(), dataclasses.replace(machine(), device="cpu")
+    kept = make_problem(footprint, hardware, 1 << 40)
+    in_memory = kept.play(dict.fromkeys(footprint.units, Placement.KEEP), kept.windows[0], "keep").timeline.peak_bytes
+    for allowed in (Allowed(state="none"), Allowed()):
+        named = {refuse(footprint, hardware, size * MB, allowed)[1].smallest_bytes for size in (10, 100, 400)}
+        assert len(named) == 1
+        assert 0.97 * named.pop() <= in_memory + MB
+
+
+def test_of_a_plan_with_less_than_the_budget_the_budget_itself_is_named():
+    least = refuse(trained(), machine(), 100 * MB, Allowed())[1].smallest_bytes
+    with pytest.raises(OffloadPlanError, match=rf"A memory budget of {least >> 20}[.]00 MiB is too small") as refused:
+        find_choice(trained(), machine(), least, Allowed(), less=500 * MB)
+    assert refused.value.smallest_bytes >= least + 500 * MB
+
+
+def test_a_limit_of_written_bytes_that_leaves_no_way_is_named():
+    """Not a budget that would do, nor room below zero."""
+    hardware = machine(ram="1MB")
+    for now in (None, Held("ssd", "ssd", 2 * WEIGHT)):
+        given = Allowed(written_bytes=0, may_recompute=False, now=now)
+        footprint = trained() if now is None else hold(trained(), now, 2000 * MB, False)
+        footprint = dataclasses.replace(footprint, transfers=(), transfer_windows={})  # as it is measured
+        message = str(refuse(footprint, hardware, 2000 * MB, given)[1])
+        assert re.search(r"max_step_write_bytes of [0-9.]+ GiB instead of 0 B", message)
+        assert "instead of -" not in message
+    assert "would do, but not within the limits of tiers" in message
