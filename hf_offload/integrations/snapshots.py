@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 import hf_offload
 from hf_offload.errors import SnapshotError, TierFullError
@@ -33,7 +33,14 @@ from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
-from hf_offload.snapshots.likeness import check_config, check_optimizers, config_of, optimizer_of
+from hf_offload.snapshots.likeness import (
+    check_config,
+    check_optimizers,
+    config_of,
+    optimizer_of,
+    warn_of_another_schedule,
+    warn_of_other_data,
+)
 from hf_offload.snapshots.loadable import check_loadable
 from hf_offload.snapshots.memory import Small, Write
 from hf_offload.snapshots.opening import Opened, links_of, open_snapshots, warn_of_other_sums
@@ -156,6 +163,8 @@ class TrainerSnapshots:
         self._config, self._optimizer = config_of(self._model), optimizer_of(optimizer)
         if found is not None:
             check_config(found.record["trainer"]["config"], self._config, _what(found))
+            warn_of_other_data(found.record["trainer"]["data"], self._data, _what(found))
+            warn_of_another_schedule(found.record["trainer"]["schedule"], self._schedule, _what(found))
             self._optimizer = found.record["trainer"]["optimizer"]
         if found is not None and found.step == trainer.state.global_step:
             self._restore_losses(found.record["trainer"])
@@ -182,6 +191,33 @@ class TrainerSnapshots:
             reason,
         )
         return True
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        """What decides which rows a batch has."""
+        trainer: Any = self._trainer
+        args = trainer.args
+        rows = trainer.train_dataset
+        return {
+            "number of rows": len(rows) if has_length(rows) else None,
+            "per_device_train_batch_size": trainer._train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "data_seed" if args.data_seed is not None else "seed": args.seed
+            if args.data_seed is None
+            else args.data_seed,
+            "dataloader_drop_last": args.dataloader_drop_last,
+        }
+
+    @property
+    def _schedule(self) -> dict[str, Any]:
+        trainer: Any = self._trainer
+        args = trainer.args
+        return {
+            "max_steps": trainer.state.max_steps,
+            "lr_scheduler_type": getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type),
+            "lr_scheduler_kwargs": args.lr_scheduler_kwargs or None,
+            "warmup_steps": args.get_warmup_steps(trainer.state.max_steps),
+        }
 
     @property
     def mean_loss(self) -> float:
@@ -302,6 +338,8 @@ class TrainerSnapshots:
                 "model": contents.fingerprint(layout),
                 "trainer": {
                     "config": self._config,
+                    "data": self._data,
+                    "schedule": self._schedule,
                     "optimizer": self._optimizer,
                     "unlogged_losses": self._ranks.gather(trainer._tr_loss.item()),
                     "total_loss": trainer._total_loss_scalar,

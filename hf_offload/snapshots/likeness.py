@@ -76,6 +76,35 @@ def check_optimizers(there: Sequence[Mapping[str, Any]], here: Sequence[Mapping[
             )
 
 
+def warn_of_other_data(there: Mapping[str, Any], here: Mapping[str, Any], what: str) -> None:
+    """Warn if the place in the data, counted in batches that ``there`` describes, is another one ``here``."""
+    different = _different(_in_words(there), _in_words(here))
+    if different:
+        logger.warning(
+            "%s was taken with other data or batches: %s. Training goes on, and its place is counted in the batches that "
+            "there are now: of this epoch, rows may come twice or not at all. For the run that was stopped, resume with what "
+            "it had.",
+            what,
+            different,
+        )
+
+
+def warn_of_another_schedule(there: Mapping[str, Any], here: Mapping[str, Any], what: str) -> None:
+    """Warn if training has another length or schedule of its learning rate ``here`` than ``there``."""
+    different = _different(_in_words(there), _in_words(here))
+    if different:
+        logger.warning(
+            "%s was taken with another schedule: %s. From here on, length and learning rate are those of the present one, as "
+            "with a checkpoint: neither the run that was stopped has them, nor one with this schedule from its beginning.",
+            what,
+            different,
+        )
+
+
+def _in_words(values: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _short(value) for name, value in values.items() if value is not None}
+
+
 def _different(there: Mapping[str, str], here: Mapping[str, str]) -> str:
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     return ", ".join(f"{name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here" for name in names)

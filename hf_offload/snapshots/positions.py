@@ -1,11 +1,15 @@
 """Where a loop is in its data: which batches it has had of an epoch, and what the epoch's order was drawn from."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 from hf_offload.errors import OffloadError
 from hf_offload.generators import process_states, set_process_states
+from hf_offload.snapshots.likeness import warn_of_other_data
 from hf_offload.snapshots.samplers import data_of, restore, states_of, unrepeatable
+
+_END = object()
 
 
 class Position:
@@ -24,12 +28,19 @@ class Position:
         self._begin: dict[str, Any] | None = None  # of the epoch
         self._restored: dict[str, Any] | None = None
         self._loader: Any = None  # of the epoch, or the last one
+        self._extent: dict[str, int] = {}
         self._data: dict[str, str] | None = None  # its samplers', when the epoch began
 
     def state(self) -> dict[str, Any]:
         """What :meth:`restore` takes."""
         between = states_of(self._loader) if self._begin is None and self._loader is not None else None
-        return {"epoch": self.epoch, "batches": self.batches, "begin": self._begin, "between": between}
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "begin": self._begin,
+            "between": between,
+            "extent": self._extent,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from there: generators are those of the last batch that was had."""
@@ -72,9 +83,16 @@ class Position:
             set_process_states(self._begin["generators"])
             restore(loader, self._begin["loader"])
         self.batches, self.is_cut = skipped, True
+        self._extent = _extent_of(loader)
+        if skipped and restored is not None:
+            warn_of_other_data(restored["extent"], self._extent, "The snapshot that training goes on from")
         iterator = iter(loader)
-        for _ in range(skipped):  # in the order that they came in
-            next(iterator)
+        for number in range(skipped):  # in the order that they came in
+            if next(iterator, _END) is _END:
+                raise OffloadError(
+                    f"The snapshot is of an epoch of which {skipped} batches were had, and this loader has {number}: resume "
+                    "with the data and batch size that it was taken with, or start from the beginning."
+                )
         if now is not None:
             set_process_states(now)
         try:
@@ -84,3 +102,14 @@ class Position:
             self.is_cut = False
         finally:
             self.epoch, self.batches, self._begin = self.epoch + 1, 0, None
+
+
+def _extent_of(loader: Any) -> dict[str, int]:
+    """How many batches and rows a loader has, as far as it can say so."""
+    found: dict[str, int] = {}
+    part: Any
+    for name, part in (("number of batches", loader), ("number of rows", getattr(loader, "dataset", None))):
+        with contextlib.suppress(TypeError, NotImplementedError):
+            found[name] = len(part)
+    size = getattr(loader, "batch_size", None)
+    return found | ({"batch_size": size} if isinstance(size, int) else {})

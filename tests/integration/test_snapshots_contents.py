@@ -9,12 +9,12 @@ import torch
 from transformers import TrainerCallback
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.errors import SnapshotError
+from hf_offload.errors import OffloadError, SnapshotError
 from hf_offload.snapshots.opening import LINKS
 from tests.faults.killed_snapshots import held_by, same, trainer_in
 from tests.helpers.snapshot_loops import Stops, net, trained
 from tests.helpers.snapshot_processes import end, no_process_is_left, until  # noqa: F401  a fixture
-from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_models import ExampleDataset, tiny_model
 
 
 class Holds:
@@ -213,3 +213,63 @@ def test_the_mean_loss_of_a_training_that_went_on_is_that_of_all_its_steps(tmp_p
         trainer_in(tmp_path / "run", True, [Dies()], max_steps=8, logging_steps=3).train()
     found = trainer_in(tmp_path / "run", True, max_steps=8, logging_steps=3).train(resume_from_checkpoint=True)
     assert found.training_loss == found.metrics["train_loss"] == whole.training_loss
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"seed": 7}, "other data or batches: seed is 3 there and 7 here."),
+        ({"data_seed": 7}, "other data or batches: seed is 3 there and not here, data_seed is not there and 7 here."),
+        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size is 2 there and 4 here"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 1 there and 2 here"),
+        ({"rows": 40}, "other data or batches: number of rows is 50 there and 40 here."),
+        ({"max_steps": 9}, "another schedule: max_steps is 8 there and 9 here."),
+        ({"lr_scheduler_type": "cosine"}, "another schedule: lr_scheduler_type is 'linear' there and 'cosine' here."),
+        ({"warmup_steps": 2}, "another schedule: warmup_steps is 0 there and 2 here."),
+        ({"save_steps": 9}, None),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_trainer_with_other_data_or_another_schedule_is_warned_of_by_name(trainer_that_died, caplog, changed, said):
+    changed = dict(changed)
+    trainer = trainer_in(
+        trainer_that_died,
+        True,
+        [Dies()],
+        max_steps=changed.pop("max_steps", 8),
+        **{name: value for name, value in changed.items() if name != "rows"},
+    )
+    if "rows" in changed:
+        trainer.train_dataset = ExampleDataset("gpt2", changed["rows"], seed=1)
+    with pytest.raises(Stops):
+        trainer.train(resume_from_checkpoint=True)
+    found = [each for each in caplog.messages if "was taken with" in each]
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+
+
+@pytest.fixture
+def trainer_that_died(tmp_path):
+    with pytest.raises(Stops):
+        trainer_in(tmp_path, True, [Dies()], max_steps=8).train()
+    return tmp_path
+
+
+def loader_of(rows, size):
+    return torch.utils.data.DataLoader(torch.ones(rows, 4), batch_size=size)
+
+
+def test_a_loop_with_other_data_is_warned_of_by_name(tmp_path, caplog):
+    with pytest.raises(Stops):
+        trained(tmp_path, 5, loader=loader_of(24, 2))
+    assert trained(tmp_path, resume=True, loader=loader_of(24, 3))[0] == 4
+    assert "number of batches is 12 there and 8 here, batch_size is 2 there and 3 here" in caplog.text
+
+
+def test_a_loop_with_fewer_data_than_a_snapshot_has_had_is_refused(tmp_path):
+    with pytest.raises(Stops):
+        trained(tmp_path, 5, loader=loader_of(24, 2))
+    with pytest.raises(
+        OffloadError, match=r"4 batches were had, and this loader has 3: resume with the data and batch size"
+    ):
+        trained(tmp_path, resume=True, loader=loader_of(6, 2))
