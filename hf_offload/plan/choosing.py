@@ -143,14 +143,16 @@ def _choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed
         if not held.moves and way.problem.fits(way.kept):
             return Choice(held, way.problem, way.kept)
         found.append(way)
-    best, families = _fastest(found)
+    best, solutions = _fastest(found)
     if best is None:
         return _smallest(found)
     if allowed.now is not None and allowed.is_measured and best.held != allowed.now:
         present, others = _fastest([way for way in found if way.held == allowed.now])
         if present is not None and present.step_s <= _GAIN * best.step_s:
-            best, families = present, others
-    improved = local_search(best.problem, *families)
+            best, solutions = present, others
+    if not solutions:
+        return best
+    improved = local_search(best.problem, solutions, find_uniform(best.problem))
     return best if improved is None else dataclasses.replace(best, solution=improved)
 
 
@@ -243,22 +245,13 @@ class _Way:
         return max([footprint.step_s, *loads])
 
 
-def _fastest(found: Sequence[_Way]) -> tuple[Choice | None, Sequence[Sequence[Solution]]]:
+def _fastest(found: Sequence[_Way]) -> tuple[Choice | None, Sequence[Solution]]:
     """The fastest, and what the search for it began with: nothing where no search can find a faster one."""
     best: Choice | None = None
     tried: list[Choice] = []  # at a first look
-    # Played are those alone whose turn it is.
-    coming = [(way.least_s, way.problem.footprint.base_bytes, number, False) for number, way in enumerate(found)]
-    heapq.heapify(coming)
-    while coming:
-        least_s, base_bytes, number, is_played = heapq.heappop(coming)
-        way = found[number]
-        if best is not None and (len(tried) >= _SOLVED or least_s >= best.step_s):
+    for way in _by_time(found):
+        if best is not None and (len(tried) >= _SOLVED or way.kept.timeline.step_s >= best.step_s):
             break
-        if not is_played:
-            kept_s = max(least_s, round(way.kept.timeline.step_s, 4))
-            heapq.heappush(coming, (kept_s, base_bytes, number, True))
-            continue
         if way.problem.fits(way.kept):
             if best is None or way.kept.timeline.step_s < best.step_s:
                 best = Choice(way.held, way.problem, way.kept)
@@ -269,18 +262,33 @@ def _fastest(found: Sequence[_Way]) -> tuple[Choice | None, Sequence[Sequence[So
         if prefixes:
             tried.append(Choice(way.held, way.problem, prefixes[0].solution))
             best = tried[-1] if best is None or tried[-1].step_s < best.step_s else best
-    families: Sequence[Sequence[Solution]] = ()
     if best is not None and all(best is not one for one in tried):
-        return _sparing(found, best), families
+        return _sparing(found, best), ()
+    solutions: Sequence[Solution] = ()
     for one in sorted(tried, key=lambda one: one.step_s)[:_SEARCHED]:
         assert best is not None
         if one.step_s > _GAIN * best.step_s:
             break
-        solutions = find_greedy(one.problem), find_uniform(one.problem)
-        solution = min((*solutions[0], *solutions[1]), key=lambda each: each.objective)
-        if not families or solution.timeline.step_s < best.step_s:
-            best, families = dataclasses.replace(one, solution=solution), solutions
-    return best, families
+        some = find_greedy(one.problem)
+        fastest = min(some, key=lambda each: each.objective, default=one.solution)
+        if not solutions or fastest.timeline.step_s < best.step_s:
+            best, solutions = dataclasses.replace(one, solution=fastest), some
+    return best, solutions
+
+
+def _by_time(found: Sequence[_Way]) -> Iterator[_Way]:
+    """From the fastest step in which all activations stay to the slowest; of equals, first what leaves most memory."""
+    # Played are those alone whose turn it is.
+    coming = [(way.least_s, way.problem.footprint.base_bytes, number, False) for number, way in enumerate(found)]
+    heapq.heapify(coming)
+    while coming:
+        least_s, base_bytes, number, is_played = heapq.heappop(coming)
+        way = found[number]
+        if is_played:
+            yield way
+        else:
+            kept_s = max(least_s, round(way.kept.timeline.step_s, 4))
+            heapq.heappush(coming, (kept_s, base_bytes, number, True))
 
 
 def _sparing(found: Sequence[_Way], fastest: Choice) -> Choice:
@@ -403,7 +411,7 @@ def _least_bytes(problem: Problem) -> int:
 def _narrowest(problem: Problem) -> Iterator[Solution]:
     """All units placed alike, with the narrowest windows, where that fits."""
     choices = Choices(problem)
-    for placement in choices.options:
+    for placement in sorted(choices.options, key=lambda one: not one.recomputes):  # what moves little is played soonest
         solution = problem.play(choices.uniform(placement), problem.windows[-1], placement.value)
         if problem.fits(solution):
             yield solution

@@ -95,15 +95,16 @@ class Problem:
         return limit_of(self.budget_bytes)
 
     def play(self, placements: Placements, windows: Windows, method: str) -> Solution:
-        """Simulate a placement of every unit. Each is simulated once."""
-        key = tuple(placements.values()), windows
+        """Simulate a placement of every unit. Each is simulated once, and what moves nothing has no windows."""
+        moves = any(one.tier is not None for one in placements.values())
+        key = tuple(placements.values()), windows if moves else None
         timeline = self._played.get(key)
         if timeline is None:
             timeline = self._played[key] = simulate(self.step(placements), placements, self.channels, windows)
         return Solution(placements, windows, timeline, method)
 
     @functools.cached_property
-    def _played(self) -> dict[tuple[tuple[Placement, ...], Windows], Timeline]:
+    def _played(self) -> dict[tuple[tuple[Placement, ...], Windows | None], Timeline]:
         return {}
 
     def fits(self, solution: Solution) -> bool:

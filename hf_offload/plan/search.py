@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+from hf_offload.plan.bounds import Bounds
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Choices, Placements, Problem, Solution
@@ -27,7 +28,7 @@ _PERTURBED = 6
 _PREFIX_PARTS = 32
 _PAIRED = 2
 # So many placements are looked at where several problems are compared.
-_LIKELY = 2
+_LIKELY = 3
 # What is no faster than this is not worth computing anything twice.
 _WORTH = 1.01
 
@@ -145,27 +146,28 @@ def uniform(problem: Problem, placement: Placement) -> Solution | None:
 
 def find_greedy(problem: Problem) -> list[Solution]:
     """Solutions in which as few units are placed in one way as the budget allows, and the rest is kept. Each way has the
-    widest windows in which all units fit so: wider ones wait less.
+    widest windows in which that fits: wider ones wait less. Ways that cannot be faster than what others have found are left
+    out.
 
     Which come first: those whose bytes backward needs last, which have the most time to go and come back (SSDTrain's prefix
     rule), the largest, or the smallest. Half of the best prefixes is tried with a second placement.
     """
-    choices = Choices(problem)
+    choices, bounds = Choices(problem), Bounds(problem)
     units = choices.units
     nbytes = problem.footprint.saved_bytes
     largest = sorted(units, key=lambda unit: -nbytes[unit])
     smallest_first = sorted(units, key=lambda unit: nbytes[unit])
-    solutions: list[Solution] = []
     prefixes: list[Prefix] = []
-    for placement in choices.options[1:]:
-        every = _all_alike(problem, choices, placement, "greedy")
-        if every is None:
-            continue
-        prefixes.append(_prefix(problem, choices, units, placement, every))
-        solutions.append(prefixes[-1].solution)
-        if not placement.recomputes:
-            orders = largest, smallest_first
-            solutions.extend(_prefix(problem, choices, order, placement, every).solution for order in orders)
+    solutions: list[Solution] = []
+    for least_s, placement in _possible(choices, bounds):
+        if least_s >= min((one.timeline.step_s for one in solutions), default=math.inf):
+            break
+        orders = (units,) if placement.recomputes else (units, largest, smallest_first)
+        for order in orders:
+            found = _prefix(problem, choices, bounds, order, placement)
+            if found is not None:
+                solutions.append(found.solution)
+                prefixes += [found] if order is units else []
     prefixes.sort(key=lambda one: one.solution.objective)
     for one in prefixes[:_PAIRED]:
         for second in choices.options[1:]:
@@ -174,6 +176,12 @@ def find_greedy(problem: Problem) -> list[Solution]:
                 halves |= dict.fromkeys(units[one.count // 2 : one.count], one.placement)
                 solutions.append(problem.play(choices.place(halves), one.solution.windows, "greedy"))
     return [one for one in solutions if problem.fits(one)]
+
+
+def _possible(choices: Choices, bounds: Bounds) -> list[tuple[float, Placement]]:
+    """The ways that may fit, with how long a step takes at least in each: what promises most first."""
+    found = [(bounds.least_s(placement), placement) for placement in choices.options[1:]]
+    return sorted((one for one in found if one[0] < math.inf), key=lambda one: one[0])
 
 
 def _all_alike(problem: Problem, choices: Choices, placement: Placement, method: str) -> Solution | None:
@@ -198,48 +206,50 @@ def find_prefixes(problem: Problem) -> list[Prefix]:
     """The shortest one that fits, best first, of each of the placements that promise most. A part of what
     :func:`find_greedy` finds, which mostly says which of several problems has the faster solution.
     """
-    choices = Choices(problem)
-    promised: list[tuple[float, int, Solution, Placement]] = []
-    for placement in choices.options[1:]:
-        every = _all_alike(problem, choices, placement, "greedy")
-        if every is not None:
-            # Memory and time change about evenly with the units.
-            kept = problem.play(choices.uniform(Placement.KEEP), every.windows, "greedy").timeline
-            most, least = kept.must_fit_bytes, every.timeline.must_fit_bytes
-            part = (most - problem.limit_bytes) / max(1, most - least)
-            promised.append((part * (every.timeline.step_s - kept.step_s), len(promised), every, placement))
-    likely = sorted(promised)[:_LIKELY]
-    found = (_prefix(problem, choices, choices.units, placement, every) for _, _, every, placement in likely)
+    choices, bounds = Choices(problem), Bounds(problem)
+    possible = [placement for _, placement in _possible(choices, bounds)]
+    found: list[Prefix] = []
+    for elementwise in (False, True):  # of which the bounds know little
+        some = (one for one in possible if one.elementwise is elementwise)
+        tried = (_prefix(problem, choices, bounds, choices.units, one) for one in some)
+        found += itertools.islice((one for one in tried if one is not None), _LIKELY)
     return sorted(found, key=lambda one: one.solution.objective)
 
 
-def _prefix(problem: Problem, choices: Choices, order: Sequence[str], placement: Placement, every: Solution) -> Prefix:
-    """The shortest first part of ``order`` that is enough to be placed so, where ``every`` unit is.
+def _prefix(
+    problem: Problem, choices: Choices, bounds: Bounds, order: Sequence[str], placement: Placement
+) -> Prefix | None:
+    """The shortest first part of ``order`` that is enough to be placed so, in the widest windows in which any is.
 
-    Memory shrinks about evenly with the units that leave it: it is looked where it would be small enough then, just above and
-    just below, and every third look halves what is left.
+    It is looked where it would be enough if what moves took no memory, which is mostly true or nearly so; then where it would
+    be if it took as much as it did there. Every third look halves what is left.
     """
-
-    def first(count: int) -> Solution:
-        chosen = choices.place(dict.fromkeys(order[:count], placement))
-        return problem.play(chosen, every.windows, "greedy")
-
     grain = max(1, len(order) // _PREFIX_PARTS)
-    low, high, best = 0, -(-len(order) // grain), every
-    most, least, limit = first(0).timeline.must_fit_bytes, every.timeline.must_fit_bytes, problem.limit_bytes
-    looks = 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        if looks % 3 < 2 and most > limit:
-            enough = low + (high - low) * (most - limit) / (most - least)
-            middle = min(max(math.ceil(enough) - looks % 3, low + 1), high - 1)
-        looks += 1
-        tried = first(middle * grain)
-        if problem.fits(tried):
-            high, best, least = middle, tried, tried.timeline.must_fit_bytes
-        else:
-            low, most = middle, tried.timeline.must_fit_bytes
-    return Prefix(best, placement, high * grain)
+    least, limit = bounds.least_bytes(order, grain), problem.limit_bytes
+
+    def enough(moving_bytes: int) -> int:
+        return bisect.bisect_left(least, True, key=lambda nbytes: nbytes + moving_bytes <= limit)
+
+    # A block that recomputes its elementwise operations is another one, of which that is only likely.
+    never = 0 if placement.elementwise else enough(0) - 1
+    for windows in _windows_for(problem, placement):
+        low, high, best = never, len(least), None
+        middle, looks = max(low + 1, enough(0)), 0
+        while low < middle < high:
+            chosen = choices.place(dict.fromkeys(order[: middle * grain], placement))
+            tried = problem.play(chosen, windows, "greedy")
+            if problem.fits(tried):
+                high, best = middle, tried
+            elif problem.has_room(tried):
+                low = middle
+            else:  # nor has what is longer
+                high = middle
+            looks += 1
+            middle = (low + high) // 2 if looks % 3 == 2 else enough(tried.timeline.must_fit_bytes - least[middle])
+            middle = min(max(middle, low + 1), high - 1)
+        if best is not None:
+            return Prefix(best, placement, high * grain)
+    return None
 
 
 def find_uniform(problem: Problem) -> list[Solution]:
