@@ -625,6 +625,14 @@ def test_what_works_on_gradients_is_refused_by_an_accelerator():
         optimizer.step()
 
 
+def test_a_session_refuses_to_clip():
+    model = tiny_model("llama")
+    session = attach(model, OffloadConfig(tier="none", memory_mode="mezo"))
+    with pytest.raises(OffloadError, match=r"has no gradients, which clip_grad_norm_\(\) works on"):
+        session.clip_grad_norm_(1.0)
+    session.detach()
+
+
 def test_accumulation_by_an_accelerator_is_refused():
     model = tiny_model("llama")
     accelerator = OffloadPlugin(tier="none", memory_mode="mezo").accelerator(cpu=True, gradient_accumulation_steps=2)
