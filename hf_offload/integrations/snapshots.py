@@ -411,7 +411,7 @@ class TrainerSnapshots:
                 logger.info(
                     "%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s
                 )
-                taking.over(self._model, opened.end_well)
+                taking.over(self._model, opened.end_well, opened.others(self._ranks))
             else:
                 taking.leave()
         elif opened is not None:

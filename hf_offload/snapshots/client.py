@@ -138,6 +138,14 @@ class SnapshotClient:
                 self._connection.recv(1)  # it closes its end, once what it writes to disk is complete
         self.close(wait_s=1.0)
 
+    def end_after(self, own: bytes, others: Sequence[bytes]) -> None:
+        """Have the process, which listens at ``own``, end once those at the addresses of ``others`` have ended well or are
+        gone.
+        """
+        with contextlib.suppress(ConnectionError):
+            self.ask("well", address=own.hex(), others=[each.hex() for each in others])
+        self.close()
+
     def _exchange(self, what: str, files: Sequence[int], values: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
             try:

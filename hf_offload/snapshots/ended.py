@@ -14,7 +14,7 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -31,11 +31,13 @@ class Ended:
         client: The connection to the process that keeps its newest snapshot.
         kept: What that snapshot has on drives.
         release: Gives up its ``snapshot_dir``.
+        others: Where the snapshot processes of its other ranks listen: each is of use as long as all are there.
     """
 
     client: SnapshotClient
     kept: Kept | None
     release: Callable[[], None]
+    others: Sequence[bytes] = ()
 
 
 @dataclasses.dataclass
@@ -82,8 +84,12 @@ def before_another(address: bytes) -> None:
 
 def end_well() -> None:
     """This process ends without an error: nothing is needed any more. Idempotent."""
-    for _, ended in _taken():
-        _end(ended)
+    for address, ended in _taken():
+        if ended.others:
+            ended.client.end_after(address, ended.others)
+            ended.release()
+        else:
+            _end(ended)
 
 
 def note_exit(code: Any) -> None:

@@ -185,7 +185,9 @@ class LoopSnapshots:
         finally:
             # A loop that has left its data in the middle would go on behind that step.
             before = self.step if self._position.is_cut else None
-            taking.over(next(iter(self._source.models.values())).model, opened.end_well, before)
+            taking.over(
+                next(iter(self._source.models.values())).model, opened.end_well, opened.others(self._ranks), before
+            )
             self._ranks.close()
         logger.info("%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s)
 

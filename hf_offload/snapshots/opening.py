@@ -55,6 +55,10 @@ class Opened:
             self.found.close()
             self.found = None
 
+    def others(self, ranks: Ranks) -> list[bytes]:
+        """Where the snapshot processes of the other ranks listen."""
+        return [address_of(self.training.number, rank) for rank in range(ranks.count) if rank != ranks.number]
+
     def end_well(self) -> None:
         """The training is over, and needs its directory no more."""
         if self.directory is not None:

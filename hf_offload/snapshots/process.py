@@ -16,6 +16,8 @@ Messages are single packets of JSON, most with descriptors, and each has one ans
                  It is not that of the snapshot with the number ``keep``
     ``commit``   the snapshot in a slot is whole: its record and its files
     ``over``     training has ended well, and the script may still fail: the snapshot with the number ``keep`` stays
+    ``well``     this process has ended well, and those of the ``others`` may not: their snapshots are of no use without this
+                 one. It stays until each of them has ended well, too, or is gone
     ``done``     all has ended well: nothing is needed any more
 """
 
@@ -39,6 +41,9 @@ _LARGEST_MESSAGE = 1 << 17
 MOST_FILES = 250
 """In one message: Linux passes on 253 descriptors at once."""
 _FIRST_CONTACT_S = 60.0
+_LOOKS_S = 0.5
+_WELL = b"-well"
+"""Behind an address: a process listens there once it has ended well, and waits for others."""
 _Message = dict[str, Any]
 
 
@@ -73,6 +78,23 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
+def _has_ended_well(address: bytes) -> bool:
+    """Whether the process there is gone, or waits for others."""
+    return _listens(address + _WELL) or not _listens(address)
+
+
+def _listens(address: bytes) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setblocking(False)
+        try:
+            connection.connect(address)
+        except BlockingIOError:  # it has much to accept
+            return True
+        except OSError:
+            return False
+        return True
+
+
 class _Slot:
     """A snapshot, or nothing yet."""
 
@@ -102,6 +124,8 @@ class Keeper:
         self._watched: int | None = None  # readable once that process has ended
         self._ends_at: float | None = time.monotonic() + _FIRST_CONTACT_S
         self._error: str | None = None
+        self._others: list[bytes] = []  # of the same training, once this process has ended well
+        self._ended_well: socket.socket | None = None  # which says so
         self._kept: int | None = None  # the one snapshot that stays once training is over
         self._done = self._stopped = False
         self._lock = threading.Lock()  # of the slots and of what follows
@@ -113,6 +137,10 @@ class Keeper:
         """Until training has ended well, or for too long."""
         while not self._done:
             left = None if self._ends_at is None else self._ends_at - time.monotonic()
+            if self._others and self._training is None:
+                left = _LOOKS_S if left is None else min(left, _LOOKS_S)
+                if all(_has_ended_well(each) for each in self._others):
+                    break
             if left is not None and left <= 0:
                 break
             waiting = [self._listener.fileno(), *self._connections]
@@ -188,6 +216,8 @@ class Keeper:
             self._commit(message, files)
         elif asked == "over":
             self._over(message["keep"])
+        elif asked == "well":
+            self._well(message["address"], message["others"])
         elif asked == "done":
             self._done = True
         return {}, ()
@@ -210,6 +240,10 @@ class Keeper:
             self._training_ended()
         if self._training is not None:
             return {"refused": self._training[0]}
+        self._others = []
+        if self._ended_well is not None:
+            self._ended_well.close()
+            self._ended_well = None
         pid = peer_of(self._connections[number])[0]
         with contextlib.suppress(OSError, AttributeError):  # a kernel before 5.3: its connection closes, too
             self._watched = os.pidfd_open(pid)
@@ -258,6 +292,12 @@ class Keeper:
             if self._directory is not None:
                 self._unwritten = slot
                 self._disk.notify()
+
+    def _well(self, address: str, others: Sequence[str]) -> None:
+        self._others = [bytes.fromhex(each) for each in others]
+        self._ended_well = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ended_well.bind(bytes.fromhex(address) + _WELL)
+        self._ended_well.listen()
 
     def _over(self, keep: int) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,15 +181,17 @@ class Snapshots:
         """Training has not ended well: the snapshots stay for the next one. Idempotent."""
         self._close(self._slots.leave)
 
-    def over(self, model: nn.Module, release: Callable[[], None], before: int | None = None) -> None:
+    def over(
+        self, model: nn.Module, release: Callable[[], None], others: Sequence[bytes] = (), before: int | None = None
+    ) -> None:
         """Training of ``model`` has ended well: the newest snapshot, or the newest of a step ``before`` that one, stays until
-        the process has. Then, ``release`` is called.
+        the process has. Then, ``release`` is called. Snapshot processes of other ranks listen at the addresses ``others``.
         """
         kept = self._slots.over(before)
         if kept is None:
             release()
         else:
-            ended.keep(self._slots.address, ended.Ended(*kept, release), model)
+            ended.keep(self._slots.address, ended.Ended(*kept, release, others), model)
 
     def _close(self, how: Callable[[], None]) -> None:
         if self._thread is not None:

@@ -4,11 +4,14 @@ import json
 import signal
 import subprocess
 import sys
+import time
+import uuid
 
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from hf_offload.snapshots import ended
+from hf_offload.snapshots import ended, process
+from hf_offload.snapshots.client import SnapshotClient, address_of
 from tests.faults.killed_snapshots import held_by, result_of, same, trainer_in
 from tests.helpers.snapshot_loops import STEPS, net, trained
 from tests.helpers.snapshot_processes import end, no_process_is_left_by_the_file, until  # noqa: F401  a fixture
@@ -22,7 +25,8 @@ atexit.register(lambda: os._exit(99))
 import contextlib, gc, json, os, signal, sys
 from pathlib import Path
 import torch, transformers
-from hf_offload.snapshots import ended
+from hf_offload.snapshots import ended, process
+from hf_offload.snapshots.client import SnapshotClient, address_of
 from tests.faults.killed_snapshots import trainer_in
 from tests.helpers.snapshot_loops import net, trained
 torch.set_num_threads(1)
@@ -118,6 +122,31 @@ def test_a_loop_that_leaves_its_data_before_their_end_goes_on_to_that_step(tmp_p
     begun, found = trained(tmp_path / "run", leave=leave, resume=True, **settings)
     assert begun == kept
     assert same(weights, found)
+
+
+@pytest.mark.parametrize("end_of_other", ["well", "killed"])
+def test_a_rank_keeps_its_snapshot_until_the_others_have_ended_well_or_are_gone(end_of_other):
+    addresses = [address_of(uuid.uuid4().hex, rank) for rank in range(2)]
+    clients = [SnapshotClient.connect(address, start=True) for address in addresses]
+    for client in clients:
+        client.ask("join")
+        client.ask("start", run="run", began=0.0, directory=None, wait_s=60.0, slots=2)
+        client.ask(
+            "commit", slot=client.ask("begin", keep=None)["slot"], record={"sequence": 1, "step": 1, "files": []}
+        )
+        client.ask("over", keep=1)
+    clients[1].end_after(addresses[1], [addresses[0]])
+    time.sleep(2 * process._LOOKS_S)  # it has looked
+    again = SnapshotClient.connect(addresses[1], start=False)
+    assert [each["record"]["step"] for each in again.ask("status")["snapshots"]] == [1]
+    again.close()
+    if end_of_other == "well":
+        clients[0].end_after(addresses[0], [addresses[1]])
+    else:
+        end({clients[0].pid})
+        clients[0].close(wait_s=10)
+    for address in addresses:
+        until(lambda: not process._listens(address))  # noqa: B023
 
 
 # -- of a Trainer ----------------------------------------------------------------------------------------------------------
