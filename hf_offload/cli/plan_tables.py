@@ -183,8 +183,9 @@ def _alternative_table(forecast: "Forecast") -> Table:
         "Predicted, with the same placement for every unit, and with the plan (auto)",
         ("", "peak", "fits", "step", "waiting", "moved", "batch", "tokens"),
         "peak, moved: GiB. baseline: no offloading. ram, ssd: everything that is saved is moved there. recompute: activation "
-        "checkpointing of every block; +ram, +ssd: the blocks' inputs are moved there. batch, tokens: the largest batch and "
-        "the longest rows that fit (*: the model takes no longer ones).",
+        "checkpointing of every block; +ram, +ssd: the blocks' inputs are moved there. elementwise: recompute of elementwise "
+        "operations alone, in every block; +ram, +ssd: what is still saved is moved there. batch, tokens: the largest batch "
+        "and the longest rows that fit (*: the model takes no longer ones).",
     )
     for row in forecast.rows:
         timeline = row.timeline

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.scaling import Family
-from hf_offload.forecast.workload import Workload, count_workload
+from hf_offload.forecast.workload import Workload, count_choices
 from hf_offload.plan.choosing import Choice, can_hold, choose, frontier, refuse
 from hf_offload.plan.explain import UnitLine, unit_lines
 from hf_offload.plan.footprint import Footprint
@@ -179,7 +179,7 @@ def make_forecast(
 
 def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_recompute: bool) -> Forecast:
     limit = workload.longest
-    here = count_workload(workload, hardware)
+    here = count_choices(workload, hardware)
     kept_bytes, snapshots_bytes = _bytes_of_snapshots(workload, here)
     missing = {
         "RAM": snapshots_bytes - _ram_bytes(hardware, budget_bytes),
@@ -291,4 +291,4 @@ def _of_another_length(workload: Workload, hardware: Hardware, limit: int | None
     # The same tensors are to be moved at both lengths, so what counts as small grows along.
     small = smallest_bytes(workload.min_bytes, hardware.device == "cpu") * sequence // workload.sequence
     other = dataclasses.replace(workload.resized(workload.batch, sequence), min_bytes=small)
-    return sequence, count_workload(other, hardware)
+    return sequence, count_choices(other, hardware)

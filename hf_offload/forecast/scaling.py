@@ -43,6 +43,10 @@ class Family:
         )
         """Whether :meth:`at` may be asked for other numbers of tokens."""
         known = [(length / sequence, other) for length, other in others] if self.knows_lengths else []
+        reduced = [(length, other.elementwise) for length, other in others if other.elementwise is not None]
+        self._elementwise = None
+        if counted.elementwise is not None and len(reduced) == len(others):
+            self._elementwise = Family(batch, sequence, counted.elementwise, reduced)
 
         def terms(get: Callable[[Footprint], Iterable[float]]) -> list[_Terms]:
             values = zip(get(counted), *(get(other) for _, other in known), strict=True)
@@ -83,4 +87,11 @@ class Family:
                 dataclasses.replace(span, boundary_bytes=round(nbytes))
                 for span, nbytes in zip(counted.blocks, scaled(self._boundaries), strict=True)
             ),
+            elementwise=self._elementwise_at(batch, sequence),
         )
+
+    def _elementwise_at(self, batch: int, sequence: int) -> Footprint | None:
+        same = sequence == self._sequence
+        if self._elementwise is None or not (same or self._elementwise.knows_lengths):
+            return None
+        return self._elementwise.at(batch, sequence)

@@ -23,7 +23,9 @@ from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig, smallest_bytes
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import reason_of
+from hf_offload.structure.units import find_blocks
 from hf_offload.transforms.order import Transforms, transforms_for
+from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
 from hf_offload.transforms.tiling.cut import Cut
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class Workload:
         memory_mode_kwargs: Settings of the mode.
         sampled: How linear layers are sampled, if they are.
         recompute_elementwise: Which elementwise operations are recomputed, if any are.
+        plans_elementwise: Whether a plan may choose them for blocks.
         tiled_loss, tiled_mlp: As in :class:`~hf_offload.OffloadConfig`.
         cut: How large pieces are.
         update_in_backward: Whether every weight is updated as soon as its gradient is there, so that gradients never add up.
@@ -94,6 +97,7 @@ class Workload:
     memory_mode_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sampled: SampledLinearConfig | None = None
     recompute_elementwise: RecomputeElementwiseConfig | None = None
+    plans_elementwise: bool = True
     tiled_loss: str = "off"
     tiled_mlp: str | Sequence[str] = "off"
     cut: Cut = dataclasses.field(default_factory=Cut)
@@ -253,16 +257,32 @@ def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the model cannot be counted.
     """
-    transforms, asked = _step_of(workload, hardware)
+    return _count(workload, hardware, in_blocks=False)
+
+
+def count_choices(workload: Workload, hardware: Hardware) -> Footprint:
+    """The same, and the step in which all blocks recompute their elementwise operations, where a plan may choose that."""
+    footprint = _count(workload, hardware, in_blocks=False)
+    mode = workload.mode
+    uses_gradients = mode is None or mode.uses_gradients
+    if not workload.plans_elementwise or workload.recompute_elementwise is not None or not uses_gradients:
+        return footprint
+    return dataclasses.replace(footprint, elementwise=_count(workload, hardware, in_blocks=True))
+
+
+def _count(workload: Workload, hardware: Hardware, in_blocks: bool) -> Footprint:
+    transforms, asked = _step_of(workload, hardware, in_blocks)
     footprint = count_repeats(**asked) if asked["optimizer"].has_backward else count_footprint(**asked)
     if footprint is None:
-        transforms, asked = _step_of(workload, hardware)
+        transforms, asked = _step_of(workload, hardware, in_blocks)
         footprint = count_footprint(**asked)
     return dataclasses.replace(footprint, tiled=transforms.tiling.names, sampled=transforms.sampling.names)
 
 
-def _step_of(workload: Workload, hardware: Hardware) -> tuple[Transforms, dict[str, Any]]:
-    """What is counted, and how: arguments of :func:`~hf_offload.forecast.counting.count_footprint`."""
+def _step_of(workload: Workload, hardware: Hardware, in_blocks: bool) -> tuple[Transforms, dict[str, Any]]:
+    """What is counted, and how: arguments of :func:`~hf_offload.forecast.counting.count_footprint`. ``in_blocks``, all blocks
+    recompute their elementwise operations.
+    """
     try:
         with fake_mode():
             model = workload.build()
@@ -275,6 +295,9 @@ def _step_of(workload: Workload, hardware: Hardware) -> tuple[Transforms, dict[s
             )
             transforms = transforms_for(model, settings, workload.cut)
             transforms.apply()
+            if in_blocks:
+                blocks = find_blocks(model)
+                ElementwiseBlocks(blocks).apply(blocks)
     except OffloadConfigError:
         raise
     except Exception as error:  # a constructor that needs data fails in a way of its own

@@ -92,6 +92,7 @@ def _of_settings(offload: OffloadConfig) -> dict[str, Any]:
         "min_bytes": offload.min_bytes,
         "sampled": offload.sampling,
         "recompute_elementwise": offload.elementwise,
+        "plans_elementwise": offload.plans_elementwise,
         "tiled_loss": offload.tiled_loss,
         "tiled_mlp": offload.tiled_mlp,
         "cut": cut_for(offload),

@@ -345,6 +345,12 @@ def can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowe
     return can_fit(min(possible, key=_least_bytes))
 
 
+def may_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
+    """Whether anything could fit if less were saved."""
+    held = ways(footprint, hardware, allowed)
+    return any(_may_fit(problem_of(footprint, hardware, budget_bytes, one, allowed)) for one in held)
+
+
 def _smallest(found: Sequence[_Way]) -> Choice | None:
     if not found:
         return None

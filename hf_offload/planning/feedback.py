@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.interrupts import signals_deferred
+from hf_offload.plan.choosing import may_hold
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
@@ -405,7 +406,8 @@ class Feedback:
                 )
             )
         except OffloadPlanError:
-            if not self._trial.begin(situation, measured):
+            may = self._ranks.first(lambda: may_hold(footprint, hardware, self._budget, self._moving.allowed))
+            if not may or not self._trial.begin(situation, measured):
                 raise
             self._log(logging.INFO, "Nothing fits: measuring a step in which elementwise operations are recomputed.")
             return None, False

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from hf_offload.interrupts import signals_deferred
+from hf_offload.transforms.once import differentiable_once
 
 Product = Callable[[Tensor, tuple[Tensor, ...], bool], Tensor]
 """Of a gradient ``[rows, out]`` and :attr:`Part.kept` as autograd returns them: ``gradient.T @ X`` for the input ``X``
@@ -42,7 +42,7 @@ class LinearOfPart(torch.autograd.Function):
         return _own(nn.functional.linear(inputs, weight, bias))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         of_inputs = of_weight = of_bias = None

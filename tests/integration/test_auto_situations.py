@@ -62,8 +62,11 @@ def known_machine(machine_with_drive):
     machine_with_drive(1e9)
 
 
-def auto(tmp_path, budget="100MiB"):
-    return OffloadConfig(tier="auto", directory=tmp_path, memory_budget=budget, min_bytes=4096)
+def auto(tmp_path, budget="100MiB", elementwise="off"):
+    """Without steps that are measured for recompute of elementwise operations, unless they are asked for."""
+    return OffloadConfig(
+        tier="auto", directory=tmp_path, memory_budget=budget, min_bytes=4096, recompute_elementwise=elementwise
+    )
 
 
 def train(model, steps=4, session=None, forward=None, rows=lambda step: 64):

@@ -37,7 +37,8 @@ def test_a_recipe_on_a_described_machine():
     assert (found["batch"], found["sequence"], found["task"]) == (2, 128, "causal-lm")
     assert set(found["placements"].values()) == {"keep"}
     assert [row["name"] for row in found["predicted"]] == [
-        "baseline", "ram", "ssd", "recompute", "recompute+ram", "recompute+ssd", "auto",
+        "baseline", "ram", "ssd", "recompute", "recompute+ram", "recompute+ssd",
+        "elementwise", "elementwise+ram", "elementwise+ssd", "auto",
     ]  # fmt: skip
     baseline, auto = found["predicted"][0], found["predicted"][-1]
     assert baseline["peak_bytes"] == auto["peak_bytes"]

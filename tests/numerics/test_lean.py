@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2FN, NewGELUActivation
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -131,6 +132,48 @@ def test_the_order_of_terms_is_what_the_bits_depend_on():
     expected = run(lambda module, hidden: module(hidden))
     assert not torch.equal(run(lambda module, hidden: Summed.apply(hidden, module)), expected)
     assert torch.equal(run(recompute), expected)
+
+
+class SlowerRoots(TorchFunctionMode):
+    """What a user's mode may do to an operation, in forward alone."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 1.25 if getattr(func, "__name__", "") == "rsqrt" else result
+
+
+@pytest.mark.parametrize("mode", [SlowerRoots, lambda: torch.device("cpu")])
+def test_a_mode_of_the_forward_alone_changes_no_bit(mode):
+    def run(switches):
+        model = tiny_model("llama")
+        torch.manual_seed(0)
+        reduced = Rematerialization(model, RecomputeElementwiseConfig(switches) if switches else None)
+        reduced.apply()
+        with mode():
+            loss = model(**tiny_batch("llama")).loss
+        loss.backward()
+        return gradients(model)
+
+    expected, found = run(()), run(("exact",))
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_a_second_derivative_is_an_error(name):
+    model = tiny_model(name)
+    Rematerialization(model, RecomputeElementwiseConfig(("exact",))).apply()
+    loss = model(**tiny_batch(name)).loss
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    with pytest.raises(RuntimeError, match="recompute_elementwise='off'"):
+        sum(one.square().sum() for one in found if one is not None).backward()
+
+
+def test_no_second_derivative_is_lost_where_the_first_gradient_is_a_constant():
+    leaf = numbers(4, WIDTH).requires_grad_()
+    (found,) = torch.autograd.grad(recompute(made("llama", torch.float), leaf).sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="recompute_elementwise='off'"):
+        found.square().sum().backward()
 
 
 def test_what_is_made_again_is_made_in_the_same_precision():

@@ -1,5 +1,6 @@
 """Counting on tensors without data, against real steps."""
 
+import dataclasses
 import itertools
 import signal
 
@@ -11,8 +12,8 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
 from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.scaling import Family
-from hf_offload.structure.units import find_units
-from hf_offload.transforms.rematerialization.apply import Rematerialization
+from hf_offload.structure.units import find_blocks, find_units
+from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks, Rematerialization
 from hf_offload.transforms.sampling.apply import Sampling
 from hf_offload.transforms.tiling.apply import Tiling
 from hf_offload.transforms.tiling.cut import Cut
@@ -24,9 +25,10 @@ from tests.helpers.tables import rows
 NOTHING = OptimizerNeeds(0, 0, 0.0)
 
 
-def count(name, dropout, min_bytes=4096):
+def count(name, dropout, min_bytes=4096, elementwise=()):
     with fake_mode():
         model, inputs = build(name, dropout), batch()
+        ElementwiseBlocks(find_blocks(model)).apply(elementwise)
     return count_footprint(
         model,
         inputs,
@@ -107,6 +109,21 @@ def test_sampled_and_lean_models_are_counted_as_they_run(name, settings, tmp_pat
     # What was moved is gone from memory when backward begins: nothing else holds it, were it the rows of one layer.
     one_part = ROWS * TOKENS // 4 * 128 * 4
     assert held_over_forward(footprint) < held_over_forward(usual) + one_part // 2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama"])
+def test_a_step_that_is_put_together_is_the_one_that_is_counted(name):
+    """Every second block recomputes its elementwise operations: its bytes and times are those of the step in which all do."""
+    plain = count(name, 0.1)
+    names = [span.name for span in plain.blocks]
+    step = dataclasses.replace(plain, elementwise=count(name, 0.1, elementwise=names))
+    assert list(step.mixed.blocks) == names
+    for chosen in (names[::2], names[1::2]):
+        found, counted = step.mixed.step(frozenset(chosen)), count(name, 0.1, elementwise=chosen)
+        assert found.saved_bytes == counted.saved_bytes
+        assert found.step_s == pytest.approx(counted.step_s, rel=1e-4)
+        assert max(kept_curve(found)) == max(kept_curve(counted))
+        assert sum(found.saved_bytes.values()) < sum(plain.saved_bytes.values())
 
 
 def held_over_forward(footprint):

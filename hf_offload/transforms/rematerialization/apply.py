@@ -45,17 +45,23 @@ _LOOKS_FOR = {
 class Rematerialization(Transform):
     """Makes modules of a model recompute in backward what they would save.
 
-    ``left_alone`` is an output head that stays as it is: its input is saved by whatever computes the loss in pieces.
+    ``left_alone`` is an output head that stays as it is: its input is saved by whatever computes the loss in pieces. With
+    ``only_known``, norms are those of torch and transformers: a user's class may read more than its input.
     """
 
     def __init__(
-        self, model: nn.Module, config: RecomputeElementwiseConfig | None, left_alone: nn.Module | None = None
+        self,
+        model: nn.Module,
+        config: RecomputeElementwiseConfig | None,
+        left_alone: nn.Module | None = None,
+        only_known: bool = False,
     ):
         super().__init__(model)
         self._config = config
         self._left_alone = (lambda: None) if left_alone is None else weakref.ref(left_alone)
         self._left_out: dict[str, list[str]] = {}  # why -> which modules
         self._formulas = Formulas()
+        self._only_known = only_known
         self.rebuilds_inputs = False
         """Whether linear layers do not save inputs that can be recomputed."""
 
@@ -118,7 +124,7 @@ class Rematerialization(Transform):
         assert self._config is not None
         packs_masks = self._config.asks_for("dropout")
         for name, module in _own_forwards(self.model):
-            if switch == "norms" and looks_like_norm(module):
+            if switch == "norms" and looks_like_norm(module) and not (self._only_known and _is_foreign(module)):
                 reason = why_not_again(module)
                 if reason is None:
                     yield name, module, RecomputedRMSNorm if type(module) is nn.RMSNorm else RecomputedFunction
@@ -152,7 +158,7 @@ class ElementwiseBlocks:
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]):
-        self._blocks = {name: Rematerialization(block, _EXACT) for name, block in blocks.items()}
+        self._blocks = {name: Rematerialization(block, _EXACT, only_known=True) for name, block in blocks.items()}
         self._on: frozenset[str] = frozenset()
 
     def apply(self, names: Iterable[str]) -> None:
@@ -204,6 +210,10 @@ def _is_activation(module: nn.Module) -> bool:
         return not _in_place(module)
     own = type(module).__module__ == activations.__name__ and type(module) is not activations.LinearActivation
     return own and not list(module.parameters())
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] not in ("torch", "transformers")
 
 
 def _in_place(module: nn.Module) -> bool:

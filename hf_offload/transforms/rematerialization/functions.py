@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from hf_offload.engine.device import open_device
 from hf_offload.interrupts import signals_deferred
 from hf_offload.transforms.autocast import autocast_as_now
+from hf_offload.transforms.once import differentiable_once
 from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, as_it_is, same
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class _Recomputed(torch.autograd.Function):
         return result.pop()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, *parameters = ctx.saved_tensors
         uses = _Uses((inputs, *ctx.run.parameters), (inputs, *parameters))
@@ -166,7 +166,7 @@ class _Product(torch.autograd.Function):
         return left * right
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         kept = ctx.saved_tensors
         of_left = gradient * ctx.right(*kept[ctx.count :]) if ctx.needs_input_grad[0] else None
@@ -277,7 +277,7 @@ class _PackedDropout(torch.autograd.Function):
         return result, bits
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         (bits,) = ctx.saved_tensors
         return dropped(gradient, bits, ctx.probability), None
@@ -299,7 +299,7 @@ class _PackedReLU(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (bits,) = ctx.saved_tensors
         return torch.where(unpack_bits(bits, gradient.shape), gradient, 0)
@@ -344,6 +344,6 @@ class _CoarseActivation(torch.autograd.Function):
         return result.detach()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return (gradient * from_codes(*ctx.saved_tensors)).to(gradient.dtype), None

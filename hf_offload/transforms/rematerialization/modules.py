@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.interrupts import signals_deferred
@@ -31,7 +33,7 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 class RematerializedModule(ReplacedForward):
     """The same result with less saved for backward. Without gradients, in compiled code, and while it is
-    switched off, the module's own forward.
+    switched off, the module's own forward; and inside of a mode that may change operations, which backward need not be in.
     """
 
     def __init__(self, name: str, module: nn.Module, formulas: Formulas):
@@ -40,13 +42,23 @@ class RematerializedModule(ReplacedForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, or :meth:`saving_less`."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.formulas.in_use:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.formulas.in_use or _in_a_mode():
             return self.own_forward(*args, **kwargs)
         return self.saving_less(*args, **kwargs)
 
     @abstractmethod
     def saving_less(self, *args: Any, **kwargs: Any) -> Any:
         """The same result, with less saved."""
+
+
+def _in_a_mode() -> bool:
+    """Whether operations go through a function mode that is not the package's."""
+    if torch._C._len_torch_function_stack() == 0:
+        return False
+    return any(
+        not type(mode).__module__.startswith("hf_offload.") and type(mode) is not DeviceContext
+        for mode in _get_current_function_mode_stack()
+    )
 
 
 class ProductsInside(RematerializedModule):

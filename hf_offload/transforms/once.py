@@ -1,0 +1,36 @@
+"""The backward of operations that can be differentiated once, with an error that says what to do."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MESSAGE = (
+    b"A gradient of a gradient (create_graph=True) goes through a module that recomputes elementwise operations in backward, "
+    b"or samples its input, which gives first gradients alone. Set recompute_elementwise='off' (with tier='auto', a plan may "
+    b"have chosen it), and leave sampled_linear out."
+)
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As torch's ``once_differentiable``, which lets a second derivative be lost where the first gradient is a constant: a
+    second derivative through what ``backward`` returns is always an error.
+    """
+
+    @functools.wraps(backward)
+    def without_graph(ctx: Any, *gradients: Any) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        several = found if isinstance(found, tuple) else (found,)
+        there = [one.detach().requires_grad_() for one in several if isinstance(one, Tensor)]
+        failing = torch._C._functions.DelayedError(_MESSAGE, len(there))
+        refused = failing(*there)
+        left = iter(refused if isinstance(refused, tuple) else (refused,))
+        result = tuple(next(left) if isinstance(one, Tensor) else None for one in several)
+        return result if isinstance(found, tuple) else result[0]
+
+    return without_graph
