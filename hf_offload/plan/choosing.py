@@ -334,15 +334,16 @@ def _size(problem: Problem, solution: Solution) -> tuple[bool, int]:
 
 def can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
     """Whether anything fits."""
-    problems = [
+    problems = (
         problem_of(footprint, hardware, budget_bytes, held, allowed) for held in ways(footprint, hardware, allowed)
-    ]
-    possible = [problem for problem in problems if _may_fit(problem)]
-    if not possible:
+    )
+    possible = (problem for problem in problems if _may_fit(problem))
+    first = next(possible, None)
+    if first is None:
         return False
-    if any(True for _ in _narrowest(possible[0])):
+    if any(True for _ in _narrowest(first)):  # mostly so, and no other place has to be looked at
         return True
-    return can_fit(min(possible, key=_least_bytes))
+    return can_fit(min((first, *possible), key=_least_bytes))
 
 
 def may_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
