@@ -46,6 +46,9 @@ class Residence(Protocol):
     def note_address(self) -> None:
         """The address of the parameter's memory is about to be known."""
 
+    def count_change(self) -> None:
+        """Let the version of the parameter be another one: its value to use will be."""
+
     @property
     def is_mostly_away(self) -> bool:
         """Whether no more than half of the weights of its model may be in memory at a time."""

@@ -96,6 +96,16 @@ class Weight:
         derivation.kept()
         self.derivation = derivation
 
+    def count_change(self) -> None:
+        """Its version is to be another one; the value is not that of anybody else."""
+        parameter = self._parameter()
+        if parameter is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                is_known = parameter._version == self._version
+                torch.autograd.graph.increment_version(parameter)
+                if is_known:
+                    self._version = parameter._version
+
     @property
     def is_mostly_away(self) -> bool:
         return self.residency.total_bytes > 2 * self.residency.limit_bytes
@@ -143,15 +153,19 @@ class Weight:
         if parameter is None:
             return
         replaced = parameter.untyped_storage()._cdata != self._memory
-        if replaced and self.derivation is not None and self.derivation.is_fixed:
-            if self._memory is not None and self._stored is not None and parameter.nbytes == self.nbytes:
+        if (
+            self.derivation is not None
+            and self.derivation.is_fixed
+            and (replaced or parameter._version != self._version)
+        ):
+            if self._memory is not None and self._stored is not None:
                 whereabouts.remove(self._memory, self)
                 self._memory = self._buffer = None
                 self.bring()
+            how = "given other memory, such as by .data = ... or half()" if replaced else "changed in place"
             raise OffloadError(
-                f"The weight {self.name} was given other memory, such as by .data = ... or vector_to_parameters(), while a "
-                "loss is computed that goes on from the former one: leave that out, change it between steps, or let weights "
-                "be in memory (params='none')."
+                f"The weight {self.name} was {how}, while a loss is computed that goes on from what it was: leave that out, "
+                "change it between steps, or let weights be in memory (params='none')."
             )
         if replaced:
             if self._memory is not None:
@@ -217,13 +231,14 @@ class Weight:
             raise StorageError(
                 f"The weight {self.name} cannot be read back: go on from the last checkpoint. {error}"
             ) from error
-        flat = buffer.view(parameter.dtype)
+        size, stride, dtype = self._layout
+        flat = buffer.view(dtype)
         if parameter.device.type == "cpu":
             self._buffer = buffer
         else:
             flat = flat.to(parameter.device)
             self._stored.give_back(buffer)
-        parameter.data = flat.as_strided(parameter.size(), parameter.stride(), 0)
+        parameter.data = flat.as_strided(size, stride, 0)
         self._note_memory(parameter)
         if self.derivation is not None:
             self.derivation.arrived()
@@ -374,6 +389,7 @@ class Weight:
 
     def _note_memory(self, parameter: nn.Parameter) -> None:
         self.nbytes = parameter.nbytes
+        self._layout = parameter.size(), parameter.stride(), parameter.dtype
         self._storage_bytes = parameter.untyped_storage().nbytes()
         self._version = parameter._version
         self._memory = whereabouts.put(parameter, self)

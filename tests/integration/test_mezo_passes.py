@@ -3,6 +3,8 @@
 import argparse
 import array
 import collections
+import concurrent.futures
+import contextlib
 import contextvars
 import ctypes
 import io
@@ -659,13 +661,35 @@ def fill_from_vector(weight):
     nn.utils.vector_to_parameters(torch.zeros(weight.numel()), [weight])
 
 
+def narrow_data(weight):
+    weight.data = weight.data.half()
+
+
+def clamp_in_a_thread(weight):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(clamp_without_graph, weight).result()
+
+
+@torch.no_grad()
+def clamp_without_graph(weight):
+    clamp(weight)
+
+
+def clamp_and_hide(weight):
+    with contextlib.suppress(OffloadError):
+        clamp(weight)
+
+
 @pytest.mark.parametrize("restore", ["reference", "pristine"])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         *((each, "changes its weight .*h.3.mlp.c_fc.weight in place") for each in (clamp, scale_data, write_out)),
         *((each, "changes its weight .*h.3.mlp.c_fc.weight in place") for each in (scale_each, renormalize)),
+        (clamp_and_hide, "changes its weight .*h.3.mlp.c_fc.weight in place"),
+        (clamp_in_a_thread, "weight .*h.3.mlp.c_fc.weight was changed in place"),
         *((each, "weight .*h.3.mlp.c_fc.weight was given other memory") for each in (replace_data, fill_from_vector)),
+        (narrow_data, "weight .*h.3.mlp.c_fc.weight was given other memory"),
     ],
 )
 def test_a_forward_that_changes_a_weight_is_refused_and_weights_go_back(change, message, restore, tmp_path):
@@ -694,7 +718,7 @@ def test_a_forward_that_changes_a_weight_is_refused_and_weights_go_back(change, 
     assert_same(results[1], results[0])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of SystemExit, too
 def test_a_thread_of_the_closure_that_looks_at_weights_lets_a_step_take_two_passes(said):
     """It ends with an error where passes take turns, and the closure fails for want of its result."""
 

@@ -89,12 +89,16 @@ class Apart(TorchDispatchMode):
 class Unchanging(TorchDispatchMode):
     """The operations of a forward. One that writes to any of ``weights``, by name, raises
     :class:`~hf_offload.errors.OffloadError`, without having run: a weight that leaves memory comes back without the change.
+
+    Attributes:
+        error: What it has raised, which the model may have caught.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, weights: Mapping[str, nn.Parameter]):
         super().__init__()
+        self.error: OffloadError | None = None
         self._weights = weights
 
     @classmethod
@@ -112,12 +116,13 @@ class Unchanging(TorchDispatchMode):
         with torch._C.DisableTorchFunctionSubclass():
             names = [name for name, one in self._weights.items() if one.untyped_storage()._cdata in written]
         if names:
-            raise OffloadError(
+            self.error = OffloadError(
                 f"The model changes its weight {names[0]} in place ({func}) while MeZO computes a loss, and a weight that "
                 "leaves memory would come back without the change. Leave it out, such as max_norm of an embedding or "
                 "rescale_every of RWKV, or let weights be in memory (params='none'). The weights have gone back, and no "
                 "update was made."
             )
+            raise self.error
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

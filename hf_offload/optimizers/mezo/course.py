@@ -110,8 +110,13 @@ class Course:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """A loss is computed. Raises :class:`~hf_offload.errors.OffloadError` if the model changes a weight meanwhile."""
-        with contextlib.nullcontext() if self.turning else Unchanging(self._weights):
+        if self.turning:
             yield
+            return
+        with Unchanging(self._weights) as mode:
+            yield
+        if mode.error is not None:
+            raise mode.error
 
     @contextlib.contextmanager
     def casting(self) -> Iterator[None]:
@@ -132,6 +137,8 @@ class Course:
     def give_up(self) -> None:
         """Passes may not take turns with this model."""
         self.was_seen = True
+        if threading.get_ident() not in self.turning:
+            raise SystemExit  # ends a thread of the model's own without a word
         raise UnfitError
 
     def is_lost(self, place: Place) -> bool:
@@ -164,15 +171,17 @@ class Course:
         """Let all weights know when they are used, and move at once what is read without asking."""
         seen: list[int] = []
         for parameter, moving in zip(self.parameters, self._moving, strict=True):
-            torch.autograd.graph.increment_version(parameter)  # backward of older graphs is an error
             residence = residence_of(parameter)
+            # Backward of older graphs is an error.
             if residence is None:
+                torch.autograd.graph.increment_version(parameter)
                 if demand_of(parameter) is not moving:
                     complete(parameter)  # what an optimizer that has gone has left
                     demanded(parameter, moving)
                 with torch._C.DisableTorchFunctionSubclass():  # which would let it move
                     is_seen = held_elsewhere(parameter)
             else:
+                residence.count_change()
                 if residence.derivation is not moving:
                     if demand_of(parameter) is not moving:
                         complete(parameter)

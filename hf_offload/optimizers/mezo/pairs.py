@@ -19,10 +19,8 @@ from torch import nn
 from hf_offload.interrupts import signals_deferred
 
 
-class UnfitError(SystemExit):
-    """The model cannot be used this way. Not an ``Exception``, which the model's own code may catch, and one that a thread of
-    its own ends with without a word.
-    """
+class UnfitError(BaseException):
+    """The model cannot be used this way. Not an ``Exception``, which the model's own code may catch."""
 
 
 class _GivenUpError(BaseException):

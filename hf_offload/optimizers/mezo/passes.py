@@ -91,7 +91,7 @@ class Passes:
                     state.check,
                 )
             given_up = found_unfit()
-        except (UnfitError, Exception) as error:  # a thread of the model's own may have ended with the former one
+        except (UnfitError, SystemExit, Exception) as error:  # a thread of the model's own may have ended before
             if not (found_unfit() or isinstance(error, UnfitError)):
                 raise
         finally:
