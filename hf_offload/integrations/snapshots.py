@@ -93,9 +93,12 @@ class TrainerSnapshots:
         Raises :class:`~hf_offload.errors.SnapshotError` if another training is connected to it, or for snapshots that do not
         fit this one.
         """
-        resume = asked is True or (asked is None and is_on(RESUME_VARIABLE))
+        unasked = asked is None and is_on(RESUME_VARIABLE)
+        resume = asked is True or unasked
         named = None if resume or not asked else str(asked)
-        opened = self._opened = open_snapshots(self._output, self._directory, resume, self._ranks, named)
+        opened = self._opened = open_snapshots(
+            self._output, self._directory, resume, self._ranks, named, unasked=unasked
+        )
         if named is not None:
             opened.found = self._ranks.each(lambda: snapshot_on_disk(Path(named), self._ranks.count))
             self._check_weights(opened.found)
@@ -335,6 +338,7 @@ class TrainerSnapshots:
             {
                 "version": hf_offload.__version__,
                 "training": self._opened.training.number,
+                "place": self._opened.place,
                 "model": contents.fingerprint(layout),
                 "trainer": {
                     "config": self._config,
@@ -411,7 +415,7 @@ class TrainerSnapshots:
                 logger.info(
                     "%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s
                 )
-                taking.over(self._model, opened.end_well, opened.others(self._ranks))
+                taking.over(opened.training.number, opened.end_well, opened.others(self._ranks))
             else:
                 taking.leave()
         elif opened is not None:

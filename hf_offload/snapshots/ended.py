@@ -8,16 +8,14 @@ Note: how a process ends
     nothing, and the snapshot process waits for the next start.
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
-
-from torch import nn
 
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.storage.kept import Kept
@@ -46,6 +44,7 @@ class _Process:
 
     number: int
     trainings: dict[bytes, Ended]
+    begun: dict[str, tuple[int, bool]] = dataclasses.field(default_factory=dict)
     last_error: int | None = None
     exit_code: Any = None
 
@@ -53,20 +52,44 @@ class _Process:
 _process = _Process(0, {})
 
 
-def keep(address: bytes, ended: Ended, model: nn.Module) -> None:
-    """Keep the snapshot of a training of ``model`` until this process has ended well, another training begins in it, or the
-    model is gone. The snapshot process listens at ``address``.
+def place_of(number: str) -> int:
+    """Which of this process's trainings of the output directory ``number`` would begin now, from 1 on: the one that has not
+    ended well, or else the next one.
     """
+    place, is_over = _here().begun.get(number, (0, True))
+    return place + is_over
+
+
+def begin(number: str, place: int) -> None:
+    """The training of that place begins."""
+    _here().begun[number] = place, False
+
+
+def over(number: str) -> None:
+    """The training that has begun last in the output directory ``number`` has ended well."""
+    here = _here()
+    if number in here.begun:
+        here.begun[number] = here.begun[number][0], True
+
+
+def _here() -> _Process:
     global _process
     if _process.number != os.getpid():
         _process = _Process(os.getpid(), {})
         weakref.finalize(_process, _at_exit)  # when the interpreter ends
+    return _process
+
+
+def keep(address: bytes, ended: Ended) -> None:
+    """Keep the snapshot of a training until this process has ended well, or another training begins in it. The snapshot
+    process listens at ``address``.
+    """
+    _here()
     if not _process.trainings:
         _process.last_error, _process.exit_code = _last_error(), None
         if not isinstance(sys.exit, _Exit):
             sys.exit = _Exit(sys.exit)
     _process.trainings[address] = ended
-    weakref.finalize(model, _forget, _process.trainings, address, ended).atexit = False
 
 
 def before_another(address: bytes) -> None:
@@ -93,8 +116,9 @@ def end_well() -> None:
 
 
 def note_exit(code: Any) -> None:
-    """This process is about to end with ``code``, as ``sys.exit`` takes it."""
-    _process.exit_code = code
+    """This process is about to end with ``code``, as ``sys.exit`` takes it, which ends no process in other threads."""
+    if threading.current_thread() is threading.main_thread():
+        _process.exit_code = code
 
 
 def _taken() -> list[tuple[bytes, Ended]]:
@@ -102,8 +126,7 @@ def _taken() -> list[tuple[bytes, Ended]]:
         return []
     found = []
     while _process.trainings:
-        with contextlib.suppress(KeyError):  # a model that goes may have taken it
-            found.append(_process.trainings.popitem())
+        found.append(_process.trainings.popitem())
     if isinstance(sys.exit, _Exit):
         sys.exit = sys.exit.original
     return found
@@ -114,16 +137,6 @@ def _end(ended: Ended) -> None:
     if ended.kept is not None:
         ended.kept.release()
     ended.release()
-
-
-def _forget(trainings: dict[bytes, Ended], address: bytes, ended: Ended) -> None:
-    """In a finalizer: nothing here waits."""
-    is_own = _process.number == os.getpid() and _process.trainings is trainings
-    if is_own and trainings.get(address) is ended and trainings.pop(address, None) is ended:
-        ended.client.dismiss()
-        if ended.kept is not None:
-            ended.kept.release()
-        ended.release()
 
 
 def _at_exit() -> None:

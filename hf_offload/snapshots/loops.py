@@ -98,6 +98,7 @@ class LoopSnapshots:
         self._folder = folder.resolve()
         self._ranks: Ranks = Ranks()
         self._storage = storage
+        self._unasked = resume is None
         self._resume = is_on(RESUME_VARIABLE) if resume is None else resume
         self._position = Position()
         self._hooks: list[Any] = []
@@ -127,7 +128,7 @@ class LoopSnapshots:
     def __enter__(self) -> Self:
         if self._is_entered:
             raise OffloadError("A block of snapshots is entered once: call session.snapshots(...) for another one.")
-        opened = open_snapshots(self._folder, self._directory, self._resume, self._ranks)
+        opened = open_snapshots(self._folder, self._directory, self._resume, self._ranks, unasked=self._unasked)
         try:
             others = {**self._source.files(self._ranks, None)[0], **self._small_files()}
             self._likeness = {
@@ -185,9 +186,7 @@ class LoopSnapshots:
         finally:
             # A loop that has left its data in the middle would go on behind that step.
             before = self.step if self._position.is_cut else None
-            taking.over(
-                next(iter(self._source.models.values())).model, opened.end_well, opened.others(self._ranks), before
-            )
+            taking.over(opened.training.number, opened.end_well, opened.others(self._ranks), before)
             self._ranks.close()
         logger.info("%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s)
 
@@ -252,6 +251,7 @@ class LoopSnapshots:
             {
                 "version": __version__,
                 "training": self._opened.training.number,
+                "place": self._opened.place,
                 "models": models,
                 "likeness": self._likeness,
             },

@@ -38,6 +38,7 @@ class Opened:
         run, began, sequence: Number, time of the beginning and last snapshot of the run that goes on, or a new one's.
         found: The snapshot; None to start at the beginning.
         directory: Where this rank's snapshots go from memory, if anywhere.
+        place: Which training of its process it is that writes to this output directory, from 1 on.
     """
 
     training: Training
@@ -48,6 +49,7 @@ class Opened:
     sequence: int = 0
     found: Found | None = None
     directory: Path | None = None
+    place: int = 1
 
     def forget_found(self) -> None:
         """Nothing of the snapshot is needed any more. Idempotent."""
@@ -66,11 +68,18 @@ class Opened:
 
 
 def open_snapshots(
-    output: Path, directory: Path | None, resume: bool, ranks: Ranks, checkpoint: str | None = None
+    output: Path,
+    directory: Path | None,
+    resume: bool,
+    ranks: Ranks,
+    checkpoint: str | None = None,
+    *,
+    unasked: bool = False,
 ) -> Opened:
     """Connect to the snapshot process of the training that writes to ``output``, or start it. With ``resume``, find the
     newest snapshot that is whole in all ranks, in memory or in ``directory``; else training goes on from ``checkpoint``, or
-    begins. All ranks call it.
+    begins. If the script has not asked for it (``unasked``), each of several trainings of a process that write to ``output``
+    goes on from its own snapshot alone. All ranks call it.
 
     Raises :class:`~hf_offload.errors.SnapshotError` if another training is connected to it, if ``directory`` is that of
     another one, or for snapshots of another version.
@@ -81,8 +90,9 @@ def open_snapshots(
     address = address_of(training.number, ranks.number)
     ended.before_another(address)
     client, status = ranks.each(lambda: _joined(output, address))
-    run, began = ranks.first(lambda: (uuid.uuid4().hex, time.time()))
-    opened = Opened(training, client, address, run, began, directory=directory if ranks.is_first else None)
+    run, began, place = ranks.first(lambda: (uuid.uuid4().hex, time.time(), ended.place_of(training.number)))
+    ended.begin(training.number, place)
+    opened = Opened(training, client, address, run, began, directory=directory if ranks.is_first else None, place=place)
     if not resume:
         if status["snapshots"]:
             newest = max(each["record"]["step"] for each in status["snapshots"])
@@ -102,8 +112,23 @@ def open_snapshots(
     if found is None:
         return opened
     record = found.record
+    theirs = record.get("place", 1)
+    if theirs != place and (unasked or theirs > place):
+        logger.warning(
+            "The snapshot of step %d is that of training number %d of its process with %s as its output directory, and this "
+            "one is number %d: it %s. Give each training an output directory of its own.",
+            found.step,
+            theirs,
+            output,
+            place,
+            "starts at its beginning" if unasked else "goes on from it, as was asked for",
+        )
+    if theirs != place and unasked:
+        found.close()
+        return opened
+    ended.begin(training.number, theirs)
     return dataclasses.replace(
-        opened, run=record["run"], began=record["began"], sequence=record["sequence"], found=found
+        opened, run=record["run"], began=record["began"], sequence=record["sequence"], found=found, place=theirs
     )
 
 

@@ -252,6 +252,8 @@ class Keeper:
 
     def _start(self, message: _Message) -> None:
         with self._lock:
+            while any(slot.is_read for slot in self._slots):  # an earlier training's last one is written
+                self._disk.wait()
             while len(self._slots) < message["slots"]:
                 self._slots.append(_Slot())
             if self._run != message["run"]:
@@ -291,7 +293,7 @@ class Keeper:
             slot.record, slot.files = message["record"], files
             if self._directory is not None:
                 self._unwritten = slot
-                self._disk.notify()
+                self._disk.notify_all()
 
     def _well(self, address: str, others: Sequence[str]) -> None:
         self._others = [bytes.fromhex(each) for each in others]
@@ -316,7 +318,7 @@ class Keeper:
         """Once the newest snapshot is on disk."""
         with self._lock:
             self._stopped = True
-            self._disk.notify()
+            self._disk.notify_all()
         if self._writer is not None:
             self._writer.join()
 
@@ -343,6 +345,7 @@ class Keeper:
                 slot.is_read = False
                 self._error = error
                 self._drop_unless_kept(slot)
+                self._disk.notify_all()
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_offload.errors import SnapshotError, TierFullError
 from hf_offload.ranks import Ranks
@@ -182,16 +182,17 @@ class Snapshots:
         self._close(self._slots.leave)
 
     def over(
-        self, model: nn.Module, release: Callable[[], None], others: Sequence[bytes] = (), before: int | None = None
+        self, number: str, release: Callable[[], None], others: Sequence[bytes] = (), before: int | None = None
     ) -> None:
-        """Training of ``model`` has ended well: the newest snapshot, or the newest of a step ``before`` that one, stays until
+        """The training ``number`` has ended well: the newest snapshot, or the newest of a step ``before`` it, stays until
         the process has. Then, ``release`` is called. Snapshot processes of other ranks listen at the addresses ``others``.
         """
+        ended.over(number)
         kept = self._slots.over(before)
         if kept is None:
             release()
         else:
-            ended.keep(self._slots.address, ended.Ended(*kept, release, others), model)
+            ended.keep(self._slots.address, ended.Ended(*kept, release, others))
 
     def _close(self, how: Callable[[], None]) -> None:
         if self._thread is not None:

@@ -22,7 +22,7 @@ AT_EXIT = 99
 SCRIPT = """
 import atexit, os
 atexit.register(lambda: os._exit(99))
-import contextlib, gc, json, os, signal, sys
+import contextlib, gc, json, os, signal, sys, threading
 from pathlib import Path
 import torch, transformers
 from hf_offload.snapshots import ended, process
@@ -60,6 +60,8 @@ KEPT = {
     "a signal": "os.kill(os.getpid(), signal.SIGTERM)",
     "the end of a kernel": "os.kill(os.getpid(), signal.SIGKILL)",
     "an end that is not seen": "os._exit(0)",
+    "no model": "del model\ngc.collect()\nraise RuntimeError",
+    "an exit code of a function": "def main():\n    trained(Path(name), model=net())\n    sys.exit(3)\nmain()",
     "an error after a child has ended": "if os.fork() == 0: sys.exit(0)\nos.wait()\nraise RuntimeError",
 }
 GONE = {
@@ -69,7 +71,7 @@ GONE = {
     "an exit code of none": "sys.exit(0)",
     "an error that is caught": "with contextlib.suppress(RuntimeError): raise RuntimeError",
     "another training": "trained(Path('another training, the other'), model=net())\nraise RuntimeError",
-    "no model": "del model\ngc.collect()\nraise RuntimeError",
+    "an exit code in a thread": "thread = threading.Thread(target=sys.exit, args=(3,))\nthread.start()\nthread.join()",
 }
 CODES = {"a signal": -signal.SIGTERM, "the end of a kernel": -signal.SIGKILL, "an end that is not seen": 0}
 

@@ -27,7 +27,7 @@ def batches() -> list[torch.Tensor]:
 
 
 def trained(
-    folder: Path, stop: int | None = None, *, resume: bool = False, model: nn.Module | None = None,
+    folder: Path, stop: int | None = None, *, resume: bool | None = False, model: nn.Module | None = None,
     optimizer: Any = None, loader: Any = None, epochs: int = 1, objects: dict[str, Any] | None = None,
     leave: int | None = None, **settings: Any,
 ) -> tuple[int, dict[str, torch.Tensor]]:  # fmt: skip

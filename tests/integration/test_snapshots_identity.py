@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_offload.errors import SnapshotError
+from hf_offload.settings.environment import RESUME_VARIABLE
 from hf_offload.snapshots import disk as on_disk
 from hf_offload.snapshots import ended, identity
 from hf_offload.snapshots.memory import MemoryFile
@@ -105,6 +106,51 @@ def test_a_snapshot_dir_goes_to_the_next_training_once_one_has_ended_well(tmp_pa
     begun, _ = trained(tmp_path / "second", resume=True, snapshot_dir=str(disk))
     assert begun == 0
     assert f"The snapshot of step {STEPS} in {disk / f'checkpoint-{STEPS}'} is of another training" in caplog.text
+
+
+@pytest.fixture
+def start_again(monkeypatch):
+    """As in a process of its own, which ``hf-offload launch`` has started for the second time."""
+    monkeypatch.setenv(RESUME_VARIABLE, "1")
+    yield lambda: monkeypatch.setattr(ended, "_process", ended._Process(0, {}))
+    ended.end_well()
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_of_several_trainings_in_one_directory_each_goes_on_from_its_own_snapshot(disk, tmp_path, start_again, caplog):
+    """The second one had died: the first is made again, as is the second then."""
+    folder = tmp_path / "run"
+    settings = {"snapshot_dir": str(tmp_path / "disk")} if disk else {}
+    expected = trained(folder, **settings)[1]
+    dies(folder, **settings)
+    start_again()
+    begun, found = trained(folder, resume=None, **settings)
+    assert begun == 0
+    assert same(expected, found)
+    assert "that of training number 2 of its process" in caplog.text
+    assert "this one is number 1: it starts at its beginning" in caplog.text
+    begun, found = trained(folder, resume=None, **settings)
+    assert begun == 0
+    assert same(expected, found)
+
+
+def test_one_that_died_goes_on_and_is_tried_again_in_the_same_process(tmp_path, start_again):
+    dies(tmp_path / "run")
+    start_again()
+    dies(tmp_path / "run", step=9, resume=None)
+    begun, _ = trained(tmp_path / "run", resume=None)
+    assert begun == 8
+    begun, _ = trained(tmp_path / "run", resume=None)
+    assert begun == 0  # the second one
+
+
+def test_one_that_is_asked_to_go_on_does_so_and_says_whose_snapshot_it_is(tmp_path, start_again, caplog):
+    trained(tmp_path / "run")
+    dies(tmp_path / "run")
+    start_again()
+    begun, _ = trained(tmp_path / "run", resume=True)
+    assert begun == 6
+    assert "this one is number 1: it goes on from it, as was asked for" in caplog.text
 
 
 @pytest.fixture
