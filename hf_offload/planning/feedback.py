@@ -253,6 +253,9 @@ class Feedback:
                 # How much it needs is not known; what is nearest to it says how much there may be on its way.
                 nearest = max(self._known.values(), key=lambda one: one.situation.elements)
                 windows = windows_to_measure(nearest, self._safest) or nearest.problem.windows[-1]
+                # No more waits to be written than in a first step, whatever the nearest leaves room for.
+                behind = min(windows.write_behind_bytes, self._safest.write_behind_bytes)
+                windows = dataclasses.replace(windows, write_behind_bytes=behind)
             if known is None or windows is not None:
                 self._in_force = None
                 wide = self._safest if windows is None else moving_all(self._safest, windows)

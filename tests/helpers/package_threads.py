@@ -19,5 +19,6 @@ class OurThreads:
     def join(self, timeout_s):
         """Wait for all of them; fails if one goes on."""
         for thread in self.running():
+            thread._started.wait(timeout_s)  # one that has just been made cannot be joined
             thread.join(timeout_s)
         assert self.running() == []

@@ -10,6 +10,7 @@ import transformers
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.errors import OffloadPlanError
 from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.planning.automatic import AutomaticPlan
 from hf_offload.storage.service import storage_of
 from tests.helpers.tables import rows
 
@@ -155,6 +156,23 @@ def test_a_longer_row_after_short_ones_runs_with_few_weights_until_it_has_been_m
     found = Trained("gpt2", tmp_path, budget, batch=growing)
     assert found.is_same(Trained("gpt2", tmp_path, batch=growing))
     assert found.most_measured_bytes <= budget
+
+
+def test_a_longer_row_lets_no_more_wait_to_be_written_than_a_first_step(tmp_path, monkeypatch):
+    apply, applied = AutomaticPlan._apply, []
+
+    def noted(automatic, plan):
+        applied.append(plan.write_behind_bytes)
+        apply(automatic, plan)
+
+    def growing(number):
+        if number == 4:
+            applied.append(None)
+        return sized(12, TOKENS if number == 4 else 2)(number)
+
+    monkeypatch.setattr(AutomaticPlan, "_apply", noted)
+    Trained("gpt2", tmp_path, int(2.5 * sum(one.nbytes for one in build().parameters())), batch=growing)
+    assert applied[applied.index(None) + 1] <= applied[0]
 
 
 def test_a_weight_is_updated_in_parts_as_small_as_the_budget_asks_for(tmp_path):

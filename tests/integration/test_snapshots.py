@@ -95,7 +95,12 @@ def steps_held(folder):
 
 def files_of(pid):
     """Paths to the files that a snapshot process holds."""
-    return [path for path in Path(f"/proc/{pid}/fd").iterdir() if "hf_offload-snapshot" in str(path.readlink())]
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a connection that was closed meanwhile
+            if "hf_offload-snapshot" in str(path.readlink()):
+                found.append(path)
+    return found
 
 
 def flip(path, begin=0, count=None):
