@@ -122,7 +122,7 @@ def test_a_plan_for_an_accelerator_uses_a_drive_only_if_one_is_named():
     unnamed = forecast(budget=least)
     assert unnamed.refusal is not None
     assert all(choice.held.state != "ssd" and choice.held.weights != "ssd" for _, choice in unnamed.frontier)
-    assert {row.name for row in unnamed.rows} >= {"ssd", "recompute+ssd"}
+    assert "ssd" in {row.name for row in unnamed.rows}
     for named in (
         forecast(budget=least, ssd="5GB/s"),
         forecast(budget=least, disk="1TB"),
