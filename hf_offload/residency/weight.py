@@ -153,16 +153,14 @@ class Weight:
         if parameter is None:
             return
         replaced = parameter.untyped_storage()._cdata != self._memory
-        if (
-            self.derivation is not None
-            and self.derivation.is_fixed
-            and (replaced or parameter._version != self._version)
-        ):
+        other = replaced or _layout(parameter) != self._layout
+        is_fixed = self.derivation is not None and self.derivation.is_fixed
+        if is_fixed and (other or parameter._version != self._version):
             if self._memory is not None and self._stored is not None:
                 whereabouts.remove(self._memory, self)
                 self._memory = self._buffer = None
                 self.bring()
-            how = "given other memory, such as by .data = ... or half()" if replaced else "changed in place"
+            how = "given other memory, such as by .data = ... or half()" if other else "changed in place"
             raise OffloadError(
                 f"The weight {self.name} was {how}, while a loss is computed that goes on from what it was: leave that out, "
                 "change it between steps, or let weights be in memory (params='none')."
@@ -198,6 +196,7 @@ class Weight:
         if self._changed:
             assert buffer is not None
             self._stored = Stored(store, buffer)
+        self._layout = _layout(parameter)
         hull = self._hull
         if hull is None or hull.shape != parameter.shape or hull.dtype != parameter.dtype:
             hull = hull_of(parameter)
@@ -389,7 +388,7 @@ class Weight:
 
     def _note_memory(self, parameter: nn.Parameter) -> None:
         self.nbytes = parameter.nbytes
-        self._layout = parameter.size(), parameter.stride(), parameter.dtype
+        self._layout = _layout(parameter)
         self._storage_bytes = parameter.untyped_storage().nbytes()
         self._version = parameter._version
         self._memory = whereabouts.put(parameter, self)
@@ -425,6 +424,10 @@ class _GivenCopy:
 
 def _nothing() -> None:
     return None
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.size(), tensor.stride(), tensor.dtype
 
 
 def is_dense(tensor: Tensor) -> bool:

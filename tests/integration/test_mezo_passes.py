@@ -665,6 +665,10 @@ def narrow_data(weight):
     weight.data = weight.data.half()
 
 
+def transpose_data(weight):
+    weight.data = weight.data.T
+
+
 def clamp_in_a_thread(weight):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(clamp_without_graph, weight).result()
@@ -689,7 +693,7 @@ def clamp_and_hide(weight):
         (clamp_and_hide, "changes its weight .*h.3.mlp.c_fc.weight in place"),
         (clamp_in_a_thread, "weight .*h.3.mlp.c_fc.weight was changed in place"),
         *((each, "weight .*h.3.mlp.c_fc.weight was given other memory") for each in (replace_data, fill_from_vector)),
-        (narrow_data, "weight .*h.3.mlp.c_fc.weight was given other memory"),
+        *((each, "weight .*h.3.mlp.c_fc.weight was given other memory") for each in (narrow_data, transpose_data)),
     ],
 )
 def test_a_forward_that_changes_a_weight_is_refused_and_weights_go_back(change, message, restore, tmp_path):
