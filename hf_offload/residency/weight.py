@@ -153,8 +153,8 @@ class Weight:
         if parameter is None:
             return
         replaced = parameter.untyped_storage()._cdata != self._memory
-        other = replaced or _layout(parameter) != self._layout
         is_fixed = self.derivation is not None and self.derivation.is_fixed
+        other = is_fixed and (replaced or _layout(parameter) != self._layout)
         if is_fixed and (other or parameter._version != self._version):
             if self._memory is not None and self._stored is not None:
                 whereabouts.remove(self._memory, self)
