@@ -9,6 +9,8 @@ from torch import nn
 from hf_offload import OffloadConfig, attach
 
 STEPS, EVERY = 12, 2
+WAIT_S = 600
+"""Longer than tests wait for a process to end: one that should have ended may not do so for want of a next training."""
 
 
 class Stops(Exception):
@@ -36,7 +38,7 @@ def trained(
     """
     model = net() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer
-    session = attach(model, OffloadConfig(tier="none", snapshot_steps=EVERY, snapshot_wait_s=60, **settings))
+    session = attach(model, OffloadConfig(tier="none", snapshot_steps=EVERY, snapshot_wait_s=WAIT_S, **settings))
     try:
         with session.snapshots(folder, optimizer=optimizer, resume=resume, **(objects or {})) as snapshots:
             begun = snapshots.step

@@ -148,8 +148,9 @@ def test_one_that_is_asked_to_go_on_does_so_and_says_whose_snapshot_it_is(tmp_pa
     trained(tmp_path / "run")
     dies(tmp_path / "run")
     start_again()
-    begun, _ = trained(tmp_path / "run", resume=True)
-    assert begun == 6
+    dies(tmp_path / "run", step=9, resume=True)
+    begun, _ = trained(tmp_path / "run", resume=None)
+    assert begun == 8
     assert "this one is number 1: it goes on from it, as was asked for" in caplog.text
 
 
