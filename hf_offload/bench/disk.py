@@ -278,7 +278,9 @@ class _PlainLoop:
 
     def __init__(self, fd: int, workload: Workload):
         self._workload = workload
-        self._stop = threading.Event()
+        self._state = threading.Condition()
+        self._running = 0
+        self._stopped = False
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         threads = max(workload.write_threads, workload.read_threads)
         self._buffers = [mmap.mmap(-1, workload.block_bytes) for _ in range(threads)]
@@ -286,6 +288,10 @@ class _PlainLoop:
             buffer.write(os.urandom(workload.block_bytes))
 
     def close(self) -> None:
+        # A pool does not wait for a thread during whose start Ctrl-C came: parts are counted by themselves.
+        with self._state:
+            self._stopped = True
+            self._state.wait_for(lambda: not self._running)
         os.close(self._fd)
         for buffer in self._buffers:
             buffer.close()
@@ -294,20 +300,31 @@ class _PlainLoop:
         threads = self._workload.threads(direction)
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             start = time.perf_counter()
-            parts = [pool.submit(self._part, direction, index, threads) for index in range(threads)]
             try:
-                for part in parts:
+                for part in [pool.submit(self._part, direction, index, threads) for index in range(threads)]:
                     part.result()
             except BaseException:
-                self._stop.set()  # or leaving the pool would wait for all of it
+                self._stopped = True  # or leaving the pool would wait for all of it
                 raise
         return self._workload.size_bytes / (time.perf_counter() - start)
 
     def _part(self, direction: Direction, index: int, threads: int) -> None:
+        with self._state:
+            if self._stopped:
+                return
+            self._running += 1
+        try:
+            self._move_part(direction, index, threads)
+        finally:
+            with self._state:
+                self._running -= 1
+                self._state.notify()
+
+    def _move_part(self, direction: Direction, index: int, threads: int) -> None:
         part, block = self._workload.size_bytes // threads, self._workload.block_bytes
         call = os.pwritev if direction == "write" else os.preadv
         for offset in range(index * part, (index + 1) * part, block):
-            if self._stop.is_set():
+            if self._stopped:
                 return
             try:
                 moved = call(self._fd, [self._buffers[index]], offset)

@@ -152,9 +152,11 @@ def test_the_allocator_sees_the_peak_that_was_measured(tmp_path):
             if session.forecast.measured_peak_bytes is not None:
                 break
         measured = session.forecast.measured_peak_bytes
-        in_use = peak_bytes_in_use(step)
-    if in_use is None:
+        # The allocator counts for the whole process: what former tests left and a step frees is missing in one peak.
+        peaks = [peak for peak in (peak_bytes_in_use(step) for _ in range(3)) if peak is not None]
+    if not peaks:
         pytest.skip("this machine's allocator does not tell what is in use")
+    in_use = max(peaks)
     assert fixed + in_use <= 1.02 * budget
     assert fixed + in_use == pytest.approx(measured, rel=0.05)
 

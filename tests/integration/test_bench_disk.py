@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -207,6 +208,32 @@ def test_ctrl_c_leaves_no_file_no_space_and_no_fio(directory, fio, monkeypatch, 
     assert "Traceback" not in errors
     assert list(directory.iterdir()) == []
     assert _open_anywhere(directory) == []
+
+
+def test_ctrl_c_while_a_thread_starts_closes_nothing_that_the_thread_uses(directory, without_fio, monkeypatch):
+    """The pool does not know a thread whose start was interrupted, and does not wait for it."""
+    begun, release = threading.Event(), threading.Event()
+
+    def write(fd, buffers, offset, move=os.pwritev):
+        if "ThreadPool" not in threading.current_thread().name:  # the tier's
+            return move(fd, buffers, offset)
+        with memoryview(buffers[0]):  # as in the call itself
+            begun.set()
+            release.wait()
+        return move(fd, buffers, offset)
+
+    class Interrupted(threading.Thread):
+        def start(self):
+            super().start()
+            if "ThreadPool" in self.name and begun.wait(10):
+                threading.Timer(0.2, release.set).start()
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", write)
+        patched.setattr(threading, "Thread", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            disk.compare_drive(directory, Workload.of(4 * MIB, 256 * KIB), 1)
 
 
 def _wait_for(condition):
