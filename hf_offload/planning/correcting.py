@@ -72,6 +72,15 @@ def corrected_plan(
     return None
 
 
+def follow_pace(known: Known, budget_bytes: int, hardware: Hardware, ranks: Ranks, allowed: Allowed) -> None:
+    """Correct the prediction of ``known``, whose plan stays, by the pace of its steps and the rates that were reached."""
+    footprint = known.footprint.at_pace(known.pace)
+    known.pace = 1.0
+    before_s = known.solution.timeline.step_s
+    _stay(known, footprint, ranks.first(lambda: _present(known, footprint, hardware, budget_bytes, allowed)))
+    known.followed *= known.solution.timeline.step_s / before_s
+
+
 def _present(known: Known, footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Timeline:
     """The plan as it is, at the present pace and rates."""
     problem = problem_of(footprint, hardware, budget_bytes, known.held, allowed)
@@ -86,5 +95,6 @@ def _stay(known: Known, footprint: Footprint, timeline: Timeline) -> None:
     known.footprint = footprint
     known.solution = dataclasses.replace(known.solution, timeline=timeline)
     known.prediction.step_s += timeline.step_s - before.step_s
-    # What is on its way at the rates that were reached: faster tiers have less of it.
-    known.prediction.peak_bytes += min(0, timeline.peak_bytes - before.peak_bytes)
+    # What is on its way at the rates that were reached: faster tiers have less of it, and slower ones more.
+    peak = known.correction_bytes + timeline.peak_bytes
+    known.prediction.peak_bytes = max(peak, known.prediction.measured_peak_bytes or 0)

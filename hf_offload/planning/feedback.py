@@ -1,11 +1,12 @@
 """Planning while training: measure a step, plan, look whether the plan holds, plan again when something changes."""
 
+import collections
 import dataclasses
 import logging
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from hf_offload.plan.plan import Plan
 from hf_offload.plan.planner import windows_for
 from hf_offload.plan.search import may_gain
 from hf_offload.plan.timeline import Windows
-from hf_offload.planning.correcting import corrected_plan, say
+from hf_offload.planning.correcting import corrected_plan, follow_pace, say
 from hf_offload.planning.known import (
     Known,
     find_known,
@@ -43,10 +44,11 @@ from hf_offload.settings.sizes import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
-# Steps whose median is this far from the prediction correct it, and each correction that follows waits for twice as many: a
-# machine that has other work, too, is now fast and now slow.
+# Steps whose median is this far from the prediction correct it. The prediction follows the latest of them; another plan is
+# looked for after some, and each time after twice as many: a machine that has other work, too, is now fast and now slow.
 _OFF = 1.1
 _TIMED_STEPS = 3
+_LATEST_STEPS = 5
 # The first step under a new plan still learns which records need not leave: the second is looked at.
 _SETTLED_STEPS = 1
 # A smaller batch than one that was measured is measured itself when it has come so often in a row.
@@ -125,7 +127,10 @@ class Feedback:
         self.most_measured_bytes: int | None = None
         self._last: Situation | None = None
         self._repeated = 0
-        self._timed: list[tuple[float, float]] = []  # seconds and pace of steps under the present plans
+        # Of steps under the present plans: time as a ratio to what was predicted when another plan was looked for last, of
+        # all since then; and time and compute as ratios to what is predicted now.
+        self._timed: list[float] = []
+        self._latest: collections.deque[tuple[float, float]] = collections.deque(maxlen=_LATEST_STEPS)
         self._patience = _TIMED_STEPS
         self._began_s: float | None = None
         self._waited_s = 0.0
@@ -141,7 +146,7 @@ class Feedback:
         if self._meter is not None and self._meter.is_over:
             self.end_step()  # the end of the last step was not reported
         if self._began_s is None:
-            self._began_s, self._waited_s = time.perf_counter(), self._engine.waited_s()
+            self._began_s, self._waited_s = time.perf_counter(), self._all_waited_s()
             self._played = []
         model = self._model()
         assert model is not None, "a forward has a model"
@@ -161,7 +166,7 @@ class Feedback:
             if self._meter is None and not self._ranks.connected and not StepMeter.can_begin():
                 played.is_measured = False  # another step will do
             if self._meter is None and played.is_measured:
-                self._meter = StepMeter(model, self._engine.resident_bytes, self._engine.waited_s, self._state.nbytes)
+                self._meter = StepMeter(model, self._engine.resident_bytes, self._all_waited_s, self._state.nbytes)
                 self._engine.observer = self._meter
                 self._meter.begin()
             if self._meter is not None:
@@ -182,7 +187,7 @@ class Feedback:
         if began is None:
             return
         seconds = time.perf_counter() - began
-        computed_s = seconds - (self._engine.waited_s() - self._waited_s)
+        computed_s = seconds - (self._all_waited_s() - self._waited_s)
         if meter is not None:
             self._note_peaks(meter)
         self._model_state.let_few_stay(False)
@@ -192,16 +197,16 @@ class Feedback:
         if not known or len(known) < len(self._played):
             return
         self.planned = max(known, key=lambda one: one.prediction.peak_bytes)
-        once = self.planned.footprint.optimizer_step_s
-        self.planned.prediction.step_s = sum(one.micro_batch_s for one in known) + once
+        self.planned.prediction.step_s = _predicted_s(known, self.planned)
         if not all(one.known is not None and one.known.is_for(one.situation) for one in self._played):
             return  # smaller batches than the plans are for
-        for one in {id(one): one for one in known}.values():
+        for one in _each(known):
             one.steps += 1
         if meter is not None:
             self._check_peaks(meter)
             return
         seconds, computed_s = map(max, zip(*self._ranks.gather((seconds, computed_s)), strict=True))
+        once = self.planned.footprint.optimizer_step_s
         pace = computed_s / max(sum(one.compute_s for one in known) + once, 1e-9)
         if all(one.steps > 1 for one in known):
             self._check_time(known, seconds, pace)
@@ -229,6 +234,10 @@ class Feedback:
                 meter.end()
                 self._engine.observer = None
             return meter
+
+    def _all_waited_s(self) -> float:
+        """Seconds that the training has waited for bytes of any kind: a plan counts on them by itself."""
+        return self._engine.waited_s() + self._model_state.waited_s
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -366,8 +375,8 @@ class Feedback:
             if one.known is None:
                 one.known = find_known(self._known, one.situation)
         self.planned = max(plans.values(), key=lambda one: one.prediction.peak_bytes)
-        self.planned.prediction.step_s = sum(one.known.micro_batch_s for one in self._played if one.known is not None)
-        self.planned.prediction.step_s += self.planned.footprint.optimizer_step_s
+        played = [one.known for one in self._played if one.known is not None]
+        self.planned.prediction.step_s = _predicted_s(played, self.planned)
         self._played = []
 
     def _find_measured(self, situation: Situation, meter: StepMeter, metered: int) -> tuple[Known | None, bool]:
@@ -481,30 +490,59 @@ class Feedback:
         self._log(logging.INFO, "Measuring again, with something else in memory. %s", why)
 
     def _check_time(self, known: Sequence[Known], seconds: float, pace: float) -> None:
+        """A step took ``seconds``, and its compute ``pace`` times as long as predicted: correct what is off."""
         main = self.planned
         assert main is not None, "it is the largest of these"
-        prediction = main.prediction
-        prediction.measured_step_s.append(seconds)
-        self._timed.append((seconds, pace))
+        main.prediction.measured_step_s.append(seconds)
+        ratio = seconds / main.prediction.step_s
+        self._latest.append((ratio, pace))
+        self._timed.append(ratio * main.followed)
         if len(self._timed) < self._patience:
+            self._follow_pace(known, main)
             return
-        seconds, pace = (statistics.median(values) for values in zip(*self._timed, strict=True))
+        ratio = statistics.median(self._timed)
         self._timed.clear()
-        if 1 / _OFF <= seconds / prediction.step_s <= _OFF:
+        if _agree(ratio):
+            self._follow_pace(known, main)
             return
         self._patience *= 2
-        self._log(logging.INFO, "Steps take %.2f s instead of the predicted %.2f s.", seconds, prediction.step_s)
-        for one in {id(one): one for one in known}.values():
+        predicted = main.prediction.step_s / main.followed
+        self._log(logging.INFO, "Steps take %.2f s instead of the predicted %.2f s.", ratio * predicted, predicted)
+        pace = self._latest_pace
+        self._latest.clear()
+        for one in _each(known):
             if one.plan is None:
-                one.pace = pace
+                one.pace, one.followed = pace, 1.0
                 self._correct(one, one.prediction.measured_peak_bytes or 0)
             if self.planned is None:
                 return  # weights or state were moved
+
+    def _follow_pace(self, known: Sequence[Known], main: Known) -> None:
+        """Predict for the plans as they are what the latest steps say, of which a few may have been slow by chance."""
+        pace = self._latest_pace
+        # Where compute is as predicted, no pace explains what is off.
+        if _agree(statistics.median(ratio for ratio, _ in self._latest)) or _agree(pace):
+            return
+        self._latest.clear()
+        hardware = with_measured_bandwidth(self._hardware, self._engine)
+        for one in _each(known):
+            if one.plan is None:
+                one.pace = pace
+                follow_pace(one, self._budget, hardware, self._ranks, self._moving.allowed)
+        main.prediction.step_s = _predicted_s(known, main)
+
+    @property
+    def _latest_pace(self) -> float:
+        """The median of the latest steps; as predicted where there are too few of them."""
+        if len(self._latest) < _TIMED_STEPS:
+            return 1.0
+        return statistics.median(pace for _, pace in self._latest)
 
     def _adopt(self, known: Known) -> None:
         """Let the plan be that of its situation, from the next forward on."""
         self._known[known.situation] = known
         self._timed.clear()
+        self._latest.clear()
         kind = "Corrected plan" if known.corrections else "Plan"
         self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self._budget), known.reason)
         self.planned = known
@@ -513,3 +551,17 @@ class Feedback:
     def _log(self, level: int, message: str, *values: object) -> None:
         """What all processes have decided, said by one of them."""
         say(self._ranks, level, message, *values)
+
+
+def _agree(ratio: float) -> bool:
+    return 1 / _OFF <= ratio <= _OFF
+
+
+def _each(known: Iterable[Known]) -> Iterable[Known]:
+    """Without repetitions."""
+    return {id(one): one for one in known}.values()
+
+
+def _predicted_s(known: Iterable[Known], main: Known) -> float:
+    """Of a step with micro-batches under these plans."""
+    return sum(one.micro_batch_s for one in known) + main.footprint.optimizer_step_s

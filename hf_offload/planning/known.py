@@ -45,6 +45,7 @@ class Known:
         correction_bytes: How much less than the budget it was made for.
         steps: How many ran under it.
         pace: Time of compute as a ratio to what was measured at first.
+        followed: Predicted time as a ratio to what it was when another plan was looked for last.
         held: Where weights, gradients and state are to be.
     """
 
@@ -57,6 +58,7 @@ class Known:
     corrections: int = 0
     steps: int = 0
     pace: float = 1.0
+    followed: float = 1.0
     plan: Plan | None = None
     held: Held = IN_MEMORY
 

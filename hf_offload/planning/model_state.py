@@ -235,6 +235,11 @@ class ModelState:
             self.residency.limit_bytes = nbytes
 
     @property
+    def waited_s(self) -> float:
+        """Seconds that the training has waited for what is on a tier of it."""
+        return self._storage.waited_s
+
+    @property
     def moves(self) -> bool:
         """Whether anything of it may be on a tier."""
         return self.streamed is not None or self.residency is not None

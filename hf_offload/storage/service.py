@@ -47,6 +47,7 @@ class RunStorage:
         ram_tiers: Those that may hold RAM without using it.
         takes_digests: Whether digests are taken of what is written now: it is going to be kept.
         settle_copies: Waits until nothing is copied of weights and state in memory; None where nothing ever is.
+        waited_s: Seconds that training has waited for weights, gradients and optimizer state.
     """
 
     def __init__(self, max_disk_write_bytes: int | None = None) -> None:
@@ -61,6 +62,7 @@ class RunStorage:
         self.ram_tiers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.takes_digests = False
         self.settle_copies: Callable[[], None] | None = None
+        self.waited_s = 0.0
         self._freeing: weakref.WeakMethod[Callable[[], None]] | None = None
         self._rooms: weakref.WeakValueDictionary[Any, DiskRoom] = weakref.WeakValueDictionary()
         self._opening = threading.Lock()

@@ -3,6 +3,7 @@
 import collections
 import logging
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 
@@ -91,6 +92,14 @@ class Store:
         """Wait until everything has been written."""
         while self._writing:
             self._wait_for_oldest()
+
+    def wait_until_done(self, future: "Future[None]") -> None:
+        """Wait for a transfer, and count how long that took."""
+        begin = time.perf_counter()
+        try:
+            self.tier.wait_until_done(future)
+        finally:
+            self.storage.waited_s += time.perf_counter() - begin
 
     def collect(self) -> None:
         """Free the room of what has gone, and of what could not be written."""
@@ -213,7 +222,7 @@ class Stored:
     def wait_until_written(self) -> None:
         """Wait for the tier. A write that fails leaves the bytes in memory."""
         if self._write is not None:
-            self._store.tier.wait_until_done(self._write)
+            self._store.wait_until_done(self._write)
             self._note_failure()
 
     def read_ahead(self) -> bool:
@@ -237,7 +246,7 @@ class Stored:
             return
         if buffer is not None:
             if self._write is not None and not self._cancel():
-                self._store.tier.wait_until_done(self._write)  # the drive still reads it, and the caller may change it
+                self._store.wait_until_done(self._write)  # the drive still reads it, and the caller may change it
             self._loaded = buffer
             return
         read = None if self._read is None else self._wait_for_read()
@@ -330,7 +339,7 @@ class Stored:
     def _wait_for_read(self) -> tuple[Tensor, Future[None]]:
         assert self._read is not None
         read = self._read
-        self._store.tier.wait_until_done(read[1])
+        self._store.wait_until_done(read[1])
         self._read = None
         self._store._reading.discard(self)
         return read

@@ -276,6 +276,35 @@ def test_a_prediction_is_corrected_after_three_steps_and_then_ever_more_rarely(
     assert new_plans(caplog) == 1
 
 
+class GivenClock:
+    """By which steps take these seconds."""
+
+    def __init__(self, seconds):
+        self._seconds = iter(seconds)
+        self._now_s = 1e6
+        self._is_running = False
+
+    def perf_counter(self):
+        if self._is_running:
+            self._now_s += next(self._seconds)
+        self._is_running = not self._is_running
+        return self._now_s
+
+
+def test_a_run_of_slow_steps_does_not_stay_the_prediction(tmp_path, monkeypatch):
+    slow, usual = [1000.0] * 3, [1.0] * 4
+    monkeypatch.setattr("hf_offload.planning.feedback.time", GivenClock([1.0] * 3 + slow + usual))
+    _, _, forecast, _ = train(model_of("gpt2"), auto("1GiB", tmp_path), 10)
+    assert forecast.step_s == pytest.approx(1.0)
+    assert forecast.measured_step_s == slow + usual
+
+
+def test_no_peak_is_predicted_below_one_that_was_measured(tmp_path, monkeypatch):
+    needing_more(monkeypatch, MIB)
+    _, _, forecast, _ = train(model_of("gpt2"), auto("1GiB", tmp_path), 3)
+    assert forecast.peak_bytes == forecast.measured_peak_bytes
+
+
 def test_a_smaller_batch_runs_under_the_plan_it_fits_into_until_it_stays(tmp_path, caplog):
     fixed, activations = live_peaks("gpt2")
     long = batch()

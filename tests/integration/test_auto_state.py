@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import time
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.errors import OffloadPlanError
 from hf_offload.optimizers.streamed import streaming_of
 from hf_offload.planning.automatic import AutomaticPlan
-from hf_offload.storage.service import storage_of
+from hf_offload.storage.service import ACTIVATIONS, storage_of
+from hf_offload.storage.tier import Tier
 from tests.helpers.tables import rows
 
 VOCABULARY, TOKENS, LAYERS = 256, 16, 8
@@ -123,6 +125,34 @@ def test_before_the_first_step_as_few_weights_as_possible_stay_and_little_waits_
     others = [parameter.nbytes for parameter in model.parameters()]
     assert session.residency.limit_bytes <= max(*blocks, *others)
     assert session.plan.write_behind_bytes <= budget // 16
+    session.detach()
+
+
+def test_what_a_step_waits_for_weights_and_state_is_not_taken_for_compute(tmp_path, monkeypatch):
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    budget = 6 * sum(parameter.nbytes for parameter in model.parameters()) // 5
+    session = attach(model, OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=1024))
+    session.prepare_optimizer(optimizer)
+    storage = storage_of(model)
+    honest_clock, honest_wait, late_s = time.perf_counter, Tier.wait_until_done, 0
+
+    def slow(tier, *futures):
+        nonlocal late_s
+        if any(tier.stats in tiers.values() for account, tiers in storage.accounts.items() if account != ACTIVATIONS):
+            late_s += 1000
+        honest_wait(tier, *futures)
+
+    monkeypatch.setattr(Tier, "wait_until_done", slow)
+    monkeypatch.setattr(time, "perf_counter", lambda: honest_clock() + late_s)
+    for number in range(2):
+        with session.scope():
+            model(**batch(number)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+    assert storage.waited_s > 1000
+    assert session.planned.footprint.step_s < 1000
     session.detach()
 
 
