@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.plan.choosing import may_hold
+from hf_offload.plan.choosing import may_hold, problem_of
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
@@ -29,11 +29,10 @@ from hf_offload.planning.known import (
     known_by_simulating,
     known_if_kept,
     known_with_more_state,
-    moving_all,
-    windows_to_measure,
 )
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
+from hf_offload.planning.moved import moving_all, windows_to_measure
 from hf_offload.planning.moving import Moving
 from hf_offload.planning.observed import ObservedEngine, OneForward, with_measured_bandwidth
 from hf_offload.planning.optimizer_state import OptimizerState
@@ -419,7 +418,8 @@ class Feedback:
             )
         except OffloadPlanError:
             may = self._ranks.first(lambda: may_hold(footprint, hardware, self._budget, self._moving.allowed))
-            if not may or not self._trial.begin(situation, measured):
+            problem = problem_of(footprint, hardware, self._budget, self._model_state.held, self._moving.allowed)
+            if not may or not self._trial.begin(situation, problem, self._safest, measured):
                 raise
             self._log(logging.INFO, "Nothing fits: measuring a step in which elementwise operations are recomputed.")
             return None, False
@@ -446,7 +446,9 @@ class Feedback:
             return
         if peak > self._budget and self._on_infeasible():
             self._measure_again(f"A step needed {format_bytes(peak)}.")
-        elif may_gain(known.footprint, known.solution) and self._trial.begin(known.situation):
+        elif may_gain(known.footprint, known.solution) and self._trial.begin(
+            known.situation, known.problem, self._safest
+        ):
             self._log(
                 logging.INFO,
                 "A step takes %s, its compute %s: measuring two steps, one with elementwise operations recomputed.",

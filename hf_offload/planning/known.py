@@ -11,7 +11,6 @@ from hf_offload.plan.holding import IN_MEMORY, Held
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import make_problem, plan_of
 from hf_offload.plan.problem import Problem, Solution, as_it_is, smallest_budget
-from hf_offload.plan.timeline import Windows
 from hf_offload.planning.situation import Situation
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
@@ -212,21 +211,3 @@ def find_known(plans: Mapping[Situation, Known], situation: Situation) -> Known 
     if same:
         return plans[max(same, key=lambda one: (len(one.forwards), one.gradient_bytes))]
     return plans[min(larger, key=lambda other: other.elements)]
-
-
-def windows_to_measure(known: Known, safest: Plan) -> Windows | None:
-    """The widest with which everything can be moved within the budget, if there are any: measuring must not break it."""
-    if known.plan is not None:
-        return None  # it is measured as it is
-    moved = dict.fromkeys(known.footprint.units, safest.default)
-    for windows in known.problem.windows:
-        if known.problem.fits(known.problem.play(moved, windows, "measured")):
-            return windows
-    return None
-
-
-def moving_all(safest: Plan, windows: Windows) -> Plan:
-    """``safest`` with other windows."""
-    return dataclasses.replace(
-        safest, read_ahead_bytes=windows.read_ahead_bytes, write_behind_bytes=windows.write_behind_bytes
-    )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_offload import OffloadConfig, offload_activations
+from hf_offload.errors import OffloadPlanError
 from hf_offload.structure.units import find_blocks
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.live_bytes import peak_live_bytes
@@ -100,6 +101,25 @@ def test_the_plan_chooses_it_and_no_bit_changes(name, tmp_path):
     assert forecast.peak_bytes <= budget
     assert forecast.measured_peak_bytes == pytest.approx(forecast.peak_bytes, rel=0.02)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_no_step_is_measured_for_it_that_could_break_the_budget(tmp_path):
+    def most_of_any_step(budget):
+        torch.manual_seed(0)
+        model = build("gpt2", 0.1, layers=LAYERS)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with offload_activations(model, auto(budget, tmp_path)) as session:
+            for _ in range(4):  # in the last, blocks would recompute more than there is room for
+                model(**batch()).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                session.end_step()
+            return session.most_measured_bytes
+
+    with pytest.raises(OffloadPlanError) as refused:
+        most_of_any_step("1MiB")
+    budget = int(1.1 * refused.value.smallest_bytes)
+    assert most_of_any_step(budget) <= budget
 
 
 @pytest.mark.parametrize("setting", ["norms", "off"])
