@@ -177,6 +177,7 @@ class Footprint:
         weights: Unit -> what of its weights, gradients and state may leave memory.
         transfers: Of weights, gradients and state that are on tiers, in the order of their segments.
         transfer_windows: Kind of transfers -> how many bytes of it may be on their way, half of them each way.
+        passing_bytes: How much of ``base_bytes`` is for what is on its way: at most moments less of it is used.
         elementwise: The same step with all blocks recomputing their elementwise operations; None where that cannot be chosen.
     """
 
@@ -201,6 +202,7 @@ class Footprint:
     weights: Mapping[str, UnitWeights] = dataclasses.field(default_factory=dict)
     transfers: tuple[Transfer, ...] = ()
     transfer_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    passing_bytes: int = 0
     elementwise: "Footprint | None" = None
 
     @functools.cached_property

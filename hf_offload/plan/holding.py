@@ -64,12 +64,14 @@ def hold(footprint: Footprint, held: Held, budget_bytes: int, on_host: bool, now
     windows = _windows(footprint, held, budget_bytes)
     buffers = sum(windows[kind] for kind in (STATE, GRADIENTS) if kind in windows) if on_host else 0
     weights = _memory_of_weights(footprint, held, on_host) - _memory_of_weights(footprint, now, on_host)
+    passing = buffers + (windows[WEIGHTS] if on_host and _leave(footprint, held) else 0)
     found = dataclasses.replace(
         footprint,
         base_bytes=footprint.base_bytes + buffers + weights - copies,
         buffer_bytes=footprint.buffer_bytes - copies,
         transfers=tuple(sorted(_transfers(footprint, held), key=lambda one: one.at)),
         transfer_windows=windows,
+        passing_bytes=passing,
     )
     if held.state is not None and now.state is None:
         found = _without_state(found, held, footprint, budget_bytes)
@@ -94,10 +96,15 @@ def _memory_of_weights(footprint: Footprint, held: Held, on_host: bool) -> int:
     total = sum(one.weight_bytes for one in footprint.weights.values())
     if held.weights is None:
         return total
-    staying = staying_weights(footprint, held)
-    if staying >= total:
+    if not _leave(footprint, held):
         return total  # nothing is on its way
-    return staying + (_windows(footprint, held, 0)[WEIGHTS] if on_host else 0)
+    return staying_weights(footprint, held) + (_windows(footprint, held, 0)[WEIGHTS] if on_host else 0)
+
+
+def _leave(footprint: Footprint, held: Held) -> bool:
+    """Whether any weights do."""
+    total = sum(one.weight_bytes for one in footprint.weights.values())
+    return held.weights is not None and staying_weights(footprint, held) < total
 
 
 def staying_weights(footprint: Footprint, held: Held) -> int:

@@ -32,6 +32,17 @@ def simulate(
     return _Player(footprint, placements, channels, windows, details).play()
 
 
+def likely_peak(
+    footprint: Footprint, placements: Mapping[str, Placement], channels: Mapping[str, Channel], windows: Windows
+) -> int:
+    """Most bytes in memory at once, with what is on its way of weights, gradients and state at each moment. A timeline's
+    peak counts on as much of it at any moment as there ever is.
+    """
+    player = _LikelyPlayer(footprint, placements, channels, windows, details=False)
+    player.play()
+    return player.likely_bytes
+
+
 class _Player:
     def __init__(
         self,
@@ -376,3 +387,13 @@ class _Player:
         return (
             self._course.memory_bytes[index] - self._footprint.base_bytes - self._footprint.segments[index].live_bytes
         )
+
+
+class _LikelyPlayer(_Player):
+    likely_bytes = 0
+
+    def _note(self, unit: str, live_bytes: int, alone_bytes: int, gradient_bytes: int, measured_bytes: int = 0) -> None:
+        # Neither a peak nor what must fit is noted: what is below both may be more than was likely before.
+        others = self._footprint.base_bytes - self._footprint.passing_bytes + live_bytes + alone_bytes
+        passing = self._transfers.passing_bytes(self._now) if self._footprint.passing_bytes else 0
+        self.likely_bytes = max(self.likely_bytes, others + self._resident + passing)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from hf_offload.plan.footprint import Footprint, Transfer
 from hf_offload.plan.stores import Stores
 from hf_offload.plan.timeline import Channel, Interval
+from hf_offload.plan.windows import spare_bytes
 
 
 class _Lane:
@@ -31,6 +32,12 @@ class _Lane:
     def pop(self) -> Transfer:
         self._next += 1
         return self._coming[self._next - 1]
+
+    def passing_bytes(self, now_s: float) -> int:
+        """What is on its way, and the buffers that are kept for what comes next. A large one goes in parts."""
+        writing = min(sum(nbytes for end_s, nbytes in self.writing if end_s > now_s), self.half_bytes)
+        window = 2 * self.half_bytes
+        return min(window, min(self.arriving_bytes, self.half_bytes) + writing + spare_bytes(window))
 
 
 class Transfers:
@@ -86,6 +93,10 @@ class Transfers:
             if first is None:
                 return
             self._begin(first, now_s)
+
+    def passing_bytes(self, now_s: float) -> int:
+        """Memory of what is on its way now, and of buffers for what comes next, where they are in that memory."""
+        return sum(lane.passing_bytes(now_s) for lane in self._lanes.values())
 
     def _begin(self, lane: _Lane, now_s: float) -> None:
         one = lane.pop()

@@ -9,6 +9,7 @@ _SMALLEST_PART_BYTES = 256 << 10
 _PARTS = 3
 """Of a part that is updated: its state (AdamW's), and a copy."""
 _WEIGHTS_WINDOW_BYTES = 64 << 20
+_SPARE_PARTS = 4
 _STATE_SHARE = 32
 _WEIGHTS_SHARE = 4
 
@@ -21,6 +22,11 @@ def state_window(budget_bytes: int | None) -> int:
 def weights_window(staying_bytes: int, largest_bytes: int) -> int:
     """The same of weights, of which ``staying_bytes`` may be in memory, and the largest has ``largest_bytes``."""
     return max(2 * largest_bytes, min(_WEIGHTS_WINDOW_BYTES, staying_bytes // _WEIGHTS_SHARE))
+
+
+def spare_bytes(window_bytes: int) -> int:
+    """Of a window, what may be kept in buffers that nothing uses, for the next of their size."""
+    return window_bytes // _SPARE_PARTS
 
 
 def part_bytes(budget_bytes: int | None) -> int:

@@ -1,15 +1,13 @@
 """What becomes of a plan once a step under it has been measured."""
 
-import dataclasses
 import logging
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.choosing import Allowed, problem_of
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.simulate import simulate
-from hf_offload.plan.timeline import Timeline
-from hf_offload.planning.known import Known, known_by_simulating
+from hf_offload.plan.problem import Solution
+from hf_offload.planning.known import Known, known_by_simulating, peak_of
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
 
@@ -38,7 +36,8 @@ def corrected_plan(
     footprint = known.footprint.at_pace(known.pace)
     known.pace = 1.0
     # Each process has rates of its own: the first one's count, or they would not decide alike.
-    timeline = ranks.first(lambda: _present(known, footprint, hardware, budget_bytes, allowed))
+    present = ranks.first(lambda: _present(known, footprint, hardware, budget_bytes, allowed))
+    step_s = present[0].timeline.step_s
     excess, needed = peak_bytes - budget_bytes, format_bytes(peak_bytes)
     may_correct = known.corrections < _MOST_CORRECTIONS
     if excess > 0 and not may_correct:
@@ -47,8 +46,8 @@ def corrected_plan(
         )
     elif excess > 0:
         say(ranks, logging.INFO, "The step needed %s, more than the budget: planning again.", needed)
-    elif not may_correct or timeline.step_s <= _GAIN * footprint.step_s:
-        _stay(known, footprint, timeline)  # no plan takes less than all of its compute
+    elif not may_correct or step_s <= _GAIN * footprint.step_s:
+        _stay(known, footprint, *present)  # no plan takes less than all of its compute
         return None
     less = known.correction_bytes + (excess if excess > 0 and may_correct else 0)
     try:
@@ -66,9 +65,9 @@ def corrected_plan(
         say(ranks, logging.WARNING, "The step needed %s, and no other plan needs less. %s", needed, error)
         known.corrections = _MOST_CORRECTIONS
         return None
-    if may_correct and (excess > 0 or timeline.step_s > _GAIN * other.solution.timeline.step_s):
+    if may_correct and (excess > 0 or step_s > _GAIN * other.solution.timeline.step_s):
         return other
-    _stay(known, footprint, timeline)
+    _stay(known, footprint, *present)
     return None
 
 
@@ -77,24 +76,23 @@ def follow_pace(known: Known, budget_bytes: int, hardware: Hardware, ranks: Rank
     footprint = known.footprint.at_pace(known.pace)
     known.pace = 1.0
     before_s = known.solution.timeline.step_s
-    _stay(known, footprint, ranks.first(lambda: _present(known, footprint, hardware, budget_bytes, allowed)))
+    _stay(known, footprint, *ranks.first(lambda: _present(known, footprint, hardware, budget_bytes, allowed)))
     known.followed *= known.solution.timeline.step_s / before_s
 
 
-def _present(known: Known, footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Timeline:
-    """The plan as it is, at the present pace and rates."""
+def _present(
+    known: Known, footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed
+) -> tuple[Solution, int]:
+    """The plan as it is, at the present pace and rates, and its peak."""
     problem = problem_of(footprint, hardware, budget_bytes, known.held, allowed)
-    return simulate(
-        problem.step(known.solution.placements), known.solution.placements, problem.channels, known.solution.windows
-    )
+    solution = problem.play(known.solution.placements, known.solution.windows, known.solution.method)
+    return solution, peak_of(problem, solution)
 
 
-def _stay(known: Known, footprint: Footprint, timeline: Timeline) -> None:
+def _stay(known: Known, footprint: Footprint, solution: Solution, peak_bytes: int) -> None:
     """Correct the prediction of a plan that stays."""
-    before = known.solution.timeline
-    known.footprint = footprint
-    known.solution = dataclasses.replace(known.solution, timeline=timeline)
-    known.prediction.step_s += timeline.step_s - before.step_s
+    known.prediction.step_s += solution.timeline.step_s - known.solution.timeline.step_s
+    known.footprint, known.solution = footprint, solution
     # What is on its way at the rates that were reached: faster tiers have less of it, and slower ones more.
-    peak = known.correction_bytes + timeline.peak_bytes
+    peak = known.correction_bytes + peak_bytes
     known.prediction.peak_bytes = max(peak, known.prediction.measured_peak_bytes or 0)

@@ -11,6 +11,7 @@ from hf_offload.plan.holding import IN_MEMORY, Held
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import make_problem, plan_of
 from hf_offload.plan.problem import Problem, Solution, as_it_is, smallest_budget
+from hf_offload.plan.simulate import likely_peak
 from hf_offload.planning.situation import Situation
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
@@ -117,9 +118,15 @@ def known_by_simulating(
     """
     choice = ranks.first(lambda: find_choice(footprint, hardware, budget_bytes, allowed, less))
     problem, solution = choice.problem, choice.solution
-    known = _known(situation, footprint, problem, solution, solution.timeline.peak_bytes + less, less, corrections)
+    known = _known(situation, footprint, problem, solution, peak_of(problem, solution) + less, less, corrections)
     known.held = choice.held
     return known
+
+
+def peak_of(problem: Problem, solution: Solution) -> int:
+    """What a step is predicted to need; what has to be there for it may be more."""
+    placements = solution.placements
+    return likely_peak(problem.step(placements), placements, problem.channels, solution.windows)
 
 
 def known_if_kept(

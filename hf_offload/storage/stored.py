@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _SPARE_BYTES = 1 << 16
 """Of the smallest buffers that are kept for the next of their size."""
+_SPARE_PARTS = 4
+"""Of the window, one is what all of them may take: plans count on it."""
 
 
 class Store:
@@ -73,7 +75,7 @@ class Store:
 
     def _recycle(self, buffer: Tensor) -> None:
         nbytes = buffer.numel()
-        fits = nbytes >= _SPARE_BYTES and self._spare_bytes + nbytes <= self.window_bytes // 4
+        fits = nbytes >= _SPARE_BYTES and self._spare_bytes + nbytes <= self.window_bytes // _SPARE_PARTS
         if fits and buffer.untyped_storage().nbytes() == nbytes:
             self._spare.setdefault((nbytes, buffer.data_ptr() % PAGE), []).append(buffer)
             self._spare_bytes += nbytes

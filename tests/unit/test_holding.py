@@ -5,6 +5,7 @@ import itertools
 import re
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,12 @@ from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, least
 from hf_offload.plan.kinds import kinds_of
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
+from hf_offload.plan.simulate import likely_peak, simulate
+from hf_offload.plan.timeline import Channel, Windows
+from hf_offload.plan.windows import spare_bytes
+from hf_offload.storage.ram import RamTier
+from hf_offload.storage.service import RunStorage
+from hf_offload.storage.stored import Store
 from tests.helpers.handmade_footprints import MB, footprint_of
 
 LAYERS, WEIGHT = 8, 150 * MB
@@ -278,3 +285,31 @@ def test_a_limit_of_written_bytes_that_leaves_no_way_is_named():
         assert re.search(r"max_step_write_bytes of [0-9.]+ GiB instead of 0 B", message)
         assert "instead of -" not in message
     assert "would do, but not within the limits of tiers" in message
+
+
+def test_a_likely_peak_counts_of_what_is_on_its_way_what_is_there_at_that_time():
+    footprint = trained()
+    step = hold(footprint, Held("ssd", "ssd", least_weights(footprint)), 32 * 96 * MB, on_host=True)
+    windows, least = step.transfer_windows, step.base_bytes - step.passing_bytes
+    assert step.passing_bytes == sum(windows.values())
+
+    def played(play, bytes_per_s):
+        return play(step, dict.fromkeys(step.units, Placement.KEEP), {"ssd": Channel(bytes_per_s, 1e13)}, Windows(0, 0))
+
+    saved, live = sum(step.saved_bytes.values()), max(one.live_bytes for one in step.segments)
+    # State is written in forward: on a slow drive, half of its window is full when backward begins.
+    full = windows[WEIGHTS] + windows[GRADIENTS] * 3 // 4 + windows[STATE] * 3 // 4
+    assert played(likely_peak, 1e6) == least + saved + live + full < played(simulate, 1e6).peak_bytes
+    # On a fast one, it has been written, and memory is short when the second block's weights leave for the third's.
+    state = spare_bytes(windows[STATE])
+    later = saved - step.saved_bytes["layers.7"] + windows[WEIGHTS] + windows[GRADIENTS] * 3 // 4 + state
+    assert played(likely_peak, 1e13) == least + later + live
+
+
+def test_spare_buffers_take_as_much_as_plans_count_on():
+    window = 16 * MB
+    store = Store(RunStorage(), RamTier(storage=RunStorage()), "state", window)
+    for _ in range(8):
+        store.recycle(store.new_buffer(MB))
+        store.recycle(torch.empty(MB, dtype=torch.uint8))
+    assert store.buffer_bytes == spare_bytes(window)
