@@ -13,13 +13,14 @@ from hf_offload.plan.choosing import Choice, can_hold, choose, frontier, refuse
 from hf_offload.plan.explain import UnitLine, unit_lines
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
-from hf_offload.plan.holding import Held
+from hf_offload.plan.holding import Held, snapshot_bytes
 from hf_offload.plan.kinds import Kind, kinds_of
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import Alternative, largest, make_problem, simple_ways
 from hf_offload.plan.problem import Problem, Solution
 from hf_offload.plan.search import uniform
 from hf_offload.plan.timeline import Timeline
+from hf_offload.settings.memory_modes import OF_ADAPTERS
 from hf_offload.settings.schema import smallest_bytes
 from hf_offload.settings.sizes import format_bytes, format_seconds
 
@@ -257,19 +258,11 @@ def _used_by_a_run(workload: Workload, hardware: Hardware) -> Hardware:
 
 
 def _bytes_of_snapshots(workload: Workload, counted: Footprint) -> tuple[int, int]:
-    """On the drive, and in RAM. Weights, buffers and optimizer state; of adapters, what is trained, which is as large
-    as its gradients. What is on a drive for certain is kept there, and takes more room of it only if it changes.
-    """
-    of_adapters = workload.memory_mode in ("lora", "qlora")
-    on_drive, in_ram = 0, counted.gradient_bytes + counted.state_bytes if of_adapters else counted.base_bytes
-    if workload.state_place == "ssd":
-        on_drive += counted.state_bytes
-        in_ram -= counted.state_bytes
-    if workload.weights_place == "ssd":
-        trained = sum(one.trained_bytes for one in counted.weights.values())
-        on_drive += trained
-        in_ram -= trained if of_adapters else sum(one.weight_bytes for one in counted.weights.values())
-    return workload.snapshots * on_drive, workload.snapshots * in_ram
+    """On the drive, and in RAM. Where a plan says what is where, nothing is on a drive for certain."""
+    state, weights = ("ssd" if place == "ssd" else None for place in (workload.state_place, workload.weights_place))
+    of_trained = workload.memory_mode in OF_ADAPTERS
+    found = snapshot_bytes(counted, Held(state, weights), Held(), workload.snapshots, of_trained)
+    return found["ssd"], found["ram"]
 
 
 def _ram_bytes(hardware: Hardware, budget_bytes: int) -> int:

@@ -22,6 +22,7 @@ from hf_offload.plan.holding import (
     hold,
     least_weights,
     moved_bytes,
+    snapshot_bytes,
     tier_bytes,
 )
 from hf_offload.plan.plan import Placement
@@ -78,6 +79,8 @@ class Allowed:
         now: Where a running training has them, and the footprint is taken so; None before it. What has left memory stays out
             of it, but how many bytes of weights are in memory may change, unless ``weights`` is ``"none"``.
         written_bytes: Most bytes that a step may write to drives; None: no limit.
+        snapshots: How many of the run are held at a time.
+        snapshots_of_trained: Whether they leave out what is not trained.
         is_measured: Whether a measured step had a part in where they are ``now``: if not, a plan is not bound to it.
     """
 
@@ -88,6 +91,8 @@ class Allowed:
     may_recompute: bool = True
     now: Held | None = None
     written_bytes: int | None = None
+    snapshots: int = 0
+    snapshots_of_trained: bool = False
     is_measured: bool = True
 
 
@@ -105,7 +110,13 @@ def problem_of(footprint: Footprint, hardware: Hardware, budget_bytes: int, held
     found = where(footprint.plain)
     problem = make_problem(found, hardware, budget_bytes, may_recompute=allowed.may_recompute)
     taken = tier_bytes(footprint, held)
-    room = {tier: nbytes - taken.get(tier, 0) for tier, nbytes in problem.room_bytes.items()}
+    kept = snapshot_bytes(
+        footprint.plain, held, allowed.now or IN_MEMORY, allowed.snapshots, allowed.snapshots_of_trained
+    )
+    # Snapshots that find no room are refused by themselves.
+    room = {
+        tier: max(0, nbytes - kept.get(tier, 0)) - taken.get(tier, 0) for tier, nbytes in problem.room_bytes.items()
+    }
     if allowed.written_bytes is not None and "ssd" in room:
         # What activations take of a drive in a step is written in it.
         room["ssd"] = min(room["ssd"], allowed.written_bytes - moved_bytes(found)[0].get("ssd", 0))

@@ -22,8 +22,8 @@ from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.ranks import Ranks
 from hf_offload.residency.residency import Residency
 from hf_offload.residency.setting import park_weights, residency_of
-from hf_offload.settings.memory_modes import NONE
-from hf_offload.settings.schema import OffloadConfig, with_checked
+from hf_offload.settings.memory_modes import NONE, OF_ADAPTERS
+from hf_offload.settings.schema import OffloadConfig, snapshots_held, with_checked
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.service import RunStorage
 
@@ -185,6 +185,8 @@ class ModelState:
             keeps_gradients=self._keeps_gradients,
             now=self.held,
             written_bytes=None if written is None else int(written),
+            snapshots=snapshots_held(self._config),
+            snapshots_of_trained=self._config.memory_mode in OF_ADAPTERS,
             is_measured=self._is_measured,
         )
 

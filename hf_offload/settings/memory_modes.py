@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NONE = "none"
 """All weights, with the optimizer that the training arguments name."""
+OF_ADAPTERS = ("lora", "qlora")
+"""Those whose checkpoints and snapshots hold what is trained alone."""
 
 
 @dataclasses.dataclass(frozen=True)

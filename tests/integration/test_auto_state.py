@@ -315,6 +315,14 @@ def test_the_trainer_moves_what_does_not_fit(tmp_path):
         assert all(map(torch.equal, plain[1], other[1]))
 
 
+@pytest.mark.parametrize("directory", [None, "snapshots"])
+def test_a_plan_leaves_room_for_snapshots(directory, tmp_path):
+    where = None if directory is None else tmp_path / directory
+    session = attach(build(), OffloadConfig(tier="auto", directory=tmp_path, snapshot_steps=5, snapshot_dir=where))
+    assert session._state.allowed.snapshots == (2 if directory is None else 3)
+    session.detach()
+
+
 def test_auto_is_the_default_with_the_tier_auto_alone():
     assert OffloadConfig().state_place == OffloadConfig().weights_place == "auto"
     config = OffloadConfig(tier="ssd")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import Allowed, choose, find_choice, frontier, least_memory, refuse
+from hf_offload.plan.choosing import Allowed, choose, find_choice, frontier, least_memory, problem_of, refuse
 from hf_offload.plan.footprint import UnitWeights
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, least_weights, moved_bytes, tier_bytes
@@ -285,6 +285,28 @@ def test_a_limit_of_written_bytes_that_leaves_no_way_is_named():
         assert re.search(r"max_step_write_bytes of [0-9.]+ GiB instead of 0 B", message)
         assert "instead of -" not in message
     assert "would do, but not within the limits of tiers" in message
+
+
+@pytest.mark.parametrize(
+    ("held", "kept", "in_ram"),
+    [
+        (Held(), 0, 3),
+        (Held("ram"), 0, 3),
+        (Held("ssd"), 2, 1),
+        (Held("ssd", "ssd", LAYERS * WEIGHT // 2), 3, 0),
+    ],
+)
+@pytest.mark.parametrize("moved", [False, True])
+def test_tiers_have_less_room_where_snapshots_are_held(held, kept, in_ram, moved):
+    """State is twice the weights. What has left memory is a part of a snapshot, wherever it is when a step is measured."""
+    footprint, allowed = trained(), Allowed()
+    if moved:
+        allowed = Allowed(now=held)
+        footprint = hold(footprint, held, 8 * WEIGHT, on_host=False)
+    with_them = dataclasses.replace(allowed, snapshots=2)
+    rooms = [problem_of(footprint, machine(), 8 * WEIGHT, held, one).room_bytes for one in (allowed, with_them)]
+    less = {tier: nbytes - rooms[1][tier] for tier, nbytes in rooms[0].items()}
+    assert less == {"ram": 2 * in_ram * LAYERS * WEIGHT, "ssd": 2 * kept * LAYERS * WEIGHT}
 
 
 def test_a_likely_peak_counts_of_what_is_on_its_way_what_is_there_at_that_time():
