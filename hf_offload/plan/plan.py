@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 
 from hf_offload.errors import OffloadConfigError
@@ -24,27 +25,27 @@ class Placement(enum.StrEnum):
     ELEMENTWISE_RAM = "elementwise+ram"
     ELEMENTWISE_SSD = "elementwise+ssd"
 
-    @property
+    @functools.cached_property  # asked for a million times a plan
     def recomputes(self) -> bool:
         """Whether the whole block is recomputed in backward."""
         return self.value.startswith("recompute")
 
-    @property
+    @functools.cached_property
     def elementwise(self) -> bool:
         """Whether the whole block recomputes its elementwise operations in backward, and saves less."""
         return self.value.startswith("elementwise")
 
-    @property
+    @functools.cached_property
     def tier(self) -> str | None:
         """Where the tensors go (for a recompute, the block's input), or None: nowhere."""
         return self.value.rpartition("+")[2] if self.value not in ("keep", "recompute", "elementwise") else None
 
-    @property
+    @functools.cached_property
     def with_elementwise(self) -> "Placement":
         """The same place, for what a block saves that recomputes its elementwise operations."""
         return Placement("elementwise" if self.tier is None else f"elementwise+{self.tier}")
 
-    @property
+    @functools.cached_property
     def in_full(self) -> "Placement":
         """The same place, for all that is saved."""
         return Placement.KEEP if self.tier is None else Placement(self.tier)

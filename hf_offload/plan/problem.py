@@ -200,9 +200,13 @@ class Choices:
         return found + [(unit, placement.with_elementwise) for unit in reduced for placement in stays]
 
     def changed(self, placements: Placements, unit: str, placement: Placement) -> Placements:
-        """``placements`` with one unit, or one block as a whole, placed otherwise."""
+        """``placements``, which :meth:`place` has made, with one unit, or one block as a whole, placed otherwise."""
         block = self._blocks_of[unit]
         wanted = dict(placements)
+        before = Placement.KEEP if block is None else placements[block]
+        if not (before.recomputes or before.elementwise or placement.recomputes or placement.elementwise):
+            wanted[unit] = placement
+            return wanted
         if block is not None and not placement.recomputes:
             members = [block, *self.members.get(block, ())]
             if placements[block].recomputes:

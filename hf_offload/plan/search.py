@@ -332,14 +332,13 @@ class _LocalSearch:
                 yield self._choices.changed(solution.placements, unit, placement)
 
     def _two_changes(self, solution: Solution) -> Iterator[Placements]:
-        for (unit, placement), (other, second) in itertools.combinations(self._moves, 2):
-            if (
-                unit != other
-                and solution.placements[unit] is not placement
-                and solution.placements[other] is not second
-            ):
-                once = self._choices.changed(solution.placements, unit, placement)
-                yield self._choices.changed(once, other, second)
+        for first, (unit, placement) in enumerate(self._moves, start=1):
+            if solution.placements[unit] is placement:
+                continue
+            once = self._choices.changed(solution.placements, unit, placement)
+            for other, second in itertools.islice(self._moves, first, None):
+                if other != unit and solution.placements[other] is not second:
+                    yield self._choices.changed(once, other, second)
 
 
 def _moments(problem: Problem) -> int:
