@@ -5,27 +5,23 @@ resumed run are those of one that never stopped.
 """
 
 import contextlib
-import copy
-import dataclasses
 import json
 import logging
-import shutil
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_callback import ExportableState
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 import hf_offload
 from hf_offload.errors import SnapshotError, TierFullError
 from hf_offload.generators import process_states
+from hf_offload.integrations.checkpoint_files import json_of, state_of, unchanging_files
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.snapshot_refusals import refuse, refuse_order
 from hf_offload.ranks import Ranks
@@ -303,7 +299,7 @@ class TrainerSnapshots:
         self.taking.settle()  # before the ranks talk of something else
         trainer: Any = self._trainer
         if self._unchanging is None:
-            self._unchanging = self._unchanging_files()
+            self._unchanging = unchanging_files(trainer, self._model, self._output / links_of(self._ranks))
         weights = self._weights.tensors(copy_buffers=True)
         layout = contents.layout_of(weights)
         kept = self.taking.kept()
@@ -327,9 +323,9 @@ class TrainerSnapshots:
         scaler = getattr(trainer.accelerator, "scaler", None)
         if scaler is not None:
             files[SCALER_NAME] = contents.archive_now(scaler.state_dict())
-        state = _state_of(trainer)
+        state = state_of(trainer)
         files |= self._unchanging
-        files[TRAINER_STATE_NAME] = Small(lambda: _json_of(state))
+        files[TRAINER_STATE_NAME] = Small(lambda: json_of(state))
         watched = [*weights.values(), *contents.tensors_in(optimizer)]
         self.taking.take(
             state.global_step,
@@ -357,30 +353,6 @@ class TrainerSnapshots:
             kept=kept,
             at_once=self._at_once or storage_of(self._model).has_state or self._weights.are_parked,
         )
-
-    def _unchanging_files(self) -> dict[str, Write]:
-        """Those by which a checkpoint is more than numbers, as the Trainer writes them."""
-        trainer = self._trainer
-        folder = self._output / links_of(self._ranks)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        try:
-            model: Any = self._model
-            if hasattr(model, "peft_config"):
-                _write_adapter_config(model, folder)
-            elif isinstance(model, PreTrainedModel):
-                model.config.save_pretrained(folder)
-                if model.can_generate():
-                    model.generation_config.save_pretrained(folder)
-            tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
-            return {
-                path.name: contents.small_file(path.read_bytes()) for path in sorted(folder.iterdir()) if path.is_file()
-            }
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def _weights(self) -> ModelWeights:
@@ -449,15 +421,6 @@ def _check(optimizer: Any, schedule: Any) -> None:
     check_loadable("lr_scheduler.state_dict()", schedule)
 
 
-def _write_adapter_config(model: Any, folder: Path) -> None:
-    """As peft writes it for an adapter."""
-    config = copy.copy(model.peft_config["default"])
-    config.inference_mode = True
-    if config.base_model_name_or_path is None:
-        config.base_model_name_or_path = model.base_model.model.__dict__.get("name_or_path")
-    config.save_pretrained(folder)
-
-
 def _is_newer(checkpoint: Path, found: Found, steps: int) -> bool:
     """Whether a checkpoint is of the same run, and so much later that a snapshot of every so many ``steps`` is missing.
 
@@ -468,23 +431,3 @@ def _is_newer(checkpoint: Path, found: Found, steps: int) -> bool:
         path.stat().st_mtime >= found.record["began"]
         and json.loads(path.read_bytes())["global_step"] > found.step + steps
     )
-
-
-def _state_of(trainer: Any) -> Any:
-    """The Trainer's state as a checkpoint has it: with that of its callbacks, and what was counted since the last one."""
-    state = copy.copy(trainer.state)
-    state.log_history = list(state.log_history)
-    state.total_flos = state.total_flos + trainer.current_flos
-    states: dict[str, list[Any]] = {}
-    for one in [*trainer.callback_handler.callbacks, trainer.control]:
-        if isinstance(one, ExportableState):
-            states.setdefault(type(one).__name__, []).append(one.state())
-    state.stateful_callbacks = {
-        name: found if isinstance(trainer.state.stateful_callbacks.get(name), list) else found[-1]
-        for name, found in states.items()
-    }
-    return state
-
-
-def _json_of(state: Any) -> bytes:
-    return (json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n").encode()

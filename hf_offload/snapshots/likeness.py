@@ -66,39 +66,36 @@ def check_optimizers(there: Sequence[Mapping[str, Any]], here: Sequence[Mapping[
                 f"{what} has the state of another optimizer: it is {known['class']} there and {now['class']} here. Resume "
                 "with the optimizer that it was taken with, or start from the beginning."
             )
-        different = _different(known["options"], now["options"])
-        if different:
-            logger.warning(
-                "%s was taken with other options of the optimizer: %s. Training goes on with those of the snapshot, as with "
-                "a checkpoint.",
-                what,
-                different,
-            )
+        _warn(
+            _different(known["options"], now["options"]),
+            f"{what} was taken with other options of the optimizer",
+            "Training goes on with those of the snapshot, as with a checkpoint.",
+        )
 
 
 def warn_of_other_data(there: Mapping[str, Any], here: Mapping[str, Any], what: str) -> None:
     """Warn if the place in the data, counted in batches that ``there`` describes, is another one ``here``."""
-    different = _different(_in_words(there), _in_words(here))
-    if different:
-        logger.warning(
-            "%s was taken with other data or batches: %s. Training goes on, and its place is counted in the batches that "
-            "there are now: of this epoch, rows may come twice or not at all. For the run that was stopped, resume with what "
-            "it had.",
-            what,
-            different,
-        )
+    _warn(
+        _different(_in_words(there), _in_words(here)),
+        f"{what} was taken with other data or batches",
+        "Training goes on, and its place is counted in the batches that there are now: of this epoch, rows may come twice or "
+        "not at all. For the run that was stopped, resume with what it had.",
+    )
 
 
 def warn_of_another_schedule(there: Mapping[str, Any], here: Mapping[str, Any], what: str) -> None:
     """Warn if training has another length or schedule of its learning rate ``here`` than ``there``."""
-    different = _different(_in_words(there), _in_words(here))
+    _warn(
+        _different(_in_words(there), _in_words(here)),
+        f"{what} was taken with another schedule",
+        "From here on, length and learning rate are those of the present one, as with a checkpoint: neither the run that was "
+        "stopped has them, nor one with this schedule from its beginning.",
+    )
+
+
+def _warn(different: str, found: str, then: str) -> None:
     if different:
-        logger.warning(
-            "%s was taken with another schedule: %s. From here on, length and learning rate are those of the present one, as "
-            "with a checkpoint: neither the run that was stopped has them, nor one with this schedule from its beginning.",
-            what,
-            different,
-        )
+        logger.warning("%s: %s. %s", found, different, then)
 
 
 def _in_words(values: Mapping[str, Any]) -> dict[str, str]:
