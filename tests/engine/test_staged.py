@@ -179,7 +179,7 @@ def test_unpack_waits_for_the_end_of_a_store_and_does_not_ask_again_and_again(mo
 
     def end(*arguments):
         ended.append(arguments)
-        assert len(ended) == 1 or go.wait(20)  # the second is that of sin(x), which nobody else holds
+        assert len(ended) == 1 or go.wait(60)  # the second is that of sin(x), which nobody else holds
         stored(*arguments)
 
     monkeypatch.setattr(rig.transfer, "_stored", end)
@@ -196,7 +196,7 @@ def test_unpack_waits_for_the_end_of_a_store_and_does_not_ask_again_and_again(mo
     backward.join(0.3)
     asked_in_vain = len(asked)
     go.set()
-    backward.join(20)
+    backward.join(60)
     assert asked_in_vain == 1
     assert torch.equal(found[0], expected)
 
@@ -230,7 +230,7 @@ def test_a_failed_read_can_be_repeated(monkeypatch):
         with pytest.raises(OffloadError, match="Input/output error"):
             torch.autograd.grad(y, x, retain_graph=True)
     ahead = [cleanup.future for cleanup in rig.transfer._cleanups if cleanup.ahead]
-    assert any(isinstance(future.exception(timeout=20), StorageError) for future in ahead)
+    assert any(isinstance(future.exception(timeout=60), StorageError) for future in ahead)
     tier.fail_reads = False
     assert torch.equal(torch.autograd.grad(y, x)[0], expected)
     assert len(targets) > 1
@@ -244,7 +244,7 @@ def test_a_write_that_fails_after_its_record_is_gone_leaves_nothing():
     x = torch.randn(64, 64, requires_grad=True)
     with rig:
         y = x.sin().cos().sum()
-    assert tier.writes_begun.acquire(timeout=20)
+    assert tier.writes_begun.acquire(timeout=60)
     del y
     rig.transfer.reap()
     assert not tier.live
@@ -286,7 +286,7 @@ def unpacked_in_time(rig, handle):
     found = []
     thread = threading.Thread(target=lambda: found.append(rig.engine.unpack(handle)), daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert found, "it waits for somebody who waits for it"
     return found[0]
 

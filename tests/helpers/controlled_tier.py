@@ -118,7 +118,7 @@ class ControlledTier(Tier):
 def wait_for_stores(transfer: Transfer) -> None:
     """Wait until the writes that have begun have ended, whatever became of them."""
     for write in list(transfer._writes._ends):
-        assert write.wait(20)
+        assert write.wait(60)
 
 
 class Rig:
@@ -181,7 +181,7 @@ class Rig:
     def _pool_idle(self) -> None:
         done = threading.Event()
         self.tier._pools["write"].submit(done.set)
-        assert done.wait(20)
+        assert done.wait(60)
 
     def assert_nothing_left(self) -> None:
         """No record, no slot, no byte is left behind."""

@@ -1,7 +1,7 @@
 """Several processes: the same bits as without offloading, shared budgets, one plan, one summary."""
 
 import gc
-import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from hf_offload.planning import ranks as planning_ranks
 from hf_offload.settings.sizes import format_bytes
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.gloo_processes import assert_done, run_in_processes
+from tests.helpers.snapshot_processes import until
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
 TWO, FOUR = 2, 4
@@ -221,12 +222,14 @@ def streamed_shards_are_refused(rank, folder):
 
 
 def one_alone_is_refused(rank, folder):
+    over = Path(folder, "one_alone_is_over")
     if rank == 1:
-        time.sleep(4)
+        until(over.exists)
         return
     ranks._TO_MEET = ranks._TO_MEET.__class__(seconds=1)
     with pytest.raises(OffloadConfigError, match=r"enable it in all of them"):
         offload_activations(tiny_model("gpt2"), settings(folder)).__enter__()
+    over.touch()
 
 
 def one_summary_for_all(rank, folder):

@@ -42,7 +42,7 @@ def held(session) -> dict[str, int]:
     engine = session._engine
     transfer, tier = engine.transfer, engine.transfer.tier
     with tier._quiet:
-        assert tier._quiet.wait_for(lambda: not tier._live, timeout=20)
+        assert tier._quiet.wait_for(lambda: not tier._live, timeout=60)
     wait_for_stores(transfer)
     assert transfer._writes.oldest() is None  # it lets go of what is over
     transfer.reap()

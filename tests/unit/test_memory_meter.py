@@ -1,4 +1,6 @@
 import gc
+import itertools
+import threading
 import time
 
 import pytest
@@ -150,15 +152,20 @@ def test_frozen_parameters_get_no_gradient():
 
 
 class Spike(TrainerCallback):
-    """Takes ``size`` bytes and gives them back, at one moment of training."""
+    """Takes ``size`` bytes and gives them back once ``meter`` has sampled them, at one moment of training."""
 
-    def __init__(self, event, size):
+    def __init__(self, event, size, meter):
         self.size = size
+        self.meter = meter
         setattr(self, event, self.take)
 
     def take(self, args, state, control, **kwargs):
         block = torch.ones(self.size, dtype=torch.uint8)
-        time.sleep(0.05)
+        times_s = self.meter._sampler.times_s
+        for _ in range(2):  # the first may have begun before
+            last, limit_s = times_s[-1:], time.monotonic() + 60
+            while times_s[-1:] == last and time.monotonic() < limit_s:
+                time.sleep(0.001)
         del block
         gc.collect()
 
@@ -169,7 +176,7 @@ class Spike(TrainerCallback):
 def test_a_spike_in_training_is_seen(tmp_path, event):
     quiet, loud = MemoryMeter(), MemoryMeter()
     train(tmp_path, quiet)
-    train(tmp_path, loud, [Spike(event, 200 * MB)])
+    train(tmp_path, loud, [Spike(event, 200 * MB, loud)])
     assert loud.record.peak_bytes - loud.record.baseline_bytes > 190 * MB
     assert quiet.record.peak_bytes - quiet.record.baseline_bytes < 100 * MB
     assert max(loud.record.timeline_bytes) - loud.record.baseline_bytes > 190 * MB
@@ -212,7 +219,7 @@ def test_without_the_kernels_peak_it_is_sampled(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(gauges._LinuxGauge, "reset_peak", refuse)
     meter = MemoryMeter()
     with caplog.at_level("WARNING", logger="hf_offload"):
-        train(tmp_path, meter, [Spike("on_step_end", 200 * MB)])
+        train(tmp_path, meter, [Spike("on_step_end", 200 * MB, meter)])
     assert "sampled every 10 ms" in caplog.text
     assert meter.record.peak_source.startswith("sampled")
     assert meter.record.peak_bytes - meter.record.baseline_bytes > 190 * MB
@@ -236,10 +243,17 @@ def test_the_sampler_ends_after_an_exception(tmp_path):
 def test_a_long_timeline_keeps_its_maxima(monkeypatch):
     monkeypatch.setattr(memory, "MOST_SAMPLES", 8)
     monkeypatch.setattr(memory, "SAMPLE_PERIOD_S", 0.001)
-    levels = iter([5, 99, *([1] * 10_000)])
+    many = threading.Event()
+
+    def sampled():
+        yield from [5, 99, *([1] * 60)]
+        many.set()
+        yield from itertools.repeat(1)
+
+    levels = sampled()
     sampler = memory._Sampler(lambda: next(levels), lambda: None, time.perf_counter())
     sampler.start()
-    time.sleep(0.3)
+    assert many.wait(60)
     sampler.stop()
     assert len(sampler.bytes) < 8
     assert len(sampler.bytes) == len(sampler.times_s)

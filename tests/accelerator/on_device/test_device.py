@@ -29,10 +29,10 @@ class _Meeting:
             self._came += 1
             is_first = self._came == 1
         if is_first:
-            assert self._second_came.wait(20)
+            assert self._second_came.wait(60)
         else:
             self._second_came.set()
-            assert self.one_has_left.wait(20)
+            assert self.one_has_left.wait(60)
 
 
 def test_two_threads_may_copy_on_one_stream(late):

@@ -121,7 +121,7 @@ class Run:
         for pool in (mover._urgent_workers, mover._load_workers, mover._store_workers, mover._arrival_workers):
             done = threading.Event()
             pool.submit(done.set)
-            assert done.wait(20)
+            assert done.wait(60)
         return int(self._late.tasks_waiting())
 
 

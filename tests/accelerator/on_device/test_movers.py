@@ -47,7 +47,7 @@ def test_whoever_works_for_a_mover_has_its_device(mover):
                 ended.set()
 
         getattr(mover, name).submit(ask)
-        assert ended.wait(20)
+        assert ended.wait(60)
     assert found == dict.fromkeys(found, DEVICE.index)
     assert len(found) == 4
 
@@ -137,7 +137,7 @@ def test_the_error_of_a_load_holds_no_memory(late, tmp_path, monkeypatch):
         del target
         ended = threading.Event()
         mover._arrival_workers.submit(ended.set)  # the thread that told of the error has left what it was in
-        assert ended.wait(20)
+        assert ended.wait(60)
         assert torch.accelerator.memory_allocated(DEVICE) == before
     finally:
         gc.enable()

@@ -66,7 +66,7 @@ def test_what_is_left_is_closed_by_a_thread_that_has_the_device(late, goes_last)
         closing = session._watch._thread
         del loss, model
         gc.collect()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive()
     assert late.pinned_bytes() == before
     assert torch.accelerator.current_device_index() == 0

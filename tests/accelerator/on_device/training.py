@@ -103,7 +103,7 @@ def let_go_of_what_was_loaded(session: OffloadSession) -> None:
     """A thread holds what was loaded until its copy has ended: it comes to this after all of those."""
     done = threading.Event()
     session._engine.transfer.mover._arrival_workers.submit(done.set)
-    assert done.wait(20)
+    assert done.wait(60)
 
 
 def train_offloaded(case: Case, **settings: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
