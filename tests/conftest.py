@@ -21,7 +21,11 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 # Processes that tests start find the package, and from any directory the same one.
 _ROOT = str(Path(__file__).resolve().parent.parent)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
+_SITE = str(Path(__file__).resolve().parent / "helpers" / "site")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, _SITE, os.environ.get("PYTHONPATH")]))
+# What transformers imports wherever it is installed is a third of all that a process takes to begin. Tests whose processes
+# need it say so (`with_all_packages`).
+os.environ["TESTS_HIDE"] = "peft bitsandbytes"
 
 # A test suite that was started in the background ignores Ctrl-C, and so would the processes that tests start and stop.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -44,14 +48,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    """What is imported here stays: no garbage collection searches it, neither now nor the hundreds of times tests run one."""
+    """What is imported here stays: no garbage collection searches it now."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
-        gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_are_not_searched() -> None:
+    """What has been imported by now stays: no garbage collection of this file searches it. Each training begins with one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
@@ -95,6 +104,12 @@ def tiny_recipe(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are as good as a tenth of the search makes them: what they keep to is the same."""
+    monkeypatch.setattr("hf_offload.plan.search._SEARCH_WORK", 9_000)
+
+
+@pytest.fixture
 def machine_with_drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Takes the machine for one whose drive moves so many bytes a second, however busy it is, and spares its measurement."""
 
@@ -109,6 +124,18 @@ def machine_with_drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
         monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: {})
 
     return take
+
+
+@pytest.fixture
+def with_all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts find every package that is installed."""
+    monkeypatch.delenv("TESTS_HIDE")
+
+
+@pytest.fixture
+def few_budgets(monkeypatch: pytest.MonkeyPatch, short_search: None) -> None:
+    """Forecasts plan for their smallest and their largest other budget alone, of eight."""
+    monkeypatch.setattr("hf_offload.forecast.forecast._BUDGETS", 2)
 
 
 def _modes() -> dict[str, object]:

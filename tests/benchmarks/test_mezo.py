@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 
+pytestmark = pytest.mark.usefixtures("loaded_cells")
 SMALL = "--layers 6 --width 256 --vocabulary 512 --tokens 32 --steps 3"
 
 

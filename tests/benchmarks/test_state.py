@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
@@ -39,6 +40,7 @@ def _rows(directory: Path, ways: str) -> dict[str, dict]:
     return {row["way"]: row for row in json.loads(result.stdout)["rows"]}
 
 
+@pytest.mark.usefixtures("loaded_cells")
 def test_a_peer_that_is_not_installed_is_a_row_with_its_reason_and_others_run(tmp_path):
     rows = _rows(tmp_path, "mapped,memory,deepspeed-2-cpu,torchao")
     assert list(rows) == ["mapped", "memory", "deepspeed-2-cpu", "torchao"]
@@ -50,6 +52,7 @@ def test_a_peer_that_is_not_installed_is_a_row_with_its_reason_and_others_run(tm
             assert f"{package} is not installed: docs/benchmarks.md says how." in rows[way]["error"]
 
 
+@pytest.mark.usefixtures("loaded_cells")
 def test_ways_with_a_limit_keep_it_or_say_why_not(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "no-programs"))  # no mkswap: the machine's swap is left alone
     rows = _rows(tmp_path, "memory,ssd,swap,mapped-limited")
@@ -73,6 +76,7 @@ def _refusal_of_groups() -> str | None:
     return None
 
 
+@pytest.mark.usefixtures("loaded_cells")
 def test_a_peer_that_takes_too_long_is_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.state.runs.PEER_TIMEOUT_S", 1e-3)
     assert "TimeoutExpired" in _rows(tmp_path, "memory,mapped")["mapped"]["error"]

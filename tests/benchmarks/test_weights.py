@@ -2,10 +2,12 @@
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 
+pytestmark = pytest.mark.usefixtures("loaded_cells")
 SMALL = "--layers 6 --width 256 --vocabulary 512 --batch 1 --sequence 32 --steps 2 --rounds 1"
 
 

@@ -26,3 +26,5 @@ def no_collections():
     yield
     gc.enable()
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as it was

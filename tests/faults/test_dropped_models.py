@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -18,6 +17,7 @@ from hf_offload.integrations.summary import summary_lines
 from hf_offload.plan.hardware import Hardware, Measurement
 from hf_offload.session import attached_session
 from hf_offload.settings.sampling import SampledLinearConfig
+from tests.helpers.loaded_processes import run_python
 from tests.helpers.package_threads import OurThreads
 from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
 
@@ -332,7 +332,7 @@ def test_a_launched_script_whose_model_goes_before_it_ends_still_has_its_summary
     # What the launcher starts, and once the launcher itself.
     by = ["hf_offload", "launch"] if variables["HF_OFFLOAD_TIER"] == "ssd" else ["hf_offload.run"]
     command = [sys.executable, "-m", *by, "train.py", str(tier)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True)
+    done = run_python(command, cwd=tmp_path, env=environment | variables)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[]\n[]\n"
     assert done.stderr.count("of activations moved a step") == 1

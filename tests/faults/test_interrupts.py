@@ -34,9 +34,9 @@ PACKAGE = str(Path(hf_offload.__file__).parent)
 INTERRUPTS = interrupts.__file__
 SET = importlib.import_module("_signal").signal
 TIMEOUT_S = 60
-QUICK_POINTS = 12
-QUICK_MODES = 24
-QUICK_SIGNALS = 30
+QUICK_POINTS = 6
+QUICK_MODES = 8
+QUICK_SIGNALS = 12
 SIGNALS = 200
 
 SETTINGS = {

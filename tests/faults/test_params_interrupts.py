@@ -11,7 +11,7 @@ from tests.faults.interrupted import Interrupted, check_all, check_some, used_by
 from tests.faults.numbered_steps import Training
 from tests.helpers.parked import leave_memory
 
-QUICK_POINTS = 16
+QUICK_POINTS = 6
 
 KINDS = {
     "in_memory": {"optimizer": "none"},

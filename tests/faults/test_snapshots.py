@@ -1,19 +1,19 @@
 """Trainings with snapshots that are killed: every one that comes to its end has the bits of one that never stopped."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 
 from tests.faults.killed_snapshots import EVERY
+from tests.helpers.loaded_processes import run_python
 
 KINDS = ("trainer", "loop", "drive", "weights")
 
 
 def kills(count, kind, timeout_s):
     command = [sys.executable, "-m", "tests.faults.killed_snapshots", str(count), "0", kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    done = run_python(command, timeout=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(rf"^{count} kills .*, 0 problems; most steps lost: (\d+)$", done.stdout, re.MULTILINE)
     assert found is not None, done.stdout

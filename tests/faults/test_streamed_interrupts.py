@@ -14,7 +14,7 @@ from tests.faults.interrupted import Interrupted, check_all, check_some, used_by
 from tests.faults.numbered_steps import STREAMED, Training
 from tests.helpers.streamed import same
 
-QUICK_POINTS = 20
+QUICK_POINTS = 8
 
 KINDS = {
     "lazy": {},

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from tests.helpers.loaded_processes import START_METHOD
+from tests.helpers.loaded_processes import START_METHOD, load
 
 
 def run_in_processes(works, count, folder):
     """Call each of ``works`` with its rank and a folder, in ``count`` processes that form a group anew for each."""
+    load()
     torch.multiprocessing.start_processes(_run, (works, count, folder), nprocs=count, start_method=START_METHOD)
 
 

@@ -1,7 +1,7 @@
 """Bytes that are alive during some work, counted by somebody else than the planner."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,21 @@ def peak_live_bytes(work: Callable[[], Any]) -> int:
     too much.
     """
     return peak_bytes(work, torch.device("cpu"))
+
+
+def live_bytes_of_steps(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """Bytes of weights, buffers and AdamW's state, and the most that a step has alive on top of them, all in memory."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    fixed = sum(one.nbytes for one in {*model.parameters(), *model.buffers()})
+    fixed += sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
+    return fixed, peak_live_bytes(step)
 
 
 def saved_bytes(forward: Callable[[], Any], model: torch.nn.Module) -> int:

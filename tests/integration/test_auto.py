@@ -1,5 +1,6 @@
 """A budget instead of a policy: offload='auto' in real training steps."""
 
+import functools
 import logging
 
 import pytest
@@ -12,21 +13,21 @@ from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.plan.plan import Placement
 from hf_offload.planning.measuring import StepMeter
 from tests.helpers.activation_heavy_models import ROWS, TOKENS, batch, build
-from tests.helpers.live_bytes import peak_bytes_in_use, peak_live_bytes
+from tests.helpers.live_bytes import live_bytes_of_steps, peak_bytes_in_use
 from tests.helpers.tables import rows
 
 MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def known_machine(machine_with_drive):
+def known_machine(machine_with_drive, short_search):
     """Plans do not depend on how busy the machine is."""
     machine_with_drive(1e9)
 
 
 def model_of(name, dropout=0.1):
     torch.manual_seed(0)
-    return build(name, dropout, layers=8)
+    return build(name, dropout, layers=4)
 
 
 def train(model, config, steps=5, inputs=None, micro_batches=1):
@@ -68,25 +69,16 @@ def measured_peak(model, config):
     raise AssertionError("no step was looked at")
 
 
+@functools.cache
+def in_memory(name, steps=5, micro_batches=1):
+    """Losses and final weights of a run with all in memory."""
+    return train(model_of(name), OffloadConfig(tier="none"), steps, micro_batches=micro_batches)[:2]
+
+
+@functools.cache
 def live_peaks(name):
-    """Live bytes at the peak of a step with everything kept, above and below the weights."""
-    model = model_of(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step():
-        model(**batch()).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in {*model.parameters(), *model.buffers()})
-    state = sum(
-        value.numel() * value.element_size()
-        for values in optimizer.state.values()
-        for value in values.values()
-        if value.dim()
-    )
-    return weights + state, peak_live_bytes(step)
+    """Bytes that are there all the time, and those of a step's peak with everything kept."""
+    return live_bytes_of_steps(model_of(name), batch())
 
 
 def auto(budget, tmp_path, **settings):
@@ -103,8 +95,8 @@ def auto(budget, tmp_path, **settings):
 def test_a_budget_is_kept_and_nothing_changes(name, share, tmp_path):
     fixed, activations = live_peaks(name)
     budget = int(fixed + share * activations)
-    expected = train(model_of(name), OffloadConfig(tier="none"), 10)
-    losses, weights, forecast, plan = train(model_of(name), auto(budget, tmp_path), 10)
+    expected = in_memory(name, 6)
+    losses, weights, forecast, plan = train(model_of(name), auto(budget, tmp_path), 6)
     assert losses == expected[0]
     assert all(torch.equal(one, other) for one, other in zip(weights, expected[1], strict=True))
     assert set(plan.placements.values()) != {Placement.KEEP}
@@ -197,7 +189,7 @@ def test_a_step_over_the_budget_is_planned_again_with_less(tmp_path, monkeypatch
 def test_where_nothing_needs_less_the_training_goes_on_with_a_warning(tmp_path, monkeypatch, caplog):
     fixed, activations = live_peaks("gpt2")
     needing_more(monkeypatch, 2 * activations)
-    expected = train(model_of("gpt2"), OffloadConfig(tier="none"))
+    expected = in_memory("gpt2")
     found = train(model_of("gpt2"), auto(int(fixed + 0.6 * activations), tmp_path))
     assert found[0] == expected[0]
     assert any("no other plan needs less" in record.getMessage() for record in caplog.records)
@@ -351,8 +343,8 @@ def test_an_exception_in_the_measured_step_leaves_nothing_behind(tmp_path):
 
 def test_gradients_that_are_there_already_count(tmp_path):
     fixed, activations = live_peaks("gpt2")
-    expected = train(model_of("gpt2"), OffloadConfig(tier="none"), 10, micro_batches=2)
-    found = train(model_of("gpt2"), auto(int(fixed + 0.7 * activations), tmp_path), 10, micro_batches=2)
+    expected = in_memory("gpt2", 6, micro_batches=2)
+    found = train(model_of("gpt2"), auto(int(fixed + 0.7 * activations), tmp_path), 6, micro_batches=2)
     assert found[0] == expected[0]
     assert found[2].measured_peak_bytes <= 1.02 * int(fixed + 0.7 * activations)
 
@@ -362,7 +354,7 @@ def test_on_a_drive_that_turns_out_slow_blocks_are_recomputed_exactly_and_put_ba
         "hf_offload.engine.hooks.Engine.bandwidth", lambda engine: {"ssd": (1e6, 1e6)}
     )  # reached, of 1e9 expected
     fixed, activations = live_peaks("gpt2")
-    expected = train(model_of("gpt2"), OffloadConfig(tier="none"))
+    expected = in_memory("gpt2")
     model = model_of("gpt2")
     config = auto(int(fixed + 0.6 * activations), tmp_path, recompute_elementwise="off")
     losses, weights, _, plan = train(model, config)

@@ -19,7 +19,7 @@ def net():
 
 
 @pytest.fixture(autouse=True)
-def known_machine(machine_with_drive):
+def known_machine(machine_with_drive, short_search):
     """Plans do not depend on how busy the machine is."""
     machine_with_drive(1e9)
 

@@ -7,7 +7,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -26,6 +25,7 @@ from hf_offload.integrations.launch import find_config
 from hf_offload.settings.environment import DISABLE_VARIABLE, FIELDS, variable
 from hf_offload.settings.recipes import read_recipe
 from hf_offload.settings.renamed import RENAMED
+from tests.helpers.loaded_processes import run_python
 
 ROOT = Path(__file__).parents[2]
 TOP = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
@@ -214,9 +214,7 @@ def is_complete(code):
 
 @pytest.mark.parametrize("code", [block for block in PYTHON_BLOCKS if is_complete(block.values[0])])
 def test_complete_python_runs(code, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = run_python([sys.executable, "-c", code], cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     assert not re.search(r"^0 bytes were offloaded", done.stdout, re.MULTILINE)
 

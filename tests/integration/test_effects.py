@@ -4,15 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from hf_offload.cli.doctor import EFFECTS
 
-ROOT = Path(__file__).parents[2]
-# One process imports what takes longest; each way has a fork of it, which is the first to import the package.
-SCRIPT = """
+# One process imports what takes longest, and trains once; each way has a fork of it, the first to import the package.
+IMPORTS = """
 import atexit, json, os, sys, traceback
 from pathlib import Path
 import torch, transformers, accelerate, transformers.trainer
@@ -20,6 +18,8 @@ from accelerate import Accelerator
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from tests.helpers.process_state import differences, state
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model
+"""
+FORKS = """
 assert "hf_offload.session" not in sys.modules
 
 def run(folder, code, environment):
@@ -47,10 +47,7 @@ for given in json.loads(Path("given.json").read_text()):
     statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 Path("statuses.json").write_text(json.dumps(statuses))
 """
-BEGIN = """
-SSD = {"tier": "ssd", "directory": os.getcwd(), "min_bytes": 0}
-FLAGS = {"offload": "ssd", "offload_directory": os.getcwd(), "offload_min_bytes": "0"}
-
+DEFINITIONS = """
 class Look(TrainerCallback):
     def on_init_end(self, *args, **kwargs):
         look()
@@ -97,6 +94,10 @@ found, before = set(), None
 trainer(TrainingArguments)  # what is loaded on first use is there from now on
 loop(Accelerator(cpu=True))
 accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+"""
+BEGIN = """
+SSD = {"tier": "ssd", "directory": os.getcwd(), "min_bytes": 0}
+FLAGS = {"offload": "ssd", "offload_directory": os.getcwd(), "offload_min_bytes": "0"}
 before = state()
 import hf_offload
 """
@@ -146,7 +147,7 @@ ENVIRONMENT = {
 def ran(tmp_path_factory):
     """Folder and exit code of each way."""
     place = tmp_path_factory.mktemp("ways")
-    (place / "script.py").write_text(SCRIPT)
+    (place / "script.py").write_text(IMPORTS + DEFINITIONS + FORKS)
     folders = {way: place / way for way in WAYS}
     for folder in folders.values():
         folder.mkdir()
@@ -158,7 +159,7 @@ def ran(tmp_path_factory):
         for way, folder in folders.items()
     ]
     (place / "given.json").write_text(json.dumps(given))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "script.py"], cwd=place, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return dict(

@@ -9,7 +9,7 @@ from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
 from hf_offload.structure.units import find_blocks
 from tests.helpers.activation_heavy_models import batch, build
-from tests.helpers.live_bytes import peak_live_bytes
+from tests.helpers.live_bytes import live_bytes_of_steps
 from tests.helpers.tables import rows
 
 LAYERS = 4
@@ -33,22 +33,6 @@ def model_of(name):
 
 def count_calls(module, _):
     module.calls += 1
-
-
-def live_bytes_of(name):
-    """Weights with what the optimizer keeps, and what a step has on top of them."""
-    model = model_of(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step():
-        model(**batch()).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    fixed = sum(one.nbytes for one in {*model.parameters(), *model.buffers()})
-    fixed += sum(v.nbytes for values in optimizer.state.values() for v in values.values() if v.dim())
-    return fixed, peak_live_bytes(step)
 
 
 def train(model, config, steps):
@@ -86,7 +70,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("name", rows(["gpt2", "bert", "t5", "llama"], quick=["gpt2", "bert", "t5", "llama"]))
 def test_the_plan_chooses_it_and_no_bit_changes(name, tmp_path):
-    fixed, activations = live_bytes_of(name)
+    fixed, activations = live_bytes_of_steps(model_of(name), batch())
     budget = int(fixed + 0.85 * activations)
     expected = train(model_of(name), OffloadConfig(tier="none"), 9)
     model = model_of(name)
@@ -124,7 +108,7 @@ def test_no_step_is_measured_for_it_that_could_break_the_budget(tmp_path):
 
 @pytest.mark.parametrize("setting", ["norms", "off"])
 def test_what_the_user_has_set_is_kept(setting, tmp_path, caplog):
-    fixed, activations = live_bytes_of("gpt2")
+    fixed, activations = live_bytes_of_steps(model_of("gpt2"), batch())
     config = auto(int(fixed + 0.85 * activations), tmp_path, recompute_elementwise=setting)
     with caplog.at_level(logging.INFO):
         *_, (plan, _, _, names) = train(model_of("gpt2"), config, 4)

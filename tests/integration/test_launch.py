@@ -4,15 +4,14 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
-import hf_offload
 from hf_offload.run import main
+from tests.helpers.loaded_processes import run_python
+from tests.helpers.tables import rows
 
-ROOT = Path(hf_offload.__file__).resolve().parent.parent
 SCRIPT = r"""
 import sys
 import torch
@@ -63,14 +62,11 @@ def write_configs(folder, config):
     (folder / "ours.yaml").write_text(yaml.safe_dump(config | {"hf_offload_config": section}))
 
 
-def run(place, *command, **variables):
+def run(place, *command, by=subprocess.run, **variables):
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "COLUMNS": "200",
-        "HF_HOME": str(place / "home"),
+        "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HOME": str(place / "home"),
     }  # fmt: skip
-    return subprocess.run(
-        [sys.executable, *command], cwd=place, env=environment | variables, capture_output=True, text=True
-    )
+    return by([sys.executable, *command], cwd=place, env=environment | variables, capture_output=True, text=True)
 
 
 def printed(done):
@@ -95,29 +91,37 @@ def test_two_processes_are_launched(place):
     assert list((place / "tier").iterdir()) == []
 
 
-def check_other_ways(place, expected):
-    by_variables = run(
+def by_variables(place):
+    return run(
         place, *ACCELERATE, "--config_file", "plain.yaml", "-m", "hf_offload.run", "train.py", "--x",
         HF_OFFLOAD_DIRECTORY=str(place / "tier"), HF_OFFLOAD_MIN_BYTES="0",
     )  # fmt: skip
-    opted_in = run(place, *ACCELERATE, "--config_file", "ours.yaml", "train.py", "--x", HF_OFFLOAD_AUTOLOAD="1")
-    for done in (by_variables, opted_in):
-        assert done.returncode == 0, done.stderr
-        assert printed(done) == expected
-        assert done.stderr.count(OFFLOADED) == 1
+
+
+def opted_in(place):
+    return run(place, *ACCELERATE, "--config_file", "ours.yaml", "train.py", "--x", HF_OFFLOAD_AUTOLOAD="1")
+
+
+def check_launched(place, done, expected):
+    assert done.returncode == 0, done.stderr
+    assert printed(done) == expected
+    assert done.stderr.count(OFFLOADED) == 1
     assert list((place / "tier").iterdir()) == []
 
 
-def test_other_ways_to_launch_one_process(place, alone):
+# What is launched by variables is what `test_a_script_alone` runs.
+@pytest.mark.parametrize("launch", rows([by_variables, opted_in], quick=[opted_in]))
+def test_other_ways_to_launch_one_process(launch, place, alone):
     write_configs(place, ONE)
-    check_other_ways(place, alone)
+    check_launched(place, launch(place), alone)
 
 
 @pytest.mark.full
 def test_other_ways_to_launch_two_processes(place):
     plain = run(place, *ACCELERATE, "--config_file", "plain.yaml", "train.py", "--x")
     assert len(printed(plain)) == 6
-    check_other_ways(place, printed(plain))
+    for launch in (by_variables, opted_in):
+        check_launched(place, launch(place), printed(plain))
 
 
 def test_plain_accelerate_refuses_a_file_of_ours(place):
@@ -126,8 +130,9 @@ def test_plain_accelerate_refuses_a_file_of_ours(place):
     assert "unknown keys (['hf_offload_config'])" in refused.stderr
 
 
-def offload(place, *command, **variables):
-    return run(place, "-m", "hf_offload.run", *command, HF_OFFLOAD_DIRECTORY=str(place / "tier"), **variables)
+def offload(place, *command, by=run_python, **variables):
+    directory = str(place / "tier")
+    return run(place, "-m", "hf_offload.run", *command, by=by, HF_OFFLOAD_DIRECTORY=directory, **variables)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +140,7 @@ def alone(tmp_path_factory):
     """What the script prints without us."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "train.py").write_text(SCRIPT)
-    return printed(run(folder, "train.py", "--x"))
+    return printed(run(folder, "train.py", "--x", by=run_python))
 
 
 def test_a_script_alone(place, alone):
@@ -162,7 +167,8 @@ def test_weights_of_a_launched_script_leave_memory(place, alone):
 
 
 def test_a_module_alone_and_switched_on_in_two_ways_is_switched_on_once(place, alone):
-    done = offload(place, "-m", "train", "--x", HF_OFFLOAD_MIN_BYTES="0", HF_OFFLOAD_AUTOLOAD="1")
+    variables = {"HF_OFFLOAD_MIN_BYTES": "0", "HF_OFFLOAD_AUTOLOAD": "1"}
+    done = offload(place, "-m", "train", "--x", by=subprocess.run, **variables)
     assert done.returncode == 0, done.stderr
     assert printed(done) == alone
     assert done.stderr.count(OFFLOADED) == 1

@@ -3,11 +3,8 @@
 import contextlib
 import itertools
 import json
-import os
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import peft
 import pytest
@@ -20,11 +17,11 @@ from hf_offload import OffloadConfigError, OffloadTrainingArguments
 from hf_offload.optimizers.blockwise import BlockwiseOptimizer
 from hf_offload.optimizers.projected import ProjectedAdamW
 from hf_offload.settings.memory_modes import MODES, memory_mode
+from tests.helpers.loaded_processes import run_python
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 from tests.helpers.torchao_optimizers import optimizer_of
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "lora": {"rank": 4},
     "qlora": {"rank": 4},
@@ -467,10 +464,7 @@ print(type(run.optimizer.optimizer).__name__)
 @pytest.mark.parametrize("script", [FROM_FILE, SET_LATER])
 def test_the_mode_holds_in_a_process_that_made_no_arguments_with_one(script, tmp_path):
     torch.save(arguments(tmp_path, "galore", max_steps=1), tmp_path / "training_args.bin")
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = run_python([sys.executable, "-c", script], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "ProjectedAdamW"
 

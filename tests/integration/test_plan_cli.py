@@ -19,6 +19,8 @@ SMALL = [
     "model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=2", "model.config.vocab_size=512",
     "offload.min_bytes=256KiB",  # on a card, nothing of so small a model is worth moving
 ]  # fmt: skip
+pytestmark = pytest.mark.usefixtures("few_budgets")
+
 CARD = ["--gpu", "24GB", "--tflops", "80", "--pcie", "25GB/s", "--ssd", "5GB/s", "--ram", "64GB"]
 
 
@@ -68,7 +70,8 @@ def test_a_budget_decides():
     assert tight["predicted"][-1]["peak_bytes"] <= budget
 
 
-def test_plans_for_other_budgets_are_shown():
+def test_plans_for_other_budgets_are_shown(monkeypatch):
+    monkeypatch.undo()  # all of them
     answer, result = run_json("gpt2-small", *SMALL, *CARD)
     assert result.exit_code == 0
     budgets, steps = ([one[name] for one in answer["frontier"]] for name in ("budget_bytes", "step_s"))
@@ -218,7 +221,8 @@ def test_an_option_by_both_of_its_names_is_refused(former, now):
     assert f"{former} is the old name of {now}, which is given as well" in " ".join(result.stderr.split())
 
 
-def test_former_options_of_levers():
+def test_former_options_of_levers(monkeypatch):
+    monkeypatch.setattr("hf_offload.forecast.levers.PIECES", (8, 2))
     old = run(*LLAMA, "--levers", "--cards", "l4", "--pcie", "5GB/s", "--json")
     assert list(json.loads(old.stdout)["levers"][0]["tokens"]) == ["l4"]
     assert "--cards is called --gpus now" in " ".join(old.stderr.split())

@@ -19,6 +19,7 @@ from hf_offload.plan.planner import make_problem
 from hf_offload.plan.search import uniform
 from tests.helpers.live_bytes import peak_live_bytes
 
+pytestmark = pytest.mark.usefixtures("few_budgets")
 CARD = ["--gpu", "24GB", "--tflops", "80", "--pcie", "25GB/s", "--ssd", "5GB/s"]
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 IMAGE = {"image_size": 64, "patch_size": 8}

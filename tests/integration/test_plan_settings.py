@@ -9,6 +9,7 @@ from hf_offload.plan.hardware import describe_hardware
 from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import load_recipe
 
+pytestmark = pytest.mark.usefixtures("few_budgets")
 SMALL = [
     "model.config.num_hidden_layers=2", "model.config.hidden_size=64", "model.config.num_attention_heads=4",
     "model.config.num_key_value_heads=2", "model.config.intermediate_size=2048", "model.config.head_dim=16",

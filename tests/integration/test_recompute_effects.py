@@ -30,7 +30,7 @@ HIDDEN = types.SimpleNamespace(total=torch.zeros(1))
 
 
 @pytest.fixture(autouse=True)
-def machine_that_recomputes(machine_with_drive):
+def machine_that_recomputes(machine_with_drive, short_search):
     """A drive so slow that recomputing is always the better way."""
     machine_with_drive(1e6)
 

@@ -26,6 +26,7 @@ from tests.helpers.browser import rendered
 from tests.helpers.handmade_footprints import MB, footprint_of
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model
 
+pytestmark = pytest.mark.usefixtures("few_budgets")
 CARD = ["--gpu", "24GB", "--tflops", "80", "--pcie", "25GB/s", "--ssd", "5GB/s", "--ram", "64GB"]
 ODD = """<img src=x onerror="document.title='run'">&amp;"""
 # Elements that end with their begin.

@@ -21,7 +21,10 @@ from hf_offload.training.run import run_recipe
 from tests.helpers.shrunk_recipes import VOCABULARY, one_of_each, save_tokenizer, shrunk
 from tests.helpers.tables import rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft uses the older name
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # peft uses the older name
+    pytest.mark.usefixtures("short_search"),
+]
 
 PASSES = "hf_offload.optimizers.mezo.passes"
 WORDS = 2 * math.log(VOCABULARY)
@@ -58,7 +61,10 @@ def test_a_shipped_recipe_trains_two_steps(name, tmp_path, tokenizer):
         assert {f"eval_{metric}" for metric in recipe.evaluation.metrics_for(recipe.model.task)} <= set(report.metrics)
 
 
-@pytest.mark.parametrize("name", [name for name in recipe_names() if load_recipe(name).offload.memory_mode == "mezo"])
+WITHOUT_BACKWARD = [name for name in recipe_names() if load_recipe(name).offload.memory_mode == "mezo"]
+
+
+@pytest.mark.parametrize("name", rows(WITHOUT_BACKWARD, quick=["llama/8b_mezo", "opt/13b_mezo"]))
 def test_a_recipe_without_backward_trains_weights_on_a_drive(name, tmp_path, tokenizer, caplog):
     """Six layers, of which two may be in memory: the losses are those of a run in memory."""
     caplog.set_level(logging.INFO, PASSES)

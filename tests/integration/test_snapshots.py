@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
@@ -10,10 +11,8 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -33,7 +32,9 @@ from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import MemoryFile
 from hf_offload.storage.service import storage_of
 from tests.faults.killed_snapshots import address_in, held_by, result_of, same, trainer_in
+from tests.helpers.loaded_processes import run_python
 from tests.helpers.snapshot_processes import no_process_is_left, processes_of_test, until  # noqa: F401  a fixture
+from tests.helpers.tables import rows
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
 
 STEPS, EVERY = 30, 4
@@ -201,25 +202,26 @@ def test_a_training_that_dies_again_and_again_goes_on(whole, tmp_path):
     assert same(whole, found)
 
 
-@pytest.mark.parametrize(
-    "others",
-    [
-        {
-            "offload_snapshot_steps": 5,
-            "eval_strategy": "epoch",
-        },  # the 25th step ends an epoch, and evaluation draws a number
-        {"gradient_accumulation_steps": 2},
-        {"lr_scheduler_type": "cosine", "warmup_steps": 3, "max_grad_norm": 0.1},
-        {"optim": "sgd", "dataloader_num_workers": 1},
-        {"offload": "ram", "offload_min_bytes": "0"},
-        {"offload_optimizer": "ram", "offload_params": "ram", "offload_min_bytes": "0"},
-        {"memory_mode": "mezo", "max_grad_norm": 0.0},
-        {"bf16": True},
-    ],
-    ids=lambda others: "-".join(map(str, others)),
-)
-@pytest.mark.parametrize("dies", [16, 27])
-def test_other_trainings_go_on_to_the_same_bits(tmp_path, others, dies):
+OTHERS = {
+    "evaluated": {
+        "offload_snapshot_steps": 5,
+        "eval_strategy": "epoch",
+    },  # the 25th step ends an epoch, which draws a number
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "clipped": {"lr_scheduler_type": "cosine", "warmup_steps": 3, "max_grad_norm": 0.1},
+    "with workers": {"optim": "sgd", "dataloader_num_workers": 1},
+    "activations": {"offload": "ram", "offload_min_bytes": "0"},
+    "state and weights": {"offload_optimizer": "ram", "offload_params": "ram", "offload_min_bytes": "0"},
+    "mezo": {"memory_mode": "mezo", "max_grad_norm": 0.0},
+    "bf16": {"bf16": True},
+}
+# In the first epoch or in the second one, in turns.
+QUICK_OTHERS = [(name, (27, 16)[number % 2]) for number, name in enumerate(OTHERS)]
+
+
+@pytest.mark.parametrize(("name", "dies"), rows(itertools.product(OTHERS, (16, 27)), quick=QUICK_OTHERS))
+def test_other_trainings_go_on_to_the_same_bits(tmp_path, name, dies):
+    others = OTHERS[name]
     plain = {key: value for key, value in others.items() if not key.startswith("offload")}
 
     def trains(folder, snapshots, callbacks=(), resume=None, **settings):
@@ -646,17 +648,24 @@ class Writes(TrainerCallback):
 def test_what_changes_while_it_is_copied_is_dropped_and_copied_at_once_from_then_on(
     whole, tmp_path, caplog, monkeypatch
 ):
-    from hf_offload.snapshots import memory
+    has_written, end = threading.Event(), MemoryFile.end
 
-    end = memory.MemoryFile.end
+    class WritesFirst(Writes):
+        def on_step_begin(self, args, state, control, **kwargs):
+            super().on_step_begin(args, state, control, **kwargs)
+            has_written.set()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            has_written.clear()
 
     def late(self):
-        time.sleep(0.02)
+        if threading.current_thread() is not threading.main_thread():
+            has_written.wait(60)
         end(self)
 
-    monkeypatch.setattr(memory.MemoryFile, "end", late)
+    monkeypatch.setattr(MemoryFile, "end", late)
     with caplog.at_level(logging.WARNING):
-        dies_at(15, tmp_path, [Writes()])
+        dies_at(15, tmp_path, [WritesFirst()])
     assert caplog.text.count("changed while a snapshot was copied, which is dropped") == 1
     assert steps_held(tmp_path) == [8, 12]
     assert same(whole, resumed(tmp_path, [Writes()])[1])
@@ -702,7 +711,7 @@ def test_buffers_that_the_next_forward_changes_are_copied_before_it(tmp_path, ca
             is_over.set()
 
     def late(self):
-        is_over.wait(10)
+        is_over.wait(60)
         begin(self)
 
     class Keeps(TrainerCallback):
@@ -962,7 +971,7 @@ def launched(folder, script, restarts):
     (folder / "train.py").write_text(script)
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "home")}
     command = [sys.executable, "-m", "hf_offload", "launch", *restarts, "train.py"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    return run_python(command, cwd=folder, env=environment, timeout=200)
 
 
 def test_a_launched_script_is_started_again_and_goes_on(whole, tmp_path):

@@ -1,5 +1,6 @@
 """Optimizer state and gradients on a tier: the bits of the run that keeps them in memory."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hf_offload import OffloadCallback, OffloadConfig, OffloadTrainingArguments
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.streamed import streaming_of
 from hf_offload.session import attach
+from tests.helpers.tables import rows
 
 SMALLEST = 4096  # bytes: nearly everything of the models here is streamed
 
@@ -77,10 +79,16 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("place", ["ram", "ssd"])
-@pytest.mark.parametrize("backwards", [1, 3])
-@pytest.mark.parametrize("clip", [False, True], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("kind", KINDS)
+LOOPS = list(itertools.product(KINDS, (False, True), (1, 3), ("ram", "ssd")))
+# Every two of a kind, clipping, a number of backwards and a place.
+QUICK_LOOPS = [
+    (kind, clip, backwards, place)
+    for kind in KINDS
+    for clip, backwards, place in ((False, 1, "ram"), (False, 3, "ssd"), (True, 1, "ssd"), (True, 3, "ram"))
+]
+
+
+@pytest.mark.parametrize(("kind", "clip", "backwards", "place"), rows(LOOPS, quick=QUICK_LOOPS))
 def test_a_loop_has_the_bits_of_the_run_in_memory(kind, clip, backwards, place, tmp_path):
     optimizer, options = KINDS[kind]
     expected = Loop("none", tmp_path, optimizer, clip, backwards, **options).results()
@@ -157,19 +165,22 @@ def trained(folder, place, resume=None, **arguments):
     return logs, weights, trainer.optimizer.state_dict()
 
 
-@pytest.mark.parametrize("place", ["ram", "ssd"])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"gradient_accumulation_steps": 2},
-        {"max_grad_norm": 0.0},  # updated in backward
-        {"bf16": True, "activation_checkpointing": True},
-        {"load_best_model_at_end": True, "save_steps": 4},
-    ],
-    ids=["plain", "accumulated", "in_backward", "bf16", "best_model"],
-)
-def test_the_trainer_has_the_bits_of_the_run_in_memory_and_resumes_either_way(arguments, place, tmp_path):
+WAYS = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "in_backward": {"max_grad_norm": 0.0},  # updated in backward
+    "bf16": {"bf16": True, "activation_checkpointing": True},
+    "best_model": {"load_best_model_at_end": True, "save_steps": 4},
+}
+QUICK_WAYS = [
+    ("plain", "ram"), ("plain", "ssd"), ("accumulated", "ram"), ("in_backward", "ssd"), ("bf16", "ram"),
+    ("best_model", "ssd"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "place"), rows(itertools.product(WAYS, ("ram", "ssd")), quick=QUICK_WAYS))
+def test_the_trainer_has_the_bits_of_the_run_in_memory_and_resumes_either_way(way, place, tmp_path):
+    arguments = WAYS[way]
     expected = trained(tmp_path / "memory", "none", **arguments)
     streamed = trained(tmp_path / place, place, **arguments)
     assert same(expected, streamed)

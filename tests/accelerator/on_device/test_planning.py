@@ -139,8 +139,7 @@ def test_the_self_test_passes_on_a_device_that_is_late(late, monkeypatch, tmp_pa
     monkeypatch.setattr(self_test, "_SIZES", (1, 4097, 70_003))
     monkeypatch.setattr(self_test, "_WIDTH", 32)
     monkeypatch.setattr(self_test, "_STALL", 32)
-    for seed in range(2):
-        late.reseed(seed)
-        checks = self_test.run_checks([tmp_path], torch.device("late:0"))
-        assert [check for check in checks if not check.passed] == []
-        assert len(checks) == 7
+    late.reseed(0)
+    checks = self_test.run_checks([tmp_path], torch.device("late:0"))
+    assert [check for check in checks if not check.passed] == []
+    assert len(checks) == 7

@@ -10,6 +10,7 @@ from torch import nn
 from hf_offload import OffloadConfig, OffloadSession, attach
 from hf_offload.parameters.contexts import outside
 from tests.accelerator.on_device.training import Case, batch, build
+from tests.helpers.tables import rows
 from tests.helpers.tiny_models import NAMES
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_behind")
@@ -78,8 +79,10 @@ def test_every_architecture_has_the_same_bits(late, name, settings):
     gc.collect()
 
 
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
-@pytest.mark.parametrize("frozen", [False, True])
+RECOMPUTED = list(itertools.product((False, True), (None, "reentrant", "not reentrant")))
+
+
+@pytest.mark.parametrize(("frozen", "checkpointing"), rows(RECOMPUTED, quick=RECOMPUTED[::2]))
 def test_frozen_weights_accumulation_and_recomputation_have_the_same_bits(late, frozen, checkpointing):
     case = Case(name="llama", accumulation=2, checkpointing=checkpointing)
     expected = trained(case, frozen)
