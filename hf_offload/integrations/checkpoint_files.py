@@ -1,4 +1,4 @@
-"""Files that a checkpoint of the Trainer has beside weights and states of optimizers, as the Trainer writes them."""
+"""Files of a Trainer's checkpoint other than weights and states of optimizers, as the Trainer writes them."""
 
 import copy
 import dataclasses
