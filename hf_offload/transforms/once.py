@@ -7,10 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_offload.errors import SavedTensorModifiedError
+
 _MESSAGE = (
     b"A gradient of a gradient (create_graph=True) goes through a module that recomputes elementwise operations in backward, "
     b"or samples its input, which gives first gradients alone. Set recompute_elementwise='off' (with tier='auto', a plan may "
     b"have chosen it), and leave sampled_linear out."
+)
+
+
+_NOTE = (
+    "Elementwise operations are recomputed in backward from this tensor, which without that need not be saved. "
+    "recompute_elementwise='off' saves their results instead (with tier='auto', a plan may have chosen it)."
 )
 
 
@@ -21,8 +29,13 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def without_graph(ctx: Any, *gradients: Any) -> Any:
-        with torch.no_grad():
-            found = backward(ctx, *gradients)
+        try:
+            with torch.no_grad():
+                found = backward(ctx, *gradients)
+        except (RuntimeError, SavedTensorModifiedError) as error:
+            if "modified by an inplace operation" in str(error):
+                error.add_note(_NOTE)
+            raise
         if not torch.is_grad_enabled():
             return found
         several = found if isinstance(found, tuple) else (found,)

@@ -47,10 +47,10 @@ def sampled(make):
 linear = functools.partial(nn.Linear, WIDTH, WIDTH)
 conv1d = functools.partial(Conv1D, WIDTH, WIDTH)
 FUNCTIONS = {
-    "LinearOfPart, behind a norm": lean(("norms",), functools.partial(nn.LayerNorm, WIDTH), linear),
-    "LinearOfPart, Conv1D": lean(("norms",), functools.partial(nn.LayerNorm, WIDTH), conv1d),
-    "LinearOfPart, sampled": sampled(linear),
-    "LinearOfPart, sampled Conv1D": sampled(conv1d),
+    "_LinearOfPart, behind a norm": lean(("norms",), functools.partial(nn.LayerNorm, WIDTH), linear),
+    "_LinearOfPart, Conv1D": lean(("norms",), functools.partial(nn.LayerNorm, WIDTH), conv1d),
+    "_LinearOfPart, sampled": sampled(linear),
+    "_LinearOfPart, sampled Conv1D": sampled(conv1d),
     "_Recomputed": lean(("norms",), functools.partial(LlamaRMSNorm, WIDTH)),
     "_Recomputed, of an activation": lean(("activations",), NewGELUActivation),
     "_Product": lean(("activations",), Gated),
@@ -59,7 +59,7 @@ FUNCTIONS = {
     "_CoarseActivation": lean(("derivative-8bit",), nn.GELU),
 }
 # Their gradients are not those of torch's operators.
-ROUGH = {"LinearOfPart, sampled", "LinearOfPart, sampled Conv1D", "_CoarseActivation"}
+ROUGH = {"_LinearOfPart, sampled", "_LinearOfPart, sampled Conv1D", "_CoarseActivation"}
 # A loss is a number of its own, what plans are counted with never runs, and the self-test compares bytes; each has a test.
 ELSEWHERE = {"_CrossEntropy", "_FourBitProduct", "_GroupedProduct", "_CtcLoss", "_Comparison"}
 FOLLOWING = {

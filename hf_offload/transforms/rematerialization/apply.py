@@ -46,7 +46,8 @@ class Rematerialization(Transform):
     """Makes modules of a model recompute in backward what they would save.
 
     ``left_alone`` is an output head that stays as it is: its input is saved by whatever computes the loss in pieces. With
-    ``only_known``, norms are those of torch and transformers: a user's class may read more than its input.
+    ``by_choice``, nobody has asked for it: norms are those of torch and transformers, since a user's class may read more
+    than its input, and modules are watched before it is switched on.
     """
 
     def __init__(
@@ -54,14 +55,14 @@ class Rematerialization(Transform):
         model: nn.Module,
         config: RecomputeElementwiseConfig | None,
         left_alone: nn.Module | None = None,
-        only_known: bool = False,
+        by_choice: bool = False,
     ):
         super().__init__(model)
         self._config = config
         self._left_alone = (lambda: None) if left_alone is None else weakref.ref(left_alone)
         self._left_out: dict[str, list[str]] = {}  # why -> which modules
-        self._formulas = Formulas()
-        self._only_known = only_known
+        self._formulas = Formulas(watches=by_choice)
+        self._by_choice = by_choice
         self.rebuilds_inputs = False
         """Whether linear layers do not save inputs that can be recomputed."""
 
@@ -88,22 +89,32 @@ class Rematerialization(Transform):
 
     def switch(self, on: bool) -> None:
         """Do it or leave it from the next forward on. What has been applied stays where it is, under what others have put
-        around a module since; what the model has no use for is passed over without a word.
+        around a module since; what the model has no use for is passed over without a word, as is a model that was seen to
+        be unsuited.
         """
         assert self._config is not None
-        if on and not self.names:
+        if not self.names and not self._is_checkpointed:
             found = {switch: list(self._found(switch)) for switch in SWITCHES if self._config.asks_for(switch)}
             if any(found.values()):
                 self._install(found)
-        self._formulas.in_use = on
+        self._formulas.in_use = on and not self._formulas.is_unsuited
 
     @property
     def finds_any(self) -> bool:
         """Whether :meth:`switch` has anything to apply, and the model is not checkpointed."""
-        if any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
+        if self._formulas.is_unsuited or self._is_checkpointed:
             return False
         asked = (switch for switch in SWITCHES if self._config is not None and self._config.asks_for(switch))
         return bool(self.names) or any(True for switch in asked for _ in self._found(switch))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is done at present."""
+        return bool(self.names) and self._formulas.in_use
+
+    @property
+    def _is_checkpointed(self) -> bool:
+        return any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
 
     def _install(self, found: Mapping[str, list[_Found]]) -> None:
         formulas = self._formulas
@@ -124,7 +135,7 @@ class Rematerialization(Transform):
         assert self._config is not None
         packs_masks = self._config.asks_for("dropout")
         for name, module in _own_forwards(self.model):
-            if switch == "norms" and looks_like_norm(module) and not (self._only_known and _is_foreign(module)):
+            if switch == "norms" and looks_like_norm(module) and not (self._by_choice and _is_foreign(module)):
                 reason = why_not_again(module)
                 if reason is None:
                     yield name, module, RecomputedRMSNorm if type(module) is nn.RMSNorm else RecomputedFunction
@@ -154,23 +165,25 @@ class ElementwiseBlocks:
     """Which blocks recompute their elementwise operations in backward: a plan says so, and may say otherwise before the next
     step.
 
-    Of other blocks a block knows no formulas: what it saves depends on itself alone, as plans expect.
+    Of other blocks a block knows no formulas: what it saves depends on itself alone, as plans expect. Those that do not do it
+    are watched: one that changes what its tensors would be recomputed from never does it, nor one whose gradients are
+    differentiated again.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]):
-        self._blocks = {name: Rematerialization(block, _EXACT, only_known=True) for name, block in blocks.items()}
-        self._on: frozenset[str] = frozenset()
+        self._blocks = {name: Rematerialization(block, _EXACT, by_choice=True) for name, block in blocks.items()}
+        self._on: frozenset[str] | None = None
 
     def apply(self, names: Iterable[str]) -> None:
         """Let these blocks do it, and no others. Names of other units are ignored."""
         wanted = frozenset(self._blocks.keys() & set(names))
-        for name in wanted ^ self._on:
+        for name in self._blocks if self._on is None else wanted ^ self._on:
             self._blocks[name].switch(name in wanted)
         self._on = wanted
 
     def remove(self) -> None:
         """Restore every block. Idempotent."""
-        self._on = frozenset()
+        self._on = None
         for block in self._blocks.values():
             block.remove()
 
@@ -182,9 +195,8 @@ class ElementwiseBlocks:
     @property
     def names(self) -> list[str]:
         """The modules that recompute in backward what they would save."""
-        return [
-            f"{block}.{name}" if name else block for block in sorted(self._on) for name in self._blocks[block].names
-        ]
+        on = {block: one.names for block, one in sorted(self._blocks.items()) if one.is_on}
+        return [f"{block}.{name}" if name else block for block, names in on.items() for name in names]
 
 
 class _Forget:

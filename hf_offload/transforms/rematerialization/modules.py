@@ -2,7 +2,7 @@
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.demand import own_class
 from hf_offload.surgery import ReplacedForward
 from hf_offload.transforms.autocast import autocast_as_now, autocast_dtype
-from hf_offload.transforms.linear_of_part import LinearOfPart, Part
-from hf_offload.transforms.rematerialization.formulas import Formula, Formulas
+from hf_offload.transforms.linear_of_part import Part, linear_of_part
+from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, hull_of, same
 from hf_offload.transforms.rematerialization.functions import (
     Products,
+    WatchedProducts,
     coarse_activation,
     dropout_again,
     packed_dropout,
@@ -42,13 +43,23 @@ class RematerializedModule(ReplacedForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, or :meth:`saving_less`."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.formulas.in_use or _in_a_mode():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_a_mode():
             return self.own_forward(*args, **kwargs)
-        return self.saving_less(*args, **kwargs)
+        if self.formulas.in_use:
+            return self.saving_less(*args, **kwargs)
+        return self.watched(*args, **kwargs) if self._is_to_be_watched(*args) else self.own_forward(*args, **kwargs)
+
+    def _is_to_be_watched(self, first: Any = None, *others: Any) -> bool:
+        has_data = isinstance(first, Tensor) and not isinstance(first, FakeTensor)
+        return has_data and self.formulas.watch_now(first.device)
 
     @abstractmethod
     def saving_less(self, *args: Any, **kwargs: Any) -> Any:
         """The same result, with less saved."""
+
+    @abstractmethod
+    def watched(self, *args: Any, **kwargs: Any) -> Any:
+        """The same result, with the same saved, and a look at what :meth:`saving_less` would save: see :class:`Formulas`."""
 
 
 def _in_a_mode() -> bool:
@@ -68,17 +79,33 @@ class ProductsInside(RematerializedModule):
         with signals_deferred, Products(self.formulas):
             return self.own_forward(*args, **kwargs)
 
+    def watched(self, *args: Any, **kwargs: Any) -> Any:
+        with signals_deferred, WatchedProducts(self.formulas):
+            return self.own_forward(*args, **kwargs)
+
 
 class OneTensorModule(RematerializedModule):
     """A module that takes one tensor; called in another way, it runs its own forward."""
 
     def saving_less(self, *args: Any, **kwargs: Any) -> Any:
-        plain = len(args) == 1 and not kwargs and type(args[0]) in _PLAIN and args[0].is_floating_point()
-        return self.of_tensor(args[0]) if plain else self.own_forward(*args, **kwargs)
+        return self.of_tensor(args[0]) if _is_plain(args, kwargs) else self.own_forward(*args, **kwargs)
+
+    def watched(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.own_forward(*args, **kwargs)
+        if _is_plain(args, kwargs) and isinstance(result, Tensor):
+            self.note(args[0], result)
+        return result
 
     @abstractmethod
     def of_tensor(self, inputs: Tensor) -> Tensor:
         """The result for ``inputs``."""
+
+    def note(self, inputs: Tensor, result: Tensor) -> None:
+        """Watch what :meth:`of_tensor` would save, and remember what the result would be recomputed from."""
+
+
+def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return len(args) == 1 and not kwargs and type(args[0]) in _PLAIN and args[0].is_floating_point()
 
 
 class RecomputedFunction(OneTensorModule):
@@ -89,17 +116,23 @@ class RecomputedFunction(OneTensorModule):
         needed = inputs.requires_grad or any(one.requires_grad for one in parameters)
         if not needed:
             return self.own_forward(inputs)
+        module = _as_it_is_now(self.module)
         if self._saves_only_its_input(inputs):
-            result = self.own_forward(inputs)
+            result = module.forward(inputs)
         else:
-            result = recomputed(self.operations(inputs), inputs, parameters)
+            result = recomputed(self.operations(module, inputs), inputs, parameters)
         # Parameters are not used to rebuild it, but must not change until then.
-        self.formulas.remember(result, Formula((inputs, *parameters), rerun(self.own_forward, inputs.device)))
+        self.formulas.remember(result, Formula((inputs, *parameters), rerun(module.forward, inputs.device)))
         return result
 
-    def operations(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
-        """The forward, with every use of its input to be seen."""
-        return self.own_forward
+    def note(self, inputs: Tensor, result: Tensor) -> None:
+        self.formulas.remember(result, Formula((hull_of(inputs),), same))
+        if not self._saves_only_its_input(inputs):
+            self.formulas.watch(result, (inputs,))
+
+    def operations(self, module: nn.Module, inputs: Tensor) -> Callable[[Tensor], Tensor]:
+        """The forward of ``module``, with every use of its input to be seen."""
+        return module.forward
 
     def _saves_only_its_input(self, inputs: Tensor) -> bool:
         """Whether the usual operation is one whose backward needs its input, and hardly more."""
@@ -112,18 +145,28 @@ class RecomputedFunction(OneTensorModule):
 class RecomputedRMSNorm(RecomputedFunction):
     """torch's RMSNorm, which on a CPU uses its input twice behind one name (in 16 bits only to cast it)."""
 
-    def operations(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
+    def operations(self, module: nn.Module, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         """The same operations one by one, where there are several."""
         if inputs.device.type == "cpu" and inputs.dtype in (torch.float, torch.double):
-            return self._one_by_one
-        return self.own_forward
+            return functools.partial(self._one_by_one, module)
+        return module.forward
 
-    def _one_by_one(self, inputs: Tensor) -> Tensor:
-        module: Any = self.module
+    @staticmethod
+    def _one_by_one(module: Any, inputs: Tensor) -> Tensor:
         eps = torch.finfo(inputs.dtype).eps if module.eps is None else module.eps
         last = tuple(range(-len(module.normalized_shape), 0))
         result = inputs * torch.rsqrt(inputs.pow(2).mean(last, keepdim=True) + eps)
         return result if module.weight is None else result * module.weight
+
+
+def _as_it_is_now(module: nn.Module) -> nn.Module:
+    """The module with the attributes that it has now, a slope for example, and the forward of its class: those that it has
+    in backward may be others.
+    """
+    copied: nn.Module = object.__new__(type(module))
+    vars(copied).update(vars(module), _parameters=dict(module._parameters))
+    del vars(copied)["forward"]
+    return copied
 
 
 def rerun(forward: Callable[[Tensor], Tensor], device: torch.device) -> Callable[..., Tensor]:
@@ -142,8 +185,11 @@ class SavedResult(OneTensorModule):
 
     def of_tensor(self, inputs: Tensor) -> Tensor:
         result = self.own_forward(inputs)
-        self.formulas.remember(result, None)
+        self.note(inputs, result)
         return result
+
+    def note(self, inputs: Tensor, result: Tensor) -> None:
+        self.formulas.remember(result, None)
 
 
 class PackedReLU(OneTensorModule):
@@ -176,6 +222,11 @@ class PackedDropoutModule(OneTensorModule):
             self.formulas.remember(result, Formula((bits, *formula.tensors), build))
         return result
 
+    def note(self, inputs: Tensor, result: Tensor) -> None:
+        formula = self.formulas.of(inputs)
+        if formula is not None:
+            self.formulas.remember(result, formula)
+
 
 def _rebuild_dropped(build: Callable[..., Tensor], again: Any, bits: Tensor, *tensors: Tensor) -> Tensor:
     return again(build(*tensors), bits)  # type: ignore[no-any-return]
@@ -187,15 +238,24 @@ class RebuiltInputLinear(OneTensorModule):
     def of_tensor(self, inputs: Tensor) -> Tensor:
         layer: Any = self.module
         transposed = isinstance(layer, Conv1D)
-        formula = None
-        # Plain weights only: sharded ones (DTensor) have operations of their own.
-        if layer.weight.requires_grad and own_class(layer.weight) in _PLAIN and inputs.dim() > 1:
-            formula = self.formulas.of(inputs) if inputs.is_contiguous() else None
+        formula = self._formula_of(inputs)
         if formula is None:
             return self.own_forward(inputs)
         dtype = autocast_dtype(inputs.device) or inputs.dtype
         part = Part(formula.tensors, functools.partial(_rebuilt_product, formula.build, dtype))
-        return LinearOfPart.apply(inputs, layer.weight, layer.bias, part, transposed)
+        return linear_of_part(inputs, layer.weight, layer.bias, part, transposed)
+
+    def note(self, inputs: Tensor, result: Tensor) -> None:
+        formula = self._formula_of(inputs)
+        if formula is not None:
+            self.formulas.watch(result, formula.tensors)
+
+    def _formula_of(self, inputs: Tensor) -> Formula | None:
+        weight: Any = self.module.weight
+        # Plain weights only: sharded ones (DTensor) have operations of their own.
+        if weight.requires_grad and own_class(weight) in _PLAIN and inputs.dim() > 1 and inputs.is_contiguous():
+            return self.formulas.of(inputs)
+        return None
 
 
 def _rebuilt_product(

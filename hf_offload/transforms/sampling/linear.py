@@ -13,7 +13,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sampling import GRADIENT_CACHE, SampledLinearConfig
 from hf_offload.transforms.autocast import autocast_dtype
-from hf_offload.transforms.linear_of_part import LinearOfPart, Part
+from hf_offload.transforms.linear_of_part import Part, linear_of_part
 from hf_offload.transforms.sampling.estimator import draw_rows, signs
 from hf_offload.transforms.sampling.gradient_cache import GradientCache, SampleRows
 
@@ -196,7 +196,7 @@ class _Sampled:
         if not weight.requires_grad or not inputs.is_floating_point():
             return None
         part = self.draws.of(inputs, autocast_dtype(inputs.device) or inputs.dtype, self.sampled_as)
-        return None if part is None else LinearOfPart.apply(inputs, weight, bias, part, transposed)
+        return None if part is None else linear_of_part(inputs, weight, bias, part, transposed)
 
 
 class SampledLinear(_Sampled, nn.Linear):
