@@ -46,7 +46,7 @@ class Rematerialization(Transform):
     """Makes modules of a model recompute in backward what they would save.
 
     ``left_alone`` is an output head that stays as it is: its input is saved by whatever computes the loss in pieces. With
-    ``by_choice``, nobody has asked for it: norms are those of torch and transformers, since a user's class may read more
+    ``by_choice``, it is what a plan chooses: norms are those of torch and transformers, since a user's class may read more
     than its input, and modules are watched before it is switched on.
     """
 
