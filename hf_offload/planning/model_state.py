@@ -289,24 +289,30 @@ class ModelState:
 
     def _stream(self, model: nn.Module, place: str, why: str) -> bool:
         optimizers = self._prepared()
-        if not optimizers:
-            logger.info(
-                "Gradients and optimizer state stay in memory, though %s: only an optimizer that is passed to "
-                "session.prepare_optimizer() can be streamed.",
-                why,
-            )
+        nowhere = "Only an optimizer that is passed to session.prepare_optimizer() can be streamed."
+        if not any(self._ranks.gather(bool(optimizers))):
+            logger.info("Gradients and optimizer state stay in memory, though %s. %s", why, nowhere)
             return False
         self._may_stream = False
         self._settle_copies()
-        setting = None
+        setting, problem = None, "" if optimizers else nowhere
         try:
             setting = StreamedSetting(
                 model, with_checked(self._config, optimizer=place), self._storage, self._ranks.count
             )
-            for optimizer in optimizers:
-                setting.prepare(model, optimizer)
+            setting.open()
         except OffloadConfigError as error:
-            logger.info("Gradients and optimizer state stay in memory, though %s. %s", why, error)
+            problem = str(error)
+        # Where one process cannot, none does: a plan is for all of them.
+        problem = next(filter(None, self._ranks.gather(problem)), "")
+        if setting is not None and not problem:
+            try:
+                for optimizer in optimizers:
+                    setting.prepare(model, optimizer)
+            except OffloadConfigError as error:
+                problem = str(error)
+        if problem:
+            logger.info("Gradients and optimizer state stay in memory, though %s. %s", why, problem)
         if setting is None or not setting.is_used:
             if setting is not None:
                 setting.close()

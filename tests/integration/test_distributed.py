@@ -20,6 +20,7 @@ from hf_offload import (
 )
 from hf_offload.errors import OffloadPlanError
 from hf_offload.integrations.summary import summary_lines
+from hf_offload.optimizers.streamed import setting as streamed_setting
 from hf_offload.optimizers.streamed import streaming_of
 from hf_offload.plan.hardware import Hardware, Measurement
 from hf_offload.planning import ranks as planning_ranks
@@ -352,6 +353,25 @@ def one_place_for_the_state_after_a_step(rank, folder):
     assert not found["begins"]
 
 
+def state_that_one_process_cannot_stream_stays_in_all(rank, folder):
+    """The drive of the second one cannot be used. The budget is too small then, and both processes say so."""
+    honest = streamed_setting.open_tier
+
+    def refuse(*arguments, **options):
+        raise OffloadConfigError("This drive takes no files.")
+
+    if rank == 1:
+        streamed_setting.open_tier = refuse
+    try:
+        with pytest.raises(OffloadPlanError, match="state on a tier") as refused:
+            trains_in_budget(rank, folder, 4.6)  # which does, if the state leaves
+    finally:
+        streamed_setting.open_tier = honest
+    everyone = [None] * TWO
+    dist.all_gather_object(everyone, str(refused.value))
+    assert everyone[0] == everyone[1]
+
+
 def assert_leaves(found, expected):
     assert found["streams"]
     assert not expected["streams"]
@@ -447,6 +467,7 @@ IN_TWO = (
     one_plan_for_shards,
     one_place_for_the_state,
     one_place_for_the_state_after_a_step,
+    state_that_one_process_cannot_stream_stays_in_all,
     weights_and_gradients_that_do_not_fit_are_refused,
     gone_in_one_of_them,
     streamed_shards_are_refused,

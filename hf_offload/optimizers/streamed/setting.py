@@ -20,7 +20,7 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.storage.opening import named_directories, open_tier
-from hf_offload.storage.service import RunStorage
+from hf_offload.storage.service import OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -49,11 +49,20 @@ class StreamedSetting:
         if self._place != "none":
             _refuse_scripted(model)
         _refuse_sharded(model)
+        self._opened: dict[str, Tier] = {}  # and in no use yet
         self._guards: list[RemovableHandle] = []
         if self._place != "none":
             self._guards = [
                 p.register_post_accumulate_grad_hook(_refuse_gradient) for p in model.parameters() if p.requires_grad
             ]
+
+    def open(self) -> None:
+        """Open the tier of the state, which may be refused on one machine alone, before anything is changed.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError`.
+        """
+        if self._place != "none":
+            self._opened[OPTIMIZER_STATE] = self._open(OPTIMIZER_STATE)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Stream ``optimizer``, which is the same object afterwards. Idempotent."""
@@ -122,10 +131,14 @@ class StreamedSetting:
         for guard in self._guards:
             guard.remove()
         self._guards.clear()
+        while self._opened:
+            self._opened.popitem()[1].close()
         for streaming in list(self._streamings):
             streaming.finish()
 
     def _open(self, account: str) -> Tier:
+        if account in self._opened:
+            return self._opened.pop(account)
         directories = named_directories(self._config) if self._place == "ssd" else ()
         return open_tier(self._storage, self._config, self._on_host, account, directories)
 
