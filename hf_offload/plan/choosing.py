@@ -37,6 +37,7 @@ from hf_offload.plan.search import (
     local_search,
     may_gain,
     smallest,
+    worth_s,
 )
 from hf_offload.settings.sizes import format_bytes
 
@@ -136,16 +137,6 @@ def choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed:
     Weights and state of a running training stay where they are unless that is a good deal slower. Elementwise operations are
     recomputed where nothing fits otherwise, or where the step gets faster.
     """
-    usual = _choose(footprint.plain, hardware, budget_bytes, allowed)
-    if footprint.elementwise is None or (usual is not None and not may_gain(footprint, usual.solution)):
-        return usual
-    reduced = _choose(footprint, hardware, budget_bytes, allowed)
-    if usual is None or reduced is None:
-        return reduced or usual
-    return reduced if better(usual.solution, reduced.solution) is reduced.solution else usual
-
-
-def _choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice | None:
     found: list[_Way] = []
     for held in ways(footprint, hardware, allowed):
         way = _Way(held, problem_of(footprint, hardware, budget_bytes, held, allowed))
@@ -154,11 +145,22 @@ def _choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed
         if not held.moves and way.problem.fits(way.kept):
             return Choice(held, way.problem, way.kept)
         found.append(way)
-    best, solutions = _fastest(found)
+    usual = _choose([way.plain for way in found], allowed)
+    if footprint.elementwise is None or (usual is not None and not may_gain(footprint, usual.solution)):
+        return usual
+    reduced = _choose(found, allowed, usual)
+    if usual is None or reduced is None:
+        return reduced or usual
+    return reduced if better(usual.solution, reduced.solution) is reduced.solution else usual
+
+
+def _choose(found: Sequence["_Way"], allowed: Allowed, usual: Choice | None = None) -> Choice | None:
+    """The fastest of these; no matter which where none is worth it in place of ``usual``."""
+    best, solutions = _fastest(found, usual)
     if best is None:
-        return _smallest(found)
+        return _smallest(found) if usual is None else None
     if allowed.now is not None and allowed.is_measured and best.held != allowed.now:
-        present, others = _fastest([way for way in found if way.held == allowed.now])
+        present, others = _fastest([way for way in found if way.held == allowed.now], usual)
         if present is not None and present.step_s <= _GAIN * best.step_s:
             best, solutions = present, others
     if not solutions:
@@ -239,6 +241,11 @@ class _Way:
         self.problem = problem
 
     @functools.cached_property
+    def plain(self) -> "_Way":
+        """The same, without recompute of elementwise operations."""
+        return self if self.problem.mixed is None else _Way(self.held, self.problem.plain)
+
+    @functools.cached_property
     def kept(self) -> Solution:
         """All activations stay, whether they fit or not: no step of this way is faster."""
         return self.problem.play(Choices(self.problem).uniform(Placement.KEEP), self.problem.windows[0], "keep")
@@ -256,15 +263,19 @@ class _Way:
         return max([footprint.step_s, *loads])
 
 
-def _fastest(found: Sequence[_Way]) -> tuple[Choice | None, Sequence[Solution]]:
-    """The fastest, and what the search for it began with: nothing where no search can find a faster one."""
+def _fastest(found: Sequence[_Way], usual: Choice | None = None) -> tuple[Choice | None, Sequence[Solution]]:
+    """The fastest, and what the search for it began with: nothing where no search can find a faster one. Only what may be
+    worth it in place of ``usual``, if that is given.
+    """
     best: Choice | None = None
+    below_s = worth_s(None if usual is None else usual.solution)
     tried: list[Choice] = []  # at a first look
     for way in _by_time(found):
-        if best is not None and (len(tried) >= _SOLVED or way.kept.timeline.step_s >= best.step_s):
+        kept_s = way.kept.timeline.step_s
+        if kept_s >= _GAIN * below_s or (best is not None and (len(tried) >= _SOLVED or kept_s >= best.step_s)):
             break
         if way.problem.fits(way.kept):
-            if best is None or way.kept.timeline.step_s < best.step_s:
+            if best is None or kept_s < best.step_s:
                 best = Choice(way.held, way.problem, way.kept)
             continue
         if not any(True for _ in _narrowest(way.problem)):
@@ -280,7 +291,7 @@ def _fastest(found: Sequence[_Way]) -> tuple[Choice | None, Sequence[Solution]]:
         assert best is not None
         if one.step_s > _GAIN * best.step_s:
             break
-        some = find_greedy(one.problem)
+        some = find_greedy(one.problem, below_s)
         fastest = min(some, key=lambda each: each.objective, default=one.solution)
         if not solutions or fastest.timeline.step_s < best.step_s:
             best, solutions = dataclasses.replace(one, solution=fastest), some

@@ -6,6 +6,7 @@ block is taken from the one step or from the other.
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ class Mixed:
 
     Attributes:
         blocks: The blocks that save less so, in order.
+        more_s: Block -> how much longer it computes so.
     """
 
     def __init__(self, plain: "Footprint", reduced: "Footprint"):
@@ -45,6 +47,7 @@ class Mixed:
             span.name for span in plain.blocks if span.name in names and of_reduced[span.name] < of_plain[span.name]
         )
         self._pace = [self._pace_of(*pair) for pair in zip(*self._parts, strict=True)]
+        self.more_s = self._more_s()
         self._moments = [[_moments(one, parts) for one in step.saved if self.blocks] for step, parts in self._pairs]
 
     def __reduce__(self) -> tuple[type["Mixed"], tuple["Footprint", "Footprint"]]:
@@ -65,11 +68,23 @@ class Mixed:
 
     def _pace_of(self, plain: _Part, reduced: _Part) -> float:
         """What the times of a part are multiplied by: to compute more takes no less time, whatever clocks say."""
-        usual, found = (
-            sum(one.seconds for one in step.segments[part.begin : part.end])
-            for step, part in ((self._plain, plain), (self._reduced, reduced))
-        )
+        usual, found = _seconds(self._plain, plain), _seconds(self._reduced, reduced)
         return max(1.0, usual / found) if found else 1.0
+
+    def _more_s(self) -> dict[str, float]:
+        found = dict.fromkeys(self.blocks, 0.0)
+        for plain, reduced, pace in zip(*self._parts, self._pace, strict=True):
+            if plain.block in found:
+                found[plain.block] += pace * _seconds(self._reduced, reduced) - _seconds(self._plain, plain)
+        return found
+
+    def moment(self, at: int) -> int:
+        """The segment of the step in which all blocks do it that is where ``at`` is in the one in which none does."""
+        chosen = [one.block in self.more_s for one in self._parts[0]]
+        parts = zip(*self._parts, chosen, strict=True)
+        sizes = (one.end - one.begin if is_reduced else usual.end - usual.begin for usual, one, is_reduced in parts)
+        begins = [0, *itertools.accumulate(sizes)]
+        return min(_Clock(self._parts[0], begins, chosen, False).at(at), begins[-1] - 1)
 
     def _put_together(self, blocks: frozenset[str]) -> "Footprint":
         segments: list[Segment] = []
@@ -113,6 +128,10 @@ class Mixed:
             blocks=tuple(spans),
             elementwise=None,
         )
+
+
+def _seconds(step: "Footprint", part: _Part) -> float:
+    return sum(one.seconds for one in step.segments[part.begin : part.end])
 
 
 def _saved_bytes(step: "Footprint") -> dict[str | None, int]:

@@ -87,7 +87,11 @@ class Problem:
     @functools.cached_property
     def plain(self) -> "Problem":
         """The same, without that choice."""
-        return self if self.mixed is None else dataclasses.replace(self, mixed=None)
+        if self.mixed is None:
+            return self
+        found = dataclasses.replace(self, mixed=None)
+        found.__dict__["_played"] = self._played  # without such blocks, they are the same steps
+        return found
 
     @property
     def limit_bytes(self) -> int:
@@ -106,6 +110,13 @@ class Problem:
     @functools.cached_property
     def _played(self) -> dict[tuple[tuple[Placement, ...], Windows | None], Timeline]:
         return {}
+
+    def least_s(self, placements: Placements) -> float:
+        """A step takes no less: everything is computed once, and what is recomputed twice."""
+        costs, more_s = self.footprint.recompute_costs, {} if self.mixed is None else self.mixed.more_s
+        again = (seconds for block, (seconds, _) in costs.items() if placements[block].recomputes)
+        elementwise = (seconds for block, seconds in more_s.items() if placements[block].elementwise)
+        return self.footprint.step_s + sum(again) + sum(elementwise)
 
     def fits(self, solution: Solution) -> bool:
         """Whether memory, even where the tier stops writing for a while, and every tier stay within their limits."""

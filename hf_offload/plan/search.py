@@ -41,7 +41,7 @@ def solve(problem: Problem) -> Solution | None:
     usual = _solve(problem.plain)
     if problem.mixed is None or (usual is not None and not may_gain(problem.footprint, usual)):
         return usual
-    return better(usual, _solve(problem))
+    return better(usual, _solve(problem, worth_s(usual)))
 
 
 def may_gain(footprint: Footprint, usual: Solution) -> bool:
@@ -49,18 +49,23 @@ def may_gain(footprint: Footprint, usual: Solution) -> bool:
     return usual.timeline.step_s > _WORTH * footprint.step_s
 
 
+def worth_s(usual: Solution | None) -> float:
+    """How long a step may take at most that is to be preferred to ``usual`` because blocks recompute something in it."""
+    return math.inf if usual is None else usual.timeline.step_s / _WORTH
+
+
 def better(usual: Solution | None, reduced: Solution | None) -> Solution | None:
     """``reduced``, which recomputes elementwise operations, where that is worth it."""
     if usual is None or reduced is None:
         return reduced or usual
-    return reduced if _WORTH * reduced.timeline.step_s < usual.timeline.step_s else usual
+    return reduced if reduced.timeline.step_s < worth_s(usual) else usual
 
 
-def _solve(problem: Problem) -> Solution | None:
+def _solve(problem: Problem, below_s: float = math.inf) -> Solution | None:
     keep = problem.play(Choices(problem).uniform(Placement.KEEP), problem.windows[0], "keep")
     if problem.fits(keep):
         return keep
-    found = local_search(problem, find_greedy(problem), find_uniform(problem))
+    found = local_search(problem, find_greedy(problem, below_s), find_uniform(problem))
     if found is None:
         found = smallest(problem)
     return found if problem.fits(found) else None
@@ -144,15 +149,16 @@ def uniform(problem: Problem, placement: Placement) -> Solution | None:
     return problem.play(choices.uniform(placement), problem.windows[0], placement.value)
 
 
-def find_greedy(problem: Problem) -> list[Solution]:
+def find_greedy(problem: Problem, below_s: float = math.inf) -> list[Solution]:
     """Solutions in which as few units are placed in one way as the budget allows, and the rest is kept. Each way has the
-    widest windows in which that fits: wider ones wait less. Ways that cannot be faster than what others have found are left
-    out.
+    widest windows in which that fits: wider ones wait less. Ways that cannot be faster than what others have found, or than
+    ``below_s``, are left out.
 
     Which come first: those whose bytes backward needs last, which have the most time to go and come back (SSDTrain's prefix
     rule), the largest, or the smallest. Half of the best prefixes is tried with a second placement.
     """
-    choices, bounds = Choices(problem), Bounds(problem)
+    choices = Choices(problem)
+    bounds = Bounds(problem, choices)
     units = choices.units
     nbytes = problem.footprint.saved_bytes
     largest = sorted(units, key=lambda unit: -nbytes[unit])
@@ -160,7 +166,7 @@ def find_greedy(problem: Problem) -> list[Solution]:
     prefixes: list[Prefix] = []
     solutions: list[Solution] = []
     for least_s, placement in _possible(choices, bounds):
-        if least_s >= min((one.timeline.step_s for one in solutions), default=math.inf):
+        if least_s >= min(below_s, min((one.timeline.step_s for one in solutions), default=math.inf)):
             break
         orders = (units,) if placement.recomputes else (units, largest, smallest_first)
         for order in orders:
@@ -174,7 +180,9 @@ def find_greedy(problem: Problem) -> list[Solution]:
             if second is not one.placement:
                 halves = dict.fromkeys(units[: one.count // 2], second)
                 halves |= dict.fromkeys(units[one.count // 2 : one.count], one.placement)
-                solutions.append(problem.play(choices.place(halves), one.solution.windows, "greedy"))
+                placements = choices.place(halves)
+                if problem.least_s(placements) < min(below_s, prefixes[0].solution.timeline.step_s):
+                    solutions.append(problem.play(placements, one.solution.windows, "greedy"))
     return [one for one in solutions if problem.fits(one)]
 
 
@@ -206,13 +214,18 @@ def find_prefixes(problem: Problem) -> list[Prefix]:
     """The shortest one that fits, best first, of each of the placements that promise most. A part of what
     :func:`find_greedy` finds, which mostly says which of several problems has the faster solution.
     """
-    choices, bounds = Choices(problem), Bounds(problem)
-    possible = [placement for _, placement in _possible(choices, bounds)]
+    choices = Choices(problem)
+    bounds = Bounds(problem, choices)
     found: list[Prefix] = []
-    for elementwise in (False, True):  # of which the bounds know little
-        some = (one for one in possible if one.elementwise is elementwise)
-        tried = (_prefix(problem, choices, bounds, choices.units, one) for one in some)
-        found += itertools.islice((one for one in tried if one is not None), _LIKELY)
+    left = {False: _LIKELY, True: _LIKELY}
+    for least_s, placement in _possible(choices, bounds):
+        if least_s > min((one.solution.timeline.step_s for one in found), default=math.inf):
+            break
+        if left[placement.elementwise]:
+            one = _prefix(problem, choices, bounds, choices.units, placement)
+            if one is not None:
+                left[placement.elementwise] -= 1
+                found.append(one)
     return sorted(found, key=lambda one: one.solution.objective)
 
 
@@ -225,13 +238,12 @@ def _prefix(
     be if it took as much as it did there. Every third look halves what is left.
     """
     grain = max(1, len(order) // _PREFIX_PARTS)
-    least, limit = bounds.least_bytes(order, grain), problem.limit_bytes
+    least, limit = bounds.least_bytes(order, grain, placement), problem.limit_bytes
 
     def enough(moving_bytes: int) -> int:
         return bisect.bisect_left(least, True, key=lambda nbytes: nbytes + moving_bytes <= limit)
 
-    # A block that recomputes its elementwise operations is another one, of which that is only likely.
-    never = 0 if placement.elementwise else enough(0) - 1
+    never = enough(0) - 1
     for windows in _windows_for(problem, placement):
         low, high, best = never, len(least), None
         middle, looks = max(low + 1, enough(0)), 0
@@ -303,7 +315,7 @@ class _LocalSearch:
             for changed in itertools.chain(self._one_change(solution), self._two_changes(solution)):
                 if self._work_left <= leave:
                     return solution
-                if self._least_s(changed) > solution.timeline.step_s:
+                if self._problem.least_s(changed) > solution.timeline.step_s:
                     continue
                 other = self._try(changed, solution)
                 if other is not None and other.objective < solution.objective:
@@ -319,12 +331,6 @@ class _LocalSearch:
             solution = self._problem.play(placements, like.windows, like.method)
             self._tried[key] = solution if self._problem.fits(solution) else None
         return self._tried[key]
-
-    def _least_s(self, placements: Placements) -> float:
-        """A step takes no less: everything is computed once, and what is recomputed twice."""
-        footprint = self._problem.footprint
-        again = (seconds for block, (seconds, _) in footprint.recompute_costs.items() if placements[block].recomputes)
-        return footprint.step_s + sum(again)
 
     def _one_change(self, solution: Solution) -> Iterator[Placements]:
         for unit, placement in self._moves:
