@@ -25,9 +25,9 @@ def known_machine(machine_with_drive, short_search):
     machine_with_drive(1e9)
 
 
-def model_of(name, dropout=0.1):
+def model_of(name, dropout=0.1, layers=4):
     torch.manual_seed(0)
-    return build(name, dropout, layers=4)
+    return build(name, dropout, layers)
 
 
 def train(model, config, steps=5, inputs=None, micro_batches=1):
@@ -76,9 +76,9 @@ def in_memory(name, steps=5, micro_batches=1):
 
 
 @functools.cache
-def live_peaks(name):
+def live_peaks(name, layers=4):
     """Bytes that are there all the time, and those of a step's peak with everything kept."""
-    return live_bytes_of_steps(model_of(name), batch())
+    return live_bytes_of_steps(model_of(name, layers=layers), batch())
 
 
 def auto(budget, tmp_path, **settings):
@@ -127,9 +127,9 @@ def test_a_run_that_fits_is_left_alone(tmp_path):
 
 
 def test_the_allocator_sees_the_peak_that_was_measured(tmp_path):
-    fixed, activations = live_peaks("gpt2")
+    fixed, activations = live_peaks("gpt2", layers=8)
     budget = int(fixed + 0.5 * activations)
-    model = model_of("gpt2")
+    model = model_of("gpt2", layers=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with offload_activations(model, auto(budget, tmp_path)) as session:
 
@@ -176,10 +176,10 @@ def needing_more(monkeypatch, nbytes):
 
 
 def test_a_step_over_the_budget_is_planned_again_with_less(tmp_path, monkeypatch, caplog):
-    fixed, activations = live_peaks("gpt2")
+    fixed, activations = live_peaks("gpt2", layers=8)
     needing_more(monkeypatch, activations // 4)  # more than a plan leaves free for a drive that falls behind
     with caplog.at_level(logging.INFO, "hf_offload"):
-        _, _, forecast, _ = train(model_of("gpt2"), auto(int(fixed + 0.6 * activations), tmp_path), 10)
+        _, _, forecast, _ = train(model_of("gpt2", layers=8), auto(int(fixed + 0.6 * activations), tmp_path), 10)
     messages = [record.getMessage() for record in caplog.records]
     assert any("more than the budget: planning again" in message for message in messages)
     assert any(message.startswith("Corrected plan for") for message in messages)
