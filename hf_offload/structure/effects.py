@@ -17,15 +17,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from hf_offload.structure.block_state import (
-    MOST_LEVELS,
-    PLAIN,
-    changed_name,
-    inputs_read_again,
-    read_by,
-    rewritten_name,
-    state_of,
-)
+from hf_offload.structure.block_state import changed_name, inputs_read_again, read_by, rewritten_name, state_of
+from hf_offload.structure.reach import MOST_LEVELS, PLAIN
 from hf_offload.surgery import InertInCopies
 
 # What a layer of transformers empties before it is checkpointed.
