@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import Allowed, find_choice
+from hf_offload.plan.choosing import Allowed, Choice, find_choice
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import IN_MEMORY, Held
@@ -12,6 +12,7 @@ from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import make_problem, plan_of
 from hf_offload.plan.problem import Problem, Solution, as_it_is, smallest_budget
 from hf_offload.plan.simulate import likely_peak
+from hf_offload.plan.sparing import sparing
 from hf_offload.planning.situation import Situation
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
@@ -116,7 +117,12 @@ def known_by_simulating(
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
     """
-    choice = ranks.first(lambda: find_choice(footprint, hardware, budget_bytes, allowed, less))
+
+    def find() -> Choice:
+        found = find_choice(footprint, hardware, budget_bytes, allowed, less)
+        return sparing(found, footprint, hardware, budget_bytes - less, allowed)
+
+    choice = ranks.first(find)
     problem, solution = choice.problem, choice.solution
     known = _known(situation, footprint, problem, solution, peak_of(problem, solution) + less, less, corrections)
     known.held = choice.held

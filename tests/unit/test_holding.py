@@ -18,8 +18,11 @@ from hf_offload.plan.kinds import kinds_of
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.simulate import likely_peak, simulate
+from hf_offload.plan.sparing import all_moved_bytes
 from hf_offload.plan.timeline import Channel, Windows
 from hf_offload.plan.windows import spare_bytes
+from hf_offload.planning.known import known_by_simulating
+from hf_offload.ranks import Ranks
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.service import RunStorage
 from hf_offload.storage.stored import Store
@@ -145,6 +148,25 @@ def test_of_steps_that_are_as_fast_one_that_spares_the_drive_is_taken():
     found = chosen(2600 * MB, machine(ssd="5000GB/s", ram="1MB"))
     assert (found.held.state, found.held.weights) == ("ssd", None)
     assert set(found.solution.placements.values()) == {Placement.KEEP}
+
+
+@pytest.mark.parametrize("budget", [2000 * MB, 4000 * MB])
+def test_of_plans_that_are_as_fast_a_run_takes_one_that_moves_fewer_bytes(budget):
+    """Weights stay where their room is not needed, though a step would be as fast with them on a tier."""
+    footprint, hardware = trained(), machine()
+    fastest = find_choice(footprint, hardware, budget, Allowed())
+    known = known_by_simulating(None, footprint, hardware, budget, ranks=Ranks(), allowed=Allowed())
+    assert (known.held.state, known.held.weights) == ("ram", None)
+    assert known.solution.timeline.step_s <= 1.01 * fastest.step_s
+    moved = all_moved_bytes(known.problem, known.solution)
+    assert moved < 0.7 * all_moved_bytes(fastest.problem, fastest.solution)
+    assert limits_are_kept(known, footprint, hardware, budget)
+    # What a measured step has moved stays where it is: another place would cost another measured step.
+    held = fastest.held
+    bound = Allowed(now=held)
+    there = hold(footprint, held, budget, on_host=False)
+    again = known_by_simulating(None, there, hardware, budget, ranks=Ranks(), allowed=bound)
+    assert again.held == held
 
 
 def test_what_may_not_move_stays():
