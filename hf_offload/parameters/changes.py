@@ -1,12 +1,15 @@
 """Which functions of PyTorch change the tensors that they are called with."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-# They change tensors without counting it as a version.
-_UNCOUNTED = {getattr(torch, name) for name in dir(torch) if name.startswith("_fused_") and name.endswith("_")}
+# They change tensors without counting it as a version; those of lists do so while a dispatch mode is active.
+_UNCOUNTED = {
+    getattr(torch, name) for name in dir(torch) if name.startswith(("_fused_", "_foreach_")) and name.endswith("_")
+}
 # With one of these arguments, they change others.
 _CHANGING = ("out", "inplace", "max_norm")
 _READING = {"__index__", "__int__", "__invert__"}
@@ -25,6 +28,25 @@ def changes_uncounted(func: Any) -> bool:
     were defined elsewhere do so, too, unless their authors have thought of it.
     """
     return func in _UNCOUNTED or _is_mutable(func)
+
+
+def count_changes_of_lists(func: Any, args: Sequence[Any]) -> None:
+    """Count versions for what ``func``, such as ``torch._foreach_mul_``, has done to lists of tensors in a dispatch mode.
+
+    PyTorch counts them outside of such modes alone.
+    """
+    for place in _changed_lists(func):
+        for tensor in args[place]:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
+@functools.cache
+def _changed_lists(func: Any) -> tuple[int, ...]:
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.name.startswith("aten::_foreach_"):
+        return ()
+    written = (argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
+    return tuple(place for place, is_written in enumerate(written) if is_written)
 
 
 def changes_arguments(call: Call) -> bool:

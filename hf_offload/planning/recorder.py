@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.optimizers.streamed import gradient_of
+from hf_offload.parameters.changes import count_changes_of_lists
 from hf_offload.parameters.saved import whereabouts
 from hf_offload.plan.footprint import BlockSpan, Segment
 from hf_offload.planning.workspace import workspace_bytes
@@ -200,6 +201,7 @@ class StepRecorder(TorchDispatchMode):
         shared = self._effects.before(func, args, kwargs)
         self.bookkeeping_s += time.perf_counter() - begin
         result = func(*args, **kwargs)
+        count_changes_of_lists(func, args)
         if self._model_ref() is None or not self.is_recording:
             return result
         begin = time.perf_counter()

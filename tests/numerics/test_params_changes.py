@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_offload import OffloadConfig, attach
+from hf_offload.planning.measuring import StepMeter
 from tests.helpers.parked import leave_memory, parked
 from tests.helpers.streamed import mlp, same, stream_in_parts
 
@@ -60,6 +62,57 @@ def test_what_an_operator_of_another_library_changes_is_kept(overload, doubles, 
             assert weight._version == version
     leave_memory(session)
     assert same(expected, {name: value.clone() for name, value in model.state_dict().items()})
+
+
+LISTS = sorted(name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_"))
+
+
+def call(name, weight):
+    """Call a function of lists with whatever it takes."""
+    function, other = getattr(torch, name), torch.full_like(weight, 0.5)
+    for more in ((), (0.5,), ([other],), ([other], 0.5), ([other], [other]), (0.5, 0.25)):
+        try:
+            return function([weight], *more)
+        except (RuntimeError, TypeError):
+            continue
+    raise AssertionError(f"nothing that {name} takes was found")
+
+
+class OfOthers(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_what_a_function_of_lists_changes_under_a_mode_is_kept(name, tmp_path):
+    model, expected = mlp(), mlp()
+    session = parked(model, tmp_path)
+    with torch.no_grad():
+        for weight, other in zip(model.parameters(), expected.parameters(), strict=True):
+            leave_memory(session)
+            with OfOthers():
+                call(name, weight)
+            call(name, other)
+    leave_memory(session)
+    assert same(*({key: value.clone() for key, value in one.state_dict().items()} for one in (model, expected)))
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_measured_step_counts_what_functions_of_lists_change(name):
+    versions = []
+    for is_measured in (False, True):
+        model = mlp()
+        weight = next(model.parameters())
+        meter = StepMeter(model, lambda: 0, lambda: 0.0, lambda: 0)
+        if is_measured:
+            meter.begin()
+            meter.begin_forward([torch.ones(1)], True)
+        with torch.no_grad():
+            call(name, weight)
+        if is_measured:
+            meter.end()
+        versions.append(weight._version)
+    assert versions[0] == versions[1] > 0
 
 
 def test_a_version_that_is_set_back_hides_no_change(tmp_path):
