@@ -39,6 +39,22 @@ class ListingLayerNorm(nn.LayerNorm):
         return super().forward(input) * (1 + 0.1 * len(self.seen))
 
 
+class Monitor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+
+class MonitoredLayerNorm(nn.LayerNorm):
+    def __init__(self, width):
+        super().__init__(width)
+        self.monitors = [Monitor()]
+
+    def forward(self, input):
+        self.monitors[0].seen.append(len(input))
+        return super().forward(input)
+
+
 class OwnNoiseRMSNorm(nn.RMSNorm):
     def __init__(self, width):
         super().__init__(width)
@@ -70,9 +86,10 @@ class ChannelsLayerNorm(nn.LayerNorm):
 
 LEFT_OUT = {
     NoisyRMSNorm: "it draws random numbers",
-    CountingLayerNorm: "it changes its own state",
-    ListingLayerNorm: "it changes its own state",
-    OwnNoiseRMSNorm: "it gives other results the second time",
+    CountingLayerNorm: "it changes calls",
+    ListingLayerNorm: "it changes seen",
+    MonitoredLayerNorm: "it changes Monitor.seen",
+    OwnNoiseRMSNorm: "it changes random",
     CenteringLayerNorm: "it changes its input",
     ConditionedLayerNorm: "with hidden states alone it raises TypeError",
 }

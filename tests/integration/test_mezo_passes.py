@@ -14,6 +14,7 @@ import queue
 import random
 import threading
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -441,6 +442,39 @@ class OnAFunction(Kept):
         return pair.left
 
 
+MODULE = nn.Module()
+
+
+class InAModuleOfAFile(Kept):
+    def put(self, value):
+        MODULE.left = value
+
+    def get(self):
+        return MODULE.left
+
+
+class Values:
+    values = ()
+
+
+class Holding:
+    """A class of a file is not looked at, if none of the model's objects is of it."""
+
+    held = Values()
+
+
+class BehindAWeakReference(Kept):
+    def __init__(self, model):
+        super().__init__(model)
+        model.left = weakref.ref(Holding.held)
+
+    def put(self, value):
+        self.model.left().values = [value]
+
+    def get(self):
+        return self.model.left().values[0]
+
+
 VARIABLE = contextvars.ContextVar("left", default=None)
 
 
@@ -477,6 +511,7 @@ ANYWHERE = [
     *(OnItself, OnItselfForAWhile, OnABlock, OnAClass, InAFile, InAList, InAnObject),
     *(InAnArray, InAnArrayInAClosure, InAnArrayOfObjects, InAnArrayOfPython, InAnArrayOfC, InAViewOfBytes),
     *(InANamespace, InASlot, OnAList, InAQueueOfTheModel, InAClosureOfAClass, OnAFunction, InAVariable),
+    *(InAModuleOfAFile, BehindAWeakReference),
 ]
 TABLE = MODEL_MAPPING
 """Of this file, at which a pass looks: reading it would import all models."""

@@ -16,6 +16,7 @@ import queue
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -58,8 +59,8 @@ _FIXED = (
 )
 """Types of what has no state of its own."""
 _KEPT = (
-    *(dict, list, set, collections.deque, types.FunctionType, functools.partial, contextvars.ContextVar),
-    *(*KINDS, *BYTES, *_DESCRIPTORS),
+    *(dict, list, set, collections.deque, nn.Module, types.FunctionType, types.MethodType, functools.partial),
+    *(contextvars.ContextVar, weakref.ReferenceType, *KINDS, *BYTES, *_DESCRIPTORS),
 )
 """Types of attributes of classes, and of names of files, that are looked at although they may be called, or are opaque."""
 
@@ -134,6 +135,8 @@ class PythonState:
                 self._look_at_attributes(value, name, levels)
         elif isinstance(value, tuple):
             self._look_at_all(enumerate(value), name, levels)
+        elif isinstance(value, weakref.ReferenceType):
+            self._look(value(), name, levels)
         elif isinstance(value, _WRAPPERS):
             self._look_at_all([(part, getattr(value, part, None)) for part in _WRAPPED], name, levels)
         elif levels and not _is_opaque(value):
@@ -252,7 +255,7 @@ def _is_of_library(definition: Any) -> bool:
 
 def _is_kept(value: Any) -> bool:
     """Whether an attribute of a class, or a name of a file, may have state."""
-    if isinstance(value, (type, nn.Module, types.ModuleType, types.MethodType)):
+    if isinstance(value, (type, types.ModuleType)):
         return False
     return isinstance(value, _KEPT) or not (callable(value) or _is_opaque(value))
 

@@ -3,12 +3,13 @@
 import contextlib
 import copy
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from hf_offload.structure.block_state import changed_name, state_of
 
 _NAME = re.compile(r"(RMS|Rms|Layer)_?Norm$|^(RMS|Rms|Layer)_?Norm")
 _TORCHS = (nn.LayerNorm, nn.RMSNorm)
@@ -59,14 +60,15 @@ def _try(module: nn.Module) -> str | None:
 
 
 def _try_twice(tried: nn.Module, inputs: Tensor) -> str | None:
-    state, draws, before = _frozen(_own(tried)), torch.get_rng_state(), _frozen(inputs)
+    state, draws, before = state_of(tried, values=True), torch.get_rng_state(), _frozen(inputs)
     results = [tried.forward(inputs) for _ in range(2)]
     if not torch.equal(torch.get_rng_state(), draws):
         return "it draws random numbers"
     if _frozen(inputs) != before:
         return "it changes its input"
-    if _frozen(_own(tried)) != state:
-        return "it changes its own state"
+    changed = changed_name(state, state_of(tried, values=True))
+    if changed:
+        return f"it changes {changed}"
     if not all(isinstance(one, Tensor) and one.shape == inputs.shape for one in results):
         return "it does not give hidden states of the same shape"
     if _frozen(results[0]) != _frozen(results[1]):
@@ -89,15 +91,7 @@ def _own(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in usual}
 
 
-def _frozen(value: Any) -> Any:
-    """Something to compare later, with the bytes of tensors in it."""
-    if isinstance(value, Tensor):
-        plain = value.detach().contiguous().view(-1)
-        return value._version, plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    if isinstance(value, Mapping):
-        return {name: _frozen(one) for name, one in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_frozen(one) for one in value]
-    own = getattr(value, "__dict__", None)
-    # Numbers and strings say all about themselves; a function or a class has nothing that a forward changes.
-    return (id(value), _frozen(own)) if isinstance(own, dict) and not callable(value) else value
+def _frozen(tensor: Tensor) -> tuple[int, bytes]:
+    """Something to compare later, with its bytes."""
+    plain = tensor.detach().contiguous().view(-1)
+    return tensor._version, plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
