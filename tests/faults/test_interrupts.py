@@ -36,7 +36,7 @@ INTERRUPTS = interrupts.__file__
 SET = importlib.import_module("_signal").signal
 TIMEOUT_S = 60
 QUICK_POINTS = 6
-QUICK_MODES = 8
+QUICK_MODES = 24
 QUICK_SIGNALS = 12
 SIGNALS = 200
 
