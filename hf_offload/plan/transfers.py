@@ -37,7 +37,8 @@ class _Lane:
         """What is on its way, and the buffers that are kept for what comes next. A large one goes in parts."""
         writing = min(sum(nbytes for end_s, nbytes in self.writing if end_s > now_s), self.half_bytes)
         window = 2 * self.half_bytes
-        return min(window, min(self.arriving_bytes, self.half_bytes) + writing + spare_bytes(window))
+        there = min(window, min(self.arriving_bytes, self.half_bytes) + writing + spare_bytes(window))
+        return (there + window) // 2  # more is on its way while a drive is slow: of the rest of the window, half
 
 
 class Transfers:
