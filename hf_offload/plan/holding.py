@@ -224,13 +224,16 @@ def _weights(footprint: Footprint, held: Held) -> list[Transfer]:
             forward.append(Use(numbers[each], use.forward, trains and not held.in_backward))
             if not one.is_looked_up or (trains and held.in_backward):
                 backward.append(Use(numbers[each], use.backward, trains and held.in_backward))
-    moved = passing((*forward, *reversed(backward)), tuple(sizes), staying_weights(footprint, held))
+    every = [*forward, *reversed(backward)]
+    # What moves is the same in all steps that use them in this order, whichever segments those have.
+    in_order = tuple(one._replace(at=place) for place, one in enumerate(every))
+    moved = passing(in_order, tuple(sizes), staying_weights(footprint, held))
     found: collections.Counter[tuple[int, str, bool]] = collections.Counter()
-    for at, number in moved.read:
-        found[at, owners[number], True] += sizes[number]
-    for at, number in moved.written:
+    for place, number in moved.read:
+        found[every[place].at, owners[number], True] += sizes[number]
+    for place, number in moved.written:
         one = weights[owners[number]]
-        found[at, owners[number], False] += sizes[number] * one.trained_bytes // one.weight_bytes
+        found[every[place].at, owners[number], False] += sizes[number] * one.trained_bytes // one.weight_bytes
     return [Transfer(WEIGHTS, unit, held.weights, nbytes, at, loads) for (at, unit, loads), nbytes in found.items()]
 
 

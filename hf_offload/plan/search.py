@@ -137,8 +137,16 @@ def _as_many_as_fit(problem: Problem, choices: Choices, placement: Placement, wi
     count = len(choices.units)
     if problem.has_room(every := prefix(count)):
         return every
-    too_many = bisect.bisect_left(range(count), True, lo=1, key=lambda parts: not problem.has_room(prefix(parts)))
-    return prefix(too_many - 1)
+    # They are looked at in ever larger steps, and then in smaller ones, from those on that have room if all is there at once.
+    room, nbytes = problem.room_bytes.get(placement.tier or "", 0), problem.footprint.saved_bytes
+    ends = list(itertools.accumulate(nbytes[unit] for unit in choices.units))
+    enough, step = min(bisect.bisect_right(ends, room), count - 1), 1
+    if not problem.has_room(prefix(enough)):  # another step of the block may save more in one of its units
+        enough = 0
+    while enough + step < count and problem.has_room(prefix(enough + step)):
+        enough, step = enough + step, 2 * step
+    candidates = range(enough + 1, min(enough + step, count))
+    return prefix(enough + bisect.bisect_left(candidates, True, key=lambda parts: not problem.has_room(prefix(parts))))
 
 
 def uniform(problem: Problem, placement: Placement) -> Solution | None:
