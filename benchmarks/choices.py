@@ -8,7 +8,7 @@ import torch
 import typer
 
 from hf_offload.cli.console import clear_errors, output, progress_bar
-from hf_offload.forecast.workload import count_workload
+from hf_offload.forecast.workload import count_choices
 from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.choosing import Allowed, choose
 from hf_offload.plan.hardware import describe_hardware
@@ -40,7 +40,7 @@ def choices(
             task = progress.add_task("", total=len(models))
             for name, overrides in models.items():
                 progress.update(task, description=name)
-                counted = count_workload(find_workload(name, overrides), hardware)
+                counted = count_choices(find_workload(name, overrides), hardware)
                 kept = uniform(make_problem(counted, hardware, sys.maxsize), Placement.KEEP)
                 assert kept is not None, "every model can be kept where memory has no end"
                 for share in SHARES:

@@ -111,9 +111,9 @@ def count_repeats(
         **bytes_of_weights(model, optimizer, update_in_backward=update_in_backward),
     }
     twice, once = (dataclasses.replace(one, **whole) for one in counted)
-    if _extended(once, stacks, [1] * len(stacks)) != twice:
+    if _extended(once, stacks, [1] * len(stacks), twice) != twice:
         return None
-    return _extended(once, stacks, [stack.times - 1 for stack in stacks])
+    return _extended(once, stacks, [stack.times - 1 for stack in stacks], twice)
 
 
 # -- which blocks are equal --------------------------------------------------------------------------------------------
@@ -197,12 +197,16 @@ def _plain(value: Any, own: str) -> Any:
 # -- what repetitions add ----------------------------------------------------------------------------------------------
 
 
-def _extended(found: Footprint, stacks: Sequence[Stack], more: Sequence[int]) -> Footprint | None:
-    """``found``, counted with one repetition of each stack, with so many ``more``."""
+def _extended(found: Footprint, stacks: Sequence[Stack], more: Sequence[int], twice: Footprint) -> Footprint | None:
+    """``found``, counted with one repetition of each stack, with so many ``more``. ``twice`` is counted with two."""
     for stack, times in zip(stacks, more, strict=True):
         repetition = _Repetition.find(found, stack, times)
         if repetition is None:
             return None
+        if len(stacks) == 1:
+            repetition = repetition.as_left_in(found, twice)
+            if repetition is None:
+                return None
         found = repetition.inserted(found)
     return found
 
@@ -217,6 +221,8 @@ class _Repetition:
             later is gone with the whole stack.
         saved: The half-open range of what it saved.
         in_forward: Bytes that it leaves alive.
+        left, left_from: How many of them are alive from that segment on: copies of weights that autocast makes, and nothing
+            saves, are gone when forward ends.
         in_backward: The same for backward, without what forward had left, and with its gradients.
         gradients: Bytes of its gradients.
     """
@@ -229,6 +235,8 @@ class _Repetition:
     backward_end: int
     saved: tuple[int, int]
     in_forward: int
+    left: int
+    left_from: int
     in_backward: int
     gradients: int
 
@@ -256,10 +264,27 @@ class _Repetition:
             forward_end=after.forward[1],
             backward_end=ends[begin - 1],
             saved=(saving.index(begin), saving.index(end)),
-            in_forward=segments[forward[1]].live_bytes - segments[forward[0]].live_bytes,
+            in_forward=(left := segments[forward[1]].live_bytes - segments[forward[0]].live_bytes),
+            left=left,
+            left_from=backward[0],
             in_backward=segments[backward[1]].live_bytes - segments[backward[0]].live_bytes,
             gradients=segments[backward[1]].gradient_bytes - segments[backward[0]].gradient_bytes,
         )
+
+    def as_left_in(self, once: Footprint, twice: Footprint) -> "_Repetition | None":
+        """With what the second repetition of ``twice`` leaves alive when backward begins; None where that does not say what
+        more of them leave in the segment in which a part of it goes.
+        """
+        (begin, end), more = (self.forward[1], self.backward[0]), self.forward[1] - self.forward[0]
+        between = zip(once.segments[begin : end + 1], twice.segments[begin + more : end + more + 1], strict=False)
+        added = [later.live_bytes - one.live_bytes for one, later in between]
+        place = next((place for place, nbytes in enumerate(added) if nbytes != self.in_forward), None)
+        if place is None:
+            return self
+        before, there = once.segments[begin + place - 1], once.segments[begin + place]
+        if before.live_bytes + self.more * self.in_forward > there.live_bytes + self.more * added[-1]:
+            return None
+        return dataclasses.replace(self, left=added[-1], left_from=begin + place)
 
     def inserted(self, found: Footprint) -> Footprint:
         """The footprint with ``more`` copies of the repetition."""
@@ -271,15 +296,16 @@ class _Repetition:
         )
 
     def _segments(self, segments: Sequence[Segment]) -> Iterator[Segment]:
-        more, kept = self.more, self.more * self.in_forward
+        more, kept, left = self.more, self.more * self.in_forward, self.more * self.left
         yield from segments[: self.forward[0]]
         for copy in range(more + 1):
             yield from self._changed(segments[slice(*self.forward)], copy, copy * self.in_forward)
-        yield from self._changed(segments[self.forward[1] : self.backward[0]], more, kept)
+        yield from self._changed(segments[self.forward[1] : self.left_from], more, kept)
+        yield from self._changed(segments[self.left_from : self.backward[0]], more, left)
         for turn in range(more + 1):  # the last copy comes first
-            live, gradients = kept + turn * self.in_backward, turn * self.gradients
+            live, gradients = left + turn * self.in_backward, turn * self.gradients
             yield from self._changed(segments[slice(*self.backward)], more - turn, live, gradients)
-        rest = kept + more * self.in_backward
+        rest = left + more * self.in_backward
         yield from self._changed(segments[self.backward[1] :], 0, rest, more * self.gradients)
 
     def _changed(self, segments: Sequence[Segment], copy: int, live: int, gradients: int = 0) -> Iterator[Segment]:

@@ -121,6 +121,26 @@ def test_a_count_by_a_few_blocks_is_that_of_all_of_them(name, way, counted):
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("asked", "counts"), [({"memory_mode": "lora", "memory_mode_kwargs": {"rank": 4}}, 2), ({}, 3)]
+)
+def test_what_autocast_keeps_for_forward_alone_goes_when_it_ends(asked, counts, monkeypatch):
+    """Its copies of weights that elementwise operations use, which nothing saves. Where more blocks could leave more in the
+    segment in which they go, all blocks are counted.
+    """
+    under_autocast = dataclasses.replace(workload("llama"), autocast=torch.bfloat16, dtype=torch.float32, **asked)
+    made = []
+    for module in (repeats, workloads):
+        monkeypatch.setattr(
+            module, "count_footprint", lambda *args, **options: made.append(0) or count_footprint(*args, **options)
+        )
+    found = workloads.count_choices(under_autocast, HARDWARE).elementwise
+    reduced = len(made) - 2
+    monkeypatch.setattr(workloads, "count_repeats", lambda **_: None)
+    assert_equal(found, workloads.count_choices(under_autocast, HARDWARE).elementwise)
+    assert reduced == counts
+
+
 def test_a_layer_that_differs_is_counted_for_itself():
     """Whatever makes it differ: its class, its sizes, a number that is not its own, what is trained of it."""
     changes = (
