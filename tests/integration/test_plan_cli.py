@@ -69,6 +69,25 @@ def test_a_budget_decides():
     assert set(tight["placements"].values()) != {"keep"}
     assert tight["predicted"][-1]["peak_bytes"] <= budget
 
+    # Without recompute of whole blocks, that of elementwise operations is the fastest that fits.
+    budget = (peaks["baseline"] + peaks["elementwise"]) // 2
+    reduced, result = run_json(
+        "gpt2-small",
+        *SMALL,
+        *CARD,
+        "--batch",
+        "8",
+        "--sequence",
+        "512",
+        "--memory-budget",
+        str(budget),
+        "--no-recompute",
+    )
+    assert result.exit_code == 0
+    assert "elementwise" in reduced["placements"].values()
+    assert reduced["predicted"][-1]["peak_bytes"] <= budget
+    assert any("less saved" in line["reason"] for line in reduced["units"])
+
 
 def test_plans_for_other_budgets_are_shown(monkeypatch):
     monkeypatch.undo()  # all of them
