@@ -56,7 +56,7 @@ class SavedTensorModifiedError(OffloadError):
 class RecomputeError(OffloadError):
     """A block that was recomputed in backward has changed its state a second time, such as running statistics or a counter.
 
-    Raised before the optimizer's step. A block that did so in the step that was measured is never recomputed.
+    Raised before the optimizer's step. A block whose forward did so in the step that was measured is never recomputed.
     """
 
 

@@ -76,10 +76,13 @@ class Feedback:
     The first time that a situation comes, it runs with everything moved, and is measured; a plan is made of what was
     measured. A smaller batch runs under the plan of a larger one, which it fits into, until it has come several times in a
     row and earns its own. The second step under each plan is measured, too: a peak over the budget is planned again with as
-    much less. Where steps take longer or shorter than predicted, what was measured is planned again at their pace and with
-    the rates that tiers have reached. Where the plan moves weights or state of the ``model_state``, the next step is
-    measured. A plan that waits or recomputes has two more steps measured, for recompute of elementwise operations as another
-    choice (:class:`~hf_offload.planning.trial.Trial`). Where no plan fits, ``on_infeasible`` is called to change the model so
+    much less. A block that something outside of it has changed between its forward and backward, for the first time, is
+    looked at in another measured step before the budget is refused, and where the plan does not keep everything: only what
+    changes again is never recomputed. Where steps take longer or shorter than predicted, what was measured is planned again
+    at their pace and with the rates that tiers have reached. Where the plan moves weights or state of the ``model_state``,
+    the next step is measured. A plan that waits or recomputes has two more steps measured, for recompute of elementwise
+    operations as another choice
+    (:class:`~hf_offload.planning.trial.Trial`). Where no plan fits, ``on_infeasible`` is called to change the model so
     that it needs less; if it has, the next step is measured, too.
 
     Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan:
@@ -116,6 +119,10 @@ class Feedback:
         self._known: dict[Situation, Known] = {}
         self._windows: Windows | None = None  # of the next step that is measured, where nothing is known
         self._wanted: set[Situation] = set()  # to be measured when they come again
+        self._changed: set[str] = set()  # blocks that something had changed before their backward, in a measured step
+        self._unsure: set[Situation] = (
+            set()
+        )  # whose blocks have to be looked at again: some had changed for the first time
         self._narrow: dict[Situation, Plan] = {}  # under which they are to be measured
         # In which backward makes a graph of itself, though not in every step, and how many to wait for one that does.
         self._with_graphs: dict[Situation, int] = {}
@@ -271,6 +278,7 @@ class Feedback:
                 self._apply(plan)
                 return _Played(situation, None, is_measured=True, plan=plan)
             self._trial.give_up(situation)
+            self._wanted = {one for one in self._wanted if not situation.begins(one)}  # there is no room to measure it
         self._apply_plan(known)
         looked_at = known.is_for(situation) and known.steps == _SETTLED_STEPS
         return _Played(situation, known, is_measured=looked_at)
@@ -344,6 +352,7 @@ class Feedback:
             for situation in found
             if not any(other != situation and situation.begins(other) for other in found)  # one plan is enough for both
         ]
+        self._look_at_changes(meter, found)
         plans: dict[Situation, Known] = {}
         refusal: OffloadPlanError | None = None
         for situation in needed:
@@ -360,6 +369,10 @@ class Feedback:
                 if refusal is None or (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
                     refusal = error
         if refusal is not None:
+            if not self._unsure.isdisjoint(found):
+                self._log(logging.INFO, "Measuring again: blocks were changed before their backward, maybe only once.")
+                self._windows = windows_for(meter.footprint(found[needed[0]]))[-1]  # nothing fits as it is
+                return
             if not self._on_infeasible():
                 raise refusal
             self._measure_again(str(refusal))
@@ -377,6 +390,13 @@ class Feedback:
         played = [one.known for one in self._played if one.known is not None]
         self.planned.prediction.step_s = _predicted_s(played, self.planned)
         self._played = []
+
+    def _look_at_changes(self, meter: StepMeter, measured: Iterable[Situation]) -> None:
+        new = meter.changed_blocks - self._changed
+        self._changed |= new
+        self._unsure.difference_update(measured)
+        if any(self._ranks.gather(bool(new))):
+            self._unsure.update(measured)
 
     def _find_measured(self, situation: Situation, meter: StepMeter, metered: int) -> tuple[Known | None, bool]:
         """The plan for a micro-batch that was measured, None if it has to be measured again, as ``self._narrow`` says; and
@@ -417,6 +437,8 @@ class Feedback:
                 )
             )
         except OffloadPlanError:
+            if situation in self._unsure:
+                raise
             may = self._ranks.first(lambda: may_hold(footprint, hardware, self._budget, self._moving.allowed))
             problem = problem_of(footprint, hardware, self._budget, self._model_state.held, self._moving.allowed)
             if not may or not self._trial.begin(situation, problem, self._safest, measured):
@@ -548,6 +570,9 @@ class Feedback:
         kind = "Corrected plan" if known.corrections else "Plan"
         self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self._budget), known.reason)
         self.planned = known
+        if known.situation in self._unsure and known.moves:
+            self._unsure.discard(known.situation)
+            self._wanted.add(known.situation)
         self._apply_plan(known)
 
     def _log(self, level: int, message: str, *values: object) -> None:

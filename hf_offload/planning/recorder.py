@@ -193,6 +193,11 @@ class StepRecorder(TorchDispatchMode):
         else:
             self._gradients += nbytes_of(parameter)
 
+    @property
+    def changed_blocks(self) -> frozenset[str]:
+        """Blocks that cannot be recomputed for one reason alone: what they read had changed when backward began."""
+        return frozenset(self._effects.changed)
+
     # -- operations ---------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

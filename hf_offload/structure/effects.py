@@ -72,10 +72,14 @@ class Effects:
 
     Attributes:
         found: Name of a block -> why it cannot be recomputed.
+        changed: Names of those among them that were as their forward left them in all but this: something outside of it has
+            changed what it read, before backward began. That may happen in every step, or once (a loss function of
+            transformers writes the kind of its problem into the model's config in the first step).
     """
 
     def __init__(self, device: torch.device) -> None:
         self.found: dict[str, str] = {}
+        self.changed: set[str] = set()
         self._device = device
         self._block = ""
         self._state: dict[str, Any] = {}
@@ -117,8 +121,9 @@ class Effects:
         for call in calls:
             block = call.block()
             changed = "" if block is None else rewritten_name(call.read, read_by(block, call.inputs))
-            if changed:
-                self.found.setdefault(call.name, f"{changed} is another one, or has changed, when backward begins")
+            if changed and call.name not in self.found:
+                self.found[call.name] = f"{changed} is another one, or has changed, when backward begins"
+                self.changed.add(call.name)
 
     def _note(self, reason: str) -> None:
         if reason:
