@@ -213,6 +213,8 @@ class _Counter(StepRecorder):
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any, results: Sequence[torch.Tensor], fresh: bool) -> None:
         if not results or not (fresh or func._schema.is_mutable):
             return  # a view
+        if not any(one.numel() for one in results):
+            return  # nothing is computed, nor read for it
         counted = flop_registry.get(func._overloadpacket)
         flops = counted(*args, **kwargs, out_val=result) if counted is not None else 0
         moved = sum(nbytes_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))

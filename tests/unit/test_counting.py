@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import signal
+import types
 
 import pytest
+import torch
 import transformers
 
 from hf_offload import OffloadConfig, offload_activations
@@ -124,6 +126,31 @@ def test_a_step_that_is_put_together_is_the_one_that_is_counted(name):
         assert found.step_s == pytest.approx(counted.step_s, rel=1e-4)
         assert max(kept_curve(found)) == max(kept_curve(counted))
         assert sum(found.saved_bytes.values()) < sum(plain.saved_bytes.values())
+
+
+class WithoutRows(torch.nn.Module):
+    """A layer, and products of its weight that have no rows."""
+
+    def __init__(self, products):
+        super().__init__()
+        self.layer, self.products = torch.nn.Linear(64, 64, bias=False), products
+
+    def forward(self, inputs):
+        for _ in range(self.products):
+            torch.mm(self.layer.weight, inputs.new_zeros((64, 0)))
+        return types.SimpleNamespace(loss=self.layer(inputs).sum())
+
+
+def test_an_operation_of_no_elements_takes_no_time():
+    found = []
+    for products in (0, 3):
+        with fake_mode():
+            model, inputs = WithoutRows(products), {"inputs": torch.ones(4, 64)}
+        footprint = count_footprint(
+            model, inputs, cost=lambda flops, moved, dtype: moved, optimizer=NOTHING, min_bytes=1, as_on_cuda=False
+        )
+        found.append(footprint.step_s)
+    assert found[0] == found[1] > 0
 
 
 def held_over_forward(footprint):
