@@ -41,9 +41,7 @@ def corrected_plan(
     excess, needed = peak_bytes - budget_bytes, format_bytes(peak_bytes)
     may_correct = known.corrections < _MOST_CORRECTIONS
     if excess > 0 and not may_correct:
-        say(
-            ranks, logging.WARNING, "A step still needs %s after %d corrections of its plan.", needed, known.corrections
-        )
+        say(ranks, logging.INFO, "A step still needs %s after %d corrections of its plan.", needed, known.corrections)
     elif excess > 0:
         say(ranks, logging.INFO, "The step needed %s, more than the budget: planning again.", needed)
     elif not may_correct or step_s <= _GAIN * footprint.step_s:
@@ -62,7 +60,7 @@ def corrected_plan(
             allowed=allowed,
         )
     except OffloadPlanError as error:
-        say(ranks, logging.WARNING, "The step needed %s, and no other plan needs less. %s", needed, error)
+        say(ranks, logging.INFO, "The step needed %s, and no other plan needs less. %s", needed, error)
         known.corrections = _MOST_CORRECTIONS
         return None
     if may_correct and (excess > 0 or step_s > _GAIN * other.solution.timeline.step_s):

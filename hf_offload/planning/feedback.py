@@ -19,6 +19,7 @@ from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
 from hf_offload.plan.planner import windows_for
+from hf_offload.plan.problem import smallest_budget
 from hf_offload.plan.search import may_gain
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.correcting import corrected_plan, follow_pace, say
@@ -29,6 +30,7 @@ from hf_offload.planning.known import (
     known_by_simulating,
     known_if_kept,
     known_with_more_state,
+    written_if_moved,
 )
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
@@ -126,6 +128,8 @@ class Feedback:
         self._narrow: dict[Situation, Plan] = {}  # under which they are to be measured
         # In which backward makes a graph of itself, though not in every step, and how many to wait for one that does.
         self._with_graphs: dict[Situation, int] = {}
+        self._measured: set[Situation] = set()  # at least once
+        self._exceeding: set[Situation] = set()  # over the budget though it was no first step, which has been said
         self._forward = OneForward()
         self._played: list[_Played] = []  # of the running step
         self._in_force: Known | None = None
@@ -194,9 +198,14 @@ class Feedback:
             return
         seconds = time.perf_counter() - began
         computed_s = seconds - (self._all_waited_s() - self._waited_s)
-        if meter is not None:
-            self._note_peaks(meter)
+        excess = [] if meter is None else self._note_peaks(meter)
         self._model_state.let_few_stay(False)
+        self._decide(meter, seconds, computed_s)
+        for message in excess:  # else an error has said it
+            self._log(logging.WARNING, "%s", message)
+
+    def _decide(self, meter: StepMeter | None, seconds: float, computed_s: float) -> None:
+        """What becomes of the plans after a step, whose micro-batches are those played."""
         if meter is not None:
             self._plan_measured(meter)
         known = [one.known for one in self._played if one.known is not None]
@@ -256,7 +265,7 @@ class Feedback:
             self._expect_graph()
         self._repeated = self._repeated + 1 if situation == self._last else 1
         self._last = situation
-        known = find_known(self._known, situation)
+        known = self._find_known(situation)
         if known is not None:
             known = self._with_all_state(known, max(state_bytes))
         lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
@@ -282,6 +291,12 @@ class Feedback:
         self._apply_plan(known)
         looked_at = known.is_for(situation) and known.steps == _SETTLED_STEPS
         return _Played(situation, known, is_measured=looked_at)
+
+    def _find_known(self, situation: Situation) -> Known | None:
+        """A plan that it can run under: no other's where its backward may make a graph of itself, as that one's does not."""
+        if self._with_graphs.get(situation, 0) > 0 and situation not in self._known:
+            return None
+        return find_known(self._known, situation)
 
     def _go_on(self, played: _Played, situation: Situation) -> None:
         """The micro-batch has another forward, which the plan it runs under may not be made for."""
@@ -347,10 +362,18 @@ class Feedback:
         }
         if not found:
             return
+        again = {
+            situation
+            for situation, metered in found.items()
+            if any(self._ranks.gather(meter.has_backward(metered) and meter.walks_again(metered)))
+        }
         needed = [
             situation
             for situation in found
-            if not any(other != situation and situation.begins(other) for other in found)  # one plan is enough for both
+            if not any(  # one plan is enough for both
+                other != situation and situation.begins(other) and (situation not in again or other in again)
+                for other in found
+            )
         ]
         self._look_at_changes(meter, found)
         plans: dict[Situation, Known] = {}
@@ -405,10 +428,13 @@ class Feedback:
         footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
         footprint = self._model_state.with_weights(self._present_model, footprint)
         hardware = with_measured_bandwidth(self._hardware, self._engine)
+        limit = self._moving.allowed.written_bytes
         if not any(self._ranks.gather(meter.walks_again(metered))):
             if self._with_graphs.get(situation, 0) > 0:
                 self._with_graphs[situation] -= 1
-                return None, False
+                if limit is None or written_if_moved(footprint, self._safest) <= limit:
+                    return None, False
+                self._give_up_graphs(situation, limit)
             return self._simulated(situation, footprint, hardware)
         self._trial.give_up(situation)
         plan = next(one.plan for one in self._played if one.metered == metered and one.plan is not None)
@@ -416,15 +442,49 @@ class Feedback:
         known = known_if_kept(situation, footprint, hardware, self._budget, plan, peak)
         if known is not None:
             return known, False
-        if situation not in self._narrow:
+        if situation not in self._narrow and (limit is None or written_if_moved(footprint, plan) <= limit):
             # What it needs then does not depend on how fast the tier is at the moment.
             self._narrow[situation] = moving_all(self._safest, windows_for(footprint)[-1])
             return None, False
-        return known_as_measured(situation, footprint, hardware, self._budget, plan, peak), False
+        return known_as_measured(situation, footprint, hardware, self._budget, plan, peak, limit), False
 
-    def _note_peaks(self, meter: StepMeter) -> None:
-        peaks = [meter.peak_bytes(one) for one in range(meter.micro_batches)]
-        self.most_measured_bytes = max(self.most_measured_bytes or 0, *self._ranks.gather(max(peaks, default=0)))
+    def _give_up_graphs(self, situation: Situation, limit: int) -> None:
+        """To wait for a step with such a graph, all is moved in every one: that would write more than the limit."""
+        self._with_graphs[situation] = 0
+        self._log(
+            logging.WARNING,
+            "Steps in which backward makes a graph of itself may take more than the budget of %s: they are planned once one "
+            "has been measured with everything moved, which max_step_write_bytes of %s does not let them wait for. Set "
+            "memory_budget to what such a step takes in memory, or a larger max_step_write_bytes.",
+            format_bytes(self._budget),
+            format_bytes(limit),
+        )
+
+    def _note_peaks(self, meter: StepMeter) -> list[str]:
+        """What is to be said of those over the budget."""
+        peaks = [max(one) for one in zip(*self._ranks.gather(_peaks(meter)), strict=True)]
+        self.most_measured_bytes = max([self.most_measured_bytes or 0, *peaks])
+        played = [one for one in self._played if one.metered is not None and one.metered < len(peaks)]
+        return [said for one in played if (said := self._note_excess(one, peaks[one.metered or 0]))]
+
+    def _note_excess(self, played: _Played, peak: int) -> str:
+        """What is said once of each situation that is over the budget in more than its first step, which nothing was known
+        of; nothing otherwise.
+        """
+        situation = played.situation
+        is_first = situation not in self._measured
+        self._measured.add(situation)
+        if is_first or peak <= self._budget or situation in self._exceeding:
+            return ""
+        self._exceeding.add(situation)
+        why = "it was measured, with all that can be moved moved"
+        if played.known is not None:
+            why = f"its plan was predicted to take {format_bytes(played.known.prediction.peak_bytes)}"
+        return (
+            f"A step took {format_bytes(peak)}, {format_bytes(peak - self._budget)} more than the budget of "
+            f"{format_bytes(self._budget)}: {why}. If it is to be within the budget, set memory_budget to "
+            f"{smallest_budget(peak) >> 20} MiB, or have smaller batches."
+        )
 
     def _simulated(self, situation: Situation, measured: Footprint, hardware: Hardware) -> tuple[Known | None, bool]:
         footprint = self._trial.joined(situation, measured)
@@ -461,8 +521,6 @@ class Feedback:
         """Was it within the budget, and was compute as fast as in the first step?"""
         known.prediction.measured_peak_bytes = peak
         if known.plan is not None:
-            if peak > self._budget:
-                self._log(logging.WARNING, "A step needed %s, with all that can be moved moved.", format_bytes(peak))
             return
         if self._correct(known, peak):
             return
@@ -578,6 +636,10 @@ class Feedback:
     def _log(self, level: int, message: str, *values: object) -> None:
         """What all processes have decided, said by one of them."""
         say(self._ranks, level, message, *values)
+
+
+def _peaks(meter: StepMeter) -> tuple[int, ...]:
+    return tuple(map(meter.peak_bytes, range(meter.micro_batches)))
 
 
 def _agree(ratio: float) -> bool:

@@ -7,7 +7,7 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.choosing import Allowed, Choice, find_choice
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.holding import IN_MEMORY, Held
+from hf_offload.plan.holding import IN_MEMORY, Held, moved_bytes
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import make_problem, plan_of
 from hf_offload.plan.problem import Problem, Solution, as_it_is, smallest_budget
@@ -153,15 +153,32 @@ def known_if_kept(
 
 
 def known_as_measured(
-    situation: Situation, footprint: Footprint, hardware: Hardware, budget_bytes: int, plan: Plan, peak_bytes: int
+    situation: Situation,
+    footprint: Footprint,
+    hardware: Hardware,
+    budget_bytes: int,
+    plan: Plan,
+    peak_bytes: int,
+    written_bytes: int | None = None,
 ) -> Known:
     """The plan of a micro-batch whose graph backward walks more than once: that under which it was measured.
 
     How long a tensor is needed then, and how often it is loaded, is known of that plan alone.
 
-    Raises :class:`~hf_offload.errors.OffloadPlanError` if it needed more than the budget.
+    Raises :class:`~hf_offload.errors.OffloadPlanError` if it needed more than the budget, or wrote more to drives than
+    ``written_bytes``.
     """
     problem = make_problem(footprint, hardware, budget_bytes)
+    written = written_if_moved(footprint, plan)
+    if written_bytes is not None and written > written_bytes:
+        needed = smallest_budget(peak_bytes + sum(footprint.saved_bytes.values()))
+        raise OffloadPlanError(
+            f"max_step_write_bytes of {format_bytes(written_bytes)} is too small: backward walks a graph more than once "
+            "(retain_graph, create_graph), and of such a step all that is saved is moved, or nothing. All of it is "
+            f"{format_bytes(written)} for each micro-batch. Set max_step_write_bytes to no less, or memory_budget to "
+            f"{needed >> 20} MiB, with which nothing is moved; or have one backward for all losses of a graph.",
+            needed,
+        )
     if peak_bytes > problem.limit_bytes:
         least = smallest_budget(peak_bytes)
         raise OffloadPlanError(
@@ -178,6 +195,12 @@ def known_as_measured(
     return known
 
 
+def written_if_moved(footprint: Footprint, plan: Plan) -> int:
+    """Bytes that a micro-batch writes to drives under a ``plan`` that places all units alike."""
+    activations = sum(footprint.saved_bytes.values()) if plan.default.tier == "ssd" else 0
+    return activations + moved_bytes(footprint)[0].get("ssd", 0)
+
+
 def known_with_more_state(
     known: Known, nbytes: int, hardware: Hardware, budget_bytes: int, *, ranks: Ranks, allowed: Allowed
 ) -> Known:
@@ -191,7 +214,9 @@ def known_with_more_state(
     )
     if known.plan is not None:
         peak = known.prediction.peak_bytes + nbytes
-        return known_as_measured(known.situation, footprint, hardware, budget_bytes, known.plan, peak)
+        return known_as_measured(
+            known.situation, footprint, hardware, budget_bytes, known.plan, peak, allowed.written_bytes
+        )
     return known_by_simulating(
         known.situation,
         footprint,
@@ -225,6 +250,9 @@ def find_known(plans: Mapping[Situation, Known], situation: Situation) -> Known 
     larger = [other for other in plans if situation.fits_into(other)]
     if not larger:
         return None
+    own = plans.get(situation)
+    if own is not None and own.plan is not None:
+        return own  # what goes on as it began may have a graph that is walked once
     same = [other for other in larger if situation.begins(other)]
     # How many forwards follow is not known: the plan for most of them suits fewer.
     if same:

@@ -298,7 +298,7 @@ class ModelState:
         setting, problem = None, "" if optimizers else nowhere
         try:
             setting = StreamedSetting(
-                model, with_checked(self._config, optimizer=place), self._storage, self._ranks.count
+                model, with_checked(self._config, optimizer=place), self._storage, self._ranks.count, is_planned=True
             )
             setting.open()
         except OffloadConfigError as error:

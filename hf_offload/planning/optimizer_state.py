@@ -48,10 +48,10 @@ class OptimizerState:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors of its state, also those in lists. What is on a tier is left there, and not among them."""
+    """The tensors of its state, also those in lists. Not among them: what is on a tier, and sparse ones."""
     state = optimizer.state
     values = state.resident() if isinstance(state, StreamedState) else list(state.values())
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
 
 
 def missing_state(optimizer: torch.optim.Optimizer) -> int:

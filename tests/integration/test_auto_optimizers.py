@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload import OffloadConfig, offload_activations
-from hf_offload.errors import OffloadPlanError
+from hf_offload import OffloadConfig, attach, offload_activations
+from hf_offload.errors import OffloadError, OffloadPlanError
 
 WIDTH, ROWS, MIB = 256, 512, 1 << 20
 
@@ -167,3 +167,52 @@ def test_state_under_one_weights_name_is_not_expected_of_all(tmp_path):
     assert forecast.fixed_bytes == pytest.approx(state_bytes(net(), 1 + 2 + 6), rel=0.02)
     with pytest.raises(OffloadPlanError):
         run(state_bytes(net(), 8))
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.EmbeddingBag(1000, WIDTH, sparse=True, mode="sum")
+        self.body = net()
+
+    def forward(self, numbers):
+        return self.body(self.words(numbers))
+
+
+def _train_sparse(config):
+    """Weights and state of four steps with gradients of two backwards each, and whether state left memory."""
+    model = Sparse()
+    session = attach(model, config)
+    optimizer = session.prepare_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+    for step in range(4):
+        for part in range(2):
+            numbers = torch.randint(0, 1000, (64, 2), generator=torch.Generator().manual_seed(2 * step + part))
+            model(numbers).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+    state = [optimizer.state[p]["sum"] for p in model.parameters()]
+    found = [p.detach().clone() for p in model.parameters()]
+    found += [one.clone() for one in state]
+    streams = session.streams_optimizer
+    session.detach()
+    return found, streams
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("tier", ["auto", "none"])
+def test_state_of_sparse_gradients_stays_in_memory_where_it_was_not_asked_to_leave(tier, tmp_path):
+    expected, _ = _train_sparse(OffloadConfig(tier="none"))
+    config = OffloadConfig(
+        tier=tier,
+        optimizer="auto",
+        directory=tmp_path,
+        memory_budget="18MiB" if tier == "auto" else "8MiB",
+        min_bytes=4096,
+    )
+    found, streams = _train_sparse(config)
+    assert streams
+    assert all(map(torch.equal, expected, found))
+    with pytest.raises(OffloadError, match=r"words\.weight is sparse, which cannot be streamed"):
+        _train_sparse(OffloadConfig(tier="none", optimizer="ssd", directory=tmp_path, min_bytes=4096))

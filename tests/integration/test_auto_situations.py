@@ -4,6 +4,8 @@ import concurrent.futures
 import contextlib
 import contextvars
 import copy
+import dataclasses
+import logging
 import pickle
 import threading
 
@@ -20,6 +22,7 @@ from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.engine.recompute import Recompute
 from hf_offload.errors import OffloadConfigError, OffloadPlanError, RecomputeError
 from hf_offload.planning import feedback
+from hf_offload.settings.sizes import format_bytes
 
 WIDTH = 64
 
@@ -325,6 +328,84 @@ def test_a_graph_that_some_steps_make_is_planned_for(tmp_path):
     assert all(moved > 1 << 20 for moved, _ in seen[4:])
     before, after = seen[3][1].peak_bytes, seen[-1][1].peak_bytes
     assert 1.5 * before < after <= budget
+
+
+def _penalty_and_loss(config, steps, first):
+    """As a script adds a penalty after a while: a micro-batch of its own before that of the loss."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offload_activations(model, config) as session:
+        for step in range(steps):
+            torch.manual_seed(step)
+            if step >= first:
+                hidden = batch(512).requires_grad_()
+                (gradient,) = torch.autograd.grad(model(hidden).mean(), hidden, create_graph=True)
+                gradient.square().sum().backward()
+            model(batch(512)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+    return [parameter.detach().clone() for parameter in model.parameters()], session
+
+
+def test_a_penalty_before_the_loss_of_a_step_is_measured_for_itself(tmp_path):
+    """A penalty's micro-batch looks like that of the loss at first: it has its own plan, or the run ends with its budget."""
+    usual = 8 << 20
+    with pytest.raises(OffloadPlanError, match="walks a graph more than once") as refusal:
+        _penalty_and_loss(auto(tmp_path, usual), 6, first=3)
+    smallest = refusal.value.smallest_bytes
+    assert smallest > usual
+    expected, _ = _penalty_and_loss(OffloadConfig(tier="none"), 7, first=3)
+    found, session = _penalty_and_loss(auto(tmp_path, smallest), 7, first=3)
+    assert is_same(expected, found)
+    assert session.most_measured_bytes <= smallest
+    assert any(known.plan is not None for known in session._automatic._feedback._known.values())
+
+
+@pytest.mark.parametrize("backward", [_gradient_penalty, _in_pieces])
+def test_what_a_step_may_write_is_kept_where_a_graph_is_walked_again(backward, tmp_path):
+    def steps(budget):
+        model = net()
+        config = dataclasses.replace(auto(tmp_path, budget), max_step_write_bytes=0)
+        with offload_activations(model, config) as session:
+            for _ in range(3):
+                backward(model, batch(512))
+                model.zero_grad()
+                session.end_step()
+        return session
+
+    with pytest.raises(OffloadPlanError, match="max_step_write_bytes of 0 B is too small") as refusal:
+        steps("8MiB")
+    session = steps(refusal.value.smallest_bytes)
+    assert [step.offloaded_bytes > 0 for step in session.stats.steps] == [True, False, False]
+
+
+def test_graphs_are_not_awaited_with_more_written_than_a_step_may_write(tmp_path, caplog):
+    config = dataclasses.replace(auto(tmp_path, 16 << 20), max_step_write_bytes=0)
+    with caplog.at_level(logging.WARNING, "hf_offload"):
+        _, seen = _steps_with_penalties(config, 7, lambda step: step == 3)
+    assert [moved > 1 << 20 for moved, _ in seen] == [True, False, False, False, True, False, False]
+    said = [record.getMessage() for record in caplog.records if "makes a graph of itself" in record.getMessage()]
+    assert len(said) == 1
+    assert "max_step_write_bytes of 0 B" in said[0]
+
+
+def test_a_step_over_the_budget_is_said_once_with_figures(tmp_path, caplog):
+    """Memory that a loop holds beside the model is no part of any plan: nothing can be moved for it."""
+    model, budget = net(), 16 << 20
+    with offload_activations(model, auto(tmp_path, budget)) as session, caplog.at_level(logging.WARNING, "hf_offload"):
+        for step in range(6):
+            loss = model(batch(512)).square().mean()
+            beside = torch.zeros(8 << 20) * loss.detach() if step == 2 else None  # counted while a step is measured
+            loss.backward()
+            model.zero_grad()
+            session.end_step()
+            del beside
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("A step took")]
+    assert len(said) == 1
+    assert format_bytes(session.most_measured_bytes) in said[0]
+    assert format_bytes(session.most_measured_bytes - budget) in said[0]
+    assert "memory_budget" in said[0]
 
 
 def test_a_graph_that_does_not_come_again_is_not_awaited_for_ever(tmp_path, monkeypatch):

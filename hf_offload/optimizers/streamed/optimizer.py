@@ -76,11 +76,13 @@ def stream(
     lazy: bool = True,
     part_bytes: int = PART_BYTES,
     window_bytes: int = STATE_WINDOW_BYTES,
+    must_stream: bool = True,
 ) -> Streaming:
     """Move the state of ``optimizer`` to a tier, and with ``gradients`` the gradients between backward and step. Idempotent.
 
     It is the same object as before: its groups, hooks and schedulers stay. What it computes are the bits of the optimizer
-    without this. ``open_tier`` opens the tier of an account, ``names`` are those of parameters, by their id.
+    without this. ``open_tier`` opens the tier of an account, ``names`` are those of parameters, by their id. Unless it
+    ``must_stream``, parameters whose gradients turn out to be sparse stay in memory.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a class whose parameters do not step independently of each
     other.
@@ -111,6 +113,7 @@ def stream(
         part_bytes=part_bytes,
         lazy=lazy and gradients,
         all_step=traits.sets_gradients,
+        must_stream=must_stream,
     )
     resident.streaming = streaming
     dict.update(resident, optimizer.state)

@@ -35,10 +35,14 @@ class StreamedSetting:
     """``config.state_place`` for the model of a session. It keeps neither the model nor an optimizer.
 
     Until an optimizer is prepared, gradients are refused: the run would take the memory it was not to take.
+    ``is_planned``: a plan has chosen the place, so what cannot be streamed stays in memory, as with ``"auto"``.
     """
 
-    def __init__(self, model: nn.Module, config: OffloadConfig, storage: RunStorage, processes: int):
+    def __init__(
+        self, model: nn.Module, config: OffloadConfig, storage: RunStorage, processes: int, is_planned: bool = False
+    ):
         self._config = config
+        self._must_stream = not is_planned and config.state_place != "auto"
         self._storage = storage
         self._alone = processes == 1
         self._streamings: weakref.WeakSet[Streaming] = weakref.WeakSet()
@@ -84,6 +88,7 @@ class StreamedSetting:
                 lazy=in_graph,
                 part_bytes=part_bytes(budget),
                 window_bytes=state_window(budget),
+                must_stream=self._must_stream,
             )
         except OffloadConfigError as error:
             mode, own = self._config.memory_mode, type(optimizer).__module__.startswith("hf_offload.")

@@ -9,6 +9,7 @@ Note: one rule for all schedules
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,6 +34,8 @@ from hf_offload.parameters.waiting import about_to_change, demand_of, in_memory
 from hf_offload.plan.windows import PART_BYTES
 from hf_offload.storage.stored import Store
 
+logger = logging.getLogger(__name__)
+
 
 class Streaming:
     """State and gradients of the parameters of one optimizer, between a tier and the parameters' updates.
@@ -45,6 +48,7 @@ class Streaming:
         part_bytes: Size of the parts that parameters are cut into; None leaves them whole.
         lazy: Whether updates wait for the next use of their parameter.
         all_step: Whether a step is one of parameters without a gradient, too.
+        must_stream: Whether a gradient that cannot be streamed is an error. If not, its parameter is streamed no more.
 
     Attributes:
         in_backward: Whether each parameter is updated as soon as it has a gradient, from the options of that moment. The
@@ -62,6 +66,7 @@ class Streaming:
         part_bytes: int | None = PART_BYTES,
         lazy: bool = True,
         all_step: bool = False,
+        must_stream: bool = True,
     ):
         self.in_backward = False
         self.lazy = lazy
@@ -70,6 +75,7 @@ class Streaming:
         self._smallest_bytes = smallest_bytes
         self._part_bytes = part_bytes
         self._all_step = all_step
+        self._must_stream = must_stream
         self._lock = threading.RLock()
         self.states = States(state_store, self._lock)
         self.gradients = Gradients(gradient_store, self._lock)
@@ -194,15 +200,14 @@ class Streaming:
     def gradient_arrived(self, record: Record, parameter: nn.Parameter) -> None:
         """Backward has put or added a gradient: it leaves memory."""
         gradient = gradient_of(parameter)
-        if gradient is None:
+        if gradient is None or self.record_of(parameter) is not record:
             return
-        if gradient.layout != torch.strided:
-            raise OffloadError(
-                f"The gradient of {record.name} is sparse, which cannot be streamed: make the embedding with sparse=False, "
-                "or set optimizer='none'."
-            )
+        is_sparse = gradient.layout != torch.strided
         del gradient  # other references are counted
         with self._lock, outside():
+            if is_sparse:
+                self._let_stay(record, parameter)
+                return
             self.finish_record(record)  # of a graph that is older than the last step
             self._match_layout(record, parameter)
             if record.gradient is None and self._optimizer() is None:
@@ -211,6 +216,26 @@ class Streaming:
                 self._update_in_backward(record, parameter)
             else:
                 self.gradients.leave(record, parameter)
+
+    def _let_stay(self, record: Record, parameter: nn.Parameter) -> None:
+        """A gradient is sparse: if it was not asked for that it leaves, it stays in memory, and the state with it."""
+        if self._must_stream:
+            raise OffloadError(
+                f"The gradient of {record.name} is sparse, which cannot be streamed: make the embedding with sparse=False, "
+                "or set optimizer='none'."
+            )
+        self.finish_record(record)
+        self.gradients.reveal(record)
+        state = self.state_of(parameter) if record.moved else None
+        with signals_deferred:
+            if state is not None:
+                dict.setdefault(self._resident, parameter, state)
+                self.states.forget(record)
+            del self._records[id(parameter)]
+        logger.info(
+            "The gradient of %s is sparse, which cannot be streamed: it stays in memory, and so does its state.",
+            record.name,
+        )
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop all gradients on the tier."""
@@ -259,7 +284,10 @@ class Streaming:
         """Layouts and states are what the user has made of them. This may wait for a drive, and changes no value yet."""
         for parameter in parameters:
             record = self.record_of(parameter)
-            if record is not None:
+            gradient = gradient_of(parameter)
+            if record is not None and gradient is not None and gradient.layout != torch.strided:
+                self._let_stay(record, parameter)  # it has not arrived in backward, or not in one that is watched
+            elif record is not None:
                 self._match_layout(record, parameter)
                 self.gradients.join(record)
                 if gradient_of(parameter) is not None or record.gradient is not None or self._all_step:
