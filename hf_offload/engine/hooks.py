@@ -49,6 +49,9 @@ class Observer(Protocol):
     def packed(self, record: Record) -> None:
         """``record`` is new."""
 
+    def left(self, tensor: torch.Tensor, min_bytes: int) -> None:
+        """``tensor`` stays in memory, since it is smaller than ``min_bytes``."""
+
     def asked(self, record: Record) -> None:
         """Backward is about to use ``record``."""
 
@@ -146,6 +149,8 @@ class Engine:
             return self._keep(tensor)
         nbytes = tensor.nbytes
         if nbytes < self._min_bytes:
+            if self.observer is not None:
+                self.observer.left(tensor, self._min_bytes)
             return self._keep(tensor)
         if tensor in self._weights:
             return _keep_plain(tensor)

@@ -117,6 +117,7 @@ def count_footprint(
         blocks=tuple(counter.block_spans()),
         units=counter.units,
         kinds=counter.kinds,
+        head=counter.head,
         optimizer_step_bytes=optimizer.step_bytes,
         optimizer_step_s=optimizer.step_s,
         source="counted",

@@ -197,7 +197,9 @@ def refuse(
     problem = dataclasses.replace(least.problem, budget_bytes=budget_bytes)
     solution = dataclasses.replace(least.solution, timeline=timeline)
     found = dataclasses.replace(least, problem=problem, solution=solution)
-    return found, refusal(problem, solution, _about_room(footprint, hardware, allowed, least, needed))
+    tried = allowed.state != "none" or (allowed.now or IN_MEMORY).state is not None
+    limits = _about_room(footprint, hardware, allowed, least, needed)
+    return found, refusal(problem, solution, limits, state_may_leave=tried)
 
 
 def _about_room(

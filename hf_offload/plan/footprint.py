@@ -168,11 +168,14 @@ class Footprint:
         source: ``"counted"`` (on tensors without data) or ``"measured"``.
         largest_operation_bytes: What the operation with the largest operands and results has in memory, weights left out: no
             order of operations needs less.
+        head: The output head over a vocabulary; empty where there is none, or its loss cannot be tiled.
         tiled: Modules that are computed a few tokens at a time.
         state_bytes: How much of ``base_bytes`` is optimizer state.
         buffer_bytes: How much of ``base_bytes`` the optimizer has for the time of a step, forward included.
         copy_bytes: How much of ``buffer_bytes`` copies weights. Those on a tier are kept there instead.
         sampled: Linear layers whose weight gradient is estimated from a part of their input.
+        min_bytes: Smaller tensors stay in memory; 0 where that is not known.
+        small_bytes: How much of ``live_bytes`` is saved and smaller than that, at most at once.
         skipped_blocks: Blocks that did not run, and may run in another step (layer drop).
         weights: Unit -> what of its weights, gradients and state may leave memory.
         transfers: Of weights, gradients and state that are on tiers, in the order of their segments.
@@ -193,11 +196,14 @@ class Footprint:
     optimizer_step_s: float
     source: str
     largest_operation_bytes: int = 0
+    head: str = ""
     tiled: tuple[str, ...] = ()
     sampled: tuple[str, ...] = ()
     state_bytes: int = 0
     buffer_bytes: int = 0
     copy_bytes: int = 0
+    min_bytes: int = 0
+    small_bytes: int = 0
     skipped_blocks: tuple[str, ...] = ()
     weights: Mapping[str, UnitWeights] = dataclasses.field(default_factory=dict)
     transfers: tuple[Transfer, ...] = ()

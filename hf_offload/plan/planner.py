@@ -24,6 +24,8 @@ _WINDOWS: tuple[tuple[int, int | None], ...] = (
     (1, 0),
 )
 
+# What a lower min_bytes would let leave memory is named from this share of the peak on.
+_MUCH = 0.1
 
 BASELINE = "baseline"
 """Name of the simple way that keeps everything: no offloading."""
@@ -73,9 +75,12 @@ def find_plan(problem: Problem) -> Solution:
     return solution
 
 
-def refusal(problem: Problem, least: Solution, about_room: Sequence[str] | None = None) -> OffloadPlanError:
+def refusal(
+    problem: Problem, least: Solution, about_room: Sequence[str] | None = None, *, state_may_leave: bool = False
+) -> OffloadPlanError:
     """What is to be said of a budget that ``least``, which needs the least, does not fit into. ``about_room``: which limits
-    of tiers keep it from needing less; default: as far as activations are concerned.
+    of tiers keep it from needing less; default: as far as activations are concerned. ``state_may_leave``: whether
+    settings let gradients and state leave memory.
     """
     needed = smallest_budget(least.timeline.must_fit_bytes)
     limits = _about_room(problem, least) if about_room is None else about_room
@@ -85,7 +90,7 @@ def refusal(problem: Problem, least: Solution, about_room: Sequence[str] | None 
             f"A memory budget of {budget} would do, but not within the limits of tiers: it takes {'; '.join(limits)}."
         )
         return OffloadPlanError(text, needed)
-    return OffloadPlanError(too_small(problem, least, limits), needed)
+    return OffloadPlanError(too_small(problem, least, limits, state_may_leave), needed)
 
 
 def plan_of(problem: Problem, solution: Solution, like: Plan, reason: str) -> Plan:
@@ -124,8 +129,8 @@ def _keeping(problem: Problem, solution: Solution) -> Keeping | None:
     return Keeping(kept, spare, timeline.resident_bytes + spare)
 
 
-def too_small(problem: Problem, least: Solution, limits: Sequence[str]) -> str:
-    """Why no plan fits, and what to do: ``limits`` of tiers is a part of it."""
+def too_small(problem: Problem, least: Solution, limits: Sequence[str], state_may_leave: bool) -> str:
+    """Why no plan fits, and what to do: ``limits`` of tiers is a part of it. What settings do already is left out."""
     footprint, timeline = problem.footprint, least.timeline
     where = timeline.peak_unit
     short = smallest_budget(timeline.must_fit_bytes) - problem.budget_bytes
@@ -133,6 +138,7 @@ def too_small(problem: Problem, least: Solution, limits: Sequence[str]) -> str:
     advice = ["a smaller batch, with more gradient accumulation", "shorter sequences"]
     weights = footprint.base_bytes + footprint.gradient_bytes
     moved = {one.kind for one in footprint.transfers}
+    vocabulary = " or a smaller vocabulary" if footprint.head else ""
     if STATE in moved and WEIGHTS not in moved:
         what = "weights" if GRADIENTS in moved else "weights and gradients"
         advice.insert(
@@ -144,18 +150,21 @@ def too_small(problem: Problem, least: Solution, limits: Sequence[str]) -> str:
         advice.insert(
             0,
             f"one block of weights, and what is on its way to tiers, take {format_bytes(weights)} of it, and all else of "
-            "the model's state has left memory: 16-bit weights, or a model with smaller blocks or a smaller vocabulary",
+            f"the model's state has left memory: 16-bit weights, or a model with smaller blocks{vocabulary}",
         )
     elif weights > 0.5 * timeline.peak_bytes:
+        on_tier = "" if state_may_leave else "state on a tier (optimizer='ssd' or 'ram', also with several processes), "
         advice.insert(
             0,
-            f"weights, gradients and optimizer state take {format_bytes(weights)} of it: state on a tier (optimizer='ssd' or "
-            "'ram', also with several processes), an optimizer with less state, 16-bit weights, or training adapters only "
-            "(LoRA)",
+            f"weights, gradients and optimizer state take {format_bytes(weights)} of it: {on_tier}an optimizer with less "
+            "state, 16-bit weights, or training adapters only (LoRA)",
         )
-    elif problem.footprint.units.get(where) is None and where != "the optimizer":
-        advice.insert(0, f"the peak is in {where}, outside of the blocks: a smaller vocabulary, or tiled_loss='on'")
-    advice += _about_blocks(footprint)
+    elif footprint.head and footprint.units.get(where) is None and where != "the optimizer":
+        tiled = "" if footprint.head in footprint.tiled else ", or tiled_loss='on'"
+        advice.insert(0, f"the peak is in {where}, outside of the blocks: a smaller vocabulary{tiled}")
+    advice += _about_small(footprint, timeline.must_fit_bytes, state_may_leave)
+    if problem.may_recompute:
+        advice += _about_blocks(footprint)
     advice += limits
     return (
         f"A memory budget of {format_bytes(problem.budget_bytes)} is too small: the least this run can do with is "
@@ -180,8 +189,28 @@ def _about_room(problem: Problem, least: Solution) -> list[str]:
     ]
 
 
+def _about_small(footprint: Footprint, peak_bytes: int, state_may_leave: bool) -> list[str]:
+    """What ``min_bytes`` keeps in memory, where that is much of the peak."""
+    leaving = footprint.weights.values()
+    state = footprint.base_bytes + footprint.gradient_bytes
+    state -= sum(one.weight_bytes + one.trained_bytes + one.state_bytes for one in leaving)
+    if not state_may_leave or footprint.transfers or state <= _MUCH * peak_bytes:
+        state = 0
+    saved = footprint.small_bytes
+    if not footprint.min_bytes or state + saved <= _MUCH * peak_bytes:
+        return []
+    parts = [(saved, "saved tensors"), (state, "weights with their gradients and state")]
+    kept = " and ".join(f"{format_bytes(nbytes)} of {what}" for nbytes, what in parts if nbytes)
+    return [f"a lower min_bytes: {kept} stay in memory, being smaller than {format_bytes(footprint.min_bytes)}"]
+
+
 def _about_blocks(footprint: Footprint) -> list[str]:
     """What keeps blocks from being recomputed."""
+    if not any(footprint.units.values()):
+        return [
+            "recomputing blocks in backward, which cannot be done because no module of the model derives from "
+            "transformers.modeling_layers.GradientCheckpointingLayer"
+        ]
     reasons: dict[str, list[str]] = {}
     for span in footprint.blocks:
         if span.not_twice:

@@ -56,6 +56,7 @@ class _MicroBatch:
     skipped_blocks: tuple[str, ...]
     has_backward: bool
     walks_again: bool
+    small_bytes: int
 
 
 class StepMeter(StepRecorder):
@@ -82,6 +83,9 @@ class StepMeter(StepRecorder):
         self._held: list[tuple[weakref.ref[Any], _Times]] = []
         self._asked: list[tuple[weakref.ref[Any], _Times]] = []  # and autograd has not let go of them
         self._by_storage: dict[int, list[_Times]] = {}
+        self._small: dict[int, int] = {}  # bytes by id of the storage
+        self._small_now = self._small_bytes = 0  # the sum of these, and the most of it
+        self._min_bytes = 0
         self._clock = self._now()
         self._optimizer_hooks: list[RemovableHandle] = []
         self._optimizing = False
@@ -157,6 +161,8 @@ class StepMeter(StepRecorder):
             self._held.clear()
             self._asked.clear()
             self._by_storage.clear()
+            self._small.clear()
+            self._small_now = self._small_bytes = 0
             self._entered.clear()
             self._left.clear()
             self.backward = False
@@ -180,7 +186,9 @@ class StepMeter(StepRecorder):
         walks_again = again > _AGAIN * sum(times.nbytes for times in self._times.values())
         skipped = tuple(sorted(self._blocks - self._left.keys()))
         self._micro_batches.append(
-            _MicroBatch(segments, saved, blocks, self.peak_live_bytes, skipped, has_backward, walks_again)
+            _MicroBatch(
+                segments, saved, blocks, self.peak_live_bytes, skipped, has_backward, walks_again, self._small_bytes
+            )
         )
 
     @property
@@ -199,6 +207,16 @@ class StepMeter(StepRecorder):
         storage = record.storage_ref()
         if storage is not None:
             self._by_storage.setdefault(id(storage), []).append(times)
+
+    def left(self, tensor: torch.Tensor, min_bytes: int) -> None:
+        """A tensor was saved that stays in memory, since it is smaller than ``min_bytes``."""
+        self._min_bytes = min_bytes
+        key = id(tensor.untyped_storage())
+        if key in self._seen:  # no weight
+            before = self._small.get(key, 0)
+            self._small[key] = max(tensor.nbytes, before)
+            self._small_now += self._small[key] - before
+            self._small_bytes = max(self._small_bytes, self._small_now)
 
     def asked(self, record: ObservedRecord) -> None:
         """Backward is about to use a saved tensor."""
@@ -239,6 +257,7 @@ class StepMeter(StepRecorder):
         return now
 
     def died(self, key: int) -> None:
+        self._small_now -= self._small.pop(key, 0)
         for times in self._by_storage.pop(key, ()):
             times.died = len(self.segments)
 
@@ -341,7 +360,11 @@ class StepMeter(StepRecorder):
             optimizer_step_bytes=max(0, self._optimizer_bytes),
             optimizer_step_s=self._optimizer_s,
             source="measured",
+            head=self.head,
+            tiled=(self.head,) if self.is_tiled else (),
             state_bytes=self._state_bytes + missing,
+            min_bytes=self._min_bytes,
+            small_bytes=found.small_bytes,
             skipped_blocks=found.skipped_blocks,
         )
 

@@ -25,6 +25,7 @@ from hf_offload.planning.workspace import workspace_bytes
 from hf_offload.structure.effects import Effects
 from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.surgery import InertInCopies
+from hf_offload.transforms.tiling.head import head_name
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
@@ -77,6 +78,7 @@ class StepRecorder(TorchDispatchMode):
     Attributes:
         units: Unit -> the repeated block it lies in, if it lies in one.
         kinds: Unit -> the class of its module.
+        head, is_tiled: The head whose loss can be tiled, and whether it is.
     """
 
     def __init__(self, model: nn.Module):
@@ -84,6 +86,7 @@ class StepRecorder(TorchDispatchMode):
         units = find_units(model)
         self.units = {name: unit.block for name, unit in units.items()}
         self.kinds = {name: unit.kind for name, unit in units.items()}
+        self.head, self.is_tiled = head_name(model)
         self.segments: list[Segment] = []
         self.backward = False
         self.unit = next(iter(self.units))

@@ -46,6 +46,15 @@ def find_head(model: nn.Module) -> tuple[str, nn.Module]:
     return where, head
 
 
+def head_name(model: nn.Module) -> tuple[str, bool]:
+    """The name of the head whose loss can be cut, empty where there is none; and whether it is cut."""
+    try:
+        name, head = find_head(model)
+    except OffloadConfigError:
+        return "", False
+    return name, isinstance(getattr(head.forward, "__self__", None), TiledHead)
+
+
 class TiledHead(ReplacedForward):
     """The output head of a model. In training, with gradients, it returns
     :class:`~hf_offload.transforms.tiling.logits.TiledLogits`; otherwise it is unchanged.

@@ -1,0 +1,108 @@
+"""What the error of a budget that is too small advises: what may help this model with these settings, and nothing else."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hf_offload import OffloadConfig, attach
+from hf_offload.errors import OffloadPlanError
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, hidden):
+        return hidden + self.b(nn.functional.gelu(self.a(hidden)))
+
+
+class Custom(nn.Module):
+    """Blocks that no plan knows as such, and no vocabulary."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, hidden):
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+
+def gpt2():
+    sizes = {"vocab_size": 2048, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "use_cache": False}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+
+
+def words():
+    ids = torch.randint(0, 2048, (8, 64), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def refusal_of(folder, model, inputs, **settings):
+    optimizer = torch.optim.AdamW(model.train().parameters())
+    session = attach(model, OffloadConfig(tier="auto", memory_budget="64KiB", directory=folder, **settings))
+    optimizer = session.prepare_optimizer(optimizer)
+    try:
+        with pytest.raises(OffloadPlanError, match="too small") as refused:
+            for _ in range(4):
+                found = model(**inputs)
+                (found if isinstance(found, torch.Tensor) else found.loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                session.end_step()
+    finally:
+        session.detach()
+    return str(refused.value)
+
+
+@pytest.fixture(autouse=True)
+def machine(machine_with_drive, short_search):
+    machine_with_drive(1e9)
+
+
+IN_MEMORY = {"params": "none", "optimizer": "none"}
+
+
+def test_blocks_that_cannot_be_recomputed_for_want_of_a_class_are_named_with_it(tmp_path):
+    text = refusal_of(tmp_path, Custom(), {"hidden": torch.randn(2048, 32)}, min_bytes=1024, **IN_MEMORY)
+    assert "derives from transformers.modeling_layers.GradientCheckpointingLayer" in text
+    assert "vocabulary" not in text
+    assert "tiled_loss" not in text
+
+
+def test_a_head_over_a_vocabulary_is_named_and_tiled_unless_it_is(tmp_path):
+    text = refusal_of(tmp_path, gpt2(), words(), min_bytes=1024, max_step_write_bytes=0, **IN_MEMORY)
+    assert "a smaller vocabulary, or tiled_loss='on'" in text
+    assert "GradientCheckpointingLayer" not in text
+    tiled = refusal_of(
+        tmp_path,
+        gpt2(),
+        words(),
+        min_bytes=1024,
+        max_step_write_bytes=0,
+        tiled_loss="on",
+        tile_bytes="1MiB",
+        **IN_MEMORY,
+    )
+    assert "tiled_loss" not in tiled
+
+
+def test_what_min_bytes_keeps_is_named_where_it_is_much_and_what_is_followed_is_not(tmp_path):
+    text = refusal_of(tmp_path, gpt2(), words(), params="ssd", optimizer="ssd", min_bytes="64MiB")
+    assert "a lower min_bytes: " in text
+    assert "of saved tensors and " in text
+    assert "of weights with their gradients and state stay in memory, being smaller than 64.00 MiB" in text
+    assert "state on a tier" not in text
+    low = refusal_of(tmp_path, gpt2(), words(), min_bytes=0, **IN_MEMORY)
+    assert "min_bytes" not in low
+
+
+def test_state_on_a_tier_is_advised_where_settings_keep_it_in_memory(tmp_path):
+    model = nn.Sequential(nn.Linear(512, 512))
+    model.forward = lambda hidden: model[0](hidden).square().mean()
+    assert "state on a tier (optimizer='ssd'" in refusal_of(
+        tmp_path, model, {"hidden": torch.ones(1, 512)}, **IN_MEMORY
+    )
