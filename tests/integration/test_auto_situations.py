@@ -348,15 +348,16 @@ def _penalty_and_loss(config, steps, first):
     return [parameter.detach().clone() for parameter in model.parameters()], session
 
 
-def test_a_penalty_before_the_loss_of_a_step_is_measured_for_itself(tmp_path):
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_penalty_before_the_loss_of_a_step_is_measured_for_itself(first, tmp_path):
     """A penalty's micro-batch looks like that of the loss at first: it has its own plan, or the run ends with its budget."""
     usual = 8 << 20
     with pytest.raises(OffloadPlanError, match="walks a graph more than once") as refusal:
-        _penalty_and_loss(auto(tmp_path, usual), 6, first=3)
+        _penalty_and_loss(auto(tmp_path, usual), 6, first)
     smallest = refusal.value.smallest_bytes
     assert smallest > usual
-    expected, _ = _penalty_and_loss(OffloadConfig(tier="none"), 7, first=3)
-    found, session = _penalty_and_loss(auto(tmp_path, smallest), 7, first=3)
+    expected, _ = _penalty_and_loss(OffloadConfig(tier="none"), 7, first)
+    found, session = _penalty_and_loss(auto(tmp_path, smallest), 7, first)
     assert is_same(expected, found)
     assert session.most_measured_bytes <= smallest
     assert any(known.plan is not None for known in session._automatic._feedback._known.values())
