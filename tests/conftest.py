@@ -21,11 +21,7 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 # Processes that tests start find the package, and from any directory the same one.
 _ROOT = str(Path(__file__).resolve().parent.parent)
-_SITE = str(Path(__file__).resolve().parent / "helpers" / "site")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, _SITE, os.environ.get("PYTHONPATH")]))
-# What transformers imports wherever it is installed is a third of all that a process takes to begin. Tests whose processes
-# need it say so (`with_all_packages`).
-os.environ["TESTS_HIDE"] = "peft bitsandbytes"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
 
 # A test suite that was started in the background ignores Ctrl-C, and so would the processes that tests start and stop.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -124,12 +120,6 @@ def machine_with_drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
         monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: {})
 
     return take
-
-
-@pytest.fixture
-def with_all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that the test starts find every package that is installed."""
-    monkeypatch.delenv("TESTS_HIDE")
 
 
 @pytest.fixture

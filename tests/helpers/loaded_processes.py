@@ -23,13 +23,8 @@ _CONTEXT.set_forkserver_preload(
 
 
 def load() -> None:
-    """Start the process that the others are forked from, unless it is there. It has all packages."""
-    hidden = os.environ.pop("TESTS_HIDE", None)
-    try:
-        forkserver.ensure_running()
-    finally:
-        if hidden is not None:
-            os.environ["TESTS_HIDE"] = hidden
+    """Start the process that the others are forked from, unless it is there."""
+    forkserver.ensure_running()
 
 
 def run_in_loaded_process(
