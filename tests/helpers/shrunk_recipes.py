@@ -1,6 +1,7 @@
 """Shipped recipes made tiny: a small model of the same architecture, and rows made up here."""
 
 import json
+import os
 
 from hf_offload.settings.recipe_data import RANDOM_TOKENS
 from hf_offload.settings.recipes import load_recipe
@@ -117,7 +118,10 @@ def shrunk(name, folder, tokenizer):
         changes["model.dtype"] = "bfloat16"
     if recipe.data.source != RANDOM_TOKENS:
         file = folder / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows_for(recipe.data)))
+        if not file.exists():  # of several processes, another may read it by now
+            own = folder / f"rows-{os.getpid()}.jsonl"
+            own.write_text("".join(json.dumps(row) + "\n" for row in rows_for(recipe.data)))
+            own.replace(file)
         changes |= {"data.source": None, "data.max_bytes": None, "data.hub": None}
         changes |= {"data.files": str(file), "data.tokenizer": str(tokenizer)}
         if recipe.data.validation is not None:
