@@ -6,6 +6,7 @@ from torch import nn
 
 from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.errors import OffloadError, OffloadPlanError
+from hf_offload.planning.optimizer_state import state_of
 
 WIDTH, ROWS, MIB = 256, 512, 1 << 20
 
@@ -216,3 +217,14 @@ def test_state_of_sparse_gradients_stays_in_memory_where_it_was_not_asked_to_lea
     assert all(map(torch.equal, expected, found))
     with pytest.raises(OffloadError, match=r"words\.weight is sparse, which cannot be streamed"):
         _train_sparse(OffloadConfig(tier="none", optimizer="ssd", directory=tmp_path, min_bytes=4096))
+
+
+def test_sparse_state_is_left_out_of_what_is_counted():
+    """SGD with momentum keeps the sparse gradient itself, which has no storage to count."""
+    embedding = torch.nn.Embedding(8, 4, sparse=True)
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*embedding.parameters(), *layer.parameters()], lr=0.1, momentum=0.9)
+    layer(embedding(torch.tensor([1, 2]))).sum().backward()
+    optimizer.step()
+    assert any(one.is_sparse for values in optimizer.state.values() for one in values.values())
+    assert sum(one.untyped_storage().nbytes() for one in state_of(optimizer)) == 4 * (16 + 4)
