@@ -3,11 +3,10 @@
 import logging
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import Allowed, problem_of
+from hf_offload.plan.choosing import problem_of
 from hf_offload.plan.footprint import Footprint
-from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.problem import Solution
-from hf_offload.planning.known import Known, known_by_simulating, peak_of
+from hf_offload.planning.known import Known, Terms, known_by_simulating, peak_of
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
 
@@ -24,9 +23,7 @@ def say(ranks: Ranks, level: int, message: str, *values: object) -> None:
         logger.log(level, message, *values)
 
 
-def corrected_plan(
-    known: Known, peak_bytes: int, budget_bytes: int, hardware: Hardware, ranks: Ranks, allowed: Allowed
-) -> Known | None:
+def corrected_plan(known: Known, peak_bytes: int, terms: Terms) -> Known | None:
     """Another plan for the same micro-batch, if its step broke the budget, or if another is faster by what was measured.
 
     Where ``known`` stays, its prediction is corrected.
@@ -36,31 +33,29 @@ def corrected_plan(
     footprint = known.footprint.at_pace(known.pace)
     known.pace = 1.0
     # Each process has rates of its own: the first one's count, or they would not decide alike.
-    present = ranks.first(lambda: _present(known, footprint, hardware, budget_bytes, allowed))
+    present = terms.ranks.first(lambda: _present(known, footprint, terms))
     step_s = present[0].timeline.step_s
-    excess, needed = peak_bytes - budget_bytes, format_bytes(peak_bytes)
+    excess, needed = peak_bytes - terms.budget_bytes, format_bytes(peak_bytes)
     may_correct = known.corrections < _MOST_CORRECTIONS
     if excess > 0 and not may_correct:
-        say(ranks, logging.INFO, "A step still needs %s after %d corrections of its plan.", needed, known.corrections)
+        say(
+            terms.ranks,
+            logging.INFO,
+            "A step still needs %s after %d corrections of its plan.",
+            needed,
+            known.corrections,
+        )
     elif excess > 0:
-        say(ranks, logging.INFO, "The step needed %s, more than the budget: planning again.", needed)
+        say(terms.ranks, logging.INFO, "The step needed %s, more than the budget: planning again.", needed)
     elif not may_correct or step_s <= _GAIN * footprint.step_s:
         _stay(known, footprint, *present)  # no plan takes less than all of its compute
         return None
     less = known.correction_bytes + (excess if excess > 0 and may_correct else 0)
     try:
-        other = known_by_simulating(
-            known.situation,
-            footprint,
-            hardware,
-            budget_bytes,
-            less=less,
-            corrections=known.corrections + 1,
-            ranks=ranks,
-            allowed=allowed,
-        )
+        corrections = known.corrections + 1
+        other = known_by_simulating(known.situation, footprint, terms, less=less, corrections=corrections)
     except OffloadPlanError as error:
-        say(ranks, logging.INFO, "The step needed %s, and no other plan needs less. %s", needed, error)
+        say(terms.ranks, logging.INFO, "The step needed %s, and no other plan needs less. %s", needed, error)
         known.corrections = _MOST_CORRECTIONS
         return None
     if may_correct and (excess > 0 or step_s > _GAIN * other.solution.timeline.step_s):
@@ -69,20 +64,18 @@ def corrected_plan(
     return None
 
 
-def follow_pace(known: Known, budget_bytes: int, hardware: Hardware, ranks: Ranks, allowed: Allowed) -> None:
+def follow_pace(known: Known, terms: Terms) -> None:
     """Correct the prediction of ``known``, whose plan stays, by the pace of its steps and the rates that were reached."""
     footprint = known.footprint.at_pace(known.pace)
     known.pace = 1.0
     before_s = known.solution.timeline.step_s
-    _stay(known, footprint, *ranks.first(lambda: _present(known, footprint, hardware, budget_bytes, allowed)))
+    _stay(known, footprint, *terms.ranks.first(lambda: _present(known, footprint, terms)))
     known.followed *= known.solution.timeline.step_s / before_s
 
 
-def _present(
-    known: Known, footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed
-) -> tuple[Solution, int]:
+def _present(known: Known, footprint: Footprint, terms: Terms) -> tuple[Solution, int]:
     """The plan as it is, at the present pace and rates, and its peak."""
-    problem = problem_of(footprint, hardware, budget_bytes, known.held, allowed)
+    problem = problem_of(footprint, terms.hardware, terms.budget_bytes, known.held, terms.allowed)
     solution = problem.play(known.solution.placements, known.solution.windows, known.solution.method)
     return solution, peak_of(problem, solution)
 

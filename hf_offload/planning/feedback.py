@@ -1,10 +1,7 @@
 """Planning while training: measure a step, plan, look whether the plan holds, plan again when something changes."""
 
-import collections
 import dataclasses
 import logging
-import statistics
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,18 +16,17 @@ from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
 from hf_offload.plan.planner import windows_for
-from hf_offload.plan.problem import smallest_budget
 from hf_offload.plan.search import may_gain
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.correcting import corrected_plan, follow_pace, say
+from hf_offload.planning.excess import Excess
+from hf_offload.planning.graphs import WalkedGraphs
 from hf_offload.planning.known import (
     Known,
+    Terms,
     find_known,
-    known_as_measured,
     known_by_simulating,
-    known_if_kept,
     known_with_more_state,
-    written_if_moved,
 )
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
@@ -38,24 +34,16 @@ from hf_offload.planning.moved import moving_all, windows_to_measure
 from hf_offload.planning.moving import Moving
 from hf_offload.planning.observed import ObservedEngine, OneForward, with_measured_bandwidth
 from hf_offload.planning.optimizer_state import OptimizerState
+from hf_offload.planning.pace import Pace, StepClock
 from hf_offload.planning.situation import Situation, situation_of, tensors_in
 from hf_offload.planning.trial import Trial
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes, format_seconds
 
-logger = logging.getLogger(__name__)
-
-# Steps whose median is this far from the prediction correct it. The prediction follows the latest of them; another plan is
-# looked for after some, and each time after twice as many: a machine that has other work, too, is now fast and now slow.
-_OFF = 1.1
-_TIMED_STEPS = 3
-_LATEST_STEPS = 5
 # The first step under a new plan still learns which records need not leave: the second is looked at.
 _SETTLED_STEPS = 1
 # A smaller batch than one that was measured is measured itself when it has come so often in a row.
 _LASTING = 3
-# A gradient penalty comes every sixteenth step or more often, where it comes again at all.
-_MOST_WITHOUT_GRAPH = 32
 _MOST_PLAYED = 1024
 
 
@@ -122,14 +110,9 @@ class Feedback:
         self._windows: Windows | None = None  # of the next step that is measured, where nothing is known
         self._wanted: set[Situation] = set()  # to be measured when they come again
         self._changed: set[str] = set()  # blocks that something had changed before their backward, in a measured step
-        self._unsure: set[Situation] = (
-            set()
-        )  # whose blocks have to be looked at again: some had changed for the first time
-        self._narrow: dict[Situation, Plan] = {}  # under which they are to be measured
-        # In which backward makes a graph of itself, though not in every step, and how many to wait for one that does.
-        self._with_graphs: dict[Situation, int] = {}
-        self._measured: set[Situation] = set()  # at least once
-        self._exceeding: set[Situation] = set()  # over the budget though it was no first step, which has been said
+        self._unsure: set[Situation] = set()  # to be looked at again: blocks had changed for the first time
+        self._graphs = WalkedGraphs(safest)
+        self._excess = Excess(self._budget)
         self._forward = OneForward()
         self._played: list[_Played] = []  # of the running step
         self._in_force: Known | None = None
@@ -137,13 +120,8 @@ class Feedback:
         self.most_measured_bytes: int | None = None
         self._last: Situation | None = None
         self._repeated = 0
-        # Of steps under the present plans: time as a ratio to what was predicted when another plan was looked for last, of
-        # all since then; and time and compute as ratios to what is predicted now.
-        self._timed: list[float] = []
-        self._latest: collections.deque[tuple[float, float]] = collections.deque(maxlen=_LATEST_STEPS)
-        self._patience = _TIMED_STEPS
-        self._began_s: float | None = None
-        self._waited_s = 0.0
+        self._clock = StepClock(self._all_waited_s)
+        self._pace = Pace()
 
     # -- the run's events ---------------------------------------------------------------------------------------------
 
@@ -155,8 +133,7 @@ class Feedback:
         self._forward.begin()
         if self._meter is not None and self._meter.is_over:
             self.end_step()  # the end of the last step was not reported
-        if self._began_s is None:
-            self._began_s, self._waited_s = time.perf_counter(), self._all_waited_s()
+        if self._clock.start():
             self._played = []
         model = self._model()
         assert model is not None, "a forward has a model"
@@ -192,20 +169,18 @@ class Feedback:
 
         Raises :class:`~hf_offload.errors.OffloadPlanError` after a measured step if the budget is too small.
         """
-        began, self._began_s = self._began_s, None
+        times = self._clock.stop()
         meter = self._stop_measuring()
-        if began is None:
+        if times is None:
             return
-        seconds = time.perf_counter() - began
-        computed_s = seconds - (self._all_waited_s() - self._waited_s)
         excess = [] if meter is None else self._note_peaks(meter)
         self._model_state.let_few_stay(False)
-        self._decide(meter, seconds, computed_s)
+        self._decide(meter, times)
         for message in excess:  # else an error has said it
             self._log(logging.WARNING, "%s", message)
 
-    def _decide(self, meter: StepMeter | None, seconds: float, computed_s: float) -> None:
-        """What becomes of the plans after a step, whose micro-batches are those played."""
+    def _decide(self, meter: StepMeter | None, times: tuple[float, float]) -> None:
+        """What becomes of the plans after a step with these ``times``, whose micro-batches are those played."""
         if meter is not None:
             self._plan_measured(meter)
         known = [one.known for one in self._played if one.known is not None]
@@ -220,7 +195,7 @@ class Feedback:
         if meter is not None:
             self._check_peaks(meter)
             return
-        seconds, computed_s = map(max, zip(*self._ranks.gather((seconds, computed_s)), strict=True))
+        seconds, computed_s = map(max, zip(*self._ranks.gather(times), strict=True))
         once = self.planned.footprint.optimizer_step_s
         pace = computed_s / max(sum(one.compute_s for one in known) + once, 1e-9)
         if all(one.steps > 1 for one in known):
@@ -283,7 +258,7 @@ class Feedback:
             if known is None or windows is not None:
                 self._in_force = None
                 wide = self._safest if windows is None else moving_all(self._safest, windows)
-                plan = self._trial.plan(situation, self._narrow.get(situation, wide))
+                plan = self._trial.plan(situation, self._graphs.plan(situation, wide))
                 self._apply(plan)
                 return _Played(situation, None, is_measured=True, plan=plan)
             self._trial.give_up(situation)
@@ -294,7 +269,7 @@ class Feedback:
 
     def _find_known(self, situation: Situation) -> Known | None:
         """A plan that it can run under: no other's where its backward may make a graph of itself, as that one's does not."""
-        if self._with_graphs.get(situation, 0) > 0 and situation not in self._known:
+        if self._graphs.awaits(situation) and situation not in self._known:
             return None
         return find_known(self._known, situation)
 
@@ -320,8 +295,7 @@ class Feedback:
         self._log(logging.INFO, "Backward made a graph of itself for the first time: measuring until it does so again.")
         for situation in (known.situation, last):
             self._known.pop(situation, None)
-            self._with_graphs[situation] = _MOST_WITHOUT_GRAPH
-            self._narrow[situation] = moving_all(self._safest, known.problem.windows[-1])
+            self._graphs.await_one(situation, known.problem.windows[-1])
 
     def _with_all_state(self, known: Known, state_bytes: int) -> Known | None:
         """``known``, planned again where optimizers hold more by now than it was made for; None if that does not fit."""
@@ -330,16 +304,7 @@ class Feedback:
             return known
         del self._known[known.situation]
         try:
-            other, _ = self._in_place(
-                lambda: known_with_more_state(
-                    known,
-                    more,
-                    with_measured_bandwidth(self._hardware, self._engine),
-                    self._budget,
-                    ranks=self._ranks,
-                    allowed=self._moving.allowed,
-                )
-            )
+            other, _ = self._in_place(lambda: known_with_more_state(known, more, self._terms))
         except OffloadPlanError:
             return None  # it is measured, and refused if need be
         if other is None:
@@ -422,85 +387,40 @@ class Feedback:
             self._unsure.update(measured)
 
     def _find_measured(self, situation: Situation, meter: StepMeter, metered: int) -> tuple[Known | None, bool]:
-        """The plan for a micro-batch that was measured, None if it has to be measured again, as ``self._narrow`` says; and
-        whether weights or state were moved.
+        """The plan for a micro-batch that was measured, None if it has to be measured again; and whether weights or state
+        were moved.
         """
         footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
         footprint = self._model_state.with_weights(self._present_model, footprint)
-        hardware = with_measured_bandwidth(self._hardware, self._engine)
-        limit = self._moving.allowed.written_bytes
         if not any(self._ranks.gather(meter.walks_again(metered))):
-            if self._with_graphs.get(situation, 0) > 0:
-                self._with_graphs[situation] -= 1
-                if limit is None or written_if_moved(footprint, self._safest) <= limit:
-                    return None, False
-                self._give_up_graphs(situation, limit)
-            return self._simulated(situation, footprint, hardware)
+            if self._graphs.goes_on_waiting(situation, footprint, self._terms):
+                return None, False
+            return self._simulated(situation, footprint)
         self._trial.give_up(situation)
         plan = next(one.plan for one in self._played if one.metered == metered and one.plan is not None)
         peak = max(self._ranks.gather(meter.peak_bytes(metered)))
-        known = known_if_kept(situation, footprint, hardware, self._budget, plan, peak)
-        if known is not None:
-            return known, False
-        if situation not in self._narrow and (limit is None or written_if_moved(footprint, plan) <= limit):
-            # What it needs then does not depend on how fast the tier is at the moment.
-            self._narrow[situation] = moving_all(self._safest, windows_for(footprint)[-1])
-            return None, False
-        return known_as_measured(situation, footprint, hardware, self._budget, plan, peak, limit), False
-
-    def _give_up_graphs(self, situation: Situation, limit: int) -> None:
-        """To wait for a step with such a graph, all is moved in every one: that would write more than the limit."""
-        self._with_graphs[situation] = 0
-        self._log(
-            logging.WARNING,
-            "Steps in which backward makes a graph of itself may take more than the budget of %s: they are planned once one "
-            "has been measured with everything moved, which max_step_write_bytes of %s does not let them wait for. Set "
-            "memory_budget to what such a step takes in memory, or a larger max_step_write_bytes.",
-            format_bytes(self._budget),
-            format_bytes(limit),
-        )
+        return self._graphs.find_known(situation, footprint, self._terms, plan, peak), False
 
     def _note_peaks(self, meter: StepMeter) -> list[str]:
         """What is to be said of those over the budget."""
         peaks = [max(one) for one in zip(*self._ranks.gather(_peaks(meter)), strict=True)]
         self.most_measured_bytes = max([self.most_measured_bytes or 0, *peaks])
         played = [one for one in self._played if one.metered is not None and one.metered < len(peaks)]
-        return [said for one in played if (said := self._note_excess(one, peaks[one.metered or 0]))]
+        said = [self._excess.note(one.situation, one.known, peaks[one.metered or 0]) for one in played]
+        return [message for message in said if message]
 
-    def _note_excess(self, played: _Played, peak: int) -> str:
-        """What is said once of each situation that is over the budget in more than its first step, which nothing was known
-        of; nothing otherwise.
-        """
-        situation = played.situation
-        is_first = situation not in self._measured
-        self._measured.add(situation)
-        if is_first or peak <= self._budget or situation in self._exceeding:
-            return ""
-        self._exceeding.add(situation)
-        why = "it was measured, with all that can be moved moved"
-        if played.known is not None:
-            why = f"its plan was predicted to take {format_bytes(played.known.prediction.peak_bytes)}"
-        return (
-            f"A step took {format_bytes(peak)}, {format_bytes(peak - self._budget)} more than the budget of "
-            f"{format_bytes(self._budget)}: {why}. If it is to be within the budget, set memory_budget to "
-            f"{smallest_budget(peak) >> 20} MiB, or have smaller batches."
-        )
-
-    def _simulated(self, situation: Situation, measured: Footprint, hardware: Hardware) -> tuple[Known | None, bool]:
+    def _simulated(self, situation: Situation, measured: Footprint) -> tuple[Known | None, bool]:
         footprint = self._trial.joined(situation, measured)
         if footprint is None:
             return None, False
         try:
-            return self._in_place(
-                lambda: known_by_simulating(
-                    situation, footprint, hardware, self._budget, ranks=self._ranks, allowed=self._moving.allowed
-                )
-            )
+            return self._in_place(lambda: known_by_simulating(situation, footprint, self._terms))
         except OffloadPlanError:
             if situation in self._unsure:
                 raise
-            may = self._ranks.first(lambda: may_hold(footprint, hardware, self._budget, self._moving.allowed))
-            problem = problem_of(footprint, hardware, self._budget, self._model_state.held, self._moving.allowed)
+            terms = self._terms
+            may = self._ranks.first(lambda: may_hold(footprint, terms.hardware, self._budget, terms.allowed))
+            problem = problem_of(footprint, terms.hardware, self._budget, self._model_state.held, terms.allowed)
             if not may or not self._trial.begin(situation, problem, self._safest, measured):
                 raise
             self._log(logging.INFO, "Nothing fits: measuring a step in which elementwise operations are recomputed.")
@@ -538,13 +458,16 @@ class Feedback:
 
     def _correct(self, known: Known, peak: int) -> bool:
         """Plan again where that is better by now; whether it was."""
-        hardware = with_measured_bandwidth(self._hardware, self._engine)
-        corrected, has_moved = self._in_place(
-            lambda: corrected_plan(known, peak, self._budget, hardware, self._ranks, self._moving.allowed)
-        )
+        corrected, has_moved = self._in_place(lambda: corrected_plan(known, peak, self._terms))
         if corrected is not None and not has_moved:
             self._adopt(corrected)
         return has_moved or corrected is not None
+
+    @property
+    def _terms(self) -> Terms:
+        """Of the present: with the rates that tiers have reached, and what may still be moved."""
+        hardware = with_measured_bandwidth(self._hardware, self._engine)
+        return Terms(self._budget, hardware, self._moving.allowed, self._ranks)
 
     @property
     def _present_model(self) -> nn.Module:
@@ -575,56 +498,30 @@ class Feedback:
         """A step took ``seconds``, and its compute ``pace`` times as long as predicted: correct what is off."""
         main = self.planned
         assert main is not None, "it is the largest of these"
-        main.prediction.measured_step_s.append(seconds)
-        ratio = seconds / main.prediction.step_s
-        self._latest.append((ratio, pace))
-        self._timed.append(ratio * main.followed)
-        if len(self._timed) < self._patience:
-            self._follow_pace(known, main)
+        ratio = self._pace.add(main, seconds, pace)
+        if ratio is None and not self._pace.has_changed:
             return
-        ratio = statistics.median(self._timed)
-        self._timed.clear()
-        if _agree(ratio):
-            self._follow_pace(known, main)
+        pace = self._pace.take()
+        simulated = [one for one in _each(known) if one.plan is None]
+        if ratio is None:
+            terms = self._terms
+            for one in simulated:
+                one.pace = pace
+                follow_pace(one, terms)
+            main.prediction.step_s = _predicted_s(known, main)
             return
-        self._patience *= 2
         predicted = main.prediction.step_s / main.followed
         self._log(logging.INFO, "Steps take %.2f s instead of the predicted %.2f s.", ratio * predicted, predicted)
-        pace = self._latest_pace
-        self._latest.clear()
-        for one in _each(known):
-            if one.plan is None:
-                one.pace, one.followed = pace, 1.0
-                self._correct(one, one.prediction.measured_peak_bytes or 0)
+        for one in simulated:
+            one.pace, one.followed = pace, 1.0
+            self._correct(one, one.prediction.measured_peak_bytes or 0)
             if self.planned is None:
                 return  # weights or state were moved
-
-    def _follow_pace(self, known: Sequence[Known], main: Known) -> None:
-        """Predict for the plans as they are what the latest steps say, of which a few may have been slow by chance."""
-        pace = self._latest_pace
-        # Where compute is as predicted, no pace explains what is off.
-        if _agree(statistics.median(ratio for ratio, _ in self._latest)) or _agree(pace):
-            return
-        self._latest.clear()
-        hardware = with_measured_bandwidth(self._hardware, self._engine)
-        for one in _each(known):
-            if one.plan is None:
-                one.pace = pace
-                follow_pace(one, self._budget, hardware, self._ranks, self._moving.allowed)
-        main.prediction.step_s = _predicted_s(known, main)
-
-    @property
-    def _latest_pace(self) -> float:
-        """The median of the latest steps; as predicted where there are too few of them."""
-        if len(self._latest) < _TIMED_STEPS:
-            return 1.0
-        return statistics.median(pace for _, pace in self._latest)
 
     def _adopt(self, known: Known) -> None:
         """Let the plan be that of its situation, from the next forward on."""
         self._known[known.situation] = known
-        self._timed.clear()
-        self._latest.clear()
+        self._pace.forget()
         kind = "Corrected plan" if known.corrections else "Plan"
         self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self._budget), known.reason)
         self.planned = known
@@ -640,10 +537,6 @@ class Feedback:
 
 def _peaks(meter: StepMeter) -> tuple[int, ...]:
     return tuple(map(meter.peak_bytes, range(meter.micro_batches)))
-
-
-def _agree(ratio: float) -> bool:
-    return 1 / _OFF <= ratio <= _OFF
 
 
 def _each(known: Iterable[Known]) -> Iterable[Known]:

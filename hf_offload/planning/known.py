@@ -18,6 +18,24 @@ from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What the plans of a run are made for.
+
+    Attributes:
+        ranks: The processes that follow one plan.
+    """
+
+    budget_bytes: int
+    hardware: Hardware
+    allowed: Allowed
+    ranks: Ranks
+
+    def problem(self, footprint: Footprint) -> Problem:
+        """What is to be placed where everything but activations stays as it was measured."""
+        return make_problem(footprint, self.hardware, self.budget_bytes)
+
+
 @dataclasses.dataclass
 class Prediction:
     """What a plan was predicted to do, and what it did.
@@ -109,26 +127,18 @@ class Known:
 
 
 def known_by_simulating(
-    situation: Situation,
-    footprint: Footprint,
-    hardware: Hardware,
-    budget_bytes: int,
-    *,
-    less: int = 0,
-    corrections: int = 0,
-    ranks: Ranks,
-    allowed: Allowed,
+    situation: Situation, footprint: Footprint, terms: Terms, *, less: int = 0, corrections: int = 0
 ) -> Known:
-    """The plan for a footprint, with ``less`` bytes less than the budget, over all that is ``allowed``.
+    """The plan for a footprint, with ``less`` bytes less than the budget, over all that is allowed.
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
     """
 
     def find() -> Choice:
-        found = find_choice(footprint, hardware, budget_bytes, allowed, less)
-        return sparing(found, footprint, hardware, budget_bytes - less, allowed)
+        found = find_choice(footprint, terms.hardware, terms.budget_bytes, terms.allowed, less)
+        return sparing(found, footprint, terms.hardware, terms.budget_bytes - less, terms.allowed)
 
-    choice = ranks.first(find)
+    choice = terms.ranks.first(find)
     problem, solution = choice.problem, choice.solution
     known = _known(situation, footprint, problem, solution, peak_of(problem, solution) + less, less, corrections)
     known.held = choice.held
@@ -142,21 +152,20 @@ def peak_of(problem: Problem, solution: Solution) -> int:
 
 
 def known_if_kept(
-    situation: Situation, footprint: Footprint, hardware: Hardware, budget_bytes: int, plan: Plan, peak_bytes: int
+    situation: Situation, footprint: Footprint, terms: Terms, plan: Plan, peak_bytes: int
 ) -> Known | None:
     """The plan that keeps everything, if that fits for certain: if all that is saved fits on top of the peak of ``plan``."""
     kept = peak_bytes + sum(footprint.saved_bytes.values())
-    if kept > make_problem(footprint, hardware, budget_bytes).limit_bytes:
+    if kept > terms.problem(footprint).limit_bytes:
         return None
     keeping = dataclasses.replace(plan, default=Placement.KEEP, placements={})
-    return known_as_measured(situation, footprint, hardware, budget_bytes, keeping, kept)
+    return known_as_measured(situation, footprint, terms, keeping, kept)
 
 
 def known_as_measured(
     situation: Situation,
     footprint: Footprint,
-    hardware: Hardware,
-    budget_bytes: int,
+    terms: Terms,
     plan: Plan,
     peak_bytes: int,
     written_bytes: int | None = None,
@@ -168,7 +177,7 @@ def known_as_measured(
     Raises :class:`~hf_offload.errors.OffloadPlanError` if it needed more than the budget, or wrote more to drives than
     ``written_bytes``.
     """
-    problem = make_problem(footprint, hardware, budget_bytes)
+    problem = terms.problem(footprint)
     written = written_if_moved(footprint, plan)
     if written_bytes is not None and written > written_bytes:
         needed = smallest_budget(peak_bytes + sum(footprint.saved_bytes.values()))
@@ -182,10 +191,10 @@ def known_as_measured(
     if peak_bytes > problem.limit_bytes:
         least = smallest_budget(peak_bytes)
         raise OffloadPlanError(
-            f"A memory budget of {format_bytes(budget_bytes)} is too small: even if all that can be moved is moved, this run "
-            f"needs {least >> 20} MiB. Its backward walks a graph more than once (retain_graph, create_graph), and what such "
-            "a step would need otherwise cannot be predicted. What would lower it: a smaller batch, or one backward for all "
-            "losses of a graph.",
+            f"A memory budget of {format_bytes(terms.budget_bytes)} is too small: even if all that can be moved is moved, "
+            f"this run needs {least >> 20} MiB. Its backward walks a graph more than once (retain_graph, create_graph), and "
+            "what such a step would need otherwise cannot be predicted. What would lower it: a smaller batch, or one "
+            "backward for all losses of a graph.",
             least,
         )
     all_alike = problem.play(dict.fromkeys(footprint.units, plan.default), problem.windows[0], "measured")
@@ -201,9 +210,7 @@ def written_if_moved(footprint: Footprint, plan: Plan) -> int:
     return activations + moved_bytes(footprint)[0].get("ssd", 0)
 
 
-def known_with_more_state(
-    known: Known, nbytes: int, hardware: Hardware, budget_bytes: int, *, ranks: Ranks, allowed: Allowed
-) -> Known:
+def known_with_more_state(known: Known, nbytes: int, terms: Terms) -> Known:
     """The plan for the same micro-batch, with ``nbytes`` more of optimizer state.
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
@@ -214,18 +221,9 @@ def known_with_more_state(
     )
     if known.plan is not None:
         peak = known.prediction.peak_bytes + nbytes
-        return known_as_measured(
-            known.situation, footprint, hardware, budget_bytes, known.plan, peak, allowed.written_bytes
-        )
+        return known_as_measured(known.situation, footprint, terms, known.plan, peak, terms.allowed.written_bytes)
     return known_by_simulating(
-        known.situation,
-        footprint,
-        hardware,
-        budget_bytes,
-        less=known.correction_bytes,
-        corrections=known.corrections,
-        ranks=ranks,
-        allowed=allowed,
+        known.situation, footprint, terms, less=known.correction_bytes, corrections=known.corrections
     )
 
 

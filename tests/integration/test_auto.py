@@ -257,7 +257,7 @@ class SlowClock:
 def test_a_prediction_is_corrected_after_three_steps_and_then_ever_more_rarely(
     steps, corrected, tmp_path, caplog, monkeypatch
 ):
-    monkeypatch.setattr("hf_offload.planning.feedback.time", SlowClock())
+    monkeypatch.setattr("hf_offload.planning.pace.time", SlowClock())
     fixed, activations = live_peaks("gpt2")
     with caplog.at_level(logging.INFO, "hf_offload"):
         _, _, forecast, _ = train(model_of("gpt2"), auto(int(fixed + 0.5 * activations), tmp_path), steps)
@@ -285,7 +285,7 @@ class GivenClock:
 
 def test_a_run_of_slow_steps_does_not_stay_the_prediction(tmp_path, monkeypatch):
     slow, usual = [1000.0] * 3, [1.0] * 4
-    monkeypatch.setattr("hf_offload.planning.feedback.time", GivenClock([1.0] * 3 + slow + usual))
+    monkeypatch.setattr("hf_offload.planning.pace.time", GivenClock([1.0] * 3 + slow + usual))
     _, _, forecast, _ = train(model_of("gpt2"), auto("1GiB", tmp_path), 10)
     assert forecast.step_s == pytest.approx(1.0)
     assert forecast.measured_step_s == slow + usual

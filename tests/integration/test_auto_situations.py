@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.engine.recompute import Recompute
 from hf_offload.errors import OffloadConfigError, OffloadPlanError, RecomputeError
-from hf_offload.planning import feedback
+from hf_offload.planning import graphs
 from hf_offload.settings.sizes import format_bytes
 
 WIDTH = 64
@@ -410,7 +410,7 @@ def test_a_step_over_the_budget_is_said_once_with_figures(tmp_path, caplog):
 
 
 def test_a_graph_that_does_not_come_again_is_not_awaited_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(feedback, "_MOST_WITHOUT_GRAPH", 2)
+    monkeypatch.setattr(graphs, "_MOST_WITHOUT_GRAPH", 2)
     _, seen = _steps_with_penalties(auto(tmp_path, 16 << 20), 9, lambda step: step == 3)
     assert [moved > 1 << 20 for moved, _ in seen] == [True, False, False, False, True, True, True, False, False]
 

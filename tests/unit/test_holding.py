@@ -21,7 +21,7 @@ from hf_offload.plan.simulate import likely_peak, simulate
 from hf_offload.plan.sparing import all_moved_bytes
 from hf_offload.plan.timeline import Channel, Windows
 from hf_offload.plan.windows import spare_bytes
-from hf_offload.planning.known import known_by_simulating
+from hf_offload.planning.known import Terms, known_by_simulating
 from hf_offload.ranks import Ranks
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.service import RunStorage
@@ -155,7 +155,7 @@ def test_of_plans_that_are_as_fast_a_run_takes_one_that_moves_fewer_bytes(budget
     """Weights stay where their room is not needed, though a step would be as fast with them on a tier."""
     footprint, hardware = trained(), machine()
     fastest = find_choice(footprint, hardware, budget, Allowed())
-    known = known_by_simulating(None, footprint, hardware, budget, ranks=Ranks(), allowed=Allowed())
+    known = known_by_simulating(None, footprint, Terms(budget, hardware, Allowed(), Ranks()))
     assert (known.held.state, known.held.weights) == ("ram", None)
     assert known.solution.timeline.step_s <= 1.01 * fastest.step_s
     moved = all_moved_bytes(known.problem, known.solution)
@@ -163,9 +163,8 @@ def test_of_plans_that_are_as_fast_a_run_takes_one_that_moves_fewer_bytes(budget
     assert limits_are_kept(known, footprint, hardware, budget)
     # What a measured step has moved stays where it is: another place would cost another measured step.
     held = fastest.held
-    bound = Allowed(now=held)
     there = hold(footprint, held, budget, on_host=False)
-    again = known_by_simulating(None, there, hardware, budget, ranks=Ranks(), allowed=bound)
+    again = known_by_simulating(None, there, Terms(budget, hardware, Allowed(now=held), Ranks()))
     assert again.held == held
 
 

@@ -1,0 +1,35 @@
+"""Measured steps that take more than the budget: what is said of them."""
+
+from hf_offload.plan.problem import smallest_budget
+from hf_offload.planning.known import Known
+from hf_offload.planning.situation import Situation
+from hf_offload.settings.sizes import format_bytes
+
+
+class Excess:
+    """What is said, once of each situation, of steps over the budget. The first one of a situation, of which nothing was
+    known, may be.
+    """
+
+    def __init__(self, budget_bytes: int):
+        self._budget = budget_bytes
+        self._measured: set[Situation] = set()  # at least once
+        self._said: set[Situation] = set()
+
+    def note(self, situation: Situation, known: Known | None, peak_bytes: int) -> str:
+        """A micro-batch, which ran under the plan of ``known`` or was measured to make one, had this peak: what is to be
+        said of it, if anything.
+        """
+        is_first = situation not in self._measured
+        self._measured.add(situation)
+        if is_first or peak_bytes <= self._budget or situation in self._said:
+            return ""
+        self._said.add(situation)
+        why = "it was measured, with all that can be moved moved"
+        if known is not None:
+            why = f"its plan was predicted to take {format_bytes(known.prediction.peak_bytes)}"
+        return (
+            f"A step took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - self._budget)} more than the budget of "
+            f"{format_bytes(self._budget)}: {why}. If it is to be within the budget, set memory_budget to "
+            f"{smallest_budget(peak_bytes) >> 20} MiB, or have smaller batches."
+        )
