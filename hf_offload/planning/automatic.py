@@ -13,6 +13,7 @@ from hf_offload.engine.unsupported import check_eager
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.hardware import BUDGET_SHARE
 from hf_offload.plan.plan import Plan
+from hf_offload.planning.decisions import Decisions
 from hf_offload.planning.feedback import Feedback
 from hf_offload.planning.known import Known
 from hf_offload.planning.model_state import ModelState
@@ -57,10 +58,10 @@ class AutomaticPlan:
         safest = dataclasses.replace(safest, write_behind_bytes=min(safest.write_behind_bytes, little))
         self._apply(safest)
         engine.transfer.mover.time_stalls()  # else plans would count transfers as compute
-        trial = None
+        trial = Trial((), lambda: False)
         if elementwise is not None:
             trial = Trial(blocks, lambda: all(ranks.gather(elementwise.possible)))
-        self._feedback = Feedback(
+        self._decisions = Decisions(
             model,
             self.budget_bytes,
             hardware,
@@ -69,14 +70,15 @@ class AutomaticPlan:
             engine=engine,
             model_state=model_state,
             on_infeasible=on_infeasible,
-            trial=trial,
             ranks=ranks,
+            trial=trial,
         )
+        self._feedback = Feedback(model, self._decisions, engine, model_state, ranks)
 
     @property
     def known(self) -> Known | None:
         """The current plan and the measured step that it was made of; None before the first one."""
-        return self._feedback.planned
+        return self._decisions.planned
 
     @property
     def most_measured_bytes(self) -> int | None:

@@ -360,7 +360,7 @@ def test_a_penalty_before_the_loss_of_a_step_is_measured_for_itself(first, tmp_p
     found, session = _penalty_and_loss(auto(tmp_path, smallest), 7, first)
     assert is_same(expected, found)
     assert session.most_measured_bytes <= smallest
-    assert any(known.plan is not None for known in session._automatic._feedback._known.values())
+    assert any(known.plan is not None for known in session._automatic._decisions._known.values())
 
 
 @pytest.mark.parametrize("backward", [_gradient_penalty, _in_pieces])
