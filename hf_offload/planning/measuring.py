@@ -291,7 +291,7 @@ class StepMeter(StepRecorder):
         self.end_segment()
         self._optimizing = True
         for state in state_of(optimizer):
-            self._known.add(id(state.untyped_storage()))  # it was there before
+            self.know(state.untyped_storage())  # it was there before
         self._before_optimizing = (self._live, self._most, self.peak_live_bytes)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -63,3 +63,29 @@ def test_weights_that_come_and_go_are_no_live_bytes(tmp_path):
     assert max(one.live_bytes for one in meter.footprint(0).segments) < weight // 8
     assert meter.footprint(0).base_bytes == session.residency.budget_bytes >= 2 * weight
     session.detach()
+
+
+class Renewed(nn.Module):
+    """Its weights get other memory in forward, and new tensors then have ids of the memory that has gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(1024) for _ in range(256))
+
+    def forward(self, scale):
+        gone = {id(weight.untyped_storage()) for weight in self.weights}
+        for weight in self.weights:
+            weight.data = scale
+        found = [torch.ones(1024) for _ in range(256)]
+        assert not gone.isdisjoint(id(one.untyped_storage()) for one in found), "no id has come again"
+        return sum(weight * scale for weight in self.weights) + sum(found)
+
+
+def test_tensors_with_an_id_of_memory_that_a_weight_had_are_counted():
+    model = Renewed()
+    meter = StepMeter(model, lambda: 0, lambda: 0.0, lambda: 0)
+    meter.begin()
+    meter.begin_forward([], True)
+    model(torch.tensor(1.0))
+    meter.end()
+    assert meter.peak_bytes(0) >= 256 * 4096
