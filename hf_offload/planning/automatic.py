@@ -23,8 +23,8 @@ from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
 
-_SAFE_WRITE_BEHIND_SHARE = 1 / 16
-"""Of the budget: most bytes that wait to be written before the first step has been measured."""
+_SAFE_WINDOW_SHARE = 1 / 16
+"""Of the budget: most bytes that wait to be written, and that are read ahead, before the first step has been measured."""
 
 
 class AutomaticPlan:
@@ -54,8 +54,9 @@ class AutomaticPlan:
         self.hardware = hardware = hardware_of_all(config, ranks, device_of(model))
         budget = config.memory_budget
         self.budget_bytes = int(hardware.memory_bytes.value * BUDGET_SHARE) if budget is None else int(budget)
-        little = int(_SAFE_WRITE_BEHIND_SHARE * self.budget_bytes)
-        safest = dataclasses.replace(safest, write_behind_bytes=min(safest.write_behind_bytes, little))
+        little = int(_SAFE_WINDOW_SHARE * self.budget_bytes)
+        behind = min(safest.write_behind_bytes, little)
+        safest = dataclasses.replace(safest, write_behind_bytes=behind, most_ahead_bytes=little)
         self._apply(safest)
         engine.transfer.mover.time_stalls()  # else plans would count transfers as compute
         trial = Trial((), lambda: False)

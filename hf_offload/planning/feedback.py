@@ -2,12 +2,13 @@
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_offload.errors import OffloadPlanError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.planning.correcting import say
 from hf_offload.planning.decisions import Decisions, Played
@@ -97,9 +98,13 @@ class Feedback:
         meter = self._stop_measuring()
         if times is None:
             return
-        excess = [] if meter is None else self._note_peaks(meter)
+        peaks = () if meter is None else self._peaks(meter)
+        excess = self._excess_of(peaks)
         self._model_state.let_few_stay(False)
-        self._decisions.after_step(self._played, meter, times)
+        try:
+            self._decisions.after_step(self._played, meter, times)
+        except OffloadPlanError as error:
+            raise self._excess.refusal(error, max(peaks, default=0)) from None
         for message in excess:  # else an error has said it
             say(self._ranks, logging.WARNING, "%s", message)
 
@@ -126,11 +131,15 @@ class Feedback:
         """Seconds that the training has waited for bytes of any kind: a plan counts on them by itself."""
         return self._engine.waited_s() + self._model_state.waited_s
 
-    def _note_peaks(self, meter: StepMeter) -> list[str]:
-        """What is to be said of those over the budget."""
-        own = tuple(map(meter.peak_bytes, range(meter.micro_batches)))
+    def _peaks(self, meter: StepMeter) -> Sequence[int]:
+        """Of all micro-batches that were measured, the most that any process has taken."""
+        own = tuple(map(meter.taken_bytes, range(meter.micro_batches)))
         peaks = [max(one) for one in zip(*self._ranks.gather(own), strict=True)]
         self.most_measured_bytes = max([self.most_measured_bytes or 0, *peaks])
+        return peaks
+
+    def _excess_of(self, peaks: Sequence[int]) -> list[str]:
+        """What is to be said of those over the budget."""
         played = [one for one in self._played if one.metered is not None and one.metered < len(peaks)]
         said = [self._excess.note(one.situation, one.known, peaks[one.metered or 0]) for one in played]
         return [message for message in said if message]

@@ -89,3 +89,24 @@ def test_tensors_with_an_id_of_memory_that_a_weight_had_are_counted():
     model(torch.tensor(1.0))
     meter.end()
     assert meter.peak_bytes(0) >= 256 * 4096
+
+
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_state_that_comes_in_a_step_was_not_there_in_its_backward(rows):
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    inputs, nbytes = torch.ones(rows, 256), model.weight.nbytes
+
+    def state_bytes():
+        return sum(state["momentum_buffer"].nbytes for state in optimizer.state.values())
+
+    for step in range(2):
+        meter = StepMeter(model, lambda: 0, lambda: 0.0, state_bytes)
+        meter.begin()
+        meter.begin_forward([inputs], True)
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        meter.end()
+        came = nbytes if step == 0 and rows > 1 else 0  # else the optimizer's step is the peak, where state is there
+        assert meter.taken_bytes(0) == pytest.approx(meter.peak_bytes(0) - came, abs=64)  # scalars
