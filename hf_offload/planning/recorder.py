@@ -271,15 +271,15 @@ class StepRecorder(TorchDispatchMode):
         # Weights that come and go are a part of what is there all the time.
         nbytes = storage.nbytes() if counts and not whereabouts.has(storage) else 0
         self._live += nbytes
-        self._seen[key] = self._follow(storage, nbytes)
+        self._seen[key] = self._note_end(storage, nbytes)
         return True
 
     def know(self, storage: torch.UntypedStorage) -> None:
         """A storage that was there before: it is not counted. Where it goes, another may have its id."""
         if id(storage) not in self._known:
-            self._there[id(storage)] = self._follow(storage, 0)
+            self._there[id(storage)] = self._note_end(storage, 0)
 
-    def _follow(self, storage: torch.UntypedStorage, nbytes: int) -> _Seen:
+    def _note_end(self, storage: torch.UntypedStorage, nbytes: int) -> _Seen:
         self._known.add(id(storage))
         # A callback may run in any thread and under any lock: it only leaves a note, in C (see interrupts.py).
         seen = _Seen(storage, self._dead.put)
