@@ -175,7 +175,7 @@ class OffloadSession:
             say_what_is_better()
             logger.info("CPU allocator: %s.", tune_running_allocator())
         ring_bytes = None if config.ring_bytes is None else int(config.ring_bytes)
-        self._engine = Engine(model, self._plan, device, tier, ring_bytes)
+        self._engine = Engine(model, self._plan, device, tier, ring_bytes, self._storage.handling)
         self._storage.free_with(self._engine.transfer.reap)
         self._phases = Phases(self._engine)
         self.stats = self._engine.stats
@@ -338,16 +338,13 @@ class OffloadSession:
         With ``OffloadConfig(optimizer=...)``, its state and gradients leave memory from now on.
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` that lists everything the mode's optimizer cannot take over, or
-        for an optimizer whose state cannot be streamed. Of several processes, all call this, and an error of one is raised
-        in all of them.
+        for an optimizer whose state cannot be streamed.
         """
         model = self._model()
         if model is None:
             return optimizer
-        mode = self._mode
-        if mode is not None:
-            given = optimizer
-            optimizer = self.ranks.each(lambda: mode.prepare_optimizer(model, given))
+        if self._mode is not None:
+            optimizer = self._mode.prepare_optimizer(model, optimizer)
         if self._state is not None:
             self._state.prepare(model, optimizer)
         return optimizer

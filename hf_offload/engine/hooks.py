@@ -31,6 +31,8 @@ from hf_offload.plan import rules
 from hf_offload.plan.plan import Plan
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.buffers import whole_storage
+from hf_offload.storage.handling import Handling
+from hf_offload.storage.service import ACTIVATIONS
 from hf_offload.storage.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,16 @@ class Engine:
     :meth:`pack` and :meth:`unpack` are the pair that :class:`torch.autograd.graph.saved_tensors_hooks` takes.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, device: Device, tier: Tier, ring_bytes: int | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        device: Device,
+        tier: Tier,
+        ring_bytes: int | None = None,
+        handling: Handling | None = None,
+    ):
+        self._handling = handling or Handling()
         self.stats = OffloadStats(tier)
         self.closed = False
         self._device = device
@@ -93,9 +104,7 @@ class Engine:
         self._default_tier = plan.default.tier
         self._keeping = plan.keeping
         self._write_behind_bytes = plan.write_behind_bytes
-        self.prefetch.apply_plan(
-            plan.read_ahead_bytes, plan.keeping.resident_bytes if plan.keeping else None, plan.most_ahead_bytes
-        )
+        self.prefetch.apply_plan(plan.read_ahead_bytes, plan.keeping.resident_bytes if plan.keeping else None)
 
     # -- what an observer asks ----------------------------------------------------------------------------------------
 
@@ -107,6 +116,12 @@ class Engine:
     def waited_s(self) -> float:
         """Seconds that the training has waited for the engine since it began, on the host or in streams."""
         return self.stats.waited_s + self.transfer.mover.stalled_s()
+
+    def handled(self) -> tuple[float, int]:
+        """Seconds that the training's threads were busy with tensors that move, without waits, and bytes of these on both
+        ways, since the session began.
+        """
+        return self._handling.seconds(ACTIVATIONS) - self.stats.waited_s, 2 * self.stats.total.offloaded_bytes
 
     @property
     def awaits_backward(self) -> bool:
@@ -159,7 +174,7 @@ class Engine:
         if torch._C._get_dispatch_mode(_TRACING) is not None or self._device.is_capturing():
             # A replay would neither move it nor wait for it.
             return self._keep(tensor)
-        with signals_deferred:
+        with signals_deferred, self._handling.of(ACTIVATIONS):
             return self._pack_activation(tensor)
 
     def _pack_activation(self, tensor: torch.Tensor) -> Handle:
@@ -190,7 +205,7 @@ class Engine:
             self._made_graph = True
         if isinstance(handle, KeptTensor):
             return handle.unpack()
-        with signals_deferred:
+        with signals_deferred, self._handling.of(ACTIVATIONS):
             return self._unpack_view(handle)
 
     def _unpack_view(self, handle: PackedView) -> torch.Tensor:
@@ -215,7 +230,7 @@ class Engine:
     def operation_ended(self) -> None:
         """The operation that packed last in this thread has run: what it may have written to is final, and can be stored."""
         thread = self._thread
-        with signals_deferred:
+        with signals_deferred, self._handling.of(ACTIVATIONS):
             records, thread.unfinished = thread.unfinished, []
             for reference in records:
                 record = reference()

@@ -81,6 +81,7 @@ class Hardware:
         both_bytes_per_s: Per tier, storing and loading at once: the sum of the two. Where it is missing, neither
             direction slows the other.
         ring_bytes: The pinned memory between an accelerator and its drives.
+        busy_s: Kind of what moves -> seconds for which a byte of it keeps a host busy that computes itself, each way.
         drive_is_named: Whether its drive is one that was asked for, and not just any.
     """
 
@@ -94,6 +95,7 @@ class Hardware:
     room_bytes: Mapping[str, Measurement]
     both_bytes_per_s: Mapping[str, Measurement] = dataclasses.field(default_factory=dict)
     ring_bytes: int = rules.RING_BYTES
+    busy_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     drive_is_named: bool = True
 
     def seconds(self, flops: int, moved_bytes: int, dtype: "torch.dtype") -> float:
@@ -157,6 +159,7 @@ class Hardware:
                 math.inf if both is None else both.value,
                 None if link is None else link.value,
                 0 if link is None or tier == "ram" else self.ring_bytes,
+                self.busy_s,
             )
         return channels
 

@@ -4,10 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from hf_offload.plan.footprint import Footprint
-from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, least_weights
+from hf_offload.plan.holding import ACTIVATIONS, GRADIENTS, STATE, WEIGHTS, Held, least_weights
 from hf_offload.plan.problem import Problem, Solution
-
-ACTIVATIONS = "activations"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from hf_offload.plan import rules
 from hf_offload.plan.course import GONE, NEEDED, PACKED, RELEASED, TRANSFERRED, Item, course_of
 from hf_offload.plan.footprint import BlockSpan, Footprint, Transfer
+from hf_offload.plan.holding import ACTIVATIONS
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.stores import Stores
 from hf_offload.plan.timeline import Channel, Interval, MemoryUse, Timeline, Windows
@@ -62,6 +63,7 @@ class _Player:
         self._ledger = rules.Ledger()  # of what moves
         self._stores: Stores[Item] = Stores(channels)
         self._load_free = dict.fromkeys(channels, 0.0)
+        self._busy_s = {tier: channel.busy_s.get(ACTIVATIONS, 0.0) for tier, channel in channels.items()}
         self._resident = 0  # of what moves
         self._most_held = 0
         self._tier_now: collections.Counter[str] = collections.Counter()
@@ -185,6 +187,7 @@ class _Player:
 
     def _pack(self, item: Item) -> None:
         self._settle()
+        self._handle(item)
         self._hold(item, item.others_bytes)
         if item.stays:
             self._ledger.want(item)
@@ -197,6 +200,12 @@ class _Player:
         held = others_bytes + self._ledger.resident_bytes
         if held > self._most_held:
             self._most_held = held
+
+    def _handle(self, item: Item) -> None:
+        """A host that computes itself is busy with what moves."""
+        busy_s = self._busy_s[item.tier]
+        if busy_s:
+            self._spend("wait", item.unit, busy_s * item.nbytes)
 
     def _go(self, item: Item) -> None:
         """Nothing but autograd holds ``item`` any more."""
@@ -261,15 +270,14 @@ class _Player:
 
     def _transfer(self, one: Transfer) -> None:
         """What a segment needs of weights and state arrives, or what has changed leaves."""
+        busy_s = self._channels[one.tier].busy_s.get(one.kind, 0.0)
+        if busy_s:
+            self._spend("wait", one.unit, busy_s * one.nbytes)
         if one.loads:
-            until_s = self._transfers.arrives_s(one, self._now)
-            if until_s > self._now:
-                self._load_stall += self._wait_until(one.unit, until_s)
-            self._transfers.read_on(one, self._now)
+            self._load_stall += self._wait_until(one.unit, self._transfers.arrives_s(one, self._now))
+            self._transfers.read_ahead(self._now)
         else:
-            until_s = self._transfers.write(one, self._now)
-            if until_s > self._now:
-                self._store_stall += self._wait_until(one.unit, until_s)
+            self._store_stall += self._wait_until(one.unit, self._transfers.write(one, self._now))
 
     def _settle(self) -> None:
         """Let what has left by now leave memory."""
@@ -319,25 +327,21 @@ class _Player:
 
     def _need(self, item: Item | None, index: int) -> None:
         """Backward asks for ``item``, or for something that stays in memory."""
-        leaving = self._stores.leaving
-        if leaving and leaving[0].leaves_s <= self._now:
-            self._settle()
+        self._settle()
         # Whatever is packed in this segment is packed by now.
-        held = self._course.held_bytes[index] + self._ledger.resident_bytes
-        if held > self._most_held:
-            self._most_held = held
+        self._most_held = max(self._most_held, self._course.held_bytes[index] + self._ledger.resident_bytes)
         if item is not None:
+            if not item.asked:
+                self._handle(item)
             self._bring(item, index)
-        if self._next < len(self._order):
-            self._read_ahead(index)
+        self._read_ahead(index)
         if not self._in_backward:
             self._in_backward = True
             self._store_stall += self._wait_until("", self._stores.copied_s)  # memory of what is copied goes
             self._settle()
         if item is not None and item.held and not item.stays:
             self._consumed.append(item)
-        if self._consumed:
-            self._drop_consumed()
+        self._drop_consumed()
 
     def _bring(self, item: Item, index: int) -> None:
         if item.leaving:
@@ -353,7 +357,7 @@ class _Player:
 
     def _drop_consumed(self) -> None:
         ledger, limit = self._ledger, self._consumed_limit
-        if ledger.resident_bytes - ledger.ahead_bytes <= limit:
+        if not self._consumed or ledger.resident_bytes - ledger.ahead_bytes <= limit:
             return
         self._consumed = [item for item in self._consumed if item.held]
         excess = sum(item.nbytes for item in self._consumed) - limit

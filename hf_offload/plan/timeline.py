@@ -17,6 +17,8 @@ class Channel:
         link_bytes_per_s: From an accelerator, bytes have left once they are copied to pinned memory, at this rate; None on a
             host, where they leave when they are stored. Copies of all tiers follow each other.
         ring_bytes: The pinned memory through which they pass to the tier; 0 where the tier itself is pinned memory.
+        busy_s: Kind -> seconds for which a byte of it keeps a host busy that computes itself, each way. An accelerator's
+            kernels run meanwhile.
     """
 
     store_bytes_per_s: float
@@ -24,6 +26,7 @@ class Channel:
     both_bytes_per_s: float = math.inf
     link_bytes_per_s: float | None = None
     ring_bytes: int = 0
+    busy_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def shared(self) -> float:

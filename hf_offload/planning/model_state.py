@@ -3,13 +3,13 @@
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.streamed import StreamedSetting, check_streamable, streaming_of
+from hf_offload.optimizers.streamed import StreamedSetting, streaming_of
 from hf_offload.optimizers.streamed.trial import state_per_weight
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.choosing import Allowed, choose, least_memory
@@ -25,7 +25,8 @@ from hf_offload.residency.setting import park_weights, residency_of
 from hf_offload.settings.memory_modes import NONE, OF_ADAPTERS
 from hf_offload.settings.schema import OffloadConfig, snapshots_held, with_checked
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.storage.service import RunStorage
+from hf_offload.storage.handling import WAITS
+from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, WEIGHTS, RunStorage
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +92,8 @@ class ModelState:
         """Stream ``optimizer`` if that is set, or if the plan for the first step says so. Idempotent; called by all
         processes.
         """
-        streamed = self.streamed
-        if streamed is not None:
-            self._ranks.each(lambda: streamed.prepare(model, optimizer))
+        if self.streamed is not None:
+            self.streamed.prepare(model, optimizer)
         elif self.residency is not None and not self._may_stream:
             self._warn_of(optimizer, self.residency)
         if not self._limit_bytes or id(optimizer) in self._optimizers or not (self._may_stream or self._may_park):
@@ -118,12 +118,9 @@ class ModelState:
                 self._let_stay(least_weights(self._footprint_beforehand(model, 0, 0)))
 
     def _held_beforehand(self, model: nn.Module, state_bytes: int, activation_bytes: int) -> Held:
-        """What the plan moves of a step that has ``activation_bytes`` in memory, of any place in it: of the process that
-        needs most.
-        """
+        """What the plan moves of a step that has ``activation_bytes`` in memory, of any place in it."""
         assert self._hardware is not None
-        own = self._footprint_beforehand(model, state_bytes, activation_bytes)
-        footprint = self._ranks.largest(own, lambda one: one.optimizer_peak_bytes)
+        footprint = self._footprint_beforehand(model, state_bytes, activation_bytes)
         allowed = self.allowed
         if activation_bytes:
             allowed = dataclasses.replace(allowed, state="none")
@@ -243,7 +240,21 @@ class ModelState:
     @property
     def waited_s(self) -> float:
         """Seconds that the training has waited for what is on a tier of it."""
-        return self._storage.waited_s
+        return self._storage.handling.seconds(WAITS)
+
+    def handled(self) -> dict[str, tuple[float, int]]:
+        """Kind -> seconds that the training's threads were busy with moving it, without waits, and bytes on both ways."""
+        accounts, handling = self._storage.accounts, self._storage.handling
+        return {
+            kind: (handling.seconds(kind), sum(one.written_bytes + one.read_bytes for one in accounts[kind].values()))
+            for kind in (WEIGHTS, OPTIMIZER_STATE, GRADIENTS)
+            if kind in accounts
+        }
+
+    @property
+    def handled_s(self) -> float:
+        """Seconds that the training's threads were busy with moving bytes of any kind, with waits."""
+        return self._storage.handling.total_s
 
     @property
     def moves(self) -> bool:
@@ -305,14 +316,16 @@ class ModelState:
                 model, with_checked(self._config, optimizer=place), self._storage, self._ranks.count, is_planned=True
             )
             setting.open()
-            for optimizer in optimizers if self._ranks.connected else ():
-                check_streamable(optimizer)
         except OffloadConfigError as error:
             problem = str(error)
         # Where one process cannot, none does: a plan is for all of them.
         problem = next(filter(None, self._ranks.gather(problem)), "")
         if setting is not None and not problem:
-            problem = self._prepare_all(setting, model, optimizers)
+            try:
+                for optimizer in optimizers:
+                    setting.prepare(model, optimizer)
+            except OffloadConfigError as error:
+                problem = str(error)
         if problem:
             logger.info("Gradients and optimizer state stay in memory, though %s. %s", why, problem)
         if setting is None or not setting.is_used:
@@ -333,22 +346,6 @@ class ModelState:
         setting.update_in_backward(self._in_backward)
         self._state_per_weight = max(map(state_per_weight, optimizers))
         return True
-
-    def _prepare_all(self, setting: StreamedSetting, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-        """Stream ``optimizers``; returns why the first that cannot be stays in memory, with those after it."""
-
-        def prepare() -> None:
-            for optimizer in optimizers:
-                setting.prepare(model, optimizer)
-
-        try:
-            self._ranks.each(prepare)
-        except OffloadConfigError as error:
-            if self._ranks.connected:
-                setting.close()
-                raise  # some have been streamed, others not: no plan is for both
-            return str(error)
-        return ""
 
     def _can_park(self, model: nn.Module) -> bool:
         if not self._may_park:

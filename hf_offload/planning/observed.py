@@ -1,12 +1,10 @@
 """What planning sees of the engine while it trains."""
 
-import dataclasses
 import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.plan.hardware import Hardware
 
 
 class ObservedEngine(Protocol):
@@ -26,6 +24,10 @@ class ObservedEngine(Protocol):
         """Bytes a second that each tier stored and loaded so far; zero where unknown."""
         ...
 
+    def handled(self) -> tuple[float, int]:
+        """Seconds that the training's threads were busy with tensors that move, without waits, and bytes of these."""
+        ...
+
     def made_graph(self) -> bool:
         """Whether a backward has made a graph of itself since this was asked last."""
         ...
@@ -34,16 +36,6 @@ class ObservedEngine(Protocol):
     def awaits_backward(self) -> bool:
         """Whether another forward now joins those whose backward has not begun."""
         ...
-
-
-def with_measured_bandwidth(hardware: Hardware, engine: ObservedEngine) -> Hardware:
-    """``hardware`` with the rates that its tiers have reached in this training."""
-    store, load = dict(hardware.store_bytes_per_s), dict(hardware.load_bytes_per_s)
-    for tier, reached in engine.bandwidth().items():
-        for rates, rate in zip((store, load), reached, strict=True):
-            if rate > 0 and tier in rates:
-                rates[tier] = dataclasses.replace(rates[tier], value=rate, source="measured")
-    return dataclasses.replace(hardware, store_bytes_per_s=store, load_bytes_per_s=load)
 
 
 class OneForward:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import queue
 import sys
-import time
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from hf_offload.parameters.changes import count_changes_of_lists
 from hf_offload.parameters.saved import whereabouts
 from hf_offload.plan.footprint import BlockSpan, Segment
 from hf_offload.planning.workspace import workspace_bytes
+from hf_offload.storage.handling import Handling
 from hf_offload.structure.effects import Effects
 from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.surgery import InertInCopies
@@ -99,12 +99,11 @@ class StepRecorder(TorchDispatchMode):
         self._live = self._most = self._most_measured = self._gradients = 0
         self._reached: set[int] = set()  # ids of the weights that got a gradient
         self._used_up: set[int] = set()  # and of those whose gradient was used up at once
-        self.bookkeeping_s = 0.0  # the recorder's own time, which is not compute
+        self._own = Handling()  # the recorder's own time, which is not compute
         self.peak_live_bytes = 0  # saved tensors included, weights not
         self._sum: _Sum | None = None
         self._known: set[int] = set()
         self._seen: dict[int, _Seen] = {}
-        self._there: dict[int, _Seen] = {}  # weights and state, which are not counted
         self._dead: queue.SimpleQueue[_Seen] = queue.SimpleQueue()
         self._entered: dict[str, int] = {}
         self._left: dict[str, int] = {}
@@ -141,7 +140,7 @@ class StepRecorder(TorchDispatchMode):
     def watch(self) -> None:
         """Follow the model's forwards and gradients from now on."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            self.know(tensor.untyped_storage())
+            self._known.add(id(tensor.untyped_storage()))
             if tensor.grad is not None and tensor.grad.layout is torch.strided:
                 self.see(tensor.grad.untyped_storage())  # kept from the step before, or from another micro-batch
         for name, unit in find_units(self.model).items():
@@ -206,17 +205,24 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        begin = time.perf_counter()
-        shared = self._effects.before(func, args, kwargs)
-        self.bookkeeping_s += time.perf_counter() - begin
+        with self._bookkeeping():
+            shared = self._effects.before(func, args, kwargs)
         result = func(*args, **kwargs)
         count_changes_of_lists(func, args)
         if self._model_ref() is None or not self.is_recording:
             return result
-        begin = time.perf_counter()
-        self._after(func, args, kwargs, result, shared)
-        self.bookkeeping_s += time.perf_counter() - begin
+        with self._bookkeeping():
+            self._after(func, args, kwargs, result, shared)
         return result
+
+    def _bookkeeping(self) -> contextlib.AbstractContextManager[None]:
+        """What runs in it is neither compute, nor what moving bytes takes."""
+        return self._own.of("bookkeeping")
+
+    @property
+    def bookkeeping_s(self) -> float:
+        """Seconds of it so far."""
+        return self._own.total_s
 
     def _after(self, func: Any, args: Any, kwargs: Any, result: Any, shared: frozenset[int]) -> None:
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -268,23 +274,14 @@ class StepRecorder(TorchDispatchMode):
         key = id(storage)
         if key in self._known:
             return False
+        self._known.add(key)
         # Weights that come and go are a part of what is there all the time.
         nbytes = storage.nbytes() if counts and not whereabouts.has(storage) else 0
         self._live += nbytes
-        self._seen[key] = self._note_end(storage, nbytes)
-        return True
-
-    def know(self, storage: torch.UntypedStorage) -> None:
-        """A storage that was there before: it is not counted. Where it goes, another may have its id."""
-        if id(storage) not in self._known:
-            self._there[id(storage)] = self._note_end(storage, 0)
-
-    def _note_end(self, storage: torch.UntypedStorage, nbytes: int) -> _Seen:
-        self._known.add(id(storage))
         # A callback may run in any thread and under any lock: it only leaves a note, in C (see interrupts.py).
-        seen = _Seen(storage, self._dead.put)
-        seen.key, seen.nbytes = id(storage), nbytes
-        return seen
+        self._seen[key] = seen = _Seen(storage, self._dead.put)
+        seen.key, seen.nbytes = key, nbytes
+        return True
 
     def forget(self, storage: torch.UntypedStorage) -> None:
         """Count a storage no more."""
@@ -297,9 +294,8 @@ class StepRecorder(TorchDispatchMode):
         while not self._dead.empty():
             seen = self._dead.get()
             self._known.discard(seen.key)
-            for those in (self._seen, self._there):
-                if those.get(seen.key) is seen:
-                    del those[seen.key]
+            if self._seen.get(seen.key) is seen:
+                del self._seen[seen.key]
             self._effects.died(seen.key)
             self.died(seen.key)
             self._live -= seen.nbytes

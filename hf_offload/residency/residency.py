@@ -19,6 +19,7 @@ from hf_offload.residency.weight import Weight
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.kept import KeptRange
 from hf_offload.storage.mapped import MappedFiles
+from hf_offload.storage.service import WEIGHTS
 from hf_offload.storage.stored import Store
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class Residency:
     @torch._disable_dynamo
     def enter(self, weight: Weight) -> None:
         """Let ``weight`` be in memory until it is left as often."""
-        with signals_deferred, self._lock:
+        with signals_deferred, self._handled(), self._lock:
             weight.check_copies()
             if weight.uses == 0:
                 self._order.used(weight.number)
@@ -152,10 +153,13 @@ class Residency:
 
     def leave(self, weight: Weight, changed: bool) -> None:
         """``weight`` was used."""
-        with signals_deferred, self._lock:
+        with signals_deferred, self._handled(), self._lock:
             with torch._C.DisableTorchFunctionSubclass():
                 weight.note_changes(changed)
             weight.uses -= 1
+
+    def _handled(self) -> contextlib.AbstractContextManager[None]:
+        return self.store.storage.handling.of(WEIGHTS)
 
     def saved(self, weight: Weight) -> Tensor | None:
         """What a state dict holds of ``weight``: a copy on the drive, where not all weights may be in memory."""

@@ -22,6 +22,7 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.budgets import Budget
 from hf_offload.storage.disk_room import DiskRoom
+from hf_offload.storage.handling import Handling
 from hf_offload.storage.host_memory import default_ram_budget
 from hf_offload.storage.tier import Tier, TierStats
 from hf_offload.storage.wear import Wear
@@ -47,7 +48,7 @@ class RunStorage:
         ram_tiers: Those that may hold RAM without using it.
         takes_digests: Whether digests are taken of what is written now: it is going to be kept.
         settle_copies: Waits until nothing is copied of weights and state in memory; None where nothing ever is.
-        waited_s: Seconds that training has waited for weights, gradients and optimizer state.
+        handling: What all that moves takes of the training's threads.
     """
 
     def __init__(self, max_disk_write_bytes: int | None = None) -> None:
@@ -62,7 +63,7 @@ class RunStorage:
         self.ram_tiers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.takes_digests = False
         self.settle_copies: Callable[[], None] | None = None
-        self.waited_s = 0.0
+        self.handling = Handling()
         self._freeing: weakref.WeakMethod[Callable[[], None]] | None = None
         self._rooms: weakref.WeakValueDictionary[Any, DiskRoom] = weakref.WeakValueDictionary()
         self._opening = threading.Lock()

@@ -3,7 +3,6 @@
 import collections
 import logging
 import threading
-import time
 import weakref
 from concurrent.futures import Future
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from hf_offload.errors import StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.storage.buffers import PAGE, empty_at_phase
+from hf_offload.storage.handling import WAITS
 from hf_offload.storage.kept import KeptSlot
 from hf_offload.storage.service import RunStorage
 from hf_offload.storage.tier import Slot, Tier
@@ -97,11 +97,8 @@ class Store:
 
     def wait_until_done(self, future: "Future[None]") -> None:
         """Wait for a transfer, and count how long that took."""
-        begin = time.perf_counter()
-        try:
+        with self.storage.handling.of(WAITS):
             self.tier.wait_until_done(future)
-        finally:
-            self.storage.waited_s += time.perf_counter() - begin
 
     def collect(self) -> None:
         """Free the room of what has gone, and of what could not be written."""

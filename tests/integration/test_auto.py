@@ -1,6 +1,5 @@
 """A budget instead of a policy: offload='auto' in real training steps."""
 
-import contextlib
 import functools
 import logging
 
@@ -16,7 +15,6 @@ from hf_offload.planning.measuring import StepMeter
 from tests.helpers.activation_heavy_models import ROWS, TOKENS, batch, build
 from tests.helpers.live_bytes import live_bytes_of_steps, peak_bytes_in_use
 from tests.helpers.tables import rows
-from tests.helpers.training_steps import training_steps
 
 MIB = 1 << 20
 
@@ -38,24 +36,34 @@ def train(model, config, steps=5, inputs=None, micro_batches=1):
     On a busy machine a plan may be made anew at any step, and nothing has been measured of it when the run ends.
     """
     torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     forecast = plan = None
-
-    def loss_of(step):
-        return model(**(inputs[step % len(inputs)] if inputs else batch())).loss
-
-    for session, of_step in training_steps(model, config, steps, loss_of, micro_batches=micro_batches):
-        losses += of_step
-        now = session.forecast
-        if forecast is None or (now is not None and now.measured_peak_bytes is not None):
-            forecast, plan = now, session.plan
+    with offload_activations(model, config) as session:
+        for index in range(steps):
+            for _ in range(micro_batches):
+                loss = model(**(inputs[index % len(inputs)] if inputs else batch())).loss
+                loss.backward()
+                losses.append(loss.item())
+                del loss
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+            now = session.forecast
+            if forecast is None or (now is not None and now.measured_peak_bytes is not None):
+                forecast, plan = now, session.plan
     return losses, [parameter.detach().clone() for parameter in model.parameters()], forecast, plan
 
 
 def measured_peak(model, config):
     """Live bytes of the first step that was looked at under a plan."""
-    with contextlib.closing(training_steps(model, config, 12, lambda step: model(**batch()).loss)) as steps:
-        for session, _ in steps:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with offload_activations(model, config) as session:
+        for _ in range(12):
+            model(**batch()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
             if session.forecast is not None and session.forecast.measured_peak_bytes is not None:
                 return session.forecast.measured_peak_bytes
     raise AssertionError("no step was looked at")
@@ -163,9 +171,8 @@ def test_the_prediction_follows_the_pace_of_steps_that_nobody_looks_at(tmp_path)
 
 def needing_more(monkeypatch, nbytes):
     """Let every measured peak look larger than it was."""
-    for name in ("peak_bytes", "taken_bytes"):
-        honest = getattr(StepMeter, name)
-        monkeypatch.setattr(StepMeter, name, lambda meter, which, honest=honest: honest(meter, which) + nbytes)
+    honest = StepMeter.peak_bytes
+    monkeypatch.setattr(StepMeter, "peak_bytes", lambda meter, which: honest(meter, which) + nbytes)
 
 
 def test_a_step_over_the_budget_is_planned_again_with_less(tmp_path, monkeypatch, caplog):
@@ -235,6 +242,12 @@ def new_plans(caplog):
     return sum(record.getMessage().startswith("Plan for") for record in caplog.records)
 
 
+@pytest.fixture
+def no_overhead(monkeypatch):
+    """All seconds of a clock are compute."""
+    monkeypatch.setattr("hf_offload.planning.overhead.Overhead.seconds", lambda overhead: 0.0)
+
+
 class SlowClock:
     """By which each step takes longer than all before it."""
 
@@ -248,14 +261,12 @@ class SlowClock:
 
 @pytest.mark.parametrize(("steps", "corrected"), [(4, 0), (20, 2)])
 def test_a_prediction_is_corrected_after_three_steps_and_then_ever_more_rarely(
-    steps, corrected, tmp_path, caplog, monkeypatch
+    steps, corrected, tmp_path, caplog, monkeypatch, no_overhead
 ):
     monkeypatch.setattr("hf_offload.planning.pace.time", SlowClock())
     fixed, activations = live_peaks("gpt2")
     with caplog.at_level(logging.INFO, "hf_offload"):
-        # A trial of recompute would be another plan, where the compute of this machine is as slow as its drive.
-        config = auto(int(fixed + 0.5 * activations), tmp_path, recompute_elementwise="off")
-        _, _, forecast, _ = train(model_of("gpt2"), config, steps)
+        _, _, forecast, _ = train(model_of("gpt2"), auto(int(fixed + 0.5 * activations), tmp_path), steps)
     # The third step after the plan has been looked at, and the sixth after that one.
     assert sum(record.getMessage().startswith("Steps take") for record in caplog.records) == corrected
     # A single slow step does not correct what was measured.
@@ -278,7 +289,7 @@ class GivenClock:
         return self._now_s
 
 
-def test_a_run_of_slow_steps_does_not_stay_the_prediction(tmp_path, monkeypatch):
+def test_a_run_of_slow_steps_does_not_stay_the_prediction(tmp_path, monkeypatch, no_overhead):
     slow, usual = [1000.0] * 3, [1.0] * 4
     monkeypatch.setattr("hf_offload.planning.pace.time", GivenClock([1.0] * 3 + slow + usual))
     _, _, forecast, _ = train(model_of("gpt2"), auto("1GiB", tmp_path), 10)

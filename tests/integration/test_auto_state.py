@@ -9,10 +9,15 @@ import torch
 import transformers
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
+from hf_offload.engine.hooks import Engine
 from hf_offload.errors import OffloadPlanError
 from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.optimizers.streamed.gradients import Gradients
+from hf_offload.optimizers.streamed.streaming import Streaming
 from hf_offload.planning.automatic import AutomaticPlan
-from hf_offload.storage.service import ACTIVATIONS, storage_of
+from hf_offload.residency.residency import Residency
+from hf_offload.storage.handling import WAITS
+from hf_offload.storage.service import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, WEIGHTS, storage_of
 from hf_offload.storage.tier import Tier
 from tests.helpers.tables import rows
 
@@ -151,7 +156,42 @@ def test_what_a_step_waits_for_weights_and_state_is_not_taken_for_compute(tmp_pa
         optimizer.step()
         optimizer.zero_grad()
         session.end_step()
-    assert storage.waited_s > 1000
+    assert storage.handling.seconds(WAITS) > 1000
+    assert session.planned.footprint.step_s < 1000
+    session.detach()
+
+
+def test_what_moving_bytes_takes_of_the_training_is_not_taken_for_compute(tmp_path, monkeypatch):
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    budget = 6 * sum(parameter.nbytes for parameter in model.parameters()) // 5
+    session = attach(model, OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=1024))
+    session.prepare_optimizer(optimizer)
+    assert session.residency is not None
+    assert streaming_of(optimizer) is not None
+    honest_clock, late_s = time.perf_counter, 0
+
+    def slowed(honest):
+        def slow(*args):
+            nonlocal late_s
+            late_s += 1000
+            return honest(*args)
+
+        return slow
+
+    for owner, name in (
+        (Engine, "_pack_activation"), (Residency, "_make_room"), (Streaming, "_compute"), (Gradients, "leave"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, slowed(getattr(owner, name)))
+    monkeypatch.setattr(time, "perf_counter", lambda: honest_clock() + late_s)
+    for number in range(2):
+        with session.scope():
+            model(**batch(number)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+    handling = storage_of(model).handling
+    assert all(handling.seconds(kind) >= 1000 for kind in (ACTIVATIONS, WEIGHTS, OPTIMIZER_STATE, GRADIENTS))
     assert session.planned.footprint.step_s < 1000
     session.detach()
 

@@ -115,6 +115,23 @@ def test_what_is_on_tiers_passes_over_the_links(in_backward):
     assert found.base_bytes == 4 * WEIGHT
 
 
+def test_a_host_that_computes_itself_is_busy_with_weights_gradients_and_state_that_move():
+    footprint, hardware = trained(), dataclasses.replace(machine(), device="cpu")
+    busy = dataclasses.replace(hardware, busy_s={"weights": 1e-6, "gradients": 1e-7, "optimizer state": 1e-8})
+
+    def step_s(held, on):
+        problem = make_problem(hold(footprint, held, 2000 * MB, on_host=True), on, 2000 * MB)
+        kept = problem.play(dict.fromkeys(footprint.units, Placement.KEEP), problem.windows[0], "keep")
+        return kept.timeline.step_s
+
+    held = Held("ssd", "ssd", 4 * WEIGHT)
+    of_weights = LAYERS * WEIGHT + 2 * (LAYERS - 4) * WEIGHT  # written once, read in forward and in backward
+    seconds = 1e-6 * of_weights + 1e-7 * 2 * LAYERS * WEIGHT + 1e-8 * 2 * 2 * LAYERS * WEIGHT
+    assert step_s(held, busy) == pytest.approx(footprint.step_s + seconds, rel=0.01)
+    assert seconds > 10 * footprint.step_s
+    assert step_s(Held(), busy) == step_s(Held(), hardware)
+
+
 def test_gradients_that_stay_take_memory_and_no_bandwidth():
     footprint = trained()
     found = hold(footprint, Held("ssd", keeps_gradients=True), 2000 * MB, on_host=False)

@@ -172,3 +172,13 @@ def test_details_tell_what_stays_from_what_is_on_its_way(placement, kind):
         assert one.kept_bytes + one.moving_bytes == getattr(one, kind)
         assert one.total_bytes == footprint.base_bytes + nbytes + getattr(one, kind)
     assert [one.gradient_bytes for one in timeline.memory] == [0, 0, 0, MB, MB, MB, 2 * MB]
+
+
+def test_a_host_that_computes_itself_is_busy_with_every_byte_that_moves_each_way():
+    footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
+    channel = Channel(1e12, 1e12)
+    busy = dataclasses.replace(channel, busy_s={"activations": 0.1 / MB, "weights": 1.0})
+    for windows in (NARROW, Windows(20 * MB, 1 << 40)):  # what never leaves is prepared to, and asked for
+        quick = play(footprint, Placement.SSD, channel, windows).step_s
+        assert play(footprint, Placement.SSD, busy, windows).step_s == pytest.approx(quick + 2 * 3 * 1.0, rel=1e-4)
+    assert play(footprint, Placement.KEEP, busy).step_s == play(footprint, Placement.KEEP, channel).step_s

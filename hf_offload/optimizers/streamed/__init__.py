@@ -3,7 +3,6 @@
 from hf_offload.optimizers.streamed.optimizer import (
     StreamedOptimizer,
     StreamedState,
-    check_streamable,
     clip_grad_norm_,
     stream,
     streaming_of,
@@ -15,7 +14,6 @@ __all__ = [
     "StreamedOptimizer",
     "StreamedSetting",
     "StreamedState",
-    "check_streamable",
     "clip_grad_norm_",
     "gradient_of",
     "stream",

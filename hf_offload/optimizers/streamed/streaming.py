@@ -32,6 +32,7 @@ from hf_offload.parameters.contexts import StepContext, is_outside, outside
 from hf_offload.parameters.demand import gradient_of, held_elsewhere, own_class, set_gradient
 from hf_offload.parameters.waiting import about_to_change, demand_of, in_memory
 from hf_offload.plan.windows import PART_BYTES
+from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
 from hf_offload.storage.stored import Store
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ class Streaming:
             return
         is_sparse = gradient.layout != torch.strided
         del gradient  # other references are counted
-        with self._lock, outside():
+        with self._handled(GRADIENTS), self._lock, outside():
             if is_sparse:
                 self._let_stay(record, parameter)
                 return
@@ -251,7 +252,7 @@ class Streaming:
         Raises :class:`~hf_offload.errors.StorageError` if something cannot be read: the step can then be completed, or no
         parameter that is not complete can be used.
         """
-        with signals_deferred, self._lock, torch.no_grad():
+        with signals_deferred, self._handled(OPTIMIZER_STATE), self._lock, torch.no_grad():
             self.damage.check_step(self.records)
             self.finish()
             context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
@@ -336,6 +337,7 @@ class Streaming:
         try:
             with (
                 signals_deferred,
+                self._handled(OPTIMIZER_STATE),
                 context,
                 torch.no_grad(),
                 torch._C.DisableTorchFunctionSubclass(),
@@ -348,6 +350,9 @@ class Streaming:
                 f"The last step of {record.name} cannot be completed, so its value must not be used: go on from the last "
                 f"checkpoint. {error}"
             ) from error
+
+    def _handled(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        return self.states.store.storage.handling.of(kind)
 
     def overwrite(self, record: Record) -> None:
         """A parameter is about to get another value."""
