@@ -338,13 +338,16 @@ class OffloadSession:
         With ``OffloadConfig(optimizer=...)``, its state and gradients leave memory from now on.
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` that lists everything the mode's optimizer cannot take over, or
-        for an optimizer whose state cannot be streamed.
+        for an optimizer whose state cannot be streamed. Of several processes, all call this, and an error of one is raised
+        in all of them.
         """
         model = self._model()
         if model is None:
             return optimizer
-        if self._mode is not None:
-            optimizer = self._mode.prepare_optimizer(model, optimizer)
+        mode = self._mode
+        if mode is not None:
+            given = optimizer
+            optimizer = self.ranks.each(lambda: mode.prepare_optimizer(model, given))
         if self._state is not None:
             self._state.prepare(model, optimizer)
         return optimizer

@@ -104,7 +104,9 @@ class Engine:
         self._default_tier = plan.default.tier
         self._keeping = plan.keeping
         self._write_behind_bytes = plan.write_behind_bytes
-        self.prefetch.apply_plan(plan.read_ahead_bytes, plan.keeping.resident_bytes if plan.keeping else None)
+        self.prefetch.apply_plan(
+            plan.read_ahead_bytes, plan.keeping.resident_bytes if plan.keeping else None, plan.most_ahead_bytes
+        )
 
     # -- what an observer asks ----------------------------------------------------------------------------------------
 

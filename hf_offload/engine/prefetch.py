@@ -24,18 +24,23 @@ class Prefetcher:
         self._transfer = transfer
         self._fixed: int | None = None
         self._limit: int | None = None
+        self._most: int | None = None
         self.tape = Tape()
         # Number of records -> order of backward. Batches of other lengths save as many tensors, only of other sizes.
         self._learned: collections.OrderedDict[int, list[int]] = collections.OrderedDict()
         self._staying: frozenset[int] = frozenset()  # ordinals, if the next tape is like the last
 
-    def apply_plan(self, window_bytes: int | None, limit_bytes: int | None = None) -> None:
-        """A new plan: its window, or None, and the most bytes of saved tensors that may be in memory, or None.
+    def apply_plan(
+        self, window_bytes: int | None, limit_bytes: int | None = None, most_bytes: int | None = None
+    ) -> None:
+        """A new plan: its window, or None, the most bytes of saved tensors that may be in memory, or None, and of a window
+        that it does not name.
 
         Which records stay has to be learned anew, for others are saved now.
         """
         self._fixed = window_bytes
         self._limit = limit_bytes
+        self._most = most_bytes
         self._staying = frozenset()
 
     def packed(self, record: Record, kept: bool = False) -> bool:
@@ -72,7 +77,10 @@ class Prefetcher:
         """Bytes that may be in memory ahead of the backward of ``tape``."""
         if tape.narrowed_bytes is not None:
             return tape.narrowed_bytes
-        return rules.window_bytes(tape.nbytes, len(tape.records)) if self._fixed is None else self._fixed
+        if self._fixed is not None:
+            return self._fixed
+        usual = rules.window_bytes(tape.nbytes, len(tape.records))
+        return usual if self._most is None else min(usual, self._most)
 
     def asked(self, record: Record) -> None:
         """Backward is about to use ``record``: note it, and read further ahead."""

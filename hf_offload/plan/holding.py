@@ -215,25 +215,27 @@ def _weights(footprint: Footprint, held: Held) -> list[Transfer]:
             numbers[unit, place] = len(numbers)
     owners = [unit for unit, _ in numbers]
     sizes = [weights[unit].each[place] for unit, place in numbers]
-    forward, backward = [], []
+    forward: list[tuple[int, int, bool]] = []  # the weight, the segment, and whether it is updated there
+    backward: list[tuple[int, int, bool]] = []
     for unit in sorted(weights, key=lambda unit: uses[unit].forward):
         one, use = weights[unit], uses[unit]
         own = [(unit, place) for place in range(len(one.each))]
         for each in (*own, *(tied for tied in one.borrowed if tied in numbers)):
             trains = weights[each[0]].trained_bytes > 0
-            forward.append(Use(numbers[each], use.forward, trains and not held.in_backward))
+            forward.append((numbers[each], use.forward, trains and not held.in_backward))
             if not one.is_looked_up or (trains and held.in_backward):
-                backward.append(Use(numbers[each], use.backward, trains and held.in_backward))
+                backward.append((numbers[each], use.backward, trains and held.in_backward))
     every = [*forward, *reversed(backward)]
     # What moves is the same in all steps that use them in this order, whichever segments those have.
-    in_order = tuple(one._replace(at=place) for place, one in enumerate(every))
+    in_order = tuple(Use(number, place, changes) for place, (number, _, changes) in enumerate(every))
     moved = passing(in_order, tuple(sizes), staying_weights(footprint, held))
-    found: collections.Counter[tuple[int, str, bool]] = collections.Counter()
+    found: dict[tuple[int, str, bool], int] = {}
     for place, number in moved.read:
-        found[every[place].at, owners[number], True] += sizes[number]
+        key = every[place][1], owners[number], True
+        found[key] = found.get(key, 0) + sizes[number]
     for place, number in moved.written:
-        one = weights[owners[number]]
-        found[every[place].at, owners[number], False] += sizes[number] * one.trained_bytes // one.weight_bytes
+        one, key = weights[owners[number]], (every[place][1], owners[number], False)
+        found[key] = found.get(key, 0) + sizes[number] * one.trained_bytes // one.weight_bytes
     return [Transfer(WEIGHTS, unit, held.weights, nbytes, at, loads) for (at, unit, loads), nbytes in found.items()]
 
 

@@ -75,7 +75,7 @@ class Plan:
         default: The placement of what ``placements`` does not name.
         placements: Name of a unit -> what happens to what it saves.
         min_bytes: Smaller tensors stay in memory.
-        read_ahead_bytes: Window of the prefetcher; None: six records of average size.
+        read_ahead_bytes: Window of the prefetcher; None: six records of average size, ``most_ahead_bytes`` at most.
         write_behind_bytes: Most bytes that wait to be written from memory that is short.
         keeping: How much may be kept and be in memory; None: no limit, and what is kept is not tracked.
         reason: Why, in words a user can read.
@@ -86,6 +86,7 @@ class Plan:
     min_bytes: int
     read_ahead_bytes: int | None
     write_behind_bytes: int
+    most_ahead_bytes: int | None = None
     keeping: Keeping | None = None
     reason: str
 

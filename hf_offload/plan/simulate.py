@@ -274,10 +274,14 @@ class _Player:
         if busy_s:
             self._spend("wait", one.unit, busy_s * one.nbytes)
         if one.loads:
-            self._load_stall += self._wait_until(one.unit, self._transfers.arrives_s(one, self._now))
-            self._transfers.read_ahead(self._now)
+            until_s = self._transfers.arrives_s(one, self._now)
+            if until_s > self._now:
+                self._load_stall += self._wait_until(one.unit, until_s)
+            self._transfers.read_on(one, self._now)
         else:
-            self._store_stall += self._wait_until(one.unit, self._transfers.write(one, self._now))
+            until_s = self._transfers.write(one, self._now)
+            if until_s > self._now:
+                self._store_stall += self._wait_until(one.unit, until_s)
 
     def _settle(self) -> None:
         """Let what has left by now leave memory."""
@@ -327,21 +331,27 @@ class _Player:
 
     def _need(self, item: Item | None, index: int) -> None:
         """Backward asks for ``item``, or for something that stays in memory."""
-        self._settle()
+        leaving = self._stores.leaving
+        if leaving and leaving[0].leaves_s <= self._now:
+            self._settle()
         # Whatever is packed in this segment is packed by now.
-        self._most_held = max(self._most_held, self._course.held_bytes[index] + self._ledger.resident_bytes)
+        held = self._course.held_bytes[index] + self._ledger.resident_bytes
+        if held > self._most_held:
+            self._most_held = held
         if item is not None:
             if not item.asked:
                 self._handle(item)
             self._bring(item, index)
-        self._read_ahead(index)
+        if self._next < len(self._order):
+            self._read_ahead(index)
         if not self._in_backward:
             self._in_backward = True
             self._store_stall += self._wait_until("", self._stores.copied_s)  # memory of what is copied goes
             self._settle()
         if item is not None and item.held and not item.stays:
             self._consumed.append(item)
-        self._drop_consumed()
+        if self._consumed:
+            self._drop_consumed()
 
     def _bring(self, item: Item, index: int) -> None:
         if item.leaving:
@@ -357,7 +367,7 @@ class _Player:
 
     def _drop_consumed(self) -> None:
         ledger, limit = self._ledger, self._consumed_limit
-        if not self._consumed or ledger.resident_bytes - ledger.ahead_bytes <= limit:
+        if ledger.resident_bytes - ledger.ahead_bytes <= limit:
             return
         self._consumed = [item for item in self._consumed if item.held]
         excess = sum(item.nbytes for item in self._consumed) - limit

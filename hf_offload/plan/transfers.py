@@ -56,6 +56,9 @@ class Transfers:
         self._stores = stores
         self._load_free = load_free
         self._intervals = intervals
+        self._load_rates = {
+            tier: (one.load_bytes_per_s, one.load_bytes_per_s * one.shared) for tier, one in channels.items()
+        }
         windows = footprint.transfer_windows
         self._lanes = {kind: _Lane(loads, windows.get(kind, 0)) for kind, loads in footprint.loads.items()}
 
@@ -74,7 +77,8 @@ class Transfers:
         lane = self._lanes[one.kind]
         share = self._channels[one.tier].shared if self._load_free[one.tier] > now_s else 1.0
         begin_s, end_s = self._stores.pass_by(one.nbytes, one.tier, now_s, share)
-        self._note("store", one, begin_s, end_s)
+        if self._intervals is not None:
+            self._note("store", one, begin_s, end_s)
         lane.writing.append((end_s, one.nbytes))
         lane.writing_bytes += one.nbytes
         while lane.writing_bytes > lane.half_bytes and len(lane.writing) > 1:
@@ -95,20 +99,28 @@ class Transfers:
                 return
             self._begin(first, now_s)
 
+    def read_on(self, arrived: Transfer, now_s: float) -> None:
+        """The same after one has arrived, whose kind alone has room for more."""
+        lane = self._lanes[arrived.kind]
+        while lane.peek() is not None:
+            self._begin(lane, now_s)
+
     def passing_bytes(self, now_s: float) -> int:
         """Memory of what is on its way now, and of buffers for what comes next, where they are in that memory."""
         return sum(lane.passing_bytes(now_s) for lane in self._lanes.values())
 
     def _begin(self, lane: _Lane, now_s: float) -> None:
         one = lane.pop()
-        channel = self._channels[one.tier]
-        begin_s = max(now_s, self._load_free[one.tier])
-        share = channel.shared if self._stores.free_s(one.tier) > begin_s else 1.0
-        end_s = self._load_free[one.tier] = begin_s + one.nbytes / (channel.load_bytes_per_s * share)
-        lane.arriving.append((end_s, one.nbytes))
-        lane.arriving_bytes += one.nbytes
-        self._note("load", one, begin_s, end_s)
+        tier, nbytes = one.tier, one.nbytes
+        begin_s = self._load_free[tier]
+        if now_s > begin_s:
+            begin_s = now_s
+        end_s = self._load_free[tier] = begin_s + nbytes / self._load_rates[tier][self._stores.free_s(tier) > begin_s]
+        lane.arriving.append((end_s, nbytes))
+        lane.arriving_bytes += nbytes
+        if self._intervals is not None:
+            self._note("load", one, begin_s, end_s)
 
     def _note(self, channel: str, one: Transfer, begin_s: float, end_s: float) -> None:
-        if self._intervals is not None:
-            self._intervals.append(Interval(channel, f"{one.unit}: {one.kind}", begin_s, end_s))
+        assert self._intervals is not None, "intervals are wanted"
+        self._intervals.append(Interval(channel, f"{one.unit}: {one.kind}", begin_s, end_s))

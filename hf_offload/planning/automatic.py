@@ -13,17 +13,19 @@ from hf_offload.engine.unsupported import check_eager
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.hardware import BUDGET_SHARE
 from hf_offload.plan.plan import Plan
+from hf_offload.planning.decisions import Decisions
 from hf_offload.planning.feedback import Feedback
 from hf_offload.planning.known import Known
 from hf_offload.planning.model_state import ModelState
+from hf_offload.planning.overhead import Overhead
 from hf_offload.planning.ranks import hardware_of_all
 from hf_offload.planning.trial import Trial
 from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
 
-_SAFE_WRITE_BEHIND_SHARE = 1 / 16
-"""Of the budget: most bytes that wait to be written before the first step has been measured."""
+_SAFE_WINDOW_SHARE = 1 / 16
+"""Of the budget: most bytes that wait to be written, and that are read ahead, before the first step has been measured."""
 
 
 class AutomaticPlan:
@@ -53,14 +55,16 @@ class AutomaticPlan:
         self.hardware = hardware = hardware_of_all(config, ranks, device_of(model))
         budget = config.memory_budget
         self.budget_bytes = int(hardware.memory_bytes.value * BUDGET_SHARE) if budget is None else int(budget)
-        little = int(_SAFE_WRITE_BEHIND_SHARE * self.budget_bytes)
-        safest = dataclasses.replace(safest, write_behind_bytes=min(safest.write_behind_bytes, little))
+        little = int(_SAFE_WINDOW_SHARE * self.budget_bytes)
+        behind = min(safest.write_behind_bytes, little)
+        safest = dataclasses.replace(safest, write_behind_bytes=behind, most_ahead_bytes=little)
         self._apply(safest)
         engine.transfer.mover.time_stalls()  # else plans would count transfers as compute
-        trial = None
+        trial = Trial((), lambda: False)
         if elementwise is not None:
             trial = Trial(blocks, lambda: all(ranks.gather(elementwise.possible)))
-        self._feedback = Feedback(
+        overhead = Overhead(engine, model_state, hardware.device)
+        self._decisions = Decisions(
             model,
             self.budget_bytes,
             hardware,
@@ -68,15 +72,17 @@ class AutomaticPlan:
             apply=self._apply,
             engine=engine,
             model_state=model_state,
+            overhead=overhead,
             on_infeasible=on_infeasible,
-            trial=trial,
             ranks=ranks,
+            trial=trial,
         )
+        self._feedback = Feedback(model, self._decisions, engine, model_state, overhead, ranks)
 
     @property
     def known(self) -> Known | None:
         """The current plan and the measured step that it was made of; None before the first one."""
-        return self._feedback.planned
+        return self._decisions.planned
 
     @property
     def most_measured_bytes(self) -> int | None:

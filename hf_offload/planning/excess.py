@@ -1,5 +1,6 @@
 """Measured steps that take more than the budget: what is said of them."""
 
+from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.problem import smallest_budget
 from hf_offload.planning.known import Known
 from hf_offload.planning.situation import Situation
@@ -7,8 +8,8 @@ from hf_offload.settings.sizes import format_bytes
 
 
 class Excess:
-    """What is said, once of each situation, of steps over the budget. The first one of a situation, of which nothing was
-    known, may be.
+    """What is said of steps over the budget: of the first one of each situation, of which nothing was known, and once of
+    those after it.
     """
 
     def __init__(self, budget_bytes: int):
@@ -22,14 +23,27 @@ class Excess:
         """
         is_first = situation not in self._measured
         self._measured.add(situation)
-        if is_first or peak_bytes <= self._budget or situation in self._said:
+        if peak_bytes <= self._budget or situation in self._said:
             return ""
+        took = f"took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - self._budget)} more than the budget of"
+        if is_first:
+            return (
+                f"The first step of its kind {took} {format_bytes(self._budget)}: what it needs is known once it has been "
+                "measured, with all that can be moved moved and nothing recomputed. Steps after it are planned within the "
+                "budget."
+            )
         self._said.add(situation)
         why = "it was measured, with all that can be moved moved"
         if known is not None:
             why = f"its plan was predicted to take {format_bytes(known.prediction.peak_bytes)}"
         return (
-            f"A step took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - self._budget)} more than the budget of "
-            f"{format_bytes(self._budget)}: {why}. If it is to be within the budget, set memory_budget to "
+            f"A step {took} {format_bytes(self._budget)}: {why}. If it is to be within the budget, set memory_budget to "
             f"{smallest_budget(peak_bytes) >> 20} MiB, or have smaller batches."
         )
+
+    def refusal(self, refusal: OffloadPlanError, peak_bytes: int) -> OffloadPlanError:
+        """``refusal`` after a step with this peak."""
+        if peak_bytes <= self._budget:
+            return refusal
+        text = f"{refusal} The step that was measured took {format_bytes(peak_bytes)}."
+        return OffloadPlanError(text, refusal.smallest_bytes)

@@ -1,9 +1,8 @@
-"""Planning while training: measure a step, plan, look whether the plan holds, plan again when something changes."""
+"""What happens in a running training, of which plans are made: its forwards and steps, some of which are measured."""
 
-import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,121 +10,53 @@ from torch import nn
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.plan.choosing import may_hold, problem_of
-from hf_offload.plan.footprint import Footprint
-from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.plan import Plan
-from hf_offload.plan.planner import windows_for
-from hf_offload.plan.search import may_gain
-from hf_offload.plan.timeline import Windows
-from hf_offload.planning.correcting import corrected_plan, follow_pace, say
+from hf_offload.planning.correcting import say
+from hf_offload.planning.decisions import Decisions, Played
 from hf_offload.planning.excess import Excess
-from hf_offload.planning.graphs import WalkedGraphs
-from hf_offload.planning.known import (
-    Known,
-    Terms,
-    find_known,
-    known_by_simulating,
-    known_with_more_state,
-)
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.moved import moving_all, windows_to_measure
-from hf_offload.planning.moving import Moving
 from hf_offload.planning.observed import ObservedEngine, OneForward
 from hf_offload.planning.optimizer_state import OptimizerState
 from hf_offload.planning.overhead import Overhead
-from hf_offload.planning.pace import Pace, StepClock
-from hf_offload.planning.situation import Situation, situation_of, tensors_in
-from hf_offload.planning.trial import Trial
+from hf_offload.planning.pace import StepClock
+from hf_offload.planning.situation import situation_of, tensors_in
 from hf_offload.ranks import Ranks
-from hf_offload.settings.sizes import format_bytes, format_seconds
 
-# The first step under a new plan still learns which records need not leave: the second is looked at.
-_SETTLED_STEPS = 1
-# A smaller batch than one that was measured is measured itself when it has come so often in a row.
-_LASTING = 3
 _MOST_PLAYED = 1024
 
 
-@dataclasses.dataclass
-class _Played:
-    """A micro-batch of the running step: what it runs under (``known``; where that is None, ``plan``, to be measured), and
-    which of the meter's it is.
-    """
-
-    situation: Situation
-    known: Known | None
-    is_measured: bool = False
-    plan: Plan | None = None
-    metered: int | None = None
-
-
 class Feedback:
-    """Decides about the plan of a running training.
+    """Tells forwards, micro-batches and steps apart, measures those that ``decisions`` asks for, and says what took more than
+    the budget.
 
-    The first time that a situation comes, it runs with everything moved, and is measured; a plan is made of what was
-    measured. A smaller batch runs under the plan of a larger one, which it fits into, until it has come several times in a
-    row and earns its own. The second step under each plan is measured, too: a peak over the budget is planned again with as
-    much less. A block that something outside of it has changed between its forward and backward, for the first time, is
-    looked at in another measured step before the budget is refused, and where the plan does not keep everything: only what
-    changes again is never recomputed. Where steps take longer or shorter than predicted, what was measured is planned again
-    at their pace and with the rates that tiers have reached. Where the plan moves weights or state of the ``model_state``,
-    the next step is measured. A plan that waits or recomputes has two more steps measured, for recompute of elementwise
-    operations as another choice
-    (:class:`~hf_offload.planning.trial.Trial`). Where no plan fits, ``on_infeasible`` is called to change the model so
-    that it needs less; if it has, the next step is measured, too.
+    Several processes measure the same steps: each of them runs as many forwards as the others.
 
-    Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan:
-    each of them runs as many forwards as the others.
+    Attributes:
+        most_measured_bytes: The highest peak of all steps that were measured; None before the first one.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        budget_bytes: int,
-        hardware: Hardware,
-        *,
-        safest: Plan,
-        apply: Callable[[Plan], None],
+        decisions: Decisions,
         engine: ObservedEngine,
         model_state: ModelState,
-        on_infeasible: Callable[[], bool] = lambda: False,
-        ranks: Ranks | None = None,
-        trial: Trial | None = None,
+        overhead: Overhead,
+        ranks: Ranks,
     ):
         self._model = weakref.ref(model)
-        self._ranks = ranks or Ranks()
-        self._budget = min(self._ranks.gather(budget_bytes))
-        self._hardware = hardware
-        self._safest = safest
-        self._apply = apply
+        self._decisions = decisions
         self._engine = engine
         self._model_state = model_state
-        self._moving = Moving(model_state, self._ranks)
-        self._trial = trial or Trial((), lambda: False)
-        self._on_infeasible = lambda: any(self._ranks.gather(on_infeasible()))
+        self._overhead = overhead
+        self._ranks = ranks
         self._state = OptimizerState(next((one.device for one in model.parameters()), torch.device("cpu")))
         self._meter: StepMeter | None = None
-        self._known: dict[Situation, Known] = {}
-        self._windows: Windows | None = None  # of the next step that is measured, where nothing is known
-        self._wanted: set[Situation] = set()  # to be measured when they come again
-        self._changed: set[str] = set()  # blocks that something had changed before their backward, in a measured step
-        self._unsure: set[Situation] = set()  # to be looked at again: blocks had changed for the first time
-        self._graphs = WalkedGraphs(safest)
-        self._excess = Excess(self._budget)
+        self._excess = Excess(decisions.budget_bytes)
         self._forward = OneForward()
-        self._played: list[_Played] = []  # of the running step
-        self._in_force: Known | None = None
-        self.planned: Known | None = None  # of the last step, where its peak was predicted
+        self._played: list[Played] = []  # of the running step
+        self._clock = StepClock(overhead.seconds)
         self.most_measured_bytes: int | None = None
-        self._last: Situation | None = None
-        self._repeated = 0
-        self._overhead = Overhead(engine, model_state, hardware.device)
-        self._clock = StepClock(self._overhead.seconds)
-        self._pace = Pace()
-
-    # -- the run's events ---------------------------------------------------------------------------------------------
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward of the whole model begins, with these inputs.
@@ -147,9 +78,9 @@ class Feedback:
             is_next = len(situation.forwards) == 1 or not self._played
             if is_next:
                 del self._played[:-_MOST_PLAYED]  # where no step is ever said to end
-                self._played.append(self._begin_micro_batch(situation))
+                self._played.append(self._decisions.begin(situation, self._state.nbytes()))
             else:
-                self._go_on(self._played[-1], situation)
+                self._decisions.go_on(self._played[-1], situation)
             played = self._played[-1]
             # Several processes measure the same steps, whatever is on their stacks.
             if self._meter is None and not self._ranks.connected and not StepMeter.can_begin():
@@ -176,38 +107,15 @@ class Feedback:
         self._overhead.end_step(is_measured=meter is not None)
         if times is None:
             return
-        excess = [] if meter is None else self._note_peaks(meter)
+        peaks = () if meter is None else self._peaks(meter)
+        excess = self._excess_of(peaks)
         self._model_state.let_few_stay(False)
-        self._decide(meter, times)
+        try:
+            self._decisions.after_step(self._played, meter, times)
+        except OffloadPlanError as error:
+            raise self._excess.refusal(error, max(peaks, default=0)) from None
         for message in excess:  # else an error has said it
-            self._log(logging.WARNING, "%s", message)
-
-    def _decide(self, meter: StepMeter | None, times: tuple[float, float]) -> None:
-        """What becomes of the plans after a step with these ``times``, whose micro-batches are those played."""
-        if meter is not None:
-            self._plan_measured(meter)
-        known = [one.known for one in self._played if one.known is not None]
-        if not known or len(known) < len(self._played):
-            return
-        self.planned = max(known, key=lambda one: one.prediction.peak_bytes)
-        self.planned.prediction.step_s = _predicted_s(known, self.planned)
-        if not all(one.known is not None and one.known.is_for(one.situation) for one in self._played):
-            return  # smaller batches than the plans are for
-        for one in _each(known):
-            one.steps += 1
-        if meter is not None:
-            self._check_peaks(meter)
-            return
-        seconds, computed_s = map(max, zip(*self._ranks.gather(times), strict=True))
-        once = self.planned.footprint.optimizer_step_s
-        pace = computed_s / max(sum(one.compute_s for one in known) + once, 1e-9)
-        if all(one.steps > 1 for one in known):
-            self._check_time(known, seconds, pace)
-            return
-        for one in known:
-            # What was measured was slowed down by measuring. One step that took longer all the same tells of something else
-            # on the machine.
-            one.pace = min(1.0, pace)
+            say(self._ranks, logging.WARNING, "%s", message)
 
     def close(self) -> None:
         """Stop observing, whatever happened."""
@@ -228,320 +136,15 @@ class Feedback:
                 self._engine.observer = None
             return meter
 
-    # -- decisions ----------------------------------------------------------------------------------------------------
-
-    def _begin_micro_batch(self, situation: Situation) -> _Played:
-        """Decide under which plan it runs, and let it be followed."""
-        made_graph, state_bytes = zip(
-            *self._ranks.gather((self._engine.made_graph(), self._state.nbytes())), strict=True
-        )
-        if any(made_graph):
-            self._expect_graph()
-        self._repeated = self._repeated + 1 if situation == self._last else 1
-        self._last = situation
-        known = self._find_known(situation)
-        if known is not None:
-            known = self._with_all_state(known, max(state_bytes))
-        lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
-        trying = self._trial.wants(situation)
-        if known is None or lasting or trying or any(situation.begins(wanted) for wanted in self._wanted):
-            windows = self._windows if known is None else windows_to_measure(known, self._safest)
-            if known is None and self._known:
-                self._model_state.let_few_stay(True)
-                # How much it needs is not known; what is nearest to it says how much there may be on its way.
-                nearest = max(self._known.values(), key=lambda one: one.situation.elements)
-                windows = windows_to_measure(nearest, self._safest) or nearest.problem.windows[-1]
-                # No more waits to be written than in a first step, whatever the nearest leaves room for.
-                behind = min(windows.write_behind_bytes, self._safest.write_behind_bytes)
-                windows = dataclasses.replace(windows, write_behind_bytes=behind)
-            if known is None or windows is not None:
-                self._in_force = None
-                wide = self._safest if windows is None else moving_all(self._safest, windows)
-                plan = self._trial.plan(situation, self._graphs.plan(situation, wide))
-                self._apply(plan)
-                return _Played(situation, None, is_measured=True, plan=plan)
-            self._trial.give_up(situation)
-            self._wanted = {one for one in self._wanted if not situation.begins(one)}  # there is no room to measure it
-        self._apply_plan(known)
-        looked_at = known.is_for(situation) and known.steps == _SETTLED_STEPS
-        return _Played(situation, known, is_measured=looked_at)
-
-    def _find_known(self, situation: Situation) -> Known | None:
-        """A plan that it can run under: no other's where its backward may make a graph of itself, as that one's does not."""
-        if self._graphs.awaits(situation) and situation not in self._known:
-            return None
-        return find_known(self._known, situation)
-
-    def _go_on(self, played: _Played, situation: Situation) -> None:
-        """The micro-batch has another forward, which the plan it runs under may not be made for."""
-        played.situation = situation
-        if played.known is None:
-            return
-        known = find_known(self._known, situation)
-        if known is None:
-            # Too late to measure all of it: what can be moved is moved from here on.
-            self._wanted.add(situation)
-            played.is_measured = False
-        if known is not played.known:
-            played.known = known
-            self._apply_plan(known)
-
-    def _expect_graph(self) -> None:
-        """Backward has made a graph of itself: where the plan is for steps that do not, another is for those that do."""
-        known, last = self._in_force, self._last
-        if known is None or known.plan is not None or last is None:
-            return
-        self._log(logging.INFO, "Backward made a graph of itself for the first time: measuring until it does so again.")
-        for situation in (known.situation, last):
-            self._known.pop(situation, None)
-            self._graphs.await_one(situation, known.problem.windows[-1])
-
-    def _with_all_state(self, known: Known, state_bytes: int) -> Known | None:
-        """``known``, planned again where optimizers hold more by now than it was made for; None if that does not fit."""
-        more = state_bytes - known.footprint.state_bytes
-        if more <= 0:
-            return known
-        del self._known[known.situation]
-        try:
-            other, _ = self._in_place(lambda: known_with_more_state(known, more, self._terms))
-        except OffloadPlanError:
-            return None  # it is measured, and refused if need be
-        if other is None:
-            return None
-        self._log(logging.INFO, "Optimizer state has grown by %s: planning again.", format_bytes(more))
-        self._adopt(other)
-        return other
-
-    def _apply_plan(self, known: Known | None) -> None:
-        if known is not self._in_force:
-            self._in_force = known
-            self._apply(self._safest if known is None else known.plan_like(self._safest))
-
-    def _plan_measured(self, meter: StepMeter) -> None:
-        """Make plans of the micro-batches that ran under the safest one."""
-        found = {
-            one.situation: one.metered
-            for one in self._played
-            if one.known is None and one.is_measured and one.metered is not None
-        }
-        if not found:
-            return
-        again = {
-            situation
-            for situation, metered in found.items()
-            if any(self._ranks.gather(meter.has_backward(metered) and meter.walks_again(metered)))
-        }
-        needed = [
-            situation
-            for situation in found
-            if not any(  # one plan is enough for both
-                other != situation and situation.begins(other) and (situation not in again or other in again)
-                for other in found
-            )
-        ]
-        self._look_at_changes(meter, found)
-        plans: dict[Situation, Known] = {}
-        refusal: OffloadPlanError | None = None
-        for situation in needed:
-            metered = found[situation]
-            if not any(self._ranks.gather(meter.has_backward(metered))):
-                continue
-            try:
-                known, has_moved = self._find_measured(situation, meter, metered)
-                if has_moved:
-                    return
-                if known is not None:
-                    plans[situation] = known
-            except OffloadPlanError as error:
-                if refusal is None or (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
-                    refusal = error
-        if refusal is not None:
-            if not self._unsure.isdisjoint(found):
-                self._log(logging.INFO, "Measuring again: blocks were changed before their backward, maybe only once.")
-                self._windows = windows_for(meter.footprint(found[needed[0]]))[-1]  # nothing fits as it is
-                return
-            if not self._on_infeasible():
-                raise refusal
-            self._measure_again(str(refusal))
-            return
-        if not plans:
-            return
-        for situation, known in plans.items():
-            still = [one for one in self._wanted if not (one.begins(situation) or situation.begins(one))]
-            self._wanted = set(still)
-            self._adopt(known)
-        for one in self._played:
-            if one.known is None:
-                one.known = find_known(self._known, one.situation)
-        self.planned = max(plans.values(), key=lambda one: one.prediction.peak_bytes)
-        played = [one.known for one in self._played if one.known is not None]
-        self.planned.prediction.step_s = _predicted_s(played, self.planned)
-        self._played = []
-
-    def _look_at_changes(self, meter: StepMeter, measured: Iterable[Situation]) -> None:
-        new = meter.changed_blocks - self._changed
-        self._changed |= new
-        self._unsure.difference_update(measured)
-        if any(self._ranks.gather(bool(new))):
-            self._unsure.update(measured)
-
-    def _find_measured(self, situation: Situation, meter: StepMeter, metered: int) -> tuple[Known | None, bool]:
-        """The plan for a micro-batch that was measured, None if it has to be measured again; and whether weights or state
-        were moved.
-        """
-        footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
-        footprint = self._model_state.with_weights(self._present_model, footprint)
-        if not any(self._ranks.gather(meter.walks_again(metered))):
-            if self._graphs.goes_on_waiting(situation, footprint, self._terms):
-                return None, False
-            return self._simulated(situation, footprint)
-        self._trial.give_up(situation)
-        plan = next(one.plan for one in self._played if one.metered == metered and one.plan is not None)
-        peak = max(self._ranks.gather(meter.peak_bytes(metered)))
-        return self._graphs.find_known(situation, footprint, self._terms, plan, peak), False
-
-    def _note_peaks(self, meter: StepMeter) -> list[str]:
-        """What is to be said of those over the budget."""
-        peaks = [max(one) for one in zip(*self._ranks.gather(_peaks(meter)), strict=True)]
+    def _peaks(self, meter: StepMeter) -> Sequence[int]:
+        """Of all micro-batches that were measured, the most that any process has taken."""
+        own = tuple(map(meter.taken_bytes, range(meter.micro_batches)))
+        peaks = [max(one) for one in zip(*self._ranks.gather(own), strict=True)]
         self.most_measured_bytes = max([self.most_measured_bytes or 0, *peaks])
+        return peaks
+
+    def _excess_of(self, peaks: Sequence[int]) -> list[str]:
+        """What is to be said of those over the budget."""
         played = [one for one in self._played if one.metered is not None and one.metered < len(peaks)]
         said = [self._excess.note(one.situation, one.known, peaks[one.metered or 0]) for one in played]
         return [message for message in said if message]
-
-    def _simulated(self, situation: Situation, measured: Footprint) -> tuple[Known | None, bool]:
-        footprint = self._trial.joined(situation, measured)
-        if footprint is None:
-            return None, False
-        try:
-            return self._in_place(lambda: known_by_simulating(situation, footprint, self._terms))
-        except OffloadPlanError:
-            if situation in self._unsure:
-                raise
-            terms = self._terms
-            may = self._ranks.first(lambda: may_hold(footprint, terms.hardware, self._budget, terms.allowed))
-            problem = problem_of(footprint, terms.hardware, self._budget, self._model_state.held, terms.allowed)
-            if not may or not self._trial.begin(situation, problem, self._safest, measured):
-                raise
-            self._log(logging.INFO, "Nothing fits: measuring a step in which elementwise operations are recomputed.")
-            return None, False
-
-    def _check_peaks(self, meter: StepMeter) -> None:
-        """Look at a step under its plans."""
-        peaks: dict[Situation, int] = {}
-        for one in self._played:
-            if one.known is not None and one.is_measured and one.metered is not None:
-                key = one.known.situation
-                peaks[key] = max(peaks.get(key, 0), meter.peak_bytes(one.metered))
-        for situation, peak in peaks.items():
-            if situation in self._known:
-                self._check_peak(self._known[situation], max(self._ranks.gather(peak)))
-
-    def _check_peak(self, known: Known, peak: int) -> None:
-        """Was it within the budget, and was compute as fast as in the first step?"""
-        known.prediction.measured_peak_bytes = peak
-        if known.plan is not None:
-            return
-        if self._correct(known, peak):
-            return
-        if peak > self._budget and self._on_infeasible():
-            self._measure_again(f"A step needed {format_bytes(peak)}.")
-        elif may_gain(known.footprint, known.solution) and self._trial.begin(
-            known.situation, known.problem, self._safest
-        ):
-            self._log(
-                logging.INFO,
-                "A step takes %s, its compute %s: measuring two steps, one with elementwise operations recomputed.",
-                format_seconds(known.solution.timeline.step_s),
-                format_seconds(known.footprint.step_s),
-            )
-
-    def _correct(self, known: Known, peak: int) -> bool:
-        """Plan again where that is better by now; whether it was."""
-        corrected, has_moved = self._in_place(lambda: corrected_plan(known, peak, self._terms))
-        if corrected is not None and not has_moved:
-            self._adopt(corrected)
-        return has_moved or corrected is not None
-
-    @property
-    def _terms(self) -> Terms:
-        """Of the present: with the rates that tiers have reached, and what may still be moved."""
-        return Terms(self._budget, self._overhead.on(self._hardware), self._moving.allowed, self._ranks)
-
-    @property
-    def _present_model(self) -> nn.Module:
-        model = self._model()
-        assert model is not None, "a step has a model"
-        return model
-
-    def _in_place(self, find: Callable[[], Known | None]) -> tuple[Known | None, bool]:
-        """The plan that is found, and whether weights or state had to be moved for one: the next step is measured then."""
-        known, why = self._moving.settle(self._present_model, find)
-        if why is None or known is None:
-            return known, False
-        self._measure_again(why)
-        # Everything moves in the step that is measured, and it is to be within the budget, too.
-        self._windows = windows_to_measure(known, self._safest) or known.problem.windows[-1]
-        return None, True
-
-    def _measure_again(self, why: str) -> None:
-        """What is known is of a run that had other weights and state in memory, or was computed in another way."""
-        self._known.clear()
-        self._wanted.clear()
-        self._trial.forget()
-        self._windows = None
-        self._in_force = self.planned = None
-        self._log(logging.INFO, "Measuring again, with something else in memory. %s", why)
-
-    def _check_time(self, known: Sequence[Known], seconds: float, pace: float) -> None:
-        """A step took ``seconds``, and its compute ``pace`` times as long as predicted: correct what is off."""
-        main = self.planned
-        assert main is not None, "it is the largest of these"
-        ratio = self._pace.add(main, seconds, pace)
-        if ratio is None and not self._pace.has_changed:
-            return
-        pace = self._pace.take()
-        simulated = [one for one in _each(known) if one.plan is None]
-        if ratio is None:
-            terms = self._terms
-            for one in simulated:
-                one.pace = pace
-                follow_pace(one, terms)
-            main.prediction.step_s = _predicted_s(known, main)
-            return
-        predicted = main.prediction.step_s / main.followed
-        self._log(logging.INFO, "Steps take %.2f s instead of the predicted %.2f s.", ratio * predicted, predicted)
-        for one in simulated:
-            one.pace, one.followed = pace, 1.0
-            self._correct(one, one.prediction.measured_peak_bytes or 0)
-            if self.planned is None:
-                return  # weights or state were moved
-
-    def _adopt(self, known: Known) -> None:
-        """Let the plan be that of its situation, from the next forward on."""
-        self._known[known.situation] = known
-        self._pace.forget()
-        kind = "Corrected plan" if known.corrections else "Plan"
-        self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self._budget), known.reason)
-        self.planned = known
-        if known.situation in self._unsure and known.moves:
-            self._unsure.discard(known.situation)
-            self._wanted.add(known.situation)
-        self._apply_plan(known)
-
-    def _log(self, level: int, message: str, *values: object) -> None:
-        """What all processes have decided, said by one of them."""
-        say(self._ranks, level, message, *values)
-
-
-def _peaks(meter: StepMeter) -> tuple[int, ...]:
-    return tuple(map(meter.peak_bytes, range(meter.micro_batches)))
-
-
-def _each(known: Iterable[Known]) -> Iterable[Known]:
-    """Without repetitions."""
-    return {id(one): one for one in known}.values()
-
-
-def _predicted_s(known: Iterable[Known], main: Known) -> float:
-    """Of a step with micro-batches under these plans."""
-    return sum(one.micro_batch_s for one in known) + main.footprint.optimizer_step_s

@@ -73,7 +73,7 @@ class WalkedGraphs:
         Raises :class:`~hf_offload.errors.OffloadPlanError` if it needed more than the budget, or wrote more to drives than
         a step may.
         """
-        known = known_if_kept(situation, footprint, terms, plan, peak_bytes)
+        known = known_if_kept(situation, footprint, terms, plan)
         if known is not None:
             return known
         limit = terms.allowed.written_bytes

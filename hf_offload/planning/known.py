@@ -151,15 +151,19 @@ def peak_of(problem: Problem, solution: Solution) -> int:
     return likely_peak(problem.step(placements), placements, problem.channels, solution.windows)
 
 
-def known_if_kept(
-    situation: Situation, footprint: Footprint, terms: Terms, plan: Plan, peak_bytes: int
-) -> Known | None:
-    """The plan that keeps everything, if that fits for certain: if all that is saved fits on top of the peak of ``plan``."""
-    kept = peak_bytes + sum(footprint.saved_bytes.values())
+def known_if_kept(situation: Situation, footprint: Footprint, terms: Terms, plan: Plan) -> Known | None:
+    """The plan that keeps everything, if that fits for certain: if all that is saved fits next to all else."""
+    kept = _most_if_kept(footprint)
     if kept > terms.problem(footprint).limit_bytes:
         return None
     keeping = dataclasses.replace(plan, default=Placement.KEEP, placements={})
     return known_as_measured(situation, footprint, terms, keeping, kept)
+
+
+def _most_if_kept(footprint: Footprint) -> int:
+    """A step takes no more, however often backward walks its graph: whatever the windows were that it was measured with."""
+    alive = max(one.live_bytes + one.measured_bytes for one in footprint.segments)
+    return max(footprint.base_bytes + alive + sum(footprint.saved_bytes.values()), footprint.optimizer_peak_bytes)
 
 
 def known_as_measured(
@@ -180,7 +184,7 @@ def known_as_measured(
     problem = terms.problem(footprint)
     written = written_if_moved(footprint, plan)
     if written_bytes is not None and written > written_bytes:
-        needed = smallest_budget(peak_bytes + sum(footprint.saved_bytes.values()))
+        needed = smallest_budget(_most_if_kept(footprint))
         raise OffloadPlanError(
             f"max_step_write_bytes of {format_bytes(written_bytes)} is too small: backward walks a graph more than once "
             "(retain_graph, create_graph), and of such a step all that is saved is moved, or nothing. All of it is "

@@ -77,7 +77,8 @@ class StepMeter(StepRecorder):
         self._resident_bytes = resident_bytes
         self._waited_s = waited_s
         self._find_state_bytes = state_bytes
-        self._state_bytes = 0
+        self._state_bytes = self._state_before = 0
+        self._optimizer_live = 0  # at most while an optimizer steps, behind backward
         self._times: dict[int, _Times] = {}
         self._records: dict[int, weakref.ref[Any]] = {}  # by id, which may be used again
         self._held: list[tuple[weakref.ref[Any], _Times]] = []
@@ -103,6 +104,7 @@ class StepMeter(StepRecorder):
     def begin(self) -> None:
         """Observe from now on."""
         self.running = True
+        self._state_before = self._find_state_bytes()
         self.watch()
         self._optimizer_hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -291,7 +293,7 @@ class StepMeter(StepRecorder):
         self.end_segment()
         self._optimizing = True
         for state in state_of(optimizer):
-            self._known.add(id(state.untyped_storage()))  # it was there before
+            self.know(state.untyped_storage())  # it was there before
         self._before_optimizing = (self._live, self._most, self.peak_live_bytes)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -307,7 +309,8 @@ class StepMeter(StepRecorder):
             else:
                 self._optimizer_s += seconds
                 self._optimizer_bytes = max(self._optimizer_bytes, needed)
-            self.peak_live_bytes = max(peak, live + needed)
+                self._optimizer_live = max(self._optimizer_live, live + needed)
+            self.peak_live_bytes = max(peak, live + needed) if torch._C._current_graph_task_id() != -1 else peak
         self._optimizing = True
         self._missing_state_bytes[id(optimizer)] = missing_state(optimizer)
         for state in state_of(optimizer):
@@ -328,8 +331,20 @@ class StepMeter(StepRecorder):
         return self._micro_batches[micro_batch].walks_again
 
     def peak_bytes(self, micro_batch: int) -> int:
-        """Most bytes of tensors alive at once in a micro-batch, weights and optimizer state included."""
-        return self._base_bytes() + self._micro_batches[micro_batch].peak_live_bytes
+        """Most bytes of tensors alive at once in a micro-batch, weights and optimizer state included: all state that there
+        is when the step ends, as in the next one.
+        """
+        return self._base_bytes() + max(self._micro_batches[micro_batch].peak_live_bytes, self._stepping(micro_batch))
+
+    def taken_bytes(self, micro_batch: int) -> int:
+        """The same with the state that there was: in a first step, it comes when backward has ended."""
+        before = self._base_bytes() - max(0, self._state_bytes - self._state_before)
+        most = before + self._micro_batches[micro_batch].peak_live_bytes
+        return max(most, self._base_bytes() + stepping) if (stepping := self._stepping(micro_batch)) else most
+
+    def _stepping(self, micro_batch: int) -> int:
+        """Live bytes of an optimizer's step, which follows the last micro-batch."""
+        return self._optimizer_live if micro_batch == len(self._micro_batches) - 1 else 0
 
     # -- what was found -----------------------------------------------------------------------------------------------
 

@@ -3,13 +3,13 @@
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.streamed import StreamedSetting, streaming_of
+from hf_offload.optimizers.streamed import StreamedSetting, check_streamable, streaming_of
 from hf_offload.optimizers.streamed.trial import state_per_weight
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.choosing import Allowed, choose, least_memory
@@ -92,8 +92,9 @@ class ModelState:
         """Stream ``optimizer`` if that is set, or if the plan for the first step says so. Idempotent; called by all
         processes.
         """
-        if self.streamed is not None:
-            self.streamed.prepare(model, optimizer)
+        streamed = self.streamed
+        if streamed is not None:
+            self._ranks.each(lambda: streamed.prepare(model, optimizer))
         elif self.residency is not None and not self._may_stream:
             self._warn_of(optimizer, self.residency)
         if not self._limit_bytes or id(optimizer) in self._optimizers or not (self._may_stream or self._may_park):
@@ -118,9 +119,12 @@ class ModelState:
                 self._let_stay(least_weights(self._footprint_beforehand(model, 0, 0)))
 
     def _held_beforehand(self, model: nn.Module, state_bytes: int, activation_bytes: int) -> Held:
-        """What the plan moves of a step that has ``activation_bytes`` in memory, of any place in it."""
+        """What the plan moves of a step that has ``activation_bytes`` in memory, of any place in it: of the process that
+        needs most.
+        """
         assert self._hardware is not None
-        footprint = self._footprint_beforehand(model, state_bytes, activation_bytes)
+        own = self._footprint_beforehand(model, state_bytes, activation_bytes)
+        footprint = self._ranks.largest(own, lambda one: one.optimizer_peak_bytes)
         allowed = self.allowed
         if activation_bytes:
             allowed = dataclasses.replace(allowed, state="none")
@@ -316,16 +320,14 @@ class ModelState:
                 model, with_checked(self._config, optimizer=place), self._storage, self._ranks.count, is_planned=True
             )
             setting.open()
+            for optimizer in optimizers if self._ranks.connected else ():
+                check_streamable(optimizer)
         except OffloadConfigError as error:
             problem = str(error)
         # Where one process cannot, none does: a plan is for all of them.
         problem = next(filter(None, self._ranks.gather(problem)), "")
         if setting is not None and not problem:
-            try:
-                for optimizer in optimizers:
-                    setting.prepare(model, optimizer)
-            except OffloadConfigError as error:
-                problem = str(error)
+            problem = self._prepare_all(setting, model, optimizers)
         if problem:
             logger.info("Gradients and optimizer state stay in memory, though %s. %s", why, problem)
         if setting is None or not setting.is_used:
@@ -346,6 +348,22 @@ class ModelState:
         setting.update_in_backward(self._in_backward)
         self._state_per_weight = max(map(state_per_weight, optimizers))
         return True
+
+    def _prepare_all(self, setting: StreamedSetting, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
+        """Stream ``optimizers``; returns why the first that cannot be stays in memory, with those after it."""
+
+        def prepare() -> None:
+            for optimizer in optimizers:
+                setting.prepare(model, optimizer)
+
+        try:
+            self._ranks.each(prepare)
+        except OffloadConfigError as error:
+            if self._ranks.connected:
+                setting.close()
+                raise  # some have been streamed, others not: no plan is for both
+            return str(error)
+        return ""
 
     def _can_park(self, model: nn.Module) -> bool:
         if not self._may_park:

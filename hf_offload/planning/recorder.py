@@ -104,6 +104,7 @@ class StepRecorder(TorchDispatchMode):
         self._sum: _Sum | None = None
         self._known: set[int] = set()
         self._seen: dict[int, _Seen] = {}
+        self._there: dict[int, _Seen] = {}  # weights and state, which are not counted
         self._dead: queue.SimpleQueue[_Seen] = queue.SimpleQueue()
         self._entered: dict[str, int] = {}
         self._left: dict[str, int] = {}
@@ -140,7 +141,7 @@ class StepRecorder(TorchDispatchMode):
     def watch(self) -> None:
         """Follow the model's forwards and gradients from now on."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            self._known.add(id(tensor.untyped_storage()))
+            self.know(tensor.untyped_storage())
             if tensor.grad is not None and tensor.grad.layout is torch.strided:
                 self.see(tensor.grad.untyped_storage())  # kept from the step before, or from another micro-batch
         for name, unit in find_units(self.model).items():
@@ -274,14 +275,23 @@ class StepRecorder(TorchDispatchMode):
         key = id(storage)
         if key in self._known:
             return False
-        self._known.add(key)
         # Weights that come and go are a part of what is there all the time.
         nbytes = storage.nbytes() if counts and not whereabouts.has(storage) else 0
         self._live += nbytes
-        # A callback may run in any thread and under any lock: it only leaves a note, in C (see interrupts.py).
-        self._seen[key] = seen = _Seen(storage, self._dead.put)
-        seen.key, seen.nbytes = key, nbytes
+        self._seen[key] = self._note_end(storage, nbytes)
         return True
+
+    def know(self, storage: torch.UntypedStorage) -> None:
+        """A storage that was there before: it is not counted. Where it goes, another may have its id."""
+        if id(storage) not in self._known:
+            self._there[id(storage)] = self._note_end(storage, 0)
+
+    def _note_end(self, storage: torch.UntypedStorage, nbytes: int) -> _Seen:
+        self._known.add(id(storage))
+        # A callback may run in any thread and under any lock: it only leaves a note, in C (see interrupts.py).
+        seen = _Seen(storage, self._dead.put)
+        seen.key, seen.nbytes = id(storage), nbytes
+        return seen
 
     def forget(self, storage: torch.UntypedStorage) -> None:
         """Count a storage no more."""
@@ -294,8 +304,9 @@ class StepRecorder(TorchDispatchMode):
         while not self._dead.empty():
             seen = self._dead.get()
             self._known.discard(seen.key)
-            if self._seen.get(seen.key) is seen:
-                del self._seen[seen.key]
+            for those in (self._seen, self._there):
+                if those.get(seen.key) is seen:
+                    del those[seen.key]
             self._effects.died(seen.key)
             self.died(seen.key)
             self._live -= seen.nbytes

@@ -1,5 +1,6 @@
 """A budget instead of a policy: offload='auto' in real training steps."""
 
+import contextlib
 import functools
 import logging
 
@@ -15,6 +16,7 @@ from hf_offload.planning.measuring import StepMeter
 from tests.helpers.activation_heavy_models import ROWS, TOKENS, batch, build
 from tests.helpers.live_bytes import live_bytes_of_steps, peak_bytes_in_use
 from tests.helpers.tables import rows
+from tests.helpers.training_steps import training_steps
 
 MIB = 1 << 20
 
@@ -36,34 +38,24 @@ def train(model, config, steps=5, inputs=None, micro_batches=1):
     On a busy machine a plan may be made anew at any step, and nothing has been measured of it when the run ends.
     """
     torch.manual_seed(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     forecast = plan = None
-    with offload_activations(model, config) as session:
-        for index in range(steps):
-            for _ in range(micro_batches):
-                loss = model(**(inputs[index % len(inputs)] if inputs else batch())).loss
-                loss.backward()
-                losses.append(loss.item())
-                del loss
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
-            now = session.forecast
-            if forecast is None or (now is not None and now.measured_peak_bytes is not None):
-                forecast, plan = now, session.plan
+
+    def loss_of(step):
+        return model(**(inputs[step % len(inputs)] if inputs else batch())).loss
+
+    for session, of_step in training_steps(model, config, steps, loss_of, micro_batches=micro_batches):
+        losses += of_step
+        now = session.forecast
+        if forecast is None or (now is not None and now.measured_peak_bytes is not None):
+            forecast, plan = now, session.plan
     return losses, [parameter.detach().clone() for parameter in model.parameters()], forecast, plan
 
 
 def measured_peak(model, config):
     """Live bytes of the first step that was looked at under a plan."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with offload_activations(model, config) as session:
-        for _ in range(12):
-            model(**batch()).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
+    with contextlib.closing(training_steps(model, config, 12, lambda step: model(**batch()).loss)) as steps:
+        for session, _ in steps:
             if session.forecast is not None and session.forecast.measured_peak_bytes is not None:
                 return session.forecast.measured_peak_bytes
     raise AssertionError("no step was looked at")
@@ -171,8 +163,9 @@ def test_the_prediction_follows_the_pace_of_steps_that_nobody_looks_at(tmp_path)
 
 def needing_more(monkeypatch, nbytes):
     """Let every measured peak look larger than it was."""
-    honest = StepMeter.peak_bytes
-    monkeypatch.setattr(StepMeter, "peak_bytes", lambda meter, which: honest(meter, which) + nbytes)
+    for name in ("peak_bytes", "taken_bytes"):
+        honest = getattr(StepMeter, name)
+        monkeypatch.setattr(StepMeter, name, lambda meter, which, honest=honest: honest(meter, which) + nbytes)
 
 
 def test_a_step_over_the_budget_is_planned_again_with_less(tmp_path, monkeypatch, caplog):
@@ -266,7 +259,9 @@ def test_a_prediction_is_corrected_after_three_steps_and_then_ever_more_rarely(
     monkeypatch.setattr("hf_offload.planning.pace.time", SlowClock())
     fixed, activations = live_peaks("gpt2")
     with caplog.at_level(logging.INFO, "hf_offload"):
-        _, _, forecast, _ = train(model_of("gpt2"), auto(int(fixed + 0.5 * activations), tmp_path), steps)
+        # A trial of recompute would be another plan, where the compute of this machine is as slow as its drive.
+        config = auto(int(fixed + 0.5 * activations), tmp_path, recompute_elementwise="off")
+        _, _, forecast, _ = train(model_of("gpt2"), config, steps)
     # The third step after the plan has been looked at, and the sixth after that one.
     assert sum(record.getMessage().startswith("Steps take") for record in caplog.records) == corrected
     # A single slow step does not correct what was measured.

@@ -360,7 +360,16 @@ def test_a_penalty_before_the_loss_of_a_step_is_measured_for_itself(first, tmp_p
     found, session = _penalty_and_loss(auto(tmp_path, smallest), 7, first)
     assert is_same(expected, found)
     assert session.most_measured_bytes <= smallest
-    assert any(known.plan is not None for known in session._automatic._feedback._known.values())
+    assert any(known.plan is not None for known in session._automatic._decisions._known.values())
+
+
+def test_a_penalty_before_the_loss_does_not_run_under_the_plan_of_the_loss(tmp_path):
+    """It fits into that of the loss, which has gradients already: a plan that is not for graphs of backward."""
+    _, session = _penalty_and_loss(auto(tmp_path, 16 << 20), 6, first=3)
+    moved = [step.offloaded_bytes for step in session.stats.steps]
+    assert all(nbytes > 0.9 * moved[0] for nbytes in moved[3:])
+    # Were there another penalty under it, the loss would be measured, too, with all of it moved, until it has one as well.
+    assert max(moved) < 1.5 * moved[0]
 
 
 @pytest.mark.parametrize("backward", [_gradient_penalty, _in_pieces])

@@ -1,5 +1,6 @@
 """Several processes: the same bits as without offloading, shared budgets, one plan, one summary."""
 
+import functools
 import gc
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hf_offload import (
     offload_activations,
     ranks,
 )
-from hf_offload.errors import OffloadPlanError
+from hf_offload.errors import OffloadPlanError, StorageError
 from hf_offload.integrations.summary import summary_lines
 from hf_offload.optimizers.streamed import setting as streamed_setting
 from hf_offload.optimizers.streamed import streaming_of
@@ -372,6 +373,47 @@ def state_that_one_process_cannot_stream_stays_in_all(rank, folder):
     assert everyone[0] == everyone[1]
 
 
+def the_process_that_needs_most_decides_about_the_state(rank, folder):
+    found = trains_in_budget(rank, folder, 5.5, own=2 * rank)
+    assert found["begins"]
+
+
+def an_optimizer_that_one_process_cannot_stream_stays_in_all(rank, folder):
+    with pytest.raises(OffloadPlanError, match="state on a tier") as refused:
+        trains_in_budget(rank, folder, 4.6, change=replace_step if rank == 1 else None)
+    everyone = [None] * TWO
+    dist.all_gather_object(everyone, str(refused.value))
+    assert everyone[0] == everyone[1]
+
+
+def replace_step(optimizer):
+    optimizer.step = functools.partial(type(optimizer).step, optimizer)
+
+
+def an_error_of_one_process_is_raised_in_all(rank, folder):
+    """One of them prepares an optimizer that cannot be streamed; and in ``auto``, one fails when streaming has begun."""
+    model = build("gpt2", 0.0, layers=1)
+    session = attach(model, settings(folder, optimizer="ssd"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if rank == 1:
+        replace_step(optimizer)
+    with pytest.raises(OffloadConfigError, match="The step of this AdamW was replaced"):
+        session.prepare_optimizer(optimizer)
+    session.detach()
+    honest = streamed_setting.stream
+
+    def fail(*arguments, **options):
+        raise StorageError("This drive has gone.")
+
+    if rank == 1:
+        streamed_setting.stream = fail
+    try:
+        with pytest.raises(StorageError, match="This drive has gone"):
+            trains_in_budget(rank, folder, 3)
+    finally:
+        streamed_setting.stream = honest
+
+
 def assert_leaves(found, expected):
     assert found["streams"]
     assert not expected["streams"]
@@ -390,7 +432,7 @@ def weights_and_gradients_that_do_not_fit_are_refused(rank, folder):
         trains_in_budget(rank, folder, 1.5)
 
 
-def trains_in_budget(rank, folder, share, own=0):
+def trains_in_budget(rank, folder, share, own=0, change=None):
     """A run within ``share`` times the weights' bytes, of whose parameters the process trains so many more of its own."""
     ranks._TO_ANSWER = ranks._TO_ANSWER.__class__(seconds=20)
     planning_ranks.measure_hardware = lambda directories, device, **options: a_machine()
@@ -400,6 +442,8 @@ def trains_in_budget(rank, folder, share, own=0):
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     mine = [torch.nn.Parameter(torch.zeros(nbytes // 4)) for _ in range(own)]
     optimizer = torch.optim.AdamW([*model.parameters(), *mine], lr=1e-3)
+    if change is not None:
+        change(optimizer)
     given = (
         {"tier": "none"}
         if share is None
@@ -468,6 +512,9 @@ IN_TWO = (
     one_place_for_the_state,
     one_place_for_the_state_after_a_step,
     state_that_one_process_cannot_stream_stays_in_all,
+    the_process_that_needs_most_decides_about_the_state,
+    an_optimizer_that_one_process_cannot_stream_stays_in_all,
+    an_error_of_one_process_is_raised_in_all,
     weights_and_gradients_that_do_not_fit_are_refused,
     gone_in_one_of_them,
     streamed_shards_are_refused,

@@ -6,9 +6,10 @@ import transformers
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_offload import OffloadConfig, offload_activations
+from hf_offload import OffloadConfig
 from hf_offload.errors import OffloadPlanError
 from tests.helpers.live_bytes import peak_live_bytes
+from tests.helpers.training_steps import training_steps
 
 WIDTH, ROWS, LENGTH, STEPS = 32, 8, 32, 5
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
@@ -92,18 +93,12 @@ def train(make, batch, config=None):
     """Losses and weights; which blocks have been recomputed, and why others of the last plan cannot be."""
     torch.manual_seed(0)
     model = make().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, recomputed, reasons = [], set(), []
-    with offload_activations(model, config or OffloadConfig(tier="none")) as session:
-        for step in range(STEPS):
-            loss = model(**batch(step)).loss
-            loss.backward()
-            losses.append(loss.item())
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
-            recomputed |= {name for name, one in session.plan.placements.items() if one.recomputes}
+    config = config or OffloadConfig(tier="none")
+    steps = training_steps(model, config, STEPS, lambda step: model(**batch(step)).loss, learning_rate=1e-2)
+    for session, of_step in steps:
+        losses += of_step
+        recomputed |= {name for name, one in session.plan.placements.items() if one.recomputes}
         if session.planned is not None:
             reasons = [span.not_twice for span in session.planned.footprint.blocks]
     return (losses, [parameter.tolist() for parameter in model.parameters()]), recomputed, reasons

@@ -21,6 +21,7 @@ from hf_offload.structure.units import find_blocks
 from tests.helpers import other_module_noise as noise
 from tests.helpers.live_bytes import peak_live_bytes
 from tests.helpers.other_module_noise import draw
+from tests.helpers.training_steps import training_steps
 
 WIDTH, ROWS = 32, 256
 STEPS = 4
@@ -261,20 +262,16 @@ def run(make, config, steps=STEPS, options=lambda step: {}, before=lambda model,
     """Losses, everything there is of the model's state in the end, and which blocks were ever recomputed."""
     reset()
     model = make().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_of(step):
+        before(model, step)
+        return model(torch.randn(ROWS, WIDTH), **options(step))
+
     losses, recomputed = [], set()
     torch.manual_seed(1)
-    with offload_activations(model, config) as session:
-        for step in range(steps):
-            before(model, step)
-            loss = model(torch.randn(ROWS, WIDTH), **options(step))
-            loss.backward()
-            losses.append(loss.item())
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
-            recomputed |= {name for name, one in session.plan.placements.items() if one.recomputes}
+    for session, of_step in training_steps(model, config, steps, loss_of, learning_rate=1e-2):
+        losses += of_step
+        recomputed |= {name for name, one in session.plan.placements.items() if one.recomputes}
     return losses, state(model), recomputed
 
 

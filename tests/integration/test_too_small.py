@@ -1,12 +1,15 @@
 """What the error of a budget that is too small advises: what may help this model with these settings, and nothing else."""
 
+import logging
+
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from hf_offload import OffloadConfig, attach
+from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.errors import OffloadPlanError
+from hf_offload.settings.sizes import format_bytes
 
 
 class Block(nn.Module):
@@ -109,3 +112,55 @@ def test_state_on_a_tier_is_advised_where_settings_keep_it_in_memory(tmp_path):
     assert "state on a tier (optimizer='ssd'" in refusal_of(
         tmp_path, model, {"hidden": torch.ones(1, 512)}, **IN_MEMORY
     )
+
+
+def first_steps(folder, caplog, model, rows, budget, count=1, **settings):
+    """The session of a few steps of which the first is the largest, and what is said."""
+    config = OffloadConfig(tier="auto", memory_budget=budget, directory=folder, min_bytes=1024, **settings)
+    with offload_activations(model, config) as session, caplog.at_level(logging.WARNING, "hf_offload"):
+        optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+        try:
+            for _ in range(count):
+                model(rows).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                session.end_step()
+        except OffloadPlanError as error:
+            return session, [str(error)]
+    return session, [record.getMessage() for record in caplog.records]
+
+
+def test_a_first_step_reads_no_more_ahead_than_a_small_budget_has_room_for(tmp_path, caplog):
+    session, said = first_steps(tmp_path, caplog, Custom(), torch.randn(2048, 32), 6 << 20, **IN_MEMORY)
+    assert session.most_measured_bytes <= 6 << 20, said
+
+
+class Wide(nn.Module):
+    """Weights, gradients and state take as much as activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden).relu()
+        return hidden.square().mean()
+
+
+def test_a_first_step_over_the_budget_is_said_with_what_it_took(tmp_path, caplog):
+    """State fits before activations are known, and leaves memory once they are."""
+    budget = 28 << 20
+    session, said = first_steps(tmp_path, caplog, Wide(), torch.randn(1600, 512), budget, count=4)
+    taken = session.most_measured_bytes
+    assert len(said) == 1
+    assert said[0].startswith(
+        f"The first step of its kind took {format_bytes(taken)}, {format_bytes(taken - budget)} more"
+    )
+    assert session.forecast.measured_peak_bytes <= budget
+
+
+def test_a_refusal_says_what_a_step_over_the_budget_took(tmp_path, caplog):
+    session, said = first_steps(tmp_path, caplog, Custom(), torch.randn(2048, 32), 3 << 20, **IN_MEMORY)
+    assert session.most_measured_bytes > 3 << 20
+    assert said[0].endswith(f"The step that was measured took {format_bytes(session.most_measured_bytes)}.")

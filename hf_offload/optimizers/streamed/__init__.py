@@ -3,6 +3,7 @@
 from hf_offload.optimizers.streamed.optimizer import (
     StreamedOptimizer,
     StreamedState,
+    check_streamable,
     clip_grad_norm_,
     stream,
     streaming_of,
@@ -14,6 +15,7 @@ __all__ = [
     "StreamedOptimizer",
     "StreamedSetting",
     "StreamedState",
+    "check_streamable",
     "clip_grad_norm_",
     "gradient_of",
     "stream",

@@ -20,7 +20,7 @@ from hf_offload.optimizers.streamed.record import Record
 from hf_offload.optimizers.streamed.saved import StateFiles
 from hf_offload.optimizers.streamed.shadow import Shadow, make_shadow, options_of
 from hf_offload.optimizers.streamed.streaming import Streaming
-from hf_offload.optimizers.streamed.trial import traits_of
+from hf_offload.optimizers.streamed.trial import Traits, traits_of
 from hf_offload.parameters.demand import ask_in_transforms
 from hf_offload.parameters.scripts import ask_in_scripts
 from hf_offload.parameters.unasked import ask_everywhere
@@ -100,8 +100,7 @@ def stream(
             f"{names.get(id(twice), 'A parameter')} is in two optimizers whose state is to be streamed: give each parameter "
             "to one optimizer."
         )
-    _check_step(optimizer)
-    traits = traits_of(optimizer, kind)
+    traits = check_streamable(optimizer)
     gradients = gradients and not traits.sets_gradients
     resident = StreamedState()
     streaming = Streaming(
@@ -128,6 +127,15 @@ def stream(
         ask_everywhere()
         ask_in_scripts()
     return streaming
+
+
+def check_streamable(optimizer: Optimizer) -> Traits:
+    """How the state of ``optimizer`` can be streamed.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` where it cannot.
+    """
+    _check_step(optimizer)
+    return traits_of(optimizer, type(optimizer))
 
 
 def _first_streamed(parameters: list[nn.Parameter]) -> nn.Parameter | None:

@@ -1,0 +1,448 @@
+"""Deciding about the plans of a running training: which one a micro-batch has, and what becomes of them after a step."""
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from hf_offload.errors import OffloadPlanError
+from hf_offload.plan.choosing import may_hold, problem_of
+from hf_offload.plan.footprint import Footprint
+from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.plan import Plan
+from hf_offload.plan.planner import windows_for
+from hf_offload.plan.search import may_gain
+from hf_offload.plan.timeline import Windows
+from hf_offload.planning.correcting import corrected_plan, follow_pace, say
+from hf_offload.planning.graphs import WalkedGraphs
+from hf_offload.planning.known import Known, Terms, find_known, known_by_simulating, known_with_more_state
+from hf_offload.planning.measuring import StepMeter
+from hf_offload.planning.model_state import ModelState
+from hf_offload.planning.moved import moving_all, windows_to_measure
+from hf_offload.planning.moving import Moving
+from hf_offload.planning.observed import ObservedEngine
+from hf_offload.planning.overhead import Overhead
+from hf_offload.planning.pace import Pace
+from hf_offload.planning.situation import Situation
+from hf_offload.planning.trial import Trial
+from hf_offload.ranks import Ranks
+from hf_offload.settings.sizes import format_bytes, format_seconds
+
+# The first step under a new plan still learns which records need not leave: the second is looked at.
+_SETTLED_STEPS = 1
+# A smaller batch than one that was measured is measured itself when it has come so often in a row.
+_LASTING = 3
+
+
+@dataclasses.dataclass
+class Played:
+    """A micro-batch of the running step: what it runs under (``known``; where that is None, ``plan``, to be measured), and
+    which of the meter's it is.
+    """
+
+    situation: Situation
+    known: Known | None
+    is_measured: bool = False
+    plan: Plan | None = None
+    metered: int | None = None
+
+
+class Decisions:
+    """Decides about the plans of a running training, and keeps those that are known.
+
+    The first time that a situation comes, it runs with everything moved, and is measured; a plan is made of what was
+    measured. A smaller batch runs under the plan of a larger one, which it fits into, until it has come several times in a
+    row and earns its own. The second step under each plan is measured, too: a peak over the budget is planned again with as
+    much less. A block that something outside of it has changed between its forward and backward, for the first time, is
+    looked at in another measured step before the budget is refused, and where the plan does not keep everything: only what
+    changes again is never recomputed. Where steps take longer or shorter than predicted, what was measured is planned again
+    at their pace and with the rates that tiers have reached. Where the plan moves weights or state of the ``model_state``,
+    the next step is measured. A plan that waits or recomputes has two more steps measured, for recompute of elementwise
+    operations as another choice (:class:`~hf_offload.planning.trial.Trial`). Where no plan fits, ``on_infeasible`` is called
+    to change the model so that it needs less; if it has, the next step is measured, too.
+
+    Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan.
+
+    Attributes:
+        budget_bytes: The smallest that any process has.
+        planned: The plan of the last step, where its peak was predicted; None before the first one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget_bytes: int,
+        hardware: Hardware,
+        *,
+        safest: Plan,
+        apply: Callable[[Plan], None],
+        engine: ObservedEngine,
+        model_state: ModelState,
+        overhead: Overhead,
+        on_infeasible: Callable[[], bool],
+        ranks: Ranks,
+        trial: Trial,
+    ):
+        self._model = weakref.ref(model)
+        self._ranks = ranks
+        self.budget_bytes = min(ranks.gather(budget_bytes))
+        self._hardware = hardware
+        self._safest = safest
+        self._apply = apply
+        self._engine = engine
+        self._model_state = model_state
+        self._overhead = overhead
+        self._moving = Moving(model_state, ranks)
+        self._trial = trial
+        self._on_infeasible = lambda: any(ranks.gather(on_infeasible()))
+        self._known: dict[Situation, Known] = {}
+        self._windows: Windows | None = None  # of the next step that is measured, where nothing is known
+        self._wanted: set[Situation] = set()  # to be measured when they come again
+        self._changed: set[str] = set()  # blocks that something had changed before their backward, in a measured step
+        self._unsure: set[Situation] = set()  # to be looked at again: blocks had changed for the first time
+        self._graphs = WalkedGraphs(safest)
+        self._pace = Pace()
+        self._in_force: Known | None = None
+        self.planned: Known | None = None
+        self._last: Situation | None = None
+        self._repeated = 0
+
+    # -- a micro-batch begins -----------------------------------------------------------------------------------------
+
+    def begin(self, situation: Situation, state_bytes: int) -> Played:
+        """Decide under which plan a micro-batch runs, with so many bytes of optimizer state, and let it be followed."""
+        made_graph, all_state_bytes = zip(*self._ranks.gather((self._engine.made_graph(), state_bytes)), strict=True)
+        if any(made_graph):
+            self._expect_graph()
+        self._repeated = self._repeated + 1 if situation == self._last else 1
+        self._last = situation
+        known = self._find_known(situation)
+        if known is not None:
+            known = self._with_all_state(known, max(all_state_bytes))
+        lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
+        trying = self._trial.wants(situation)
+        if known is None or lasting or trying or any(situation.begins(wanted) for wanted in self._wanted):
+            windows = self._windows if known is None else windows_to_measure(known, self._safest)
+            if known is None and self._known:
+                self._model_state.let_few_stay(True)
+                # How much it needs is not known; what is nearest to it says how much there may be on its way.
+                nearest = max(self._known.values(), key=lambda one: one.situation.elements)
+                windows = windows_to_measure(nearest, self._safest) or nearest.problem.windows[-1]
+                # No more waits to be written than in a first step, whatever the nearest leaves room for.
+                behind = min(windows.write_behind_bytes, self._safest.write_behind_bytes)
+                windows = dataclasses.replace(windows, write_behind_bytes=behind)
+            if known is None or windows is not None:
+                self._in_force = None
+                wide = self._safest if windows is None else moving_all(self._safest, windows)
+                plan = self._trial.plan(situation, self._graphs.plan(situation, wide))
+                self._apply(plan)
+                return Played(situation, None, is_measured=True, plan=plan)
+            self._trial.give_up(situation)
+            self._wanted = {one for one in self._wanted if not situation.begins(one)}  # there is no room to measure it
+        self._apply_plan(known)
+        looked_at = known.is_for(situation) and known.steps == _SETTLED_STEPS
+        return Played(situation, known, is_measured=looked_at)
+
+    def _find_known(self, situation: Situation) -> Known | None:
+        """A plan that it can run under: no other's where its backward may make a graph of itself, as that one's does not."""
+        if self._graphs.awaits(situation) and situation not in self._known:
+            return None
+        return find_known(self._known, situation)
+
+    def go_on(self, played: Played, situation: Situation) -> None:
+        """The micro-batch has another forward, which the plan it runs under may not be made for."""
+        played.situation = situation
+        if played.known is None:
+            return
+        known = find_known(self._known, situation)
+        if known is None:
+            # Too late to measure all of it: what can be moved is moved from here on.
+            self._wanted.add(situation)
+            played.is_measured = False
+        if known is not played.known:
+            played.known = known
+            self._apply_plan(known)
+
+    def _expect_graph(self) -> None:
+        """Backward has made a graph of itself: where the plan is for steps that do not, another is for those that do."""
+        known, last = self._in_force, self._last
+        if known is None or known.plan is not None or last is None:
+            return
+        self._log(logging.INFO, "Backward made a graph of itself for the first time: measuring until it does so again.")
+        for situation in (known.situation, last):
+            self._known.pop(situation, None)
+            self._graphs.await_one(situation, known.problem.windows[-1])
+
+    def _with_all_state(self, known: Known, state_bytes: int) -> Known | None:
+        """``known``, planned again where optimizers hold more by now than it was made for; None if that does not fit."""
+        more = state_bytes - known.footprint.state_bytes
+        if more <= 0:
+            return known
+        del self._known[known.situation]
+        try:
+            other, _ = self._in_place(lambda: known_with_more_state(known, more, self._terms))
+        except OffloadPlanError:
+            return None  # it is measured, and refused if need be
+        if other is None:
+            return None
+        self._log(logging.INFO, "Optimizer state has grown by %s: planning again.", format_bytes(more))
+        self._adopt(other)
+        return other
+
+    def _apply_plan(self, known: Known | None) -> None:
+        if known is not self._in_force:
+            self._in_force = known
+            self._apply(self._safest if known is None else known.plan_like(self._safest))
+
+    # -- a step has ended ---------------------------------------------------------------------------------------------
+
+    def after_step(self, played: Sequence[Played], meter: StepMeter | None, times: tuple[float, float]) -> None:
+        """What becomes of the plans after a step of these micro-batches, with its seconds and those of its compute.
+
+        Raises :class:`~hf_offload.errors.OffloadPlanError` after a measured step if the budget is too small.
+        """
+        if meter is not None and self._plan_measured(played, meter):
+            return
+        known = [one.known for one in played if one.known is not None]
+        if not known or len(known) < len(played):
+            return
+        self.planned = max(known, key=lambda one: one.prediction.peak_bytes)
+        self.planned.prediction.step_s = _predicted_s(known, self.planned)
+        if not all(one.known is not None and one.known.is_for(one.situation) for one in played):
+            return  # smaller batches than the plans are for
+        for one in _each(known):
+            one.steps += 1
+        if meter is not None:
+            self._check_peaks(played, meter)
+            return
+        seconds, computed_s = map(max, zip(*self._ranks.gather(times), strict=True))
+        once = self.planned.footprint.optimizer_step_s
+        pace = computed_s / max(sum(one.compute_s for one in known) + once, 1e-9)
+        if all(one.steps > 1 for one in known):
+            self._check_time(known, seconds, pace)
+            return
+        for one in known:
+            # What was measured was slowed down by measuring. One step that took longer all the same tells of something else
+            # on the machine.
+            one.pace = min(1.0, pace)
+
+    def _plan_measured(self, played: Sequence[Played], meter: StepMeter) -> bool:
+        """Make plans of the micro-batches that ran under the safest one; whether there were any."""
+        found = {
+            one.situation: one.metered
+            for one in played
+            if one.known is None and one.is_measured and one.metered is not None
+        }
+        if not found:
+            return False
+        again = {
+            situation
+            for situation, metered in found.items()
+            if any(self._ranks.gather(meter.has_backward(metered) and meter.walks_again(metered)))
+        }
+        needed = [
+            situation
+            for situation in found
+            if not any(  # one plan is enough for both
+                other != situation and situation.begins(other) and (situation not in again or other in again)
+                for other in found
+            )
+        ]
+        self._look_at_changes(meter, found)
+        plans: dict[Situation, Known] = {}
+        refusal: OffloadPlanError | None = None
+        for situation in needed:
+            metered = found[situation]
+            if not any(self._ranks.gather(meter.has_backward(metered))):
+                continue
+            try:
+                known, has_moved = self._find_measured(situation, played, meter, metered)
+                if has_moved:
+                    return True
+                if known is not None:
+                    plans[situation] = known
+            except OffloadPlanError as error:
+                if refusal is None or (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
+                    refusal = error
+        if refusal is not None:
+            if not self._unsure.isdisjoint(found):
+                self._log(logging.INFO, "Measuring again: blocks were changed before their backward, maybe only once.")
+                self._windows = windows_for(meter.footprint(found[needed[0]]))[-1]  # nothing fits as it is
+                return True
+            if not self._on_infeasible():
+                raise refusal
+            self._measure_again(str(refusal))
+            return True
+        if not plans:
+            return True
+        for situation, known in plans.items():
+            still = [one for one in self._wanted if not (one.begins(situation) or situation.begins(one))]
+            self._wanted = set(still)
+            self._adopt(known)
+        for one in played:
+            if one.known is None:
+                one.known = find_known(self._known, one.situation)
+        self.planned = max(plans.values(), key=lambda one: one.prediction.peak_bytes)
+        all_known = [one.known for one in played if one.known is not None]
+        self.planned.prediction.step_s = _predicted_s(all_known, self.planned)
+        return True
+
+    def _look_at_changes(self, meter: StepMeter, measured: Iterable[Situation]) -> None:
+        new = meter.changed_blocks - self._changed
+        self._changed |= new
+        self._unsure.difference_update(measured)
+        if any(self._ranks.gather(bool(new))):
+            self._unsure.update(measured)
+
+    def _find_measured(
+        self, situation: Situation, played: Sequence[Played], meter: StepMeter, metered: int
+    ) -> tuple[Known | None, bool]:
+        """The plan for a micro-batch that was measured, None if it has to be measured again; and whether weights or state
+        were moved.
+        """
+        footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
+        footprint = self._model_state.with_weights(self._present_model, footprint)
+        if not any(self._ranks.gather(meter.walks_again(metered))):
+            if self._graphs.goes_on_waiting(situation, footprint, self._terms):
+                return None, False
+            return self._simulated(situation, footprint)
+        self._trial.give_up(situation)
+        plan = next(one.plan for one in played if one.metered == metered and one.plan is not None)
+        peak = max(self._ranks.gather(meter.peak_bytes(metered)))
+        return self._graphs.find_known(situation, footprint, self._terms, plan, peak), False
+
+    def _simulated(self, situation: Situation, measured: Footprint) -> tuple[Known | None, bool]:
+        footprint = self._trial.joined(situation, measured)
+        if footprint is None:
+            return None, False
+        try:
+            return self._in_place(lambda: known_by_simulating(situation, footprint, self._terms))
+        except OffloadPlanError:
+            if situation in self._unsure:
+                raise
+            terms = self._terms
+            may = self._ranks.first(lambda: may_hold(footprint, terms.hardware, self.budget_bytes, terms.allowed))
+            problem = problem_of(footprint, terms.hardware, self.budget_bytes, self._model_state.held, terms.allowed)
+            if not may or not self._trial.begin(situation, problem, self._safest, measured):
+                raise
+            self._log(logging.INFO, "Nothing fits: measuring a step in which elementwise operations are recomputed.")
+            return None, False
+
+    def _check_peaks(self, played: Sequence[Played], meter: StepMeter) -> None:
+        """Look at a step under its plans."""
+        peaks: dict[Situation, int] = {}
+        for one in played:
+            if one.known is not None and one.is_measured and one.metered is not None:
+                key = one.known.situation
+                peaks[key] = max(peaks.get(key, 0), meter.peak_bytes(one.metered))
+        for situation, peak in peaks.items():
+            if situation in self._known:
+                self._check_peak(self._known[situation], max(self._ranks.gather(peak)))
+
+    def _check_peak(self, known: Known, peak: int) -> None:
+        """Was it within the budget, and was compute as fast as in the first step?"""
+        known.prediction.measured_peak_bytes = peak
+        if known.plan is not None:
+            return
+        if self._correct(known, peak):
+            return
+        if peak > self.budget_bytes and self._on_infeasible():
+            self._measure_again(f"A step needed {format_bytes(peak)}.")
+        elif may_gain(known.footprint, known.solution) and self._trial.begin(
+            known.situation, known.problem, self._safest
+        ):
+            self._log(
+                logging.INFO,
+                "A step takes %s, its compute %s: measuring two steps, one with elementwise operations recomputed.",
+                format_seconds(known.solution.timeline.step_s),
+                format_seconds(known.footprint.step_s),
+            )
+
+    def _correct(self, known: Known, peak: int) -> bool:
+        """Plan again where that is better by now; whether it was."""
+        corrected, has_moved = self._in_place(lambda: corrected_plan(known, peak, self._terms))
+        if corrected is not None and not has_moved:
+            self._adopt(corrected)
+        return has_moved or corrected is not None
+
+    @property
+    def _terms(self) -> Terms:
+        """Of the present: with the rates that tiers have reached, and what may still be moved."""
+        return Terms(self.budget_bytes, self._overhead.on(self._hardware), self._moving.allowed, self._ranks)
+
+    @property
+    def _present_model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None, "a step has a model"
+        return model
+
+    def _in_place(self, find: Callable[[], Known | None]) -> tuple[Known | None, bool]:
+        """The plan that is found, and whether weights or state had to be moved for one: the next step is measured then."""
+        known, why = self._moving.settle(self._present_model, find)
+        if why is None or known is None:
+            return known, False
+        self._measure_again(why)
+        # Everything moves in the step that is measured, and it is to be within the budget, too.
+        self._windows = windows_to_measure(known, self._safest) or known.problem.windows[-1]
+        return None, True
+
+    def _measure_again(self, why: str) -> None:
+        """What is known is of a run that had other weights and state in memory, or was computed in another way."""
+        self._known.clear()
+        self._wanted.clear()
+        self._trial.forget()
+        self._windows = None
+        self._in_force = self.planned = None
+        self._log(logging.INFO, "Measuring again, with something else in memory. %s", why)
+
+    def _check_time(self, known: Sequence[Known], seconds: float, pace: float) -> None:
+        """A step took ``seconds``, and its compute ``pace`` times as long as predicted: correct what is off."""
+        main = self.planned
+        assert main is not None, "it is the largest of these"
+        ratio = self._pace.add(main, seconds, pace)
+        if ratio is None and not self._pace.has_changed:
+            return
+        pace = self._pace.take()
+        simulated = [one for one in _each(known) if one.plan is None]
+        if ratio is None:
+            terms = self._terms
+            for one in simulated:
+                one.pace = pace
+                follow_pace(one, terms)
+            main.prediction.step_s = _predicted_s(known, main)
+            return
+        predicted = main.prediction.step_s / main.followed
+        self._log(logging.INFO, "Steps take %.2f s instead of the predicted %.2f s.", ratio * predicted, predicted)
+        for one in simulated:
+            one.pace, one.followed = pace, 1.0
+            self._correct(one, one.prediction.measured_peak_bytes or 0)
+            if self.planned is None:
+                return  # weights or state were moved
+
+    def _adopt(self, known: Known) -> None:
+        """Let the plan be that of its situation, from the next forward on."""
+        self._known[known.situation] = known
+        self._pace.forget()
+        kind = "Corrected plan" if known.corrections else "Plan"
+        self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self.budget_bytes), known.reason)
+        self.planned = known
+        if known.situation in self._unsure and known.moves:
+            self._unsure.discard(known.situation)
+            self._wanted.add(known.situation)
+        self._apply_plan(known)
+
+    def _log(self, level: int, message: str, *values: object) -> None:
+        """What all processes have decided, said by one of them."""
+        say(self._ranks, level, message, *values)
+
+
+def _each(known: Iterable[Known]) -> Iterable[Known]:
+    """Without repetitions."""
+    return {id(one): one for one in known}.values()
+
+
+def _predicted_s(known: Iterable[Known], main: Known) -> float:
+    """Of a step with micro-batches under these plans."""
+    return sum(one.micro_batch_s for one in known) + main.footprint.optimizer_step_s
