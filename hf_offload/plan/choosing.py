@@ -128,6 +128,8 @@ def _held(
     footprint: Footprint, *, held: Held, budget_bytes: int, on_host: bool, now: Held, tiers: frozenset[str]
 ) -> Footprint:
     found = hold(footprint, held, budget_bytes, on_host, now)
+    if all(one.tier in tiers for one in found.transfers):
+        return found  # with what is known of it
     return dataclasses.replace(found, transfers=tuple(one for one in found.transfers if one.tier in tiers))
 
 
@@ -165,7 +167,7 @@ def _choose(found: Sequence["_Way"], allowed: Allowed, usual: Choice | None = No
             best, solutions = present, others
     if not solutions:
         return best
-    improved = local_search(best.problem, solutions, find_uniform(best.problem))
+    improved = local_search(best.problem, solutions, find_uniform(best.problem, best.step_s))
     return best if improved is None else dataclasses.replace(best, solution=improved)
 
 

@@ -29,6 +29,8 @@ _PREFIX_PARTS = 32
 _PAIRED = 2
 # So many placements are looked at where several problems are compared.
 _LIKELY = 3
+# What is slower than the best by this is not improved further, where all units are placed alike.
+_NEAR = 1.03
 # What is no faster than this is not worth computing anything twice.
 _WORTH = 1.01
 
@@ -200,10 +202,15 @@ def _possible(choices: Choices, bounds: Bounds) -> list[tuple[float, Placement]]
     return sorted((one for one in found if one[0] < math.inf), key=lambda one: one[0])
 
 
-def _all_alike(problem: Problem, choices: Choices, placement: Placement, method: str) -> Solution | None:
-    """Every unit placed so, in the widest windows in which that fits; None if it fits in none."""
+def _all_alike(problem: Problem, choices: Choices, placement: Placement, below_s: float) -> Solution | None:
+    """Every unit placed so, in the widest windows in which that fits; None if it fits in none, or takes ``below_s``."""
+    placements = choices.uniform(placement)
+    if problem.least_s(placements) >= below_s:
+        return None
     for windows in _windows_for(problem, placement):
-        solution = problem.play(choices.uniform(placement), windows, method)
+        solution = problem.play(placements, windows, placement.value)
+        if solution.timeline.step_s >= below_s:
+            return None  # narrower ones wait more
         if problem.fits(solution):
             return solution
     return None
@@ -272,10 +279,12 @@ def _prefix(
     return None
 
 
-def find_uniform(problem: Problem) -> list[Solution]:
-    """Every unit placed alike, each way with the widest windows that fit."""
-    choices = Choices(problem)
-    found = (_all_alike(problem, choices, placement, placement.value) for placement in choices.options[1:])
+def find_uniform(problem: Problem, best_s: float = math.inf) -> list[Solution]:
+    """Every unit placed alike, each way with the widest windows that fit; where a step of ``best_s`` is known, what is much
+    slower is left out: a search that begins with it does not come out ahead.
+    """
+    choices, below_s = Choices(problem), _NEAR * best_s
+    found = (_all_alike(problem, choices, placement, below_s) for placement in choices.options[1:])
     return [solution for solution in found if solution is not None]
 
 
