@@ -149,9 +149,9 @@ class _Lazily(Sequence[int]):
 
 
 def _others_bytes(footprint: Footprint) -> Column:
-    """Segment -> what is there whatever leaves."""
+    """Segment -> what is there whatever leaves or is recomputed."""
     columns = footprint.segment_columns
-    return footprint.base_bytes + columns.live_bytes + columns.measured_bytes
+    return footprint.base_bytes + footprint.least_live_bytes + columns.measured_bytes
 
 
 def _recomputing_s(footprint: Footprint, at: int, nbytes: int) -> float:

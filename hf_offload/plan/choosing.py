@@ -437,7 +437,7 @@ def _may_fit(problem: Problem) -> bool:
 def _least_bytes(problem: Problem) -> int:
     """What a step needs wherever its activations are."""
     footprint = problem.footprint
-    alive = max(segment.live_bytes for segment in footprint.segments)
+    alive = int(footprint.least_live_bytes.max())
     return footprint.base_bytes + max(alive, footprint.gradient_bytes + footprint.optimizer_step_bytes)
 
 

@@ -61,6 +61,7 @@ class Course:
         memory_bytes: In each segment, all memory but that of ``items``.
         measured_bytes: The same while the step is measured.
         alone_before: Of it, saved bytes that nothing else holds, before what is gone in the segment is gone.
+        dropped_bytes: In each segment, live bytes of the footprint that recompute has dropped, and not brought back yet.
         held_bytes: In each segment, what the engine holds of saved bytes that stay in memory.
         largest_bytes: The largest saved bytes.
         staying: The numbers of what stays in memory as long as autograd holds it.
@@ -72,6 +73,7 @@ class Course:
     memory_bytes: list[int]
     measured_bytes: list[int]
     alone_before: list[int]
+    dropped_bytes: list[int]
     held_bytes: list[int]
     largest_bytes: int
     staying: list[int]
@@ -86,7 +88,8 @@ def course_of(footprint: Footprint, placements: Mapping[str, Placement]) -> Cour
     alone = staying.where(staying.gone < staying.released)
     gone = _sums(alone.gone, alone.nbytes, end)
     resident = np.cumsum(gone - _sums(alone.released, alone.nbytes, end))
-    memory = footprint.base_bytes + segments.live_bytes + resident
+    dropped = footprint.dropped_bytes(spans)
+    memory = footprint.base_bytes + segments.live_bytes + resident - dropped
     return Course(
         events=_events(footprint, rows, spans),
         items=_items(footprint, rows, placements, np.cumsum(released)),
@@ -94,6 +97,7 @@ def course_of(footprint: Footprint, placements: Mapping[str, Placement]) -> Cour
         memory_bytes=memory.tolist(),
         measured_bytes=(memory + segments.measured_bytes).tolist(),
         alone_before=(resident - gone).tolist(),
+        dropped_bytes=dropped.tolist(),
         held_bytes=np.cumsum(packed - released).tolist(),
         largest_bytes=int(rows.saved.nbytes[(rows.number >= 0) | rows.moves].max(initial=0)),
         staying=rows.number[(rows.number >= 0) & ~rows.moves].tolist(),

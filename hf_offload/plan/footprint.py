@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,7 @@ class BlockSpan:
 
     ``boundary_bytes`` is the size of what it takes as input; ``forward`` the half-open range of its segments in forward;
     ``backward`` the segment in which its backward begins; ``not_twice`` why its forward cannot run a second time, empty where
-    it can.
+    it can; ``small_bytes`` what it saves that is too small to move, and that nothing else holds: recompute drops it, too.
     """
 
     name: str
@@ -105,6 +105,7 @@ class BlockSpan:
     forward: tuple[int, int]
     backward: int
     not_twice: str = ""
+    small_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -226,6 +227,19 @@ class Footprint:
         """The blocks that can be recomputed in backward."""
         never = {span.name for span in self.blocks if span.not_twice}
         return tuple(span for span in self.blocks if span.name not in never)
+
+    def dropped_bytes(self, spans: Iterable[BlockSpan]) -> Column:
+        """Segment -> how much less of what is too small to move is there if the blocks of ``spans`` are recomputed."""
+        changes = np.zeros(len(self.segments) + 1, np.int64)
+        for span in spans:
+            changes[span.forward[1]] += span.small_bytes
+            changes[span.backward] -= span.small_bytes
+        return changes.cumsum()[:-1]
+
+    @functools.cached_property
+    def least_live_bytes(self) -> Column:
+        """Segment -> its live bytes, were all blocks recomputed that can be."""
+        return self.segment_columns.live_bytes - self.dropped_bytes(self.recomputable)
 
     @functools.cached_property
     def uses(self) -> dict[str, Uses]:

@@ -90,7 +90,7 @@ def can_fit(problem: Problem) -> bool:
     """``problem.fits(smallest(problem))``, but without looking further once something fits."""
     footprint = problem.footprint
     # Whatever is moved, this stays.
-    alive = max(segment.live_bytes for segment in footprint.segments)
+    alive = int(footprint.least_live_bytes.max())
     alive = max(alive, footprint.gradient_bytes + footprint.optimizer_step_bytes)
     if footprint.base_bytes + alive > problem.limit_bytes:
         return False

@@ -247,7 +247,7 @@ class _Player:
         self._must_fit = max(self._must_fit, max(others, measured_bytes) + self._resident + stalled)
         if self._details:
             moving = sum(item.nbytes for item in self._course.items if item.resident and not item.stays)
-            kept = alone_bytes + self._resident - moving
+            kept = max(0, alone_bytes + self._resident - moving)
             self._memory.append(MemoryUse(self._now, memory, gradient_bytes, kept, moving))
 
     # -- channels -----------------------------------------------------------------------------------------------------
@@ -402,7 +402,9 @@ class _Player:
         seconds, nbytes = self._footprint.recompute_costs[span.name]
         segment = self._footprint.segments[index]
         alone = self._course.alone_before[index]
-        self._note(span.name, segment.live_bytes + nbytes, alone, segment.gradient_bytes)
+        # What is small comes back as a part of the block's own memory.
+        live_bytes = segment.live_bytes - self._course.dropped_bytes[index] - span.small_bytes + nbytes
+        self._note(span.name, live_bytes, alone, segment.gradient_bytes)
         self._spend("recompute", span.name, seconds)
         self._recompute += seconds
 

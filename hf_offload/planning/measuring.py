@@ -86,6 +86,10 @@ class StepMeter(StepRecorder):
         self._by_storage: dict[int, list[_Times]] = {}
         self._small: dict[int, int] = {}  # bytes by id of the storage
         self._small_now = self._small_bytes = 0  # the sum of these, and the most of it
+        self._small_saved: dict[
+            int, tuple[str | None, int]
+        ] = {}  # by the same: the only block that saved it, how often
+        self._small_alone: dict[str, int] = {}  # by block: what its forward left to autograd alone
         self._min_bytes = 0
         self._clock = self._now()
         self._optimizer_hooks: list[RemovableHandle] = []
@@ -164,6 +168,8 @@ class StepMeter(StepRecorder):
             self._asked.clear()
             self._by_storage.clear()
             self._small.clear()
+            self._small_saved.clear()
+            self._small_alone.clear()
             self._small_now = self._small_bytes = 0
             self._entered.clear()
             self._left.clear()
@@ -183,7 +189,13 @@ class StepMeter(StepRecorder):
             dataclasses.replace(segment, live_bytes=segment.live_bytes + missing) if segment.backward else segment
             for segment in self._segments()
         )
-        saved, blocks = tuple(self._saved()), tuple(self.block_spans())
+        saved, blocks = (
+            tuple(self._saved()),
+            tuple(
+                dataclasses.replace(span, small_bytes=self._small_alone.get(span.name, 0))
+                for span in self.block_spans()
+            ),
+        )
         again = sum(times.nbytes for times in self._times.values() if times.is_asked_again)
         walks_again = again > _AGAIN * sum(times.nbytes for times in self._times.values())
         skipped = tuple(sorted(self._blocks - self._left.keys()))
@@ -219,6 +231,20 @@ class StepMeter(StepRecorder):
             self._small[key] = max(tensor.nbytes, before)
             self._small_now += self._small[key] - before
             self._small_bytes = max(self._small_bytes, self._small_now)
+            block = self.units[self.unit]
+            first, count = self._small_saved.get(key, (block, 0))
+            self._small_saved[key] = block if first == block else None, count + 1
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        super()._leave(name, module, args, output)
+        if name in self._blocks and torch._C._current_graph_task_id() == -1:
+            own = [(key, count) for key, (block, count) in self._small_saved.items() if block == name]
+            self._small_alone[name] = sum(self._seen[key].nbytes for key, count in own if self._is_alone(key, count))
+
+    def _is_alone(self, key: int, count: int) -> bool:
+        """Whether a storage is held by nothing but autograd, which has saved it so often."""
+        storage = self._seen[key]()
+        return storage is not None and torch._C._storage_Use_Count(storage._cdata) == count + 1  # with this one
 
     def asked(self, record: ObservedRecord) -> None:
         """Backward is about to use a saved tensor."""
@@ -260,6 +286,7 @@ class StepMeter(StepRecorder):
 
     def died(self, key: int) -> None:
         self._small_now -= self._small.pop(key, 0)
+        self._small_saved.pop(key, None)
         for times in self._by_storage.pop(key, ()):
             times.died = len(self.segments)
 

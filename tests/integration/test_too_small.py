@@ -1,11 +1,13 @@
 """What the error of a budget that is too small advises: what may help this model with these settings, and nothing else."""
 
 import logging
+import re
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.errors import OffloadPlanError
@@ -116,7 +118,7 @@ def test_state_on_a_tier_is_advised_where_settings_keep_it_in_memory(tmp_path):
 
 def first_steps(folder, caplog, model, rows, budget, count=1, **settings):
     """The session of a few steps of which the first is the largest, and what is said."""
-    config = OffloadConfig(tier="auto", memory_budget=budget, directory=folder, min_bytes=1024, **settings)
+    config = OffloadConfig(tier="auto", memory_budget=budget, directory=folder, **{"min_bytes": 1024, **settings})
     with offload_activations(model, config) as session, caplog.at_level(logging.WARNING, "hf_offload"):
         optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
         try:
@@ -164,3 +166,43 @@ def test_a_refusal_says_what_a_step_over_the_budget_took(tmp_path, caplog):
     session, said = first_steps(tmp_path, caplog, Custom(), torch.randn(2048, 32), 3 << 20, **IN_MEMORY)
     assert session.most_measured_bytes > 3 << 20
     assert said[0].endswith(f"The step that was measured took {format_bytes(session.most_measured_bytes)}.")
+
+
+class Scan(GradientCheckpointingLayer):
+    """A recurrent layer: what it saves of each step is small, and much together."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(128, 128)
+
+    def forward(self, hidden):
+        state, rows = torch.zeros_like(hidden[:, 0]), []
+        for row in self.gate(hidden).unbind(1):
+            state = torch.tanh(state + row)
+            rows.append(state)
+        return hidden + torch.stack(rows, 1)
+
+
+class Scans(nn.Module):
+    supports_gradient_checkpointing = True
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Scan() for _ in range(6))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.square().mean()
+
+
+def test_recompute_drops_what_is_too_small_to_move(tmp_path, caplog):
+    rows = torch.randn(64, 32, 128)  # 1 MiB, of which each step saves a part of 32 KiB
+    settings = {"min_bytes": 64 << 10, **IN_MEMORY}
+    refused, (text,) = first_steps(tmp_path, caplog, Scans(), rows, 1 << 20, **settings)
+    least = int(re.search(r"can do with is (\d+) MiB", text)[1]) << 20
+    assert least <= refused.most_measured_bytes - 2 * rows.nbytes  # which had those of all six blocks
+    session, _ = first_steps(tmp_path, caplog, Scans(), rows, least, count=4, **settings)
+    assert session.forecast.measured_peak_bytes <= least
+    _, (text,) = first_steps(tmp_path, caplog, Scans(), rows, int(0.8 * least), **settings)
+    assert "too small" in text
