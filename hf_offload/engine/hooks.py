@@ -20,7 +20,7 @@ from hf_offload.engine.device import Device
 from hf_offload.engine.movers import HostMover
 from hf_offload.engine.prefetch import Prefetcher
 from hf_offload.engine.record import PackedView, Record
-from hf_offload.engine.selection import WeightIndex, byte_span, is_plain, record_span
+from hf_offload.engine.selection import WeightIndex, record_span
 from hf_offload.engine.staged import StagedMover
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.engine.tape import Tape
@@ -34,6 +34,7 @@ from hf_offload.storage.buffers import whole_storage
 from hf_offload.storage.handling import Handling
 from hf_offload.storage.service import ACTIVATIONS
 from hf_offload.storage.tier import Tier
+from hf_offload.tensors import byte_span, is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class Engine:
         """Called when an operation saves ``tensor`` for backward."""
         if self._thread.unfinished and self._thread.operation != torch.autograd._get_sequence_nr():
             self.operation_ended()
-        if not is_plain(tensor, self._device.torch_device):
+        if not is_plain(tensor) or tensor.device != self._device.torch_device or tensor.is_inference():
             return _keep(tensor)
         if self.closed or torch._C._current_graph_task_id() != -1:
             # Saved in a recompute, or for a double backward: needed again at once.

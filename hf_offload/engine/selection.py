@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_offload.tensors import is_wrapped
+
 # A weight reaches autograd through these when a layer or autocast reshaped or cast it first.
 _VIEW_NODES = frozenset(
     ("TBackward0", "ToCopyBackward0", "ViewBackward0", "TransposeBackward0", "PermuteBackward0", "UnsafeViewBackward0")
@@ -66,35 +68,6 @@ class WeightIndex:
 def _is_parameter(found: object) -> bool:
     # Parameter has an isinstance() of its own in Python: too slow for the usual answer, that there is nothing.
     return found is not None and isinstance(found, nn.Parameter)
-
-
-def is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether bytes and strides describe ``tensor``: no Parameter, no subclass, wrapper, or other layout or device."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.device == device
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and not tensor._is_zerotensor()
-        and not tensor.is_inference()
-        and not is_wrapped(tensor)
-    )
-
-
-def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is one of ``torch.func``'s (batched, dual, functional), whose bytes are another tensor's."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and one-past-last byte that a non-empty ``tensor`` touches in its storage. Strides are never negative."""
-    itemsize = tensor.element_size()
-    first = int(tensor.storage_offset())
-    if tensor.is_contiguous():
-        return first * itemsize, (first + tensor.numel()) * itemsize
-    last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return first * itemsize, (last + 1) * itemsize
 
 
 def record_span(begin: int, end: int, whole: int) -> tuple[int, int]:

@@ -18,14 +18,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from hf_offload.engine.selection import WeightIndex, byte_span, record_span
+from hf_offload.engine.selection import WeightIndex, record_span
 from hf_offload.errors import OffloadPlanError
 from hf_offload.forecast.fake import any_data, mode_of, run_backward, with_values
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.footprint import Footprint, Saved
-from hf_offload.planning.recorder import StepRecorder, nbytes_of
+from hf_offload.planning.recorder import StepRecorder
 from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.structure.units import find_units
+from hf_offload.tensors import byte_span, nbytes_of
 
 Cost = Callable[[int, int, torch.dtype], float]
 """(floating-point operations, bytes read and written, dtype) of one operation -> seconds."""

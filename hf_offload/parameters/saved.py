@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.derivation import Derivation
+from hf_offload.tensors import is_wrapped
 
 if TYPE_CHECKING:
     from hf_offload.storage.kept import KeptRange
@@ -265,7 +266,7 @@ def has_no_memory(tensor: Tensor) -> bool:
     """Whether a tensor is a wrapper of others, or has no bytes."""
     return (
         tensor.is_meta
-        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or is_wrapped(tensor)
         or not (type(tensor) is Tensor or issubclass(type(tensor), nn.Parameter) or isinstance(tensor, SharesMemory))
     )
 

@@ -24,6 +24,7 @@ from hf_offload.parameters.harmless import is_harmless
 from hf_offload.parameters.holders import hull_of
 from hf_offload.parameters.saved import SavedWeight, SharesMemory, whereabouts
 from hf_offload.parameters.waiting import complete, in_memory, residence_of
+from hf_offload.tensors import is_wrapped
 
 _LEVELS = 3
 _SAVED = "_hf_offload_view"
@@ -118,7 +119,7 @@ def note_views(func: Any, result: Any, parameters: list[Any]) -> None:
     if func is torch.Tensor.detach or not torch.is_grad_enabled():
         return
     for tensor in _found(result, Tensor):
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if is_wrapped(tensor):
             continue
         base: Any = tensor._base
         if base is not None and any(base is each for each in parameters) and residence_of(base) is not None:

@@ -5,9 +5,9 @@ import itertools
 from torch import nn
 
 from hf_offload.plan.footprint import Footprint, Segment
-from hf_offload.planning.recorder import nbytes_of
 from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.structure.units import find_units
+from hf_offload.tensors import nbytes_of
 
 
 def footprint_beforehand(

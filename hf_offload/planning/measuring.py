@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.planning.optimizer_state import missing_state, state_of
-from hf_offload.planning.recorder import StepRecorder, nbytes_of
+from hf_offload.planning.recorder import StepRecorder
 from hf_offload.residency.setting import residency_of
+from hf_offload.tensors import nbytes_of
 
 # Share of the saved bytes up to which it may be that another backward needs them again, and is not looked at.
 _AGAIN = 0.02

@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from hf_offload.optimizers.streamed import StreamedState
-from hf_offload.planning.recorder import nbytes_of
+from hf_offload.tensors import nbytes_of
 
 
 class OptimizerState:

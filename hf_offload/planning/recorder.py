@@ -25,15 +25,10 @@ from hf_offload.storage.handling import Handling
 from hf_offload.structure.effects import Effects
 from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.surgery import InertInCopies
+from hf_offload.tensors import has_storage, nbytes_of, parts_of
 from hf_offload.transforms.tiling.head import head_name
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-
-
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements; of one that is spread over processes, of this one's part."""
-    local = getattr(tensor, "_local_tensor", tensor)  # DTensor's to_local() is an operation that would be recorded
-    return local.numel() * local.element_size()
 
 
 class _Seen(weakref.ref[torch.UntypedStorage]):
@@ -141,7 +136,9 @@ class StepRecorder(TorchDispatchMode):
     def watch(self) -> None:
         """Follow the model's forwards and gradients from now on."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            self.know(tensor.untyped_storage())
+            for part in {tensor, *parts_of(tensor)}:
+                if has_storage(part):
+                    self.know(part.untyped_storage())
             if tensor.grad is not None and tensor.grad.layout is torch.strided:
                 self.see(tensor.grad.untyped_storage())  # kept from the step before, or from another micro-batch
         for name, unit in find_units(self.model).items():

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+
+from hf_offload.tensors import nbytes_of
 
 Shapes = tuple[tuple[str, tuple[Any, ...]], ...]
 
@@ -73,14 +76,14 @@ class Situation:
 def situation_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Situation:
     """The situation in which a forward of ``model`` begins with these inputs."""
     shapes = tuple(_shapes(({str(index): value for index, value in enumerate(args)} | dict(kwargs)), ""))
-    trainable, gradients, weights = 0, 0, sum(map(_nbytes, model.buffers()))
+    trainable, gradients, weights = 0, 0, sum(map(nbytes_of, model.buffers()))
     device = "cpu"
     for index, parameter in enumerate(model.parameters()):
         device = parameter.device.type
         trainable |= parameter.requires_grad << index
-        weights += _nbytes(parameter)
+        weights += nbytes_of(parameter)
         if parameter.grad is not None:
-            gradients += _nbytes(parameter.grad)
+            gradients += nbytes_of(parameter.grad)
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
     return Situation((shapes,), trainable, gradients, weights, autocast, model.training)
 
@@ -96,8 +99,8 @@ def _shapes(value: Any, name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield path, (repr(leaf),)
         elif isinstance(leaf, int):
             yield path, (leaf,)
-        elif isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
-            yield f"{path}: {leaf.dtype}", (_nbytes(leaf),)  # its shape does not say how large it is
+        elif isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_nested or is_lazy(leaf)):
+            yield f"{path}: {leaf.dtype}", (nbytes_of(leaf),)  # its shape does not say how large it is
         else:
             yield f"{path}: {leaf.dtype}", tuple(leaf.shape)
 
@@ -129,17 +132,6 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name):
                 yield name, getattr(value, name)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of what a tensor of any layout holds."""
-    if tensor.layout is torch.strided and not tensor.is_nested:
-        return tensor.nbytes
-    if tensor.layout is torch.sparse_coo:
-        return tensor._values().nbytes + tensor._indices().nbytes
-    if tensor.is_nested or tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        return tensor.values().nbytes
-    return tensor.numel() * tensor.element_size()
 
 
 def _is_shape(shape: tuple[Any, ...]) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from hf_offload.plan.footprint import UnitWeights
-from hf_offload.planning.recorder import nbytes_of
+from hf_offload.tensors import nbytes_of
 
 
 def unit_weights(

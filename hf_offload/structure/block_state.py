@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from hf_offload.interrupts import signals_deferred
-from hf_offload.structure.reach import Look, Read, Same, bytes_of, may_be_sharded, read_parameter
+from hf_offload.structure.reach import Look, Read, Same, may_be_sharded, read_parameter
+from hf_offload.tensors import bytes_of, can_be_read
 
 
 def state_of(block: nn.Module, inputs: object = (), *, values: bool = False) -> dict[str, Any]:
@@ -64,13 +65,7 @@ def read_by(block: nn.Module, inputs: object) -> dict[str, Any]:
 
 def _is_anyones(value: Any) -> bool:
     """Whether ``value`` is a tensor that others may write to without a new version: NumPy, or another process."""
-    return (
-        type(value) is torch.Tensor
-        and value.device.type == "cpu"
-        and value.layout is torch.strided
-        and not value.requires_grad
-        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
-    )
+    return isinstance(value, torch.Tensor) and can_be_read(value) and value.is_cpu and not value.requires_grad
 
 
 def rewritten_name(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

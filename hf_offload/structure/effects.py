@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.structure.block_state import changed_name, inputs_read_again, read_by, rewritten_name, state_of
 from hf_offload.structure.reach import MOST_LEVELS, PLAIN
 from hf_offload.surgery import InertInCopies
+from hf_offload.tensors import are_transformed, can_be_followed, has_storage
 
 # What a layer of transformers empties before it is checkpointed.
 _CACHES = ("past_key_values", "layer_past")
@@ -31,6 +32,8 @@ def blocking_argument(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
     Layers of transformers drop caches from a call that is checkpointed, without an error. An object of a class that is not
     known may hold something that the forward changes.
     """
+    if are_transformed():
+        return "it is called inside of a transform of torch.func, or of forward-mode differentiation"
     if kwargs.get("use_cache"):
         return "it is called with use_cache=True"
     for name in _CACHES:
@@ -39,13 +42,20 @@ def blocking_argument(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
     named = {f"argument {index}": value for index, value in enumerate(args)} | dict(kwargs)
     for name, value in named.items():
         unknown = next(_unknown(value), None)
+        if isinstance(unknown, torch.Tensor):
+            return f"it receives a tensor without data or without a version as {name}"
         if unknown is not None:
             return f"it receives a {type(unknown).__name__} as {name}"
     return ""
 
 
 def _unknown(value: Any, levels: int = MOST_LEVELS) -> Iterator[Any]:
-    if isinstance(value, (torch.Tensor, *PLAIN)) or type(value).__module__.startswith("torch.nn.attention"):
+    if isinstance(value, torch.Tensor):
+        # Checkpointing can save no tensor of inference mode, and takes a meta tensor's device for that of its random numbers.
+        if value.is_meta or not can_be_followed(value):
+            yield value
+        return
+    if isinstance(value, PLAIN) or type(value).__module__.startswith("torch.nn.attention"):
         return
     if levels and isinstance(value, dict):
         for one in value.values():
@@ -171,5 +181,5 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
 
 def _storages(leaves: Iterable[Any]) -> Iterator[int]:
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        if isinstance(leaf, torch.Tensor) and has_storage(leaf):
             yield id(leaf.untyped_storage())

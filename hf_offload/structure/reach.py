@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from hf_offload import generators
+from hf_offload.tensors import bytes_of, can_be_followed, can_be_read
 
 MOST_OBJECTS = 5_000
 """How many objects are looked into; what reaches more counts as changed."""
@@ -80,11 +81,6 @@ def read_parameter(name: str, parameter: nn.Parameter) -> dict[str, Read]:
 def may_be_sharded() -> bool:
     """Whether there are several processes that could share parameters."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def bytes_of(tensor: torch.Tensor) -> Any:
-    """The bytes of a strided tensor in CPU memory, as an array."""
-    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
 
 
 class Look:
@@ -139,7 +135,7 @@ class Look:
         self.found[f"{prefix}hooks"] = [self._token(hook) for hook in users]
         for hook in users:
             for function in _functions(hook):
-                self._look_at_globals(inspect.unwrap(function))
+                self._look_at_globals(_unwrapped(function))
 
     def _look_at_class(self, cls: type, prefix: str) -> None:
         """One of the block's own."""
@@ -155,7 +151,7 @@ class Look:
         functions = _functions(value)
         for function in functions:
             self._add(name, function)
-            self._look_at_globals(inspect.unwrap(function))
+            self._look_at_globals(_unwrapped(function))
         if not functions and not key.startswith("__") and (_is_state(value) or _is_users(type(value).__module__)):
             self._add(name, value)
 
@@ -250,7 +246,7 @@ class Look:
         elif isinstance(value, types.FunctionType):
             if value.__module__ == where or _is_users(value.__module__):
                 self._add(f"the global {name}", value)
-                self._look_at_globals(inspect.unwrap(value))
+                self._look_at_globals(_unwrapped(value))
         elif _is_state(value) or _is_users(where) or _is_users(type(value).__module__):
             self._add(f"the global {name}", value)
 
@@ -310,11 +306,10 @@ class Look:
         self._outside[id(module)] = prefix, module
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        version = None if tensor.is_inference() else tensor._version
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
-        if not self._values or not plain or tensor.nbytes > _SMALL_BYTES:
+        version = tensor._version if can_be_followed(tensor) else None
+        if not self._values or not can_be_read(tensor) or tensor.nbytes > _SMALL_BYTES:
             return (Same(tensor), version)
-        return (Same(tensor), version, bytes_of(tensor.detach().cpu()).tobytes())
+        return (Same(tensor), version, bytes_of(tensor).tobytes())
 
 
 def _is_state(value: Any) -> bool:
@@ -371,6 +366,12 @@ def _functions(value: Any) -> tuple[types.FunctionType, ...]:
     return ()
 
 
+def _unwrapped(function: types.FunctionType) -> types.FunctionType:
+    """What ``function`` wraps, or itself if that is not of Python (a method of torch's)."""
+    found = inspect.unwrap(function)
+    return found if isinstance(found, types.FunctionType) else function
+
+
 def _definition(hook: Any) -> str:
     """The module that defines what a hook runs."""
     while isinstance(hook, functools.partial):
@@ -413,11 +414,11 @@ def _behind(proxy: Any) -> Any:
 
 
 def _is_torchs(module: str) -> bool:
-    return module.startswith(("torch.", "hf_offload."))
+    return module == "torch" or module.startswith(("torch.", "hf_offload."))
 
 
 def _is_of_library(cls: type) -> bool:
-    return cls.__module__.startswith(("builtins", "torch.", "hf_offload."))
+    return cls.__module__ == "builtins" or _is_torchs(cls.__module__)
 
 
 @functools.cache

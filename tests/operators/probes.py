@@ -16,7 +16,7 @@ from torchgen.model import SchemaKind
 from torchgen.packaged.autograd.load_derivatives import load_derivatives
 
 from hf_offload import OffloadConfig, OffloadSession, attach
-from hf_offload.engine.selection import is_plain
+from hf_offload.tensors import is_plain
 from tests.helpers.controlled_tier import wait_for_stores
 from tests.operators.catalogue import Call, seed
 
@@ -131,7 +131,7 @@ class Comparison:
     def _saves(self, call: Call) -> bool:
         saved = Saved()
         train(call, saved.watch)
-        return any(is_plain(one.tensor, torch.device("cpu")) and one.tensor.numel() for one in saved.seen)
+        return any(is_plain(one.tensor) and one.tensor.is_cpu and one.tensor.numel() for one in saved.seen)
 
     def _also_refused(self, call: Call, trouble: Trouble) -> None:
         found, _ = self._offloaded(call)

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.demand import own_class
 from hf_offload.surgery import ReplacedForward
+from hf_offload.tensors import are_transformed
 from hf_offload.transforms.autocast import autocast_as_now, autocast_dtype
 from hf_offload.transforms.linear_of_part import Part, linear_of_part
 from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, hull_of, same
@@ -34,7 +35,8 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 class RematerializedModule(ReplacedForward):
     """The same result with less saved for backward. Without gradients, in compiled code, and while it is
-    switched off, the module's own forward; and inside of a mode that may change operations, which backward need not be in.
+    switched off, the module's own forward; and inside of a mode that may change operations, which backward need not be in,
+    and of transforms (``torch.func``, forward-mode differentiation), of which functions with a backward alone know nothing.
     """
 
     def __init__(self, name: str, module: nn.Module, formulas: Formulas):
@@ -43,7 +45,7 @@ class RematerializedModule(ReplacedForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, or :meth:`saving_less`."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_a_mode():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_a_mode() or are_transformed():
             return self.own_forward(*args, **kwargs)
         if self.formulas.in_use:
             return self.saving_less(*args, **kwargs)
