@@ -116,7 +116,7 @@ def stream(
     )
     resident.streaming = streaming
     dict.update(resident, optimizer.state)
-    streaming.add(_named(parameters, names), traits.cuts)
+    streaming.add(_named(parameters, names), traits.cuts, state_holders=2)  # optimizer.state is another one yet
     storage.members.add(streaming)
     optimizer.state = resident
     _keep_scheduler(optimizer, extend(optimizer, StreamedOptimizer))

@@ -262,6 +262,7 @@ class Record:
         update: What is to be done before anyone reads the parameter.
         spent_norm: 2-norm of the gradient that it was updated with in this step's backward.
         moved: Whether its state was put on the tier; else it is in the optimizer's ``state``, if there is one.
+        state_stays: Others hold its state: the optimizer's step updates it in memory, there and then.
         is_doubtful: Its state was made for another dtype or shape, so that its next update may be an error.
     """
 
@@ -269,7 +270,7 @@ class Record:
         self.name = name
         self.streaming = streaming
         self.parameter_ref = weakref.ref(parameter)
-        self.moved = self.is_doubtful = False
+        self.moved = self.state_stays = self.is_doubtful = False
         self.gradient: Gradient | None = None
         self.update: Update | None = None
         self.spent_norm: Tensor | None = None

@@ -24,6 +24,7 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import norm_of
 from hf_offload.optimizers.streamed.damage import Damage
 from hf_offload.optimizers.streamed.gradients import Gradients, watch_gradients
+from hf_offload.optimizers.streamed.held import is_held
 from hf_offload.optimizers.streamed.order import UpdateOrder
 from hf_offload.optimizers.streamed.record import Record, Update, part_elements
 from hf_offload.optimizers.streamed.shadow import Shadow, attributes_of, options_of
@@ -85,12 +86,13 @@ class Streaming:
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
         self._order = UpdateOrder()
         self.damage = Damage()
+        self._told_of_held = False
 
     # -- parameters -----------------------------------------------------------------------------------------------------
 
-    def add(self, parameters: Iterable[tuple[str, nn.Parameter]], cuts: bool) -> None:
+    def add(self, parameters: Iterable[tuple[str, nn.Parameter]], cuts: bool, state_holders: int = 1) -> None:
         """Stream these parameters from now on, as far as they are large enough and of the plain class. If it ``cuts``, a
-        parameter may step in parts, otherwise only as a whole.
+        parameter may step in parts, otherwise only as a whole. So many ``state_holders`` are the optimizer's own.
         """
         if not cuts:
             self._part_bytes = None
@@ -105,7 +107,7 @@ class Streaming:
             self._records[id(parameter)] = record
             if self.gradients.store is not None:
                 self._handles.append(watch_gradients(record, parameter))
-            self._move_state(record, parameter)
+            self._move_state(record, parameter, state_holders)
             self._order.add(record)
 
     def record_of(self, parameter: Tensor) -> Record | None:
@@ -176,12 +178,26 @@ class Streaming:
         if record is not None:
             self.states.forget(record)
 
-    def _move_state(self, record: Record, parameter: Tensor) -> None:
-        """The user has looked at a state, and may have changed it, or it was there before."""
-        state = dict.get(self._resident, parameter)
-        if state is not None:
-            self.states.put(record, parameter, state)
-            dict.pop(self._resident, parameter)
+    def _move_state(self, record: Record, parameter: Tensor, holders: int = 1) -> None:
+        """The user has looked at a state, and may have changed it, or it was there before. It stays while others hold it."""
+        record.state_stays = False
+        if not dict.__contains__(self._resident, parameter):
+            return
+        if is_held(self._resident, parameter, holders):
+            record.state_stays = True
+            self._tell_of_held(record)
+            return
+        self.states.put(record, parameter, dict.__getitem__(self._resident, parameter))
+        dict.pop(self._resident, parameter)
+
+    def _tell_of_held(self, record: Record) -> None:
+        if not self._told_of_held:
+            self._told_of_held = True
+            logger.info(
+                "The optimizer's state of %s is held elsewhere (its tensors, a view, a state dict): while that is so, it is "
+                "in memory, and its gradient during steps. The same goes for the state of other weights.",
+                record.name,
+            )
 
     def loaded(self, parameter: Tensor, options: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """``state`` as the optimizer's class loads it for this parameter."""
@@ -289,14 +305,18 @@ class Streaming:
             if record is not None and gradient is not None and gradient.layout != torch.strided:
                 self._let_stay(record, parameter)  # it has not arrived in backward, or not in one that is watched
             elif record is not None:
+                record.state_stays = False
                 self._match_layout(record, parameter)
                 self.gradients.join(record)
                 if gradient_of(parameter) is not None or record.gradient is not None or self._all_step:
                     self._move_state(record, parameter)
+                    if record.state_stays:
+                        self.gradients.reveal(record)
 
     def _note(self, groups: list[dict[str, Any]], context: StepContext) -> list[tuple[Record, nn.Parameter, Update]]:
         noted: list[tuple[Record, nn.Parameter, Update]] = []
         small: list[dict[str, Any]] = []
+        held: list[dict[str, Any]] = []
         for group in groups:
             options = options_of(group)
             staying: list[Tensor] = []
@@ -304,6 +324,8 @@ class Streaming:
                 record = self.record_of(parameter)
                 if record is None:
                     staying.append(parameter)
+                elif record.state_stays:
+                    held.append({**options, "params": [parameter]})
                 elif gradient_of(parameter) is not None or (self._all_step and record.gradient is None):
                     noted.append((record, parameter, Update(context, options, None, ())))
                 elif record.gradient is not None:
@@ -312,10 +334,16 @@ class Streaming:
             if staying:
                 small.append({**options, "params": staying})
         if small:
-            state = {p: its for one in small for p in one["params"] if (its := dict.get(self._resident, p)) is not None}
-            with in_memory([p for one in small for p in one["params"]], changed=True):
-                dict.update(self._resident, self._shadow.step(small, state, context.attributes))
+            self._step_in_memory(small, context)
+        for one in held:  # a large one at a time
+            self._step_in_memory([one], context)
         return noted
+
+    def _step_in_memory(self, groups: list[dict[str, Any]], context: StepContext) -> None:
+        """A step of the parameters in ``groups``, whose state and gradients are in memory."""
+        state = {p: its for one in groups for p in one["params"] if (its := dict.get(self._resident, p)) is not None}
+        with in_memory([p for one in groups for p in one["params"]], changed=True):
+            dict.update(self._resident, self._shadow.step(groups, state, context.attributes))
 
     def finish(self) -> None:
         """Compute all updates that are noted."""
@@ -432,9 +460,15 @@ class Streaming:
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
         self._move_state(record, parameter)
-        with signals_deferred:
-            record.spent_norm = norm
-            record.update = Update(context, options_of(group), None, ())
-            record.refresh(parameter)
-        self.finish_record(record)
+        if record.state_stays:
+            with signals_deferred, torch._C.DisableTorchFunctionSubclass():
+                self._step_in_memory([{**options_of(group), "params": [parameter]}], context)
+                record.spent_norm = norm
+                record.refresh(parameter)
+        else:
+            with signals_deferred:
+                record.spent_norm = norm
+                record.update = Update(context, options_of(group), None, ())
+                record.refresh(parameter)
+            self.finish_record(record)
         set_gradient(parameter, None)
