@@ -199,9 +199,11 @@ def refuse(
     problem = dataclasses.replace(least.problem, budget_bytes=budget_bytes)
     solution = dataclasses.replace(least.solution, timeline=timeline)
     found = dataclasses.replace(least, problem=problem, solution=solution)
-    tried = allowed.state != "none" or (allowed.now or IN_MEMORY).state is not None
+    now = allowed.now or IN_MEMORY
+    tried = allowed.state != "none" or now.state is not None
     limits = _about_room(footprint, hardware, allowed, least, needed)
-    return found, refusal(problem, solution, limits, state_may_leave=tried)
+    may_leave = allowed.weights != "none" or now.weights is not None
+    return found, refusal(problem, solution, limits, state_may_leave=tried, weights_may_leave=may_leave)
 
 
 def _about_room(

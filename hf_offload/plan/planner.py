@@ -76,11 +76,16 @@ def find_plan(problem: Problem) -> Solution:
 
 
 def refusal(
-    problem: Problem, least: Solution, about_room: Sequence[str] | None = None, *, state_may_leave: bool = False
+    problem: Problem,
+    least: Solution,
+    about_room: Sequence[str] | None = None,
+    *,
+    state_may_leave: bool = False,
+    weights_may_leave: bool = False,
 ) -> OffloadPlanError:
     """What is to be said of a budget that ``least``, which needs the least, does not fit into. ``about_room``: which limits
-    of tiers keep it from needing less; default: as far as activations are concerned. ``state_may_leave``: whether
-    settings let gradients and state leave memory.
+    of tiers keep it from needing less; default: as far as activations are concerned. ``state_may_leave``,
+    ``weights_may_leave``: whether settings let gradients and state, and weights, leave memory.
     """
     needed = smallest_budget(least.timeline.must_fit_bytes)
     limits = _about_room(problem, least) if about_room is None else about_room
@@ -90,7 +95,7 @@ def refusal(
             f"A memory budget of {budget} would do, but not within the limits of tiers: it takes {'; '.join(limits)}."
         )
         return OffloadPlanError(text, needed)
-    return OffloadPlanError(too_small(problem, least, limits, state_may_leave), needed)
+    return OffloadPlanError(too_small(problem, least, limits, state_may_leave, weights_may_leave), needed)
 
 
 def plan_of(problem: Problem, solution: Solution, like: Plan, reason: str) -> Plan:
@@ -129,7 +134,9 @@ def _keeping(problem: Problem, solution: Solution) -> Keeping | None:
     return Keeping(kept, spare, timeline.resident_bytes + spare)
 
 
-def too_small(problem: Problem, least: Solution, limits: Sequence[str], state_may_leave: bool) -> str:
+def too_small(
+    problem: Problem, least: Solution, limits: Sequence[str], state_may_leave: bool, weights_may_leave: bool
+) -> str:
     """Why no plan fits, and what to do: ``limits`` of tiers is a part of it. What settings do already is left out."""
     footprint, timeline = problem.footprint, least.timeline
     where = timeline.peak_unit
@@ -139,12 +146,19 @@ def too_small(problem: Problem, least: Solution, limits: Sequence[str], state_ma
     weights = footprint.base_bytes + footprint.gradient_bytes
     moved = {one.kind for one in footprint.transfers}
     vocabulary = " or a smaller vocabulary" if footprint.head else ""
-    if STATE in moved and WEIGHTS not in moved:
+    at_head = footprint.head and footprint.units.get(where) is None and where != "the optimizer"
+    if STATE in moved and WEIGHTS not in moved and not weights_may_leave:
         what = "weights" if GRADIENTS in moved else "weights and gradients"
         advice.insert(
             0,
             f"{what}, which cannot leave memory here, take {format_bytes(weights)} of it: with several processes, a part of "
             "them in each (FSDP2 with its CPUOffloadPolicy, DeepSpeed's ZeRO-3); 16-bit weights, or training adapters only",
+        )
+    elif footprint.transfers and WEIGHTS not in moved:
+        advice.insert(
+            0,
+            f"weights, and what is on its way to tiers, take {format_bytes(weights)} of it, and weights on a tier would need "
+            f"no less: 16-bit weights, or a model with smaller blocks{vocabulary}",
         )
     elif footprint.transfers:
         advice.insert(
@@ -159,7 +173,7 @@ def too_small(problem: Problem, least: Solution, limits: Sequence[str], state_ma
             f"weights, gradients and optimizer state take {format_bytes(weights)} of it: {on_tier}an optimizer with less "
             "state, 16-bit weights, or training adapters only (LoRA)",
         )
-    elif footprint.head and footprint.units.get(where) is None and where != "the optimizer":
+    if 2 * weights <= timeline.peak_bytes and at_head:
         tiled = "" if footprint.head in footprint.tiled else ", or tiled_loss='on'"
         advice.insert(0, f"the peak is in {where}, outside of the blocks: a smaller vocabulary{tiled}")
     advice += _about_small(footprint, timeline.must_fit_bytes, state_may_leave)

@@ -98,6 +98,15 @@ def test_a_head_over_a_vocabulary_is_named_and_tiled_unless_it_is(tmp_path):
     assert "tiled_loss" not in tiled
 
 
+def test_weights_that_may_leave_are_not_said_to_stay_and_a_head_that_takes_most_comes_first(tmp_path):
+    text = refusal_of(tmp_path, gpt2(), words(), min_bytes=1024)
+    assert "cannot leave memory here" not in text
+    assert "What would lower it: the peak is in GPT2LMHeadModel, outside of the blocks" in text
+    followed = refusal_of(tmp_path, gpt2(), words(), min_bytes=1024, tiled_loss="on", tile_bytes="1MiB")
+    least = [int(re.search(r"can do with is (\d+) MiB", one)[1]) for one in (text, followed)]
+    assert least[1] < least[0]
+
+
 def test_what_min_bytes_keeps_is_named_where_it_is_much_and_what_is_followed_is_not(tmp_path):
     text = refusal_of(tmp_path, gpt2(), words(), params="ssd", optimizer="ssd", min_bytes="64MiB")
     assert "a lower min_bytes: " in text
