@@ -27,6 +27,8 @@ _PERTURBED = 6
 # A first part of the model is found to a 32nd of it, and the best so many of them are combined with others.
 _PREFIX_PARTS = 32
 _PAIRED = 2
+# Where all units placed alike need so much of the limit, whatever room tiers have, no part of them and no mixture fits.
+_FAR = 1.05
 # So many placements are looked at where several problems are compared.
 _LIKELY = 3
 # What is slower than the best by this is not improved further, where all units are placed alike.
@@ -94,17 +96,30 @@ def can_fit(problem: Problem) -> bool:
     alive = max(alive, footprint.gradient_bytes + footprint.optimizer_step_bytes)
     if footprint.base_bytes + alive > problem.limit_bytes:
         return False
-    return any(problem.fits(solution) for solution in _ever_smaller(problem))
+    far_bytes = int(_FAR * problem.limit_bytes)
+    return any(problem.fits(solution) for solution in _ever_smaller(problem, far_bytes))
 
 
-def _ever_smaller(problem: Problem) -> Iterator[Solution]:
-    """The simple ways, then the smallest of them with one unit after the other placed otherwise, smaller each time."""
+def _ever_smaller(problem: Problem, far_bytes: int | None = None) -> Iterator[Solution]:
+    """The simple ways, then the smallest of them with one unit after the other placed otherwise, smaller each time. Ways that
+    need more than ``far_bytes``, whatever room tiers have, are left out.
+    """
     choices, size = Choices(problem), _size_in(problem)
+
+    def is_near(placement: Placement, windows: Windows) -> bool:
+        every = problem.play(choices.uniform(placement), windows, placement.value)
+        return far_bytes is None or every.timeline.must_fit_bytes <= far_bytes
+
     simple = []
     for placement in choices.options:
-        for windows in _windows_for(problem, placement):
-            simple.append(_as_many_as_fit(problem, choices, placement, windows))
-            yield simple[-1]
+        usable = _windows_for(problem, placement)
+        if is_near(placement, usable[-1]):
+            for windows in usable:
+                if is_near(placement, windows):
+                    simple.append(_as_many_as_fit(problem, choices, placement, windows))
+                    yield simple[-1]
+    if not simple:
+        return
     best = min(simple, key=size)
     work = _SEARCH_WORK // (_moments(problem) + 1)
     improved = True

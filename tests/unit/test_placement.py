@@ -8,10 +8,12 @@ import statistics
 import pytest
 
 from hf_offload.errors import OffloadPlanError
+from hf_offload.plan import problem as problem_module
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import find_plan
-from hf_offload.plan.problem import Problem, smallest_budget
+from hf_offload.plan.problem import Choices, Problem, smallest_budget
 from hf_offload.plan.search import can_fit, find_greedy, find_uniform, local_search, smallest, solve, uniform
+from hf_offload.plan.simulate import simulate
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.handmade_footprints import MB, footprint_of
 
@@ -105,6 +107,26 @@ def test_whether_anything_fits_is_whether_the_smallest_does(seed):
         for budget in (least // 2, least - MB, least, smallest_budget(least), smallest_budget(least + 20 * MB)):
             asked = dataclasses.replace(problem, room_bytes=room, budget_bytes=budget)
             assert can_fit(asked) is asked.fits(smallest(asked))
+
+
+def test_what_is_far_from_fitting_is_seen_at_once(monkeypatch):
+    """However little room tiers have: nothing that would keep to it is looked for."""
+    problem = random_problem(3)
+    problem = dataclasses.replace(problem, room_bytes=dict.fromkeys(problem.channels, 30 * MB))
+    choices, played = Choices(problem), []
+    steps = [problem.play(choices.uniform(one), problem.windows[-1], "").timeline for one in choices.options]
+    least = min(one.must_fit_bytes for one in steps)
+
+    def counted(*args, **kwargs):
+        played.append(1)
+        return simulate(*args, **kwargs)
+
+    monkeypatch.setattr(problem_module, "simulate", counted)
+    assert not can_fit(dataclasses.replace(problem, budget_bytes=int(0.9 * least)))
+    assert 0 < len(played) <= len(choices.options)
+    played.clear()
+    assert not can_fit(dataclasses.replace(problem, budget_bytes=least))
+    assert len(played) > len(choices.options)
 
 
 def test_a_tier_is_not_filled_beyond_its_room():
