@@ -10,8 +10,9 @@ import typer
 from hf_offload.cli.console import clear_errors, output, progress_bar
 from hf_offload.forecast.workload import count_choices
 from hf_offload.forecast.workload_sources import find_workload
-from hf_offload.plan.choosing import Allowed, choose
+from hf_offload.plan.choosing import choose
 from hf_offload.plan.hardware import describe_hardware
+from hf_offload.plan.places import Allowed
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem, uniform
 from hf_offload.reports.formats import markdown_table

@@ -9,12 +9,14 @@ from typing import Any
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_choices
-from hf_offload.plan.choosing import Choice, can_hold, choose, frontier, refuse
+from hf_offload.plan.choosing import choose, frontier
 from hf_offload.plan.explain import UnitLine, unit_lines
+from hf_offload.plan.fitting import can_hold, refuse
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.holding import Held, snapshot_bytes
 from hf_offload.plan.kinds import Kind, kinds_of
+from hf_offload.plan.places import Choice
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import Alternative, largest, make_problem, simple_ways
 from hf_offload.plan.problem import Problem, Solution

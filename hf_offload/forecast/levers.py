@@ -7,10 +7,10 @@ from typing import Any
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_workload
-from hf_offload.plan.choosing import Allowed, problem_of
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.holding import IN_MEMORY, Held
+from hf_offload.plan.places import Allowed, problem_of
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import largest
 from hf_offload.plan.problem import Choices

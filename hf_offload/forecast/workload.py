@@ -13,9 +13,9 @@ from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.repeats import count_repeats
 from hf_offload.forecast.workload_inputs import describe_batch, length_unit, longest_row, make_batch
 from hf_offload.memory_modes.protocol import MemoryMode
-from hf_offload.plan.choosing import Allowed
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.places import Allowed
 from hf_offload.settings.elementwise import RecomputeElementwiseConfig
 from hf_offload.settings.memory_modes import NONE, read_mode_settings
 from hf_offload.settings.memory_modes import memory_mode as find_mode

@@ -4,10 +4,10 @@ simulation counts.
 
 import dataclasses
 
-from hf_offload.plan.choosing import Allowed, Choice, problem_of, ways
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import moved_bytes
+from hf_offload.plan.places import Allowed, Choice, problem_of, ways
 from hf_offload.plan.problem import Problem, Solution
 from hf_offload.plan.search import find_prefixes
 

@@ -3,8 +3,8 @@
 import logging
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import problem_of
 from hf_offload.plan.footprint import Footprint
+from hf_offload.plan.places import problem_of
 from hf_offload.plan.problem import Solution
 from hf_offload.planning.known import Known, Terms, known_by_simulating, peak_of
 from hf_offload.ranks import Ranks

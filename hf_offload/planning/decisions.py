@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import may_hold, problem_of
+from hf_offload.plan.fitting import may_hold
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.places import problem_of
 from hf_offload.plan.plan import Plan
 from hf_offload.plan.planner import windows_for
 from hf_offload.plan.search import may_gain

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import Allowed, Choice, find_choice
+from hf_offload.plan.choosing import find_choice
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import IN_MEMORY, Held, moved_bytes
+from hf_offload.plan.places import Allowed, Choice
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import make_problem, plan_of
 from hf_offload.plan.problem import Problem, Solution, as_it_is, smallest_budget

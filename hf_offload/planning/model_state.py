@@ -12,10 +12,12 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.streamed import StreamedSetting, check_streamable, streaming_of
 from hf_offload.optimizers.streamed.trial import state_per_weight
 from hf_offload.parameters.waiting import residence_of
-from hf_offload.plan.choosing import Allowed, choose, least_memory
+from hf_offload.plan.choosing import choose
+from hf_offload.plan.fitting import least_memory
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import Held, least_weights
+from hf_offload.plan.places import Allowed
 from hf_offload.plan.problem import limit_of
 from hf_offload.planning.beforehand import footprint_beforehand
 from hf_offload.planning.unit_weights import unit_weights

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from hf_offload.plan.choosing import Allowed
+from hf_offload.plan.places import Allowed
 from hf_offload.planning.known import Known
 from hf_offload.planning.model_state import ModelState
 from hf_offload.ranks import Ranks

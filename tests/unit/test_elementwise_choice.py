@@ -6,9 +6,10 @@ import random
 import pytest
 
 from hf_offload.plan import search
-from hf_offload.plan.choosing import Allowed, choose
+from hf_offload.plan.choosing import choose
 from hf_offload.plan.footprint import Footprint, Saved, Segment
 from hf_offload.plan.hardware import describe_hardware
+from hf_offload.plan.places import Allowed
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.problem import Problem, smallest_budget

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import Allowed, choose, find_choice, frontier, least_memory, problem_of, refuse
+from hf_offload.plan.choosing import choose, find_choice, frontier
+from hf_offload.plan.fitting import least_memory, refuse
 from hf_offload.plan.footprint import UnitWeights
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, least_weights, moved_bytes, tier_bytes
 from hf_offload.plan.kinds import kinds_of
+from hf_offload.plan.places import Allowed, problem_of
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.simulate import likely_peak, simulate

@@ -1,0 +1,148 @@
+"""Where weights, gradients and optimizer state may be, and what is left to be placed then.
+
+There are few choices for them: state in memory or on a tier, weights in memory or on a tier with so many bytes of them in
+memory.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+from hf_offload.plan.footprint import Footprint
+from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.holding import (
+    IN_MEMORY,
+    Held,
+    has_no_backward,
+    hold,
+    least_weights,
+    moved_bytes,
+    snapshot_bytes,
+    tier_bytes,
+)
+from hf_offload.plan.planner import make_problem
+from hf_offload.plan.problem import Problem, Solution
+
+_SHARES = 8
+"""Weights that stay are tried in so many steps."""
+_SMALL_STATE = 0.25
+"""Of the budget: gradients and state that may stay in memory while weights leave it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Allowed:
+    """What may be where: ``"none"`` is memory, ``"auto"`` wherever it is best.
+
+    Attributes:
+        state, weights: Where gradients and state, and weights, may be.
+        in_backward, keeps_gradients: As in :class:`Held`.
+        may_recompute: Whether blocks may be recomputed in backward.
+        now: Where a running training has them, and the footprint is taken so; None before it. What has left memory stays out
+            of it, but how many bytes of weights are in memory may change, unless ``weights`` is ``"none"``.
+        written_bytes: Most bytes that a step may write to drives; None: no limit.
+        snapshots: How many of the run are held at a time.
+        snapshots_of_trained: Whether they leave out what is not trained.
+        is_measured: Whether a measured step had a part in where they are ``now``: if not, a plan is not bound to it.
+    """
+
+    state: str = "auto"
+    weights: str = "auto"
+    in_backward: bool = False
+    keeps_gradients: bool = False
+    may_recompute: bool = True
+    now: Held | None = None
+    written_bytes: int | None = None
+    snapshots: int = 0
+    snapshots_of_trained: bool = False
+    is_measured: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Where weights, gradients and state are, and the plan for the activations with them."""
+
+    held: Held
+    problem: Problem
+    solution: Solution
+
+    @property
+    def step_s(self) -> float:
+        """Of the predicted step."""
+        return self.solution.timeline.step_s
+
+
+def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed) -> Iterator[Held]:
+    """What may be where: as it is, and then the others, everything in memory first if that is allowed."""
+    total = sum(one.weight_bytes for one in footprint.weights.values())
+    least = min(least_weights(footprint), total)
+    trained = sum(one.trained_bytes for one in footprint.weights.values())
+    now = allowed.now or IN_MEMORY
+    if now.moves:
+        yield now
+    states = _places(allowed.state, hardware) if trained else [None]
+    places = _places(allowed.weights, hardware) if total else [None]
+    for state in states if now.state is None else [now.state]:
+        for weights in places if now.weights is None else [now.weights]:
+            if weights is None:
+                found = Held(state, None, 0, allowed.in_backward, allowed.keeps_gradients)
+                if not now.moves or found != now:
+                    yield found
+                continue
+            if now.weights is not None and allowed.weights == "none":
+                if state != now.state:
+                    yield dataclasses.replace(now, state=state)
+                continue
+            at_once = state is None and not has_no_backward(footprint)
+            if at_once and allowed.weights == "auto" and trained > _SMALL_STATE * total:
+                continue  # the optimizer's step takes all of them at once
+            # Weights that have left may all come back.
+            for share in range(_SHARES - (now.weights is None), -1, -1):
+                staying = least + (total - least) * share // _SHARES
+                found = Held(state, weights, staying, allowed.in_backward, allowed.keeps_gradients)
+                if found != now:
+                    yield found
+
+
+def _places(allowed: str, hardware: Hardware) -> Sequence[str | None]:
+    tiers = [tier for tier in ("ram", "ssd") if tier in hardware.store_bytes_per_s]
+    if hardware.device == "cpu":
+        tiers = [tier for tier in tiers if tier != "ram"]
+    if allowed == "auto":
+        return [None, *tiers]
+    return [None if allowed == "none" else allowed]
+
+
+def problem_of(footprint: Footprint, hardware: Hardware, budget_bytes: int, held: Held, allowed: Allowed) -> Problem:
+    """What is left to be placed: activations, in the memory and the room that the rest leaves."""
+    on_host = hardware.device == "cpu"
+    where = functools.partial(
+        _held,
+        held=held,
+        budget_bytes=budget_bytes,
+        on_host=on_host,
+        now=allowed.now or IN_MEMORY,
+        tiers=frozenset(hardware.store_bytes_per_s),
+    )
+    found = where(footprint.plain)
+    problem = make_problem(found, hardware, budget_bytes, may_recompute=allowed.may_recompute)
+    taken = tier_bytes(footprint, held)
+    kept = snapshot_bytes(
+        footprint.plain, held, allowed.now or IN_MEMORY, allowed.snapshots, allowed.snapshots_of_trained
+    )
+    # Snapshots that find no room are refused by themselves.
+    room = {
+        tier: max(0, nbytes - kept.get(tier, 0)) - taken.get(tier, 0) for tier, nbytes in problem.room_bytes.items()
+    }
+    if allowed.written_bytes is not None and "ssd" in room:
+        # What activations take of a drive in a step is written in it.
+        room["ssd"] = min(room["ssd"], allowed.written_bytes - moved_bytes(found)[0].get("ssd", 0))
+    return dataclasses.replace(problem, room_bytes=room, mixed=footprint.mixed, hold=where)
+
+
+def _held(
+    footprint: Footprint, *, held: Held, budget_bytes: int, on_host: bool, now: Held, tiers: frozenset[str]
+) -> Footprint:
+    found = hold(footprint, held, budget_bytes, on_host, now)
+    if all(one.tier in tiers for one in found.transfers):
+        return found  # with what is known of it
+    return dataclasses.replace(found, transfers=tuple(one for one in found.transfers if one.tier in tiers))
