@@ -119,8 +119,8 @@ class OffloadCallback(TrainerCallback):
         own_resident_state(optimizer)
         scaler = None if trainer is None else trainer.accelerator.scaler
         # What a step needs is known when a gradient arrives: nothing adds up, is scaled or clipped before the step.
-        one_backward = args.gradient_accumulation_steps == 1 and scaler is None and trainer is not None
-        self.session.update_in_backward(one_backward and not args.max_grad_norm)
+        one_backward = args.gradient_accumulation_steps == 1 and scaler is None and not args.max_grad_norm
+        self.session.update_in_backward(one_backward and trainer is not None and not _acts_before_steps(trainer))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.session is None:
@@ -250,3 +250,12 @@ def _refuse_data_parallel(args: TrainingArguments) -> None:
             f"{args.n_gpu} GPUs are visible to one process, so the Trainer would use nn.DataParallel, which cannot be "
             "offloaded: start with `accelerate launch --multi_gpu train.py`, or set CUDA_VISIBLE_DEVICES to one GPU."
         )
+
+
+def _acts_before_steps(trainer: Trainer) -> bool:
+    """Whether code that is not the library's may look at gradients or options between a backward and its step."""
+    own = TrainerCallback.on_pre_optimizer_step
+    if any(type(one).on_pre_optimizer_step is not own for one in trainer.callback_handler.callbacks):
+        return True
+    owner = next(one for one in type(trainer).__mro__ if "training_step" in vars(one))
+    return owner.__module__.partition(".")[0] not in ("transformers", "hf_offload")

@@ -37,6 +37,8 @@ _SAVING = nn.Module._save_to_state_dict.__code__
 _ADDRESSES = {torch.Tensor.data_ptr, vars(torch.Tensor)["__cuda_array_interface__"].__get__}
 # They read every gradient only to drop it, or to make zeros of it.
 _ZEROING = {nn.Module.zero_grad.__code__}
+_ASKS_FOR_KINDS = "transformers.trainer"
+"""It reads gradients before the step to know whether they are spread over processes."""
 
 
 class DemandedParameter(nn.Parameter):
@@ -236,6 +238,8 @@ def _answer(parameter: nn.Parameter, func: Any, args: Any) -> None:
         if caller.f_code in _ZEROING:
             demand.replace_gradient(zeros=not caller.f_locals.get("set_to_none", True))
         else:
+            if caller.f_globals.get("__name__") != _ASKS_FOR_KINDS:
+                demand.check_gradient()
             demand.reveal_gradient()
     elif func in _WRITE_GRADIENT:
         demand.replace_gradient(zeros=False)

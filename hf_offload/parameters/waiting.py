@@ -24,6 +24,9 @@ class Demand(Protocol):
     def overwrite(self) -> None:
         """The parameter is about to get another value, whatever it was."""
 
+    def check_gradient(self) -> None:
+        """``.grad`` is about to be read for its values."""
+
     def reveal_gradient(self) -> None:
         """``.grad`` is about to be read: put it there."""
 

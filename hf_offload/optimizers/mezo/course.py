@@ -341,6 +341,9 @@ class MovingWeight:
     def overwrite(self) -> None:
         self.finish()
 
+    def check_gradient(self) -> None:
+        pass
+
     def reveal_gradient(self) -> None:
         pass
 

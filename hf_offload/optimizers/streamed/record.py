@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 SMALLEST_STATE_BYTES = 4096
 """Smaller parts of a state, such as counters, stay in memory."""
 
+_UPDATE_LATER = (
+    "go on from the last checkpoint, with max_grad_norm=1e9, which clips nothing and updates after backward, or without "
+    "update_in_backward()."
+)
+
 
 class PartState:
     """The optimizer's state of one part of a parameter, on the tier between two updates."""
@@ -261,6 +266,7 @@ class Record:
         gradient: On the tier; None if there is none, or it is in memory.
         update: What is to be done before anyone reads the parameter.
         spent_norm: 2-norm of the gradient that it was updated with in this step's backward.
+        spent_options: The options of that update.
         moved: Whether its state was put on the tier; else it is in the optimizer's ``state``, if there is one.
         state_stays: Others hold its state: the optimizer's step updates it in memory, there and then.
         is_doubtful: Its state was made for another dtype or shape, so that its next update may be an error.
@@ -274,6 +280,7 @@ class Record:
         self.gradient: Gradient | None = None
         self.update: Update | None = None
         self.spent_norm: Tensor | None = None
+        self.spent_options: dict[str, Any] = {}
         self.lay_out(parameter, part_elements)
 
     def lay_out(self, parameter: nn.Parameter, part_elements: int | None) -> None:
@@ -365,13 +372,40 @@ class Record:
                 "weights before the step: set max_grad_norm, which then updates after backward."
             )
 
+    def check_gradient(self) -> None:
+        """Raise :class:`~hf_offload.errors.OffloadError` where its gradient is to be read or changed, and is used up."""
+        if self.spent_norm is not None:
+            raise OffloadError(
+                f"The gradient of {self.name} is to be read or changed before the step, and backward has updated {self.name} "
+                f"with it already: {_UPDATE_LATER}"
+            )
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Raise :class:`~hf_offload.errors.OffloadError` where backward has updated it with others than these, the step's."""
+        if self.spent_norm is None:
+            return
+        before = self.spent_options
+        changed = [name for name in {**before, **options} if not _are_same(before.get(name), options.get(name))]
+        if changed:
+            raise OffloadError(
+                f"The optimizer's {', '.join(changed)} changed between a backward, which has updated {self.name}, and its "
+                f"step: {_UPDATE_LATER}"
+            )
+
     def reveal_gradient(self) -> None:
         self._finish_step()
         self.streaming.gradients.reveal(self)
 
     def replace_gradient(self, zeros: bool) -> None:
+        self.check_gradient()
         self._finish_step()
         self.streaming.gradients.replace(self, zeros)
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
 
 
 def part_elements(part_bytes: int, itemsize: int) -> int:

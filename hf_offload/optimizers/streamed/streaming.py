@@ -257,6 +257,7 @@ class Streaming:
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop all gradients on the tier."""
         for record in self.records:
+            record.check_gradient()
             self.gradients.replace(record, zeros=not set_to_none)
 
     # -- steps ----------------------------------------------------------------------------------------------------------
@@ -322,6 +323,8 @@ class Streaming:
             staying: list[Tensor] = []
             for parameter in group["params"]:
                 record = self.record_of(parameter)
+                if record is not None:
+                    record.check_options(options)
                 if record is None:
                     staying.append(parameter)
                 elif record.state_stays:
@@ -460,15 +463,16 @@ class Streaming:
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
         self._move_state(record, parameter)
+        options = options_of(group)
         if record.state_stays:
             with signals_deferred, torch._C.DisableTorchFunctionSubclass():
-                self._step_in_memory([{**options_of(group), "params": [parameter]}], context)
-                record.spent_norm = norm
+                self._step_in_memory([{**options, "params": [parameter]}], context)
+                record.spent_norm, record.spent_options = norm, options
                 record.refresh(parameter)
         else:
             with signals_deferred:
-                record.spent_norm = norm
-                record.update = Update(context, options_of(group), None, ())
+                record.spent_norm, record.spent_options = norm, options
+                record.update = Update(context, options, None, ())
                 record.refresh(parameter)
             self.finish_record(record)
         set_gradient(parameter, None)

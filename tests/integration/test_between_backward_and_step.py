@@ -1,0 +1,150 @@
+"""Where backward updates weights, what looks at gradients or options before the step has the bits of a run in memory, or an
+error.
+"""
+
+import pytest
+import torch
+import transformers
+
+from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
+from hf_offload.errors import OffloadError
+
+TOKENS = 16
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=TOKENS, bos_token_id=1, eos_token_id=1
+    )
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def halve(parameters):
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+class Halves(transformers.TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        halve(model.parameters())
+
+
+class LowersRate(transformers.TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+class HalvesItself(transformers.Trainer):
+    def training_step(self, model, *args, **kwargs):
+        loss = super().training_step(model, *args, **kwargs)
+        halve(model.parameters())
+        return loss
+
+
+class AddsLate(transformers.TrainerCallback):
+    def __init__(self, added):
+        self.added = added
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.trainer.add_callback(self.added())
+
+
+def trained(tmp_path, place, kind=transformers.Trainer, callback=None):
+    args = OffloadTrainingArguments(
+        output_dir=str(tmp_path / place), max_steps=3, per_device_train_batch_size=2, max_grad_norm=0.0, logging_steps=1,
+        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, offload="none", offload_optimizer=place,
+        offload_min_bytes=512, **({} if place == "none" else {"offload_directory": str(tmp_path)}),
+    )  # fmt: skip
+    rows = [{"input_ids": torch.arange(TOKENS) + n, "labels": torch.arange(TOKENS) + n} for n in range(8)]
+    trainer = kind(model=gpt2(), args=args, train_dataset=rows)
+    if callback is not None:
+        callback.trainer = trainer
+        trainer.add_callback(callback)
+    trainer.train()
+    return [one["loss"] for one in trainer.state.log_history if "loss" in one], list(trainer.model.parameters())
+
+
+WAYS = {
+    "callback": (transformers.Trainer, Halves),
+    "rate": (transformers.Trainer, LowersRate),
+    "training_step": (HalvesItself, lambda: None),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trainer_whose_code_acts_before_the_step_has_the_bits_of_the_run_in_memory(way, tmp_path):
+    kind, callback = WAYS[way]
+    losses, weights = trained(tmp_path, "none", kind, callback())
+    found, streamed = trained(tmp_path, "ssd", kind, callback())
+    assert found == losses
+    assert all(map(torch.equal, streamed, weights))
+
+
+@pytest.mark.parametrize("added", [Halves, LowersRate])
+def test_a_callback_that_comes_while_weights_are_updated_in_backward_ends_in_an_error(added, tmp_path):
+    with pytest.raises(OffloadError, match="max_grad_norm=1e9"):
+        trained(tmp_path, "ssd", callback=AddsLate(added))
+
+
+def read(optimizer, weight):
+    assert weight.grad is not None
+
+
+def assign(optimizer, weight):
+    weight.grad = torch.zeros_like(weight)
+
+
+def drop(optimizer, weight):
+    optimizer.zero_grad()
+
+
+def zero_model(optimizer, weight):
+    weight.owner.zero_grad()
+
+
+def rate(optimizer, weight):
+    optimizer.param_groups[0]["lr"] *= 2
+
+
+def rate_in_place(optimizer, weight):
+    optimizer.param_groups[0]["lr"].mul_(2)
+
+
+def decay(optimizer, weight):
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def of_a_tensor(model):
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+
+
+def of_a_number(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("act", "make"),
+    [
+        (read, of_a_number), (assign, of_a_number), (drop, of_a_number), (zero_model, of_a_number), (rate, of_a_number),
+        (decay, of_a_number), (rate_in_place, of_a_tensor),
+    ],
+)  # fmt: skip
+def test_a_loop_that_promised_not_to_and_acts_before_the_step_ends_in_an_error(act, make, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
+    session = attach(model, OffloadConfig(tier="none", optimizer="ssd", min_bytes=512, directory=tmp_path))
+    optimizer = session.prepare_optimizer(make(model))
+    session.update_in_backward(True)
+    weight = model[0].weight
+    weight.owner = model
+    for _ in range(2):
+        model(torch.ones(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(torch.ones(4, 32)).square().mean().backward()
+    with pytest.raises(OffloadError, match=r"max_grad_norm(=1e9)?, which"):
+        act(optimizer, weight)
+        optimizer.step()
