@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.structure.block_state import changed_name, inputs_read_again, read_by, rewritten_name, state_of
-from hf_offload.structure.reach import MOST_LEVELS, PLAIN
+from hf_offload.structure.reach import MOST_LEVELS, PLAIN, UNKNOWN
 from hf_offload.surgery import InertInCopies
 from hf_offload.tensors import are_transformed, can_be_followed, has_storage
 
@@ -111,6 +111,8 @@ class Effects:
         self._own.clear()
         self._note(blocking_argument(args, kwargs))
         self._state = {} if name in self.found else state_of(block, (args, kwargs), values=True)
+        for why, _ in self._state.get(UNKNOWN, ()):
+            self._note(f"its code reaches {UNKNOWN} ({why})")
 
     def _leave(self, name: str, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or self._block != name:

@@ -8,6 +8,11 @@ Note: how far a look goes
     lead to all of the model. So only those of its methods and children are looked at that the code reached so far names. For
     what a block's own forward changes, all of its attributes are compared; for what changes between forward and backward,
     those that this code names, since a block does not read the others, and the rest of the model may set them meanwhile.
+
+Note: what cannot be looked into
+    Code may name and hold anything: objects whose attributes raise, and that are not of the class that they say they are.
+    A look at those, and at what is in TorchScript, ends as one that found something that changes always: their block is not
+    recomputed. Training does not notice.
 """
 
 import array
@@ -15,7 +20,6 @@ import collections
 import contextvars
 import dataclasses
 import functools
-import inspect
 import itertools
 import logging
 import random
@@ -49,6 +53,10 @@ _ITERATORS = (
     *map(type, map(iter, ([], (), "", {}, {}.values(), {}.items(), set(), range(0)))),  # type: ignore[call-overload]
     *(enumerate, filter, map, zip, itertools.chain, itertools.cycle, itertools.islice, itertools.repeat),
 )
+# Of a class, around what is called.
+_METHODS = (staticmethod, classmethod, functools.partialmethod, functools.cached_property)
+# Autograd cannot leave it early, as a recompute does, and what it saves depends on how often it has run.
+_SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule)
 # What every module has; hooks are looked at one by one.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -60,6 +68,10 @@ _BEFORE = frozenset({"__init__", "__init_subclass__", "__new__", "__setstate__",
 # Methods that run without being named.
 _IMPLICIT = frozenset({"forward", "setup_context"})
 _LIBRARIES = frozenset({"hf_offload", "torch", "transformers"})
+UNKNOWN = "what cannot be looked into"
+"""The name under which that is found, in every look."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +120,25 @@ class Look:
 
     def at(self, inputs: object) -> dict[str, Any]:
         """What is found, with a call of the block with ``inputs``. To be called once."""
+        self.found[UNKNOWN] = []
+        try:
+            self._look(inputs)
+        except Exception as error:
+            logger.debug("A %s cannot be looked into.", type(self._block).__name__, exc_info=True)
+            self._cannot_look(error)
+        return self.found
+
+    def _cannot_look(self, why: object) -> None:
+        self.found[UNKNOWN].append((str(why), Same(object())))  # not even equal to that of another look
+
+    def _look(self, inputs: object) -> None:
         found = self.found
         found["an input"] = self._token(inputs)
         classes: dict[type, str] = {}
         for name, module in self._block.named_modules():
+            if isinstance(module, _SCRIPTS):
+                self._cannot_look("TorchScript")
+                continue
             prefix = f"{name}." if name else ""
             classes.setdefault(type(module), f"{type(module).__name__}.")
             for key, value in vars(module).items():
@@ -128,14 +155,12 @@ class Look:
         self._look_outside()
         found["Python's random numbers"] = random.getstate()
         found["NumPy's random numbers"] = self._token(numpy.random.mtrand._rand)
-        return found
 
     def _look_at_hooks(self, prefix: str, *hooks: Any) -> None:
         users = [hook for each in hooks for hook in each.values() if not _is_torchs(_definition(hook))]
         self.found[f"{prefix}hooks"] = [self._token(hook) for hook in users]
         for hook in users:
-            for function in _functions(hook):
-                self._look_at_globals(_unwrapped(function))
+            self._look_at_code(*_functions(hook))
 
     def _look_at_class(self, cls: type, prefix: str) -> None:
         """One of the block's own."""
@@ -151,8 +176,11 @@ class Look:
         functions = _functions(value)
         for function in functions:
             self._add(name, function)
-            self._look_at_globals(_unwrapped(function))
-        if not functions and not key.startswith("__") and (_is_state(value) or _is_users(type(value).__module__)):
+        self._look_at_code(*functions)
+        looked_at = (
+            _is_state(value) or isinstance(value, (*_METHODS, property, *_SCRIPTS)) or _is_users(type(value).__module__)
+        )
+        if not functions and not key.startswith("__") and looked_at:
             self._add(name, value)
 
     def _add(self, name: str, value: Any) -> None:
@@ -215,6 +243,14 @@ class Look:
                     self._attributes.add((base, key))
                     self._look_at_attribute(f"{base.__name__}.{key}", value, key)
 
+    def _look_at_code(self, *functions: types.FunctionType) -> None:
+        """Of what decorators have wrapped, which may be anything that can be called: as an object, it is looked at as a part
+        of its wrapper.
+        """
+        for function in functions:
+            for wrapped in _functions(_unwrapped(function)):
+                self._look_at_globals(wrapped)
+
     def _look_at_globals(self, function: types.FunctionType) -> None:
         known = id(function.__code__), id(function.__globals__)
         if known not in self._codes:
@@ -244,9 +280,9 @@ class Look:
                     if attribute in vars(value):
                         self._look_at_global(attribute, vars(value), value.__name__, names)
         elif isinstance(value, types.FunctionType):
-            if value.__module__ == where or _is_users(value.__module__):
+            if value.__module__ == where or _is_users(_defined_in(value)):
                 self._add(f"the global {name}", value)
-                self._look_at_globals(_unwrapped(value))
+                self._look_at_code(value)
         elif _is_state(value) or _is_users(where) or _is_users(type(value).__module__):
             self._add(f"the global {name}", value)
 
@@ -254,12 +290,19 @@ class Look:
         """Something that equals the token of the same value in the same state."""
         if type(value) in (weakref.ProxyType, weakref.CallableProxyType):
             value = _behind(value)
+        if type(value) is types.MappingProxyType:
+            return self._token(dict(value), levels) if levels else None  # which proxy it is says nothing
         if isinstance(value, PLAIN):
             if isinstance(value, str):
                 self._names.add(value)
+            if _is_users(type(value).__module__):  # a comparison of the user's need not give a bool
+                return Same(value)
             return (value,)  # as part of a tuple, NaN equals itself
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        if isinstance(value, _SCRIPTS):
+            self._cannot_look("TorchScript")
+            return Same(value)
         if isinstance(value, generators.KINDS):
             state = generators.state_of(value)
             return state.tolist() if isinstance(state, torch.Tensor) else state
@@ -327,7 +370,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
         yield value.__self__
     elif isinstance(value, types.FunctionType):
-        if not str(value.__module__).startswith(("torch.", "hf_offload.", "transformers.")):
+        if _top(_defined_in(value)) not in _LIBRARIES:
             for cell in value.__closure__ or ():
                 try:
                     yield cell.cell_contents
@@ -345,12 +388,17 @@ def _parts(value: Any) -> Iterator[Any]:
         yield bytes(value)
     elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         yield value.tolist() if value.dtype.hasobject else value.tobytes()
-    elif not type(value).__module__.startswith(("torch.", "hf_offload.")):
+    elif isinstance(value, (*_METHODS, property)):
+        yield [getattr(value, name, None) for name in ("__func__", "func", "fget", "fset")]
+    elif not _is_torchs(type(value).__module__):
         yield getattr(value, "__dict__", None)
         for cls in type(value).__mro__:
-            slots = vars(cls).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                yield getattr(value, name, None)
+            for slot in vars(cls).values() if "__slots__" in vars(cls) else ():
+                if isinstance(slot, types.MemberDescriptorType):
+                    try:
+                        yield slot.__get__(value)
+                    except AttributeError:  # nothing is in it yet
+                        continue
 
 
 def _functions(value: Any) -> tuple[types.FunctionType, ...]:
@@ -363,13 +411,18 @@ def _functions(value: Any) -> tuple[types.FunctionType, ...]:
         return _functions(value.__func__)
     if isinstance(value, (functools.partial, functools.partialmethod, functools.cached_property)):
         return _functions(value.func)
+    if isinstance(value, functools._lru_cache_wrapper):
+        return _functions(value.__wrapped__)
     return ()
 
 
-def _unwrapped(function: types.FunctionType) -> types.FunctionType:
-    """What ``function`` wraps, or itself if that is not of Python (a method of torch's)."""
-    found = inspect.unwrap(function)
-    return found if isinstance(found, types.FunctionType) else function
+def _unwrapped(function: Any) -> Any:
+    """What a function was made of, as far as functions lead to it."""
+    seen: set[int] = set()
+    while isinstance(function, types.FunctionType) and id(function) not in seen:
+        seen.add(id(function))
+        function = vars(function).get("__wrapped__", function)
+    return function
 
 
 def _definition(hook: Any) -> str:
@@ -378,7 +431,13 @@ def _definition(hook: Any) -> str:
         hook = hook.func
     if isinstance(hook, types.MethodType):
         hook = hook.__self__
-    return str(hook.__module__ if isinstance(hook, types.FunctionType) else type(hook).__module__)
+    return _defined_in(hook) if isinstance(hook, types.FunctionType) else str(type(hook).__module__)
+
+
+def _defined_in(function: types.FunctionType) -> str:
+    """A decorated function says where what it was made of is defined; the decorator may be a library's, or that may be."""
+    names = str(function.__module__), str(function.__globals__.get("__name__"))
+    return next((name for name in names if _top(name) not in _LIBRARIES), names[0])
 
 
 @functools.cache
@@ -414,11 +473,16 @@ def _behind(proxy: Any) -> Any:
 
 
 def _is_torchs(module: str) -> bool:
-    return module == "torch" or module.startswith(("torch.", "hf_offload."))
+    return _top(module) in ("torch", "hf_offload")
 
 
 def _is_of_library(cls: type) -> bool:
-    return cls.__module__ == "builtins" or _is_torchs(cls.__module__)
+    return _top(cls.__module__) in ("builtins", "torch", "hf_offload")
+
+
+def _top(module: Any) -> str:
+    """The package that a module is in."""
+    return str(module).partition(".")[0]
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import torch
 from torch import nn
 
 _MATRIX_DIMENSIONS = 2
@@ -34,7 +35,8 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def find_units(model: nn.Module) -> dict[str, Unit]:
     """Units by name: the model itself (for what lies in none of the others), its blocks, and in and outside of blocks
-    the outermost modules with matrices of their own: attention, MLP, embedding, head.
+    the outermost modules with matrices of their own: attention, MLP, embedding, head. A module in TorchScript belongs to
+    what it lies in: it takes no hooks.
     """
     root = type(model).__name__
     units = {root: Unit(root, model)}
@@ -45,7 +47,7 @@ def find_units(model: nn.Module) -> dict[str, Unit]:
             units[child] = Unit(child, module, name)
     for name, module in model.named_modules():
         inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
-        if name and not inside and _own_matrices(module):
+        if name and not inside and _own_matrices(module) and not isinstance(module, torch.jit.ScriptModule):
             units[name] = Unit(name, module)
     return units
 
@@ -56,7 +58,9 @@ def _parts(block: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     for name, child in block.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             parts += _parts(child, f"{prefix}.{name}")
-        elif any(parameter.dim() >= _MATRIX_DIMENSIONS for parameter in child.parameters()):
+        elif not isinstance(child, torch.jit.ScriptModule) and any(
+            parameter.dim() >= _MATRIX_DIMENSIONS for parameter in child.parameters()
+        ):
             parts.append((f"{prefix}.{name}", child))
     return parts
 
