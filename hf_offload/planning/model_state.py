@@ -29,6 +29,7 @@ from hf_offload.settings.schema import OffloadConfig, snapshots_held, with_check
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.handling import WAITS
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, WEIGHTS, RunStorage
+from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +103,8 @@ class ModelState:
         if not self._limit_bytes or id(optimizer) in self._optimizers or not (self._may_stream or self._may_park):
             return
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
-        weights = sum(p.nbytes for p in model.parameters())
-        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        weights = sum(nbytes_of(p) for p in model.parameters())
+        trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
         more = self._more_bytes(model)
         if self._may_stream and self.streamed is None:
             held = self._held_beforehand(model, more - trained, activation_bytes=0)
@@ -148,7 +149,7 @@ class ModelState:
     def _warn_of(self, optimizer: Optimizer, residency: Residency) -> None:
         """Say, once, that the step of ``optimizer`` needs more memory than ``residency`` leaves for weights."""
         trained = [p for group in optimizer.param_groups for p in group["params"] if residence_of(p) is not None]
-        nbytes = sum(p.nbytes for p in trained)
+        nbytes = sum(nbytes_of(p) for p in trained)
         if nbytes > residency.limit_bytes and not self._has_warned and self._config.memory_mode == NONE:
             self._has_warned = True
             logger.warning(
@@ -199,7 +200,7 @@ class ModelState:
 
     def with_weights(self, model: nn.Module, footprint: Footprint) -> Footprint:
         """A measured ``footprint`` with what may leave memory of the model's units."""
-        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
         state_bytes = int(self._state_per_weight * trained) if self.streams else footprint.state_bytes
         weights = unit_weights(model, footprint.units, state_bytes, self._config.smallest_bytes(self._on_host))
         return dataclasses.replace(footprint, weights=weights)
@@ -294,17 +295,17 @@ class ModelState:
     def _more_bytes(self, model: nn.Module) -> int:
         """Bytes of gradients and optimizer state that are in memory if nothing is streamed."""
         optimizers = self._prepared()
-        trained = {id(p): p.nbytes for one in optimizers for group in one.param_groups for p in group["params"]}
-        trained |= {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
+        trained = {id(p): nbytes_of(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        trained |= {id(p): nbytes_of(p) for p in model.parameters() if p.requires_grad}
         gradients = sum(trained.values())
         if (
-            sum(p.nbytes for p in model.parameters()) + (1 + _MOST_STATE) * gradients
+            sum(nbytes_of(p) for p in model.parameters()) + (1 + _MOST_STATE) * gradients
             <= _WITHOUT_A_LOOK * self._limit_bytes
         ):
             return (1 + _MOST_STATE) * gradients
         state = 0
         for one in optimizers:
-            mine = sum(p.nbytes for group in one.param_groups for p in group["params"])
+            mine = sum(nbytes_of(p) for group in one.param_groups for p in group["params"])
             state += int(mine * (0 if streaming_of(one) is not None else state_per_weight(one)))
         return gradients + state
 
@@ -372,7 +373,7 @@ class ModelState:
             return False
         if self.streams:
             return True
-        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
         # Else the optimizer's step takes all weights at once.
         return trained + self._more_bytes(model) <= _MOST_ON_DEVICE * self._limit_bytes
 
@@ -395,7 +396,7 @@ def _step_bytes(optimizer: Optimizer) -> int:
     """Memory that a step of ``optimizer`` takes for itself: AdamW's, of which others need no more."""
     most = 0
     for group in optimizer.param_groups:
-        sizes = [p.nbytes for p in group["params"] if p.requires_grad]
+        sizes = [nbytes_of(p) for p in group["params"] if p.requires_grad]
         on_host = all(p.device.type == "cpu" for p in group["params"])
         if group.get("fused") or not sizes:
             continue

@@ -28,6 +28,7 @@ from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.stored import Store
 from hf_offload.storage.tier import Tier
 from hf_offload.structure.units import find_blocks
+from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def park_weights(model: nn.Module, config: OffloadConfig, storage: RunStorage, p
     if present is not None and present.is_home:
         place = "there"
     elif place == "auto":
-        place = place_for(sum(p.nbytes for p in model.parameters()), config, on_host)
+        place = place_for(sum(nbytes_of(p) for p in model.parameters()), config, on_host)
     if place == "none":
         if present is not None:
             present.bring_all()
@@ -76,7 +77,7 @@ def park_weights(model: nn.Module, config: OffloadConfig, storage: RunStorage, p
         return None
     refuse(model, config, processes)
     if present is None:
-        largest = max((p.nbytes for p in model.parameters()), default=0)
+        largest = max((nbytes_of(p) for p in model.parameters()), default=0)
         present = open_residency(config, place, storage, on_host, weights_at_a_time(model, config), largest)
     return settle(model, present, config)
 
@@ -119,7 +120,7 @@ def settle(model: nn.Module, residency: Residency, config: OffloadConfig) -> Res
 
 def is_large(parameter: nn.Parameter, config: OffloadConfig) -> bool:
     """Whether ``config`` lets tensors of this size leave memory."""
-    return parameter.nbytes >= config.smallest_bytes(parameter.device.type == "cpu")
+    return nbytes_of(parameter) >= config.smallest_bytes(parameter.device.type == "cpu")
 
 
 def memory_for_weights(config: OffloadConfig) -> int:
@@ -144,8 +145,8 @@ def weights_at_a_time(model: nn.Module, config: OffloadConfig) -> int:
 
 def blocks_at_a_time(model: nn.Module) -> int:
     """Bytes of the fewest weights that are ever left in memory: two blocks."""
-    sizes = [sum(p.nbytes for p in block.parameters()) for block in find_blocks(model).values()]
-    single = max((p.nbytes for p in model.parameters()), default=0)
+    sizes = [sum(nbytes_of(p) for p in block.parameters()) for block in find_blocks(model).values()]
+    single = max((nbytes_of(p) for p in model.parameters()), default=0)
     return _BLOCKS * max([single, *sizes])
 
 

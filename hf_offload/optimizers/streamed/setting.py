@@ -22,6 +22,7 @@ from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.storage.opening import named_directories, open_tier
 from hf_offload.storage.service import OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.tier import Tier
+from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +149,8 @@ class StreamedSetting:
         return open_tier(self._storage, self._config, self._on_host, account, directories)
 
     def _choose(self, model: nn.Module) -> str:
-        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        weights = sum(p.nbytes for p in model.parameters())
+        trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
+        weights = sum(nbytes_of(p) for p in model.parameters())
         needed = weights + trained * (1 + _STATE_PER_WEIGHT)
         budget = self._config.memory_budget
         limit = int(budget) if budget is not None else _memory_bytes(self._on_host)

@@ -35,6 +35,7 @@ from hf_offload.parameters.waiting import about_to_change, demand_of, in_memory
 from hf_offload.plan.windows import PART_BYTES
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
 from hf_offload.storage.stored import Store
+from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Streaming:
                 demand.finish()
                 demand.reveal_gradient()
             trains = parameter.is_floating_point() or parameter.is_complex()
-            if own_class(parameter) is not nn.Parameter or not trains or parameter.nbytes < self._smallest_bytes:
+            if own_class(parameter) is not nn.Parameter or not trains or nbytes_of(parameter) < self._smallest_bytes:
                 continue
             record = Record(parameter, name, self, self._part_elements(parameter))
             self._records[id(parameter)] = record
