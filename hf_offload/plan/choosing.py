@@ -90,8 +90,22 @@ class _Way:
 
     @functools.cached_property
     def kept(self) -> Solution:
-        """All activations stay, whether they fit or not: no step of this way is faster."""
+        """All activations stay, whether they fit or not: no step of this way is faster that recomputes no elementwise
+        operations.
+        """
         return self.problem.play(Choices(self.problem).uniform(Placement.KEEP), self.problem.windows[0], "keep")
+
+    @functools.cached_property
+    def staying(self) -> Solution:
+        """The faster one that fits, if that of ``kept`` does, of all activations staying and of elementwise operations being
+        recomputed: a backward that takes longer hides more of what weights and state wait for.
+        """
+        if self.problem.mixed is None:
+            return self.kept
+        keep = Choices(self.problem).uniform(Placement.KEEP.with_elementwise)
+        reduced = self.problem.play(keep, self.problem.windows[0], "keep")
+        faster = reduced.timeline.step_s < self.kept.timeline.step_s
+        return reduced if faster and self.problem.fits(reduced) else self.kept
 
     @functools.cached_property
     def written_bytes(self) -> int:
@@ -118,8 +132,8 @@ def _fastest(found: Sequence[_Way], usual: Choice | None = None) -> tuple[Choice
         if kept_s >= _GAIN * below_s or (best is not None and (len(tried) >= _SOLVED or kept_s >= best.step_s)):
             break
         if way.problem.fits(way.kept):
-            if best is None or kept_s < best.step_s:
-                best = Choice(way.held, way.problem, way.kept)
+            if best is None or way.staying.timeline.step_s < best.step_s:
+                best = Choice(way.held, way.problem, way.staying)
             continue
         if not any(True for _ in narrowest(way.problem)):
             continue

@@ -7,12 +7,12 @@ import pytest
 
 from hf_offload.plan import search
 from hf_offload.plan.choosing import choose
-from hf_offload.plan.footprint import Footprint, Saved, Segment
+from hf_offload.plan.footprint import Footprint, Saved, Segment, UnitWeights
 from hf_offload.plan.hardware import describe_hardware
-from hf_offload.plan.places import Allowed
+from hf_offload.plan.places import Allowed, problem_of
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
-from hf_offload.plan.problem import Problem, smallest_budget
+from hf_offload.plan.problem import Choices, Problem, smallest_budget
 from hf_offload.plan.search import smallest, solve, uniform
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.handmade_footprints import MB, footprint_of
@@ -158,6 +158,31 @@ def test_a_choice_over_all_kinds_is_no_slower_with_it(seed):
     usual, found = (choose(one, hardware, budget, Allowed()) for one in (step.plain, step))
     assert found.problem.fits(found.solution)
     assert usual is None or found.step_s <= usual.step_s
+
+
+def with_weights(step, weight):
+    """``step`` with gradients, and with as much state as weights."""
+
+    def one(step):
+        count = len(step.units)
+        return dataclasses.replace(
+            step, base_bytes=2 * weight * count, gradient_bytes=weight * count, state_bytes=weight * count,
+            weights=dict.fromkeys(step.units, UnitWeights(weight, weight, weight)),
+        )  # fmt: skip
+
+    return dataclasses.replace(one(step), elementwise=one(step.elementwise))
+
+
+def test_it_is_chosen_where_all_would_fit_but_weights_and_state_are_waited_for():
+    step = with_weights(step_of([20 * MB] * 4, [20 * MB] * 4, [0.01] * 4, [0.005] * 4), 40 * MB)
+    hardware = describe_hardware("24GB", tflops=80, pcie="5GB/s", ssd="3GB/s", ram="64GB")
+    allowed = Allowed(state="ssd", weights="ssd")
+    found = choose(step, hardware, 400 * MB, allowed)
+    problem = problem_of(step, hardware, 400 * MB, found.held, allowed)
+    kept = problem.play(Choices(problem).uniform(Placement.KEEP), problem.windows[0], "keep")
+    assert problem.fits(kept)
+    assert found.step_s < kept.timeline.step_s
+    assert all(one.elementwise for one in found.solution.placements.values())
 
 
 def test_steps_that_go_through_other_blocks_are_not_put_together():
