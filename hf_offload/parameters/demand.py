@@ -32,6 +32,7 @@ _GRADIENT: Any = torch.Tensor.grad
 _GET_GRADIENT = _GRADIENT.__get__
 _WRITE_GRADIENT = {_GRADIENT.__set__, _GRADIENT.__delete__}
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SETTING = {torch.Tensor.copy_, _SET_DATA}
 _MAKING = nn.Parameter.__new__.__code__
 _SAVING = nn.Module._save_to_state_dict.__code__
 _ADDRESSES = {torch.Tensor.data_ptr, vars(torch.Tensor)["__cuda_array_interface__"].__get__}
@@ -56,6 +57,8 @@ class DemandedParameter(nn.Parameter):
                 _answer(each, func, args)
             if func == _GET_GRADIENT or func in _WRITE_GRADIENT:
                 return func(*args, **kwargs)
+            if func in _SETTING and is_demanded(args[0]):
+                _check_source(*args[:2])
             if func is torch.Tensor.detach and _caller().f_code is _SAVING:
                 residence = residence_of(asked[0])
                 if residence is not None and (copy := residence.saved()) is not None:
@@ -249,6 +252,13 @@ def _answer(parameter: nn.Parameter, func: Any, args: Any) -> None:
         demand.finish()
         if func in (_SET_DATA, torch.Tensor.data.__set__) or caller.f_code is _MAKING:  # type: ignore[attr-defined]
             demand.reveal_gradient()  # which might not fit any more, or keep the class
+
+
+def _check_source(parameter: nn.Parameter, *source: Any) -> None:
+    """``parameter`` is about to be set to ``source``."""
+    residence = residence_of(parameter)
+    if residence is not None and source and isinstance(source[0], torch.Tensor):
+        residence.check_source(source[0])
 
 
 def _without_notes(reduced: Any, parameter: nn.Parameter) -> Any:

@@ -68,6 +68,11 @@ class Residence(Protocol):
     def saved(self) -> Tensor | None:
         """What a state dict is to hold instead of the parameter's memory; None for that."""
 
+    def check_source(self, source: Tensor) -> None:
+        """Raise :class:`~hf_offload.errors.OffloadError` if the parameter is not to be set to ``source``: what a state dict
+        holds of it, and would be its present value in memory.
+        """
+
     def keep(self) -> "KeptRange | None":
         """The bytes of the parameter's value, held where they are on a drive, after what is not there yet was written; None
         where there is no drive, or their order is not that of the elements.

@@ -19,6 +19,7 @@ from hf_offload.parameters.casts import fill_cast
 from hf_offload.parameters.contexts import outside
 from hf_offload.parameters.demand import housed
 from hf_offload.parameters.derivation import Derivation
+from hf_offload.parameters.given import GivenCopy
 from hf_offload.parameters.holders import hull_of, storage_holders
 from hf_offload.parameters.saved import Former, whereabouts
 from hf_offload.parameters.waiting import residence_of
@@ -60,7 +61,7 @@ class Weight:
         self._digest = b""  # of what is on the tier: 128 bits, which tell whether such a write has come
         self._hull: Tensor | None = None
         self._copy: weakref.ref[Tensor] | None = None  # for a state dict
-        self._copies: list[_GivenCopy] = []
+        self._copies: list[GivenCopy] = []
         self._memory: int | None = None  # where it is; None while it is on the tier only
         self._version = 0
         self._note_memory(parameter)
@@ -362,7 +363,7 @@ class Weight:
                 self.residency.leave(self, False)
             self._copy = None if self.is_held else weakref.ref(found)
             self._copies = [each for each in self._copies if each.is_alive]
-            self._copies.append(_GivenCopy(found))
+            self._copies.append(GivenCopy(found))
         return found
 
     def check_copies(self) -> None:
@@ -372,6 +373,25 @@ class Weight:
                 f"A tensor that state_dict() returned for the weight {self.name} was changed in place. In memory, that would "
                 "have changed the weight, but this one is on a tier, and the tensor is a copy: change the parameter itself "
                 "under torch.no_grad(), or take the state inside of session.weights()."
+            )
+
+    def check_source(self, source: Tensor) -> None:
+        if not any(each.shares_memory(source) for each in self._copies):
+            return
+        parameter = self._parameter()
+        assert parameter is not None
+        self.enter()
+        try:
+            with outside():
+                is_same = parameter.shape == source.shape and _has_bits_of(parameter.detach(), source.detach())
+        finally:
+            self.leave()
+        if not is_same:
+            raise OffloadError(
+                f"The weight {self.name} is to be set to a tensor that state_dict() returned for it, and has changed since. "
+                "In memory, that tensor would be the weight itself, with its present values, and nothing would change; this "
+                "weight is on a tier, and the tensor is a copy of then. To go back to former values, load a copy: "
+                "copy.deepcopy(model.state_dict()), taken then."
             )
 
     def release(self) -> None:
@@ -402,28 +422,13 @@ class Weight:
         return (flat.clone() if data.device.type == "cpu" else flat.to("cpu")).view(torch.uint8)
 
 
-class _GivenCopy:
-    """A copy that others have, of which this holds the count of changes, and no memory."""
-
-    def __init__(self, copy: Tensor):
-        self._copy = weakref.ref(copy)
-        self._probe = copy.detach()
-        self._probe.data = torch.empty(0, dtype=copy.dtype)
-        self._version = copy._version
-
-    @property
-    def was_changed(self) -> bool:
-        """Whether it was changed in place."""
-        return self._probe._version != self._version
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether others still have it, or it was changed."""
-        return self.was_changed or self._copy() is not None
-
-
 def _nothing() -> None:
     return None
+
+
+def _has_bits_of(tensor: Tensor, other: Tensor) -> bool:
+    one, two = (each.to("cpu").contiguous().view(-1).view(torch.uint8) for each in (tensor, other))
+    return torch.equal(one, two)
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

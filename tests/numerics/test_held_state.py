@@ -69,7 +69,10 @@ def holds_between_steps(run, make, hold):
     return optimizer
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    ["adamw", "adafactor", *(pytest.param(name, marks=pytest.mark.full) for name in ("fused", "sgd"))],
+)
 @pytest.mark.parametrize("how", HOLDS)
 def test_what_is_held_between_steps_is_the_state_of_the_optimizer(name, how, tmp_path, monkeypatch):
     stream_in_parts(monkeypatch)

@@ -216,6 +216,7 @@ class StreamedOptimizer(Optimizer):
                     whole.state[parameter] = (
                         joined(list(parts), record) if files is None else files.state(parts, record)
                     )
+                    record.given.add(whole.state[parameter])
                 elif dict.__contains__(self.state, parameter):
                     whole.state[parameter] = dict.__getitem__(self.state, parameter)
         return whole.state_dict()
@@ -232,6 +233,10 @@ class StreamedOptimizer(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         places = [place for group in state_dict["param_groups"] for place in group["params"]]
         groups = [group for group in whole.param_groups for _ in group["params"]]
+        for parameter, place in zip(parameters, places, strict=True):
+            record = streaming.record_of(parameter)
+            if record is not None:
+                record.given.check(state_dict["state"].get(place) or {})
         fresh: dict[Any, dict[str, Any]] = {}
         loaded: list[nn.Parameter] = []
         with streaming.damage.loading():

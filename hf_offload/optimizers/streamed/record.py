@@ -9,6 +9,7 @@ import xxhash
 from torch import Tensor, nn
 
 from hf_offload.errors import OffloadError, StorageError
+from hf_offload.optimizers.streamed.given import GivenStates
 from hf_offload.optimizers.streamed.shadow import CUT_ELEMENTS, pieces
 from hf_offload.parameters.contexts import StepContext
 from hf_offload.parameters.demand import demanded
@@ -265,6 +266,7 @@ class Record:
         name: For messages.
         gradient: On the tier; None if there is none, or it is in memory.
         update: What is to be done before anyone reads the parameter.
+        given: What others have of its state.
         spent_norm: 2-norm of the gradient that it was updated with in this step's backward.
         spent_options: The options of that update.
         moved: Whether its state was put on the tier; else it is in the optimizer's ``state``, if there is one.
@@ -281,6 +283,7 @@ class Record:
         self.update: Update | None = None
         self.spent_norm: Tensor | None = None
         self.spent_options: dict[str, Any] = {}
+        self.given = GivenStates(name)
         self.lay_out(parameter, part_elements)
 
     def lay_out(self, parameter: nn.Parameter, part_elements: int | None) -> None:

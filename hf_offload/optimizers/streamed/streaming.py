@@ -171,7 +171,9 @@ class Streaming:
         record = self.record_of(parameter)
         assert record is not None
         self._match_layout(record, parameter)
+        record.given.replace()
         self.states.put(record, parameter, state)
+        record.given.add(state)
 
     def forget_state(self, parameter: Tensor) -> None:
         """Drop the state of a parameter."""
@@ -210,6 +212,7 @@ class Streaming:
         kept = {id(parameter) for parameter in but}
         for record in self.records:
             if id(record.parameter_ref()) not in kept:
+                record.given.replace()
                 self.states.forget(record)
 
     # -- gradients ------------------------------------------------------------------------------------------------------
@@ -311,6 +314,7 @@ class Streaming:
                 self._match_layout(record, parameter)
                 self.gradients.join(record)
                 if gradient_of(parameter) is not None or record.gradient is not None or self._all_step:
+                    record.given.step()
                     self._move_state(record, parameter)
                     if record.state_stays:
                         self.gradients.reveal(record)
@@ -463,6 +467,7 @@ class Streaming:
         norm = norm_of(gradient, 2.0)
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
+        record.given.step()
         self._move_state(record, parameter)
         options = options_of(group)
         if record.state_stays:

@@ -1,0 +1,87 @@
+"""State dicts that are held while training goes on: loading them is what it is in memory, or an error."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_offload.errors import OffloadError
+from tests.helpers.streamed import Run, mlp, same, stream_in_parts, train
+
+OPTIMIZERS = [
+    lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    pytest.param(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), marks=pytest.mark.full),
+    pytest.param(lambda parameters: torch.optim.Adafactor(parameters, lr=0.1), marks=pytest.mark.full),
+]
+PLACES = {
+    "state": ("ssd", {}),
+    "state in ram": ("ram", {}),
+    "weights": ("ssd", {"params": "ssd"}),
+    "weights in ram": ("ram", {"params": "ram"}),
+}
+OF = {"state": lambda model, optimizer: optimizer, "weights": lambda model, optimizer: model}
+
+
+def held(run, make, of, way):
+    """A state dict is taken, training goes on, and it is loaded back."""
+    model = mlp()
+    optimizer = run.prepare(model, make(model.parameters()))
+    train(run, model, optimizer, steps=2)
+    whose = of(model, optimizer)
+    if way == "loaded twice":
+        taken = copy.deepcopy(whose.state_dict())
+        whose.load_state_dict(taken)
+    elif way == "copied":
+        taken = copy.deepcopy(whose.state_dict())
+    else:
+        taken = whose.state_dict()
+    if way == "at once":
+        whose.load_state_dict(taken)
+    elif way == "after others":
+        others = copy.deepcopy(taken)
+        whose.load_state_dict(others)
+        whose.load_state_dict(taken)
+        del taken, others
+    train(run, model, optimizer, steps=2, first=2)
+    if way in ("held", "copied", "loaded twice"):
+        whose.load_state_dict(taken)
+        train(run, model, optimizer, steps=1, first=4)
+    run.log_all(model, optimizer)
+
+
+def error_of(run, *args):
+    try:
+        held(run, *args)
+    except RuntimeError as error:  # load_state_dict() of a model makes one of ours
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("of", OF)
+@pytest.mark.parametrize("way", ["held", "at once", "copied", "loaded twice", "after others"])
+def test_loading_what_was_held_has_the_bits_of_the_run_in_memory_or_is_an_error(
+    make, place, of, way, tmp_path, monkeypatch
+):
+    stream_in_parts(monkeypatch)
+    optimizer, settings = PLACES[place]
+    plain, streamed = Run("none", tmp_path), Run(optimizer, tmp_path, **settings)
+    assert error_of(plain, make, OF[of], way) is None
+    error = error_of(streamed, make, OF[of], way)
+    stale = ("held", "loaded twice") if of == "state" else ("held",) if place == "weights" else ()
+    if way in stale:
+        assert error is not None
+        assert f"copy.deepcopy({'optimizer' if of == 'state' else 'model'}.state_dict())" in error
+    else:
+        assert error is None
+        assert same(plain.logged, streamed.logged)
+
+
+def test_state_that_was_given_out_and_changed_in_place_is_an_error(tmp_path):
+    run, model = Run("ssd", tmp_path), mlp()
+    optimizer = run.prepare(model, OPTIMIZERS[0](model.parameters()))
+    train(run, model, optimizer, steps=2)
+    optimizer.state_dict()["state"][0]["exp_avg"].zero_()
+    with pytest.raises(OffloadError, match=r"of 0.weight, from state_dict.* was changed in place"):
+        train(run, model, optimizer, steps=1, first=2)
