@@ -1,7 +1,9 @@
 """The tier ``auto`` of a session: measured steps decide about the plan, and the plan about what is moved and recomputed."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -50,6 +52,8 @@ class AutomaticPlan:
         elementwise: ElementwiseBlocks | None,
     ):
         self._engine = engine
+        self._model = weakref.ref(model)
+        self._blocks = weakref.WeakValueDictionary(blocks)
         self._recompute = Recompute(blocks)
         self._elementwise = elementwise
         self.hardware = hardware = hardware_of_all(config, ranks, device_of(model))
@@ -93,9 +97,21 @@ class AutomaticPlan:
         with signals_deferred:
             self.plan = plan
             self._engine.apply_plan(plan)
-            self._recompute.apply(name for name, placement in plan.placements.items() if placement.recomputes)
+            self._recompute.apply(self._present(name for name, one in plan.placements.items() if one.recomputes))
             if self._elementwise is not None:
-                self._elementwise.apply(name for name, placement in plan.placements.items() if placement.elementwise)
+                self._elementwise.apply(self._present(name for name, one in plan.placements.items() if one.elementwise))
+
+    def _present(self, names: Iterable[str]) -> Iterator[str]:
+        """Of these units the blocks that have the names they had at first: once one has been added, deleted or replaced, a
+        plan is about others.
+        """
+        model = self._model()
+        if model is None:
+            return
+        for name in names:
+            with contextlib.suppress(AttributeError):
+                if model.get_submodule(name) is self._blocks.get(name):
+                    yield name
 
     def begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
         """The model's forward begins, with these inputs. It may have been ``compiled`` since."""

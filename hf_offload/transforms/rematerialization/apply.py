@@ -93,6 +93,8 @@ class Rematerialization(Transform):
         be unsuited.
         """
         assert self._config is not None
+        if self._model_ref() is None:  # a block that has been taken out of its model
+            return
         if not self.names and not self._is_checkpointed:
             found = {switch: list(self._found(switch)) for switch in SWITCHES if self._config.asks_for(switch)}
             if any(found.values()):
@@ -101,8 +103,8 @@ class Rematerialization(Transform):
 
     @property
     def finds_any(self) -> bool:
-        """Whether :meth:`switch` has anything to apply, and the model is not checkpointed."""
-        if self._formulas.is_unsuited or self._is_checkpointed:
+        """Whether :meth:`switch` has anything to apply, and the model is there and not checkpointed."""
+        if self._model_ref() is None or self._formulas.is_unsuited or self._is_checkpointed:
             return False
         asked = (switch for switch in SWITCHES if self._config is not None and self._config.asks_for(switch))
         return bool(self.names) or any(True for switch in asked for _ in self._found(switch))
