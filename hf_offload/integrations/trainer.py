@@ -120,7 +120,7 @@ class OffloadCallback(TrainerCallback):
         scaler = None if trainer is None else trainer.accelerator.scaler
         # What a step needs is known when a gradient arrives: nothing adds up, is scaled or clipped before the step.
         one_backward = args.gradient_accumulation_steps == 1 and scaler is None and not args.max_grad_norm
-        self.session.update_in_backward(one_backward and trainer is not None and not _acts_before_steps(trainer))
+        self.session.update_in_backward(one_backward and trainer is not None and not _needs_gradients(trainer))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.session is None:
@@ -252,10 +252,11 @@ def _refuse_data_parallel(args: TrainingArguments) -> None:
         )
 
 
-def _acts_before_steps(trainer: Trainer) -> bool:
-    """Whether code that is not the library's may look at gradients or options between a backward and its step."""
-    own = TrainerCallback.on_pre_optimizer_step
-    if any(type(one).on_pre_optimizer_step is not own for one in trainer.callback_handler.callbacks):
+def _needs_gradients(trainer: Trainer) -> bool:
+    """Whether code that is not the library's may look at gradients after backward, or change options before the step."""
+    events = ("on_pre_optimizer_step", "on_optimizer_step")
+    kinds = {type(one) for one in trainer.callback_handler.callbacks}
+    if any(getattr(kind, event) is not getattr(TrainerCallback, event) for kind in kinds for event in events):
         return True
     owner = next(one for one in type(trainer).__mro__ if "training_step" in vars(one))
     return owner.__module__.partition(".")[0] not in ("transformers", "hf_offload")

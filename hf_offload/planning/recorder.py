@@ -139,7 +139,7 @@ class StepRecorder(TorchDispatchMode):
             for part in {tensor, *parts_of(tensor)}:
                 if has_storage(part):
                     self.know(part.untyped_storage())
-            if tensor.grad is not None and tensor.grad.layout is torch.strided:
+            if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout is torch.strided:
                 self.see(tensor.grad.untyped_storage())  # kept from the step before, or from another micro-batch
         for name, unit in find_units(self.model).items():
             enter, leave = InertInCopies(partial(self._enter, name)), InertInCopies(partial(self._leave, name))
@@ -147,7 +147,7 @@ class StepRecorder(TorchDispatchMode):
             self._handles.append(unit.module.register_forward_hook(leave, always_call=True))
         self._handles += self._effects.watch(find_blocks(self.model))
         for parameter in self.model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.is_leaf:  # else it is computed, in torch.func.functional_call
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._count_gradient))
 
     def unwatch(self) -> None:

@@ -82,7 +82,7 @@ def situation_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         device = parameter.device.type
         trainable |= parameter.requires_grad << index
         weights += nbytes_of(parameter)
-        if parameter.grad is not None:
+        if parameter.is_leaf and parameter.grad is not None:
             gradients += nbytes_of(parameter.grad)
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
     return Situation((shapes,), trainable, gradients, weights, autocast, model.training)

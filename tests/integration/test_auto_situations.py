@@ -187,6 +187,20 @@ def test_a_model_in_evaluation_mode_can_be_trained_within_a_budget(tmp_path):
     session.detach()
 
 
+@pytest.mark.filterwarnings("error:The .grad attribute")
+def test_a_training_with_weights_that_are_computed_is_planned(tmp_path):
+    def forward(model, hidden, step):
+        weights = {name: 1.0 * parameter for name, parameter in model.named_parameters()}
+        return torch.func.functional_call(model, weights, (hidden,))
+
+    plain = train(net(), forward=forward)
+    model = net()
+    session = attach(model, auto(tmp_path))
+    assert is_same(plain, train(model, session=session, forward=forward))
+    assert session.forecast is not None
+    session.detach()
+
+
 COPIES = {"deep": copy.deepcopy, "pickled": lambda model: pickle.loads(pickle.dumps(model))}
 
 

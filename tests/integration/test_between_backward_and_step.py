@@ -31,6 +31,11 @@ class Halves(transformers.TrainerCallback):
         halve(model.parameters())
 
 
+class ReadsLate(transformers.TrainerCallback):
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.found = [*getattr(self, "found", ()), *[float(one.grad.norm()) for one in model.parameters()]]
+
+
 class LowersRate(transformers.TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         for group in optimizer.param_groups:
@@ -82,6 +87,13 @@ def test_a_trainer_whose_code_acts_before_the_step_has_the_bits_of_the_run_in_me
     found, streamed = trained(tmp_path, "ssd", kind, callback())
     assert found == losses
     assert all(map(torch.equal, streamed, weights))
+
+
+def test_a_callback_that_reads_gradients_after_the_step_finds_those_of_the_run_in_memory(tmp_path):
+    plain, streamed = ReadsLate(), ReadsLate()
+    trained(tmp_path, "none", callback=plain)
+    trained(tmp_path, "ssd", callback=streamed)
+    assert streamed.found == plain.found
 
 
 @pytest.mark.parametrize("added", [Halves, LowersRate])

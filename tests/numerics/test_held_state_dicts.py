@@ -78,10 +78,51 @@ def test_loading_what_was_held_has_the_bits_of_the_run_in_memory_or_is_an_error(
         assert same(plain.logged, streamed.logged)
 
 
-def test_state_that_was_given_out_and_changed_in_place_is_an_error(tmp_path):
+@pytest.mark.parametrize("way", ["at once", "after steps", "loaded", "loaded and after steps"])
+def test_state_that_was_given_out_and_changed_in_place_is_an_error(way, tmp_path):
     run, model = Run("ssd", tmp_path), mlp()
     optimizer = run.prepare(model, OPTIMIZERS[0](model.parameters()))
     train(run, model, optimizer, steps=2)
-    optimizer.state_dict()["state"][0]["exp_avg"].zero_()
+    taken = optimizer.state_dict()
+    if way.startswith("loaded"):
+        taken = copy.deepcopy(taken)
+        optimizer.load_state_dict(taken)
+    if way.endswith("after steps"):
+        train(run, model, optimizer, steps=2, first=2)
+    taken["state"][0]["exp_avg"].zero_()
+    del taken
     with pytest.raises(OffloadError, match=r"of 0.weight, from state_dict.* was changed in place"):
-        train(run, model, optimizer, steps=1, first=2)
+        train(run, model, optimizer, steps=1, first=4)
+
+
+def test_what_was_loaded_before_another_state_may_be_changed_and_is_loaded_only_if_no_step_has_changed_it(tmp_path):
+    run, model = Run("ssd", tmp_path), mlp()
+    optimizer = run.prepare(model, OPTIMIZERS[0](model.parameters()))
+    train(run, model, optimizer, steps=2)
+    taken = optimizer.state_dict()
+    train(run, model, optimizer, steps=1, first=2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.raises(OffloadError, match="copies of then"):
+        optimizer.load_state_dict(taken)
+    taken["state"][0]["exp_avg"].zero_()
+    train(run, model, optimizer, steps=1, first=3)
+
+
+def held_and_loaded(run):
+    model = mlp()
+    optimizer = run.prepare(model, OPTIMIZERS[0](model.parameters()))
+    train(run, model, optimizer, steps=2)
+    tensors = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(run, model, optimizer, steps=2, first=2)
+    for one in tensors:
+        one.zero_()
+    train(run, model, optimizer, steps=1, first=4)
+    run.log_all(model, optimizer)
+
+
+def test_state_that_is_held_is_the_state_after_it_was_loaded_into_itself(tmp_path):
+    plain, streamed = Run("none", tmp_path), Run("ssd", tmp_path)
+    held_and_loaded(plain)
+    held_and_loaded(streamed)
+    assert same(plain.logged, streamed.logged)

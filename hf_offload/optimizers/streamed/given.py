@@ -20,7 +20,8 @@ class GivenStates:
     def __init__(self, name: str):
         self._name = name
         self._present: list[GivenCopy] = []  # of the state as it is
-        self._past: list[GivenCopy] = []  # of a state that steps have changed since
+        self._past: list[GivenCopy] = []  # of what it was before steps, which would have changed them in memory
+        self._former: list[GivenCopy] = []  # of a state in whose place another one has come, before its last steps
 
     def add(self, state: Mapping[str, Any]) -> None:
         """Others have the tensors of ``state``, which is the present one."""
@@ -30,7 +31,8 @@ class GivenStates:
 
     def replace(self) -> None:
         """Another state takes the place of the present one, whose tensors steps do not change any more."""
-        self._present = []
+        self._former = [*_alive(self._former), *_alive(self._past)]
+        self._present, self._past = [], []
 
     def step(self) -> None:
         """The present state is about to be changed.
@@ -38,7 +40,7 @@ class GivenStates:
         Raises :class:`~hf_offload.errors.OffloadError` if one of the copies was changed, which would be the state itself in
         memory.
         """
-        if any(each.was_changed for each in self._present):
+        if any(each.was_changed for each in (*self._present, *self._past)):
             raise OffloadError(
                 f"A tensor of the optimizer's state of {self._name}, from state_dict() or passed to load_state_dict(), was "
                 "changed in place. In memory, that would have changed the state, but this state is on a tier, and the tensor "
@@ -52,7 +54,7 @@ class GivenStates:
         memory.
         """
         for value in state.values():
-            if isinstance(value, Tensor) and any(each.shares_memory(value) for each in self._past):
+            if isinstance(value, Tensor) and any(each.shares_memory(value) for each in (*self._past, *self._former)):
                 raise OffloadError(
                     f"The state of {self._name} that is to be loaded was returned by state_dict() of this optimizer, or "
                     "loaded before, and steps have changed it since. In memory, its tensors would be the optimizer's own, "

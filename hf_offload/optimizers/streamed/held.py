@@ -27,6 +27,15 @@ def is_held(states: Mapping[Any, dict[str, Any]], parameter: Tensor, holders: in
     )
 
 
+def shares_memory(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether a tensor of one state has the memory of a tensor of the other."""
+    of_each = [
+        {each.untyped_storage()._cdata for each in one.values() if isinstance(each, Tensor) and _has_storage(each)}
+        for one in (state, other)
+    ]
+    return not of_each[0].isdisjoint(of_each[1])
+
+
 def _most_references(states: Mapping[Any, dict[str, Any]], parameter: Any, holders: int) -> int:
     """The most references that anything in a state has from anywhere else."""
     times: collections.Counter[int] = collections.Counter()

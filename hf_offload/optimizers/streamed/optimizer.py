@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import clip_stored
+from hf_offload.optimizers.streamed.held import shares_memory
 from hf_offload.optimizers.streamed.kept import kept_state
 from hf_offload.optimizers.streamed.parts import joined
 from hf_offload.optimizers.streamed.record import Record
@@ -245,8 +246,9 @@ class StreamedOptimizer(Optimizer):
                 if state is None:
                     continue
                 state = streaming.loaded(parameter, options_of(group), state)
-                if streaming.record_of(parameter) is None:
-                    fresh[parameter] = state
+                present = dict.get(self.state, parameter)
+                if streaming.record_of(parameter) is None or (present is not None and shares_memory(state, present)):
+                    fresh[parameter] = state  # what is in memory may be held by others, and goes on being the state
                 else:
                     streaming.put_state(parameter, state)
                     loaded.append(parameter)
