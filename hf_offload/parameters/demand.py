@@ -10,6 +10,7 @@ Note: another class
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
@@ -37,7 +38,7 @@ _MAKING = nn.Parameter.__new__.__code__
 _SAVING = nn.Module._save_to_state_dict.__code__
 _ADDRESSES = {torch.Tensor.data_ptr, vars(torch.Tensor)["__cuda_array_interface__"].__get__}
 # They read every gradient only to drop it, or to make zeros of it.
-_ZEROING = {nn.Module.zero_grad.__code__}
+_ZEROING = {inspect.unwrap(owner.zero_grad).__code__ for owner in (nn.Module, torch.optim.Optimizer)}
 _ASKS_FOR_KINDS = "transformers.trainer"
 """It reads gradients before the step to know whether they are spread over processes."""
 

@@ -171,6 +171,8 @@ class Decisions:
         known, last = self._in_force, self._last
         if known is None or known.plan is not None or last is None:
             return
+        if not (self._graphs.may_await(known.situation) and self._graphs.may_await(last)):
+            return
         self._log(logging.INFO, "Backward made a graph of itself for the first time: measuring until it does so again.")
         for situation in (known.situation, last):
             self._known.pop(situation, None)

@@ -27,11 +27,16 @@ class WalkedGraphs:
         self._safest = safest
         self._awaited: dict[Situation, int] = {}  # how many steps to wait for one that does
         self._narrow: dict[Situation, Plan] = {}
+        self._not_awaited: set[Situation] = set()  # since waiting writes more than a step may
 
     def await_one(self, situation: Situation, windows: Windows) -> None:
         """Backward has made one in ``situation``: wait for another, moving everything with the narrowest ``windows``."""
         self._awaited[situation] = _MOST_WITHOUT_GRAPH
         self._narrow[situation] = moving_all(self._safest, windows)
+
+    def may_await(self, situation: Situation) -> bool:
+        """Whether such a step may be waited for."""
+        return situation not in self._not_awaited
 
     def awaits(self, situation: Situation) -> bool:
         """Whether its backward may make one."""
@@ -53,6 +58,7 @@ class WalkedGraphs:
         if limit is None or written_if_moved(footprint, self._safest) <= limit:
             return True
         self._awaited[situation] = 0
+        self._not_awaited.add(situation)
         say(
             terms.ranks,
             logging.WARNING,

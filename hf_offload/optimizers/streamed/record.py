@@ -269,6 +269,7 @@ class Record:
         given: What others have of its state.
         spent_norm: 2-norm of the gradient that it was updated with in this step's backward.
         spent_options: The options of that update.
+        is_dropped: Its gradient was to be replaced, or set to nothing, after that update and before the step.
         moved: Whether its state was put on the tier; else it is in the optimizer's ``state``, if there is one.
         state_stays: Others hold its state: the optimizer's step updates it in memory, there and then.
         is_doubtful: Its state was made for another dtype or shape, so that its next update may be an error.
@@ -283,6 +284,7 @@ class Record:
         self.update: Update | None = None
         self.spent_norm: Tensor | None = None
         self.spent_options: dict[str, Any] = {}
+        self.is_dropped = False
         self.given = GivenStates(name)
         self.lay_out(parameter, part_elements)
 
@@ -313,7 +315,7 @@ class Record:
     def end_backward(self) -> None:
         """What was updated in backward belongs to a step now."""
         parameter = self.parameter_ref()
-        self.spent_norm = None
+        self.spent_norm, self.is_dropped = None, False
         if parameter is not None:
             self.refresh(parameter)
 
@@ -383,10 +385,18 @@ class Record:
                 f"with it already: {_UPDATE_LATER}"
             )
 
-    def check_options(self, options: dict[str, Any]) -> None:
-        """Raise :class:`~hf_offload.errors.OffloadError` where backward has updated it with others than these, the step's."""
+    def drop_gradient(self) -> None:
+        """Its gradient is to be another one, or none: too late for a step that backward has taken."""
+        self.is_dropped = self.is_dropped or self.spent_norm is not None
+
+    def check_step(self, options: dict[str, Any]) -> None:
+        """Raise :class:`~hf_offload.errors.OffloadError` where a step with these ``options`` would not do what backward has
+        done.
+        """
         if self.spent_norm is None:
             return
+        if self.is_dropped:
+            self.check_gradient()
         before = self.spent_options
         changed = [name for name in {**before, **options} if not _are_same(before.get(name), options.get(name))]
         if changed:
@@ -400,7 +410,7 @@ class Record:
         self.streaming.gradients.reveal(self)
 
     def replace_gradient(self, zeros: bool) -> None:
-        self.check_gradient()
+        self.drop_gradient()
         self._finish_step()
         self.streaming.gradients.replace(self, zeros)
 

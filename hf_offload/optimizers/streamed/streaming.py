@@ -261,7 +261,7 @@ class Streaming:
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop all gradients on the tier."""
         for record in self.records:
-            record.check_gradient()
+            record.drop_gradient()
             self.gradients.replace(record, zeros=not set_to_none)
 
     # -- steps ----------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class Streaming:
             for parameter in group["params"]:
                 record = self.record_of(parameter)
                 if record is not None:
-                    record.check_options(options)
+                    record.check_step(options)
                 if record is None:
                     staying.append(parameter)
                 elif record.state_stays:
