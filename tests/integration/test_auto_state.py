@@ -133,12 +133,27 @@ def test_before_the_first_step_as_few_weights_as_possible_stay_and_little_waits_
     session.detach()
 
 
-def test_what_a_step_waits_for_weights_and_state_is_not_taken_for_compute(tmp_path, monkeypatch):
+def short_of_memory(tmp_path):
+    """Weights and state are on the drive."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     budget = 6 * sum(parameter.nbytes for parameter in model.parameters()) // 5
     session = attach(model, OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=1024))
     session.prepare_optimizer(optimizer)
+    return model, optimizer, session
+
+
+def two_steps(model, optimizer, session):
+    for number in range(2):
+        with session.scope():
+            model(**batch(number)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+
+
+def test_what_a_step_waits_for_weights_and_state_is_not_taken_for_compute(tmp_path, monkeypatch):
+    model, optimizer, session = short_of_memory(tmp_path)
     storage = storage_of(model)
     honest_clock, honest_wait, late_s = time.perf_counter, Tier.wait_until_done, 0
 
@@ -150,23 +165,14 @@ def test_what_a_step_waits_for_weights_and_state_is_not_taken_for_compute(tmp_pa
 
     monkeypatch.setattr(Tier, "wait_until_done", slow)
     monkeypatch.setattr(time, "perf_counter", lambda: honest_clock() + late_s)
-    for number in range(2):
-        with session.scope():
-            model(**batch(number)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.end_step()
+    two_steps(model, optimizer, session)
     assert storage.handling.seconds(WAITS) > 1000
     assert session.planned.footprint.step_s < 1000
     session.detach()
 
 
 def test_what_moving_bytes_takes_of_the_training_is_not_taken_for_compute(tmp_path, monkeypatch):
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    budget = 6 * sum(parameter.nbytes for parameter in model.parameters()) // 5
-    session = attach(model, OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=1024))
-    session.prepare_optimizer(optimizer)
+    model, optimizer, session = short_of_memory(tmp_path)
     assert session.residency is not None
     assert streaming_of(optimizer) is not None
     honest_clock, late_s = time.perf_counter, 0
@@ -184,12 +190,7 @@ def test_what_moving_bytes_takes_of_the_training_is_not_taken_for_compute(tmp_pa
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, slowed(getattr(owner, name)))
     monkeypatch.setattr(time, "perf_counter", lambda: honest_clock() + late_s)
-    for number in range(2):
-        with session.scope():
-            model(**batch(number)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.end_step()
+    two_steps(model, optimizer, session)
     handling = storage_of(model).handling
     assert all(handling.seconds(kind) >= 1000 for kind in (ACTIVATIONS, WEIGHTS, OPTIMIZER_STATE, GRADIENTS))
     assert session.planned.footprint.step_s < 1000

@@ -328,11 +328,11 @@ class Streaming:
             staying: list[Tensor] = []
             for parameter in group["params"]:
                 record = self.record_of(parameter)
-                if record is not None:
-                    record.check_step(options)
                 if record is None:
                     staying.append(parameter)
-                elif record.state_stays:
+                    continue
+                record.check_step(options)
+                if record.state_stays:
                     held.append({**options, "params": [parameter]})
                 elif gradient_of(parameter) is not None or (self._all_step and record.gradient is None):
                     noted.append((record, parameter, Update(context, options, None, ())))
