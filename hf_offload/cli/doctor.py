@@ -116,7 +116,8 @@ WITHIN_A_STEP = (
     "forward of a model that offloads, or a block of offload_activations: hooks for saved tensors, in its thread",
     "operation with a weight that is elsewhere: hooks for saved tensors, in its thread",
     "bookkeeping of the engine, microseconds at a time: handlers of signals such as Ctrl-C's run right after it",
-    "tier auto, in a step that is measured: hooks around every optimizer's step, and a dispatch mode that counts tensors",
+    "tier auto, in a step that is measured: hooks around every optimizer's step, a dispatch mode that counts tensors, and "
+    "torch.autograd._engine_run_backward lets that mode count where backward runs in another thread, too",
 )
 CHILD_PROCESSES = (
     "command launch: when it ends, the kernel sends its processes SIGTERM, and half a minute later they are killed",

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.planning.optimizer_state import missing_state, state_of
+from hf_offload.planning.other_threads import follow_backward, let_backward_go
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.residency.setting import residency_of
 from hf_offload.tensors import nbytes_of
@@ -117,6 +118,7 @@ class StepMeter(StepRecorder):
         ]
         self.__enter__()
         self._on_stack = True
+        follow_backward(self)
         self._clock = self._now()
 
     def end(self) -> None:
@@ -125,6 +127,7 @@ class StepMeter(StepRecorder):
             return
         self.running = self.is_recording = False
         gone = self._model_ref() is None
+        let_backward_go(self)
         self.leave()
         self.unwatch()
         for handle in self._optimizer_hooks:

@@ -298,8 +298,11 @@ class StepRecorder(TorchDispatchMode):
             seen.nbytes = 0
 
     def _clean_up(self) -> None:
-        while not self._dead.empty():
-            seen = self._dead.get()
+        while True:
+            try:
+                seen = self._dead.get_nowait()
+            except queue.Empty:  # another thread may have been sooner
+                break
             self._known.discard(seen.key)
             for those in (self._seen, self._there):
                 if those.get(seen.key) is seen:
