@@ -135,6 +135,8 @@ class Points:
     def _event(self, frame, event, _):
         if event not in ("call", "c_return"):
             return
+        if self._wanted is not None and (self.sent or (frame.f_code.co_name, frame.f_lasti) != self._wanted[1:3]):
+            return  # before the search for what led here, which takes longer than the step
         if frame.f_code.co_name == "<genexpr>" and event == "call" and frame.f_lasti > 0:
             return  # it may be on its way out: no instruction of it runs, and so no handler
         point = _point(frame, event)
@@ -142,7 +144,7 @@ class Points:
             return
         if self._wanted is None:
             self.seen[point] = None
-        elif point == self._wanted and not self.sent:
+        elif point == self._wanted:
             self.sent = True
             signal.raise_signal(signal.SIGINT)
 
