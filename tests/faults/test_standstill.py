@@ -25,6 +25,7 @@ from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
 from tests.faults.failing_calls import TIMEOUT_S, Hang
+from tests.helpers.loaded_processes import run_python
 from tests.helpers.package_threads import OurThreads
 
 MIB = 1 << 20
@@ -270,7 +271,7 @@ def test_ctrl_c_ends_the_wait_for_a_drive_that_hangs(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     sides = ["open_once", "allocate_once", "write_once", "read_once", "close_once"]
     command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), *sides]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = run_python(command, env=environment, timeout=200)
     assert (done.returncode, done.stdout.split()) == (0, sides), done.stderr
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.loaded_processes import START_METHOD, load
 from tests.helpers.seed_search import attempt
 
 
@@ -47,7 +48,8 @@ class Crashing:
         return [problem]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        load()
+        context = multiprocessing.get_context(START_METHOD)
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(self._run, other, self._trace.name), daemon=True)
         self._process.start()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.helpers.loaded_processes import START_METHOD, load
 from tests.helpers.parked import leave_memory, parked
 from tests.helpers.streamed import batch, mlp
 
@@ -48,14 +49,15 @@ def test_a_worker_that_was_forked_is_told_what_to_do(place, tmp_path):
 
 
 def test_workers_and_processes_that_are_given_the_model_have_its_weights(tmp_path):
+    load()
     model = mlp()
     expected = [model(batch(number)).detach() for number in range(2)]
     session = parked(model, tmp_path)
     leave_memory(session)
-    found = _answers(model, "spawn")
+    found = _answers(model, START_METHOD)
     assert all(torch.equal(one, other[0]) for one, other in zip(expected, found, strict=True))
     # What was sent is memory that both processes have, as without a tier.
-    process = torch.multiprocessing.get_context("spawn").Process(target=_double, args=(model,))
+    process = torch.multiprocessing.get_context(START_METHOD).Process(target=_double, args=(model,))
     process.start()
     process.join()
     assert process.exitcode == 0
