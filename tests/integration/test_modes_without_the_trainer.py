@@ -1,5 +1,7 @@
 """Memory modes where a script has made its optimizer: plain loops, OffloadPlugin, the environment."""
 
+import itertools
+
 import peft
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hf_offload.integrations.accelerate import attached_accelerators, switch_on
 from hf_offload.settings.environment import variables_for
 from hf_offload.settings.memory_modes import memory_mode
 from hf_offload.settings.recipes import load_recipe
+from tests.helpers.tables import rows
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model
 from tests.integration.test_memory_modes import SETTINGS
 
@@ -105,8 +108,10 @@ def environment(config):
 SURFACES = [plain_loop, plugin, environment]
 
 
-@pytest.mark.parametrize("surface", SURFACES)
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(
+    ("name", "surface"),
+    rows(itertools.product(MODES, SURFACES), quick=[*zip(MODES, itertools.cycle(SURFACES), strict=False)]),
+)
 def test_a_scripts_own_loop_has_the_bits_of_the_mode(name, surface, tmp_path):
     expected = by_hand(name)
     config = {"memory_mode": name, "memory_mode_kwargs": SETTINGS[name]}
