@@ -110,7 +110,7 @@ class Run:
 
 
 @pytest.fixture(params=list(SETTINGS))
-def run(request, tmp_path, no_collections):
+def run(request, tmp_path, no_collections, short_search):
     threads = OurThreads()
     run = Run(tmp_path, request.param)
     yield run
