@@ -85,7 +85,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(hardware, "_MATMUL_SIZE", 64)
     monkeypatch.setattr(hardware, "_COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("hf_offload.planning.machine.SAMPLE_BYTES", 1 << 20)
+    monkeypatch.setitem(probe_machine.__kwdefaults__, "sample_bytes", 1 << 20)
     return tmp_path
 
 
