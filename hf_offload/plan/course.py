@@ -196,4 +196,8 @@ def _events(footprint: Footprint, rows: _Rows, spans: Sequence[BlockSpan]) -> It
     place[: len(number)][moves] = np.arange(np.count_nonzero(moves))
     kinds, numbers = found // count % _KINDS, found % count
     numbers = np.where(kinds == TRANSFERRED, numbers, place[numbers])
-    return zip((found // count // _KINDS).tolist(), kinds.tolist(), numbers.tolist(), strict=True)
+    # Where backward asks several times in a row for what stays, nothing happens after the first.
+    stays = (kinds == NEEDED) & (numbers < 0)
+    again = stays[1:] & stays[:-1] & (found[1:] // count == found[:-1] // count)
+    once = np.concatenate([[True], ~again])[: len(found)]
+    return zip((found // count // _KINDS)[once].tolist(), kinds[once].tolist(), numbers[once].tolist(), strict=True)

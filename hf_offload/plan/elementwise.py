@@ -4,14 +4,15 @@ What a block saves, and how long it takes, does not depend on what the others do
 block is taken from the one step or from the other.
 """
 
-import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
-    from hf_offload.plan.footprint import Footprint, Saved, Segment
+    from hf_offload.plan.footprint import BlockSpan, Column, Footprint, Saved, Segment
 
 _MOST_KNOWN = 64
 """Steps that are kept, of the many that a search looks at."""
@@ -40,7 +41,8 @@ class Mixed:
         names = set(_parts(plain)) & set(_parts(reduced))
         both = [_all_parts(one, names) for one in (plain, reduced)]
         if [one.block for one in both[0]] != [one.block for one in both[1]]:  # they do not go through the same blocks
-            both, names = [[], []], set()
+            names = set()
+            both = [_all_parts(one, names) for one in (plain, reduced)]
         self._parts = both
         of_plain, of_reduced = (_saved_bytes(one) for one in (plain, reduced))
         self.blocks = tuple(
@@ -48,7 +50,10 @@ class Mixed:
         )
         self._pace = [self._pace_of(*pair) for pair in zip(*self._parts, strict=True)]
         self.more_s = self._more_s()
-        self._moments = [[_moments(one, parts) for one in step.saved if self.blocks] for step, parts in self._pairs]
+        self._times = [_Times(step.saved, parts) for step, parts in self._pairs]
+        spans = {span.name: span for span in reduced.blocks}
+        self._spans = plain.blocks, tuple(spans[span.name] if span.name in names else span for span in plain.blocks)
+        self._of_spans = [_Moments(*pair) for pair in zip(map(_times_of_spans, self._spans), self._parts, strict=True)]
 
     def __reduce__(self) -> tuple[type["Mixed"], tuple["Footprint", "Footprint"]]:
         return Mixed, (self._plain, self._reduced)
@@ -84,7 +89,8 @@ class Mixed:
         parts = zip(*self._parts, chosen, strict=True)
         sizes = (one.end - one.begin if is_reduced else usual.end - usual.begin for usual, one, is_reduced in parts)
         begins = [0, *itertools.accumulate(sizes)]
-        return min(_Clock(self._parts[0], begins, chosen, False).at(at), begins[-1] - 1)
+        now = _Clock(self._parts[0], begins, chosen, False).at(_Moments([at], self._parts[0]))
+        return min(int(now[0]), begins[-1] - 1)
 
     def _put_together(self, blocks: frozenset[str]) -> "Footprint":
         segments: list[Segment] = []
@@ -98,29 +104,24 @@ class Mixed:
                 segments += self._plain.segments[plain.begin : plain.end]
         begins.append(len(segments))
         chosen = [one.block in blocks for one in self._parts[0]]
-        is_plain, is_reduced = (
-            _Clock(self._parts[0], begins, chosen, False),
-            _Clock(self._parts[1], begins, chosen, True),
-        )
+        clocks = [_Clock(parts, begins, chosen, which) for parts, which in zip(self._parts, (False, True), strict=True)]
         units = self._plain.units
-        saved = [
-            is_plain.saved(one, moments)
-            for one, moments in zip(self._plain.saved, self._moments[0], strict=True)
-            if units[one.unit] not in blocks
-        ]
-        saved += (
-            is_reduced.saved(one, moments)
-            for one, moments in zip(self._reduced.saved, self._moments[1], strict=True)
-            if units[one.unit] in blocks
-        )
-        reduced_spans = {span.name: span for span in self._reduced.blocks}
-        spans = []
-        for span in self._plain.blocks:
-            own, clock = (reduced_spans[span.name], is_reduced) if span.name in blocks else (span, is_plain)
-            forward = clock.at(own.forward[0]), clock.at(own.forward[1])
-            spans.append(
-                dataclasses.replace(own, forward=forward, backward=clock.at(own.backward), not_twice=span.not_twice)
+        saved: list[Saved] = []
+        for (step, _), times, clock, is_reduced in zip(self._pairs, self._times, clocks, (False, True), strict=True):
+            saved += (
+                type(one)(one.unit, one.nbytes, *now)
+                for one, now in zip(step.saved, clock.all_of(times), strict=True)
+                if (units[one.unit] in blocks) is is_reduced
             )
+        spans = []
+        rows = [
+            clock.at(moments).reshape(-1, 3).tolist() for clock, moments in zip(clocks, self._of_spans, strict=True)
+        ]
+        for place, span in enumerate(self._plain.blocks):
+            is_reduced = span.name in blocks
+            begin, end, backward = rows[is_reduced][place]
+            own = self._spans[is_reduced][place]
+            spans.append(dataclasses.replace(own, forward=(begin, end), backward=backward, not_twice=span.not_twice))
         return dataclasses.replace(
             self._plain,
             segments=tuple(segments),
@@ -173,44 +174,54 @@ def _all_parts(step: "Footprint", names: set[str]) -> list[_Part]:
     return [*found, _Part(None, at, len(step.segments))]
 
 
-def _moments(saved: "Saved", parts: Sequence[_Part]) -> tuple[tuple[int, int], ...]:
-    return tuple(_moment(at, parts) for at in (saved.packed, saved.gone, saved.needed, saved.released))
+class _Moments:
+    """Segments of one of the two steps, each as the part that it lies in and how far it is into it."""
+
+    def __init__(self, moments: Sequence[int], parts: Sequence[_Part]):
+        begins = np.array([one.begin for one in parts], np.int64)
+        at = np.array(moments, np.int64)
+        self.parts = np.maximum(np.searchsorted(begins, at, side="right") - 1, 0)
+        self.offsets = at - begins[self.parts]
 
 
-def _moment(at: int, parts: Sequence[_Part]) -> tuple[int, int]:
-    """The part that ``at`` lies in, and how far into it."""
-    place = max(0, bisect.bisect_right(parts, at, key=lambda one: one.begin) - 1)
-    return place, at - parts[place].begin
+class _Times:
+    """When saved bytes are packed, gone, needed and released, and which are asked for."""
+
+    def __init__(self, saved: Sequence["Saved"], parts: Sequence[_Part]):
+        fields = ("packed", "gone", "needed", "released")
+        self.moments = [_Moments([getattr(one, field) for one in saved], parts) for field in fields]
+        self.asked = np.array([one.released > one.needed for one in saved], np.int64)
+
+
+def _times_of_spans(spans: Sequence["BlockSpan"]) -> list[int]:
+    return [at for span in spans for at in (*span.forward, span.backward)]
 
 
 class _Clock:
     """Turns moments of one of the two steps into moments of the step that is put together from them."""
 
     def __init__(self, parts: Sequence[_Part], begins: Sequence[int], chosen: Sequence[bool], is_reduced: bool):
-        self._parts = parts
-        self._begins = begins
+        self._begins = np.array(begins, np.int64)
         # Where the part comes from the other step, moments are as far into it as they were.
-        self._shares = [
-            None if own is is_reduced else (end - begin) / max(1, one.end - one.begin)
-            for one, own, begin, end in zip(parts, chosen, begins, begins[1:], strict=False)
-        ]
-
-    def at(self, moment: int) -> int:
-        """An index of a segment."""
-        return self._of(_moment(moment, self._parts))
-
-    def saved(self, one: "Saved", moments: tuple[tuple[int, int], ...]) -> "Saved":
-        """Saved bytes whose times are ``moments``."""
-        packed, gone, needed, released = map(self._of, moments)
-        # An operation that uses what it has asked for takes one segment at least.
-        return type(one)(
-            one.unit, one.nbytes, packed, gone, needed, max(released, needed + (one.released > one.needed))
+        self._shares = np.array(
+            [
+                1.0 if own is is_reduced else (end - begin) / max(1, one.end - one.begin)
+                for one, own, begin, end in zip(parts, chosen, begins, begins[1:], strict=False)
+            ]
         )
 
-    def _of(self, moment: tuple[int, int]) -> int:
-        place, offset = moment
-        share = self._shares[place]
-        return self._begins[place] + (offset if share is None else round(offset * share))
+    def at(self, moments: _Moments) -> "Column":
+        """Indices of segments."""
+        # Rounded as Python rounds, to even numbers.
+        return self._begins[moments.parts] + np.rint(moments.offsets * self._shares[moments.parts]).astype(np.int64)
+
+    def all_of(self, times: _Times) -> list[list[int]]:
+        """When each of them is packed, gone, needed and released here."""
+        packed, gone, needed, released = map(self.at, times.moments)
+        # An operation that uses what it has asked for takes one segment at least.
+        rows = np.stack([packed, gone, needed, np.maximum(released, needed + times.asked)], axis=1)
+        found: list[list[int]] = rows.tolist()
+        return found
 
 
 def _slower(segments: Iterable["Segment"], pace: float) -> "list[Segment]":

@@ -6,10 +6,11 @@ take its place on the links, which activations use, too.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from hf_offload.plan.footprint import Footprint, Segment, Transfer
+from hf_offload.plan.footprint import Footprint, Segment, Transfer, UnitWeights
 from hf_offload.plan.passing import Use, passing
 from hf_offload.plan.windows import state_window, update_bytes, weights_window
 
@@ -204,39 +205,58 @@ def _both(kind: str, unit: str, tier: str, nbytes: int, at: int) -> list[Transfe
 
 
 def _weights(footprint: Footprint, held: Held) -> list[Transfer]:
+    assert held.weights is not None
+    weights, uses = footprint.weights, footprint.uses
+    in_order = sorted(weights, key=lambda unit: uses[unit].forward)
+    moved = _moved_weights(
+        tuple((unit, weights[unit]) for unit in in_order), staying_weights(footprint, held), held.in_backward
+    )
+    found: dict[tuple[int, str, bool], int] = {}
+    for one in moved:
+        key = uses[one.user].backward if one.backward else uses[one.user].forward, one.unit, one.loads
+        found[key] = found.get(key, 0) + one.nbytes
+    return [Transfer(WEIGHTS, unit, held.weights, nbytes, at, loads) for (at, unit, loads), nbytes in found.items()]
+
+
+class _Moved(NamedTuple):
+    """Weights of ``unit`` come or go when ``user`` computes."""
+
+    user: str
+    backward: bool
+    unit: str
+    loads: bool
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=64)  # the same for every place of state, and in all steps that use them in this order
+def _moved_weights(in_order: tuple[tuple[str, UnitWeights], ...], limit_bytes: int, in_backward: bool) -> list[_Moved]:
     """What leaves is what is used last: when forward ends, the end of the model is in memory, and when backward ends, its
     beginning.
     """
-    assert held.weights is not None
-    weights, uses = footprint.weights, footprint.uses
-    numbers: dict[tuple[str, int], int] = {}
-    for unit, one in weights.items():
-        for place in range(len(one.each)):
-            numbers[unit, place] = len(numbers)
-    owners = [unit for unit, _ in numbers]
-    sizes = [weights[unit].each[place] for unit, place in numbers]
-    forward: list[tuple[int, int, bool]] = []  # the weight, the segment, and whether it is updated there
-    backward: list[tuple[int, int, bool]] = []
-    for unit in sorted(weights, key=lambda unit: uses[unit].forward):
-        one, use = weights[unit], uses[unit]
+    weights = dict(in_order)
+    every = [(unit, place) for unit, one in in_order for place in range(len(one.each))]
+    numbers = {each: number for number, each in enumerate(every)}
+    sizes = [weights[unit].each[place] for unit, place in every]
+    forward: list[tuple[str, int, bool]] = []  # the user, the weight, and whether it is updated there
+    backward: list[tuple[str, int, bool]] = []
+    for unit, one in in_order:
         own = [(unit, place) for place in range(len(one.each))]
         for each in (*own, *(tied for tied in one.borrowed if tied in numbers)):
             trains = weights[each[0]].trained_bytes > 0
-            forward.append((numbers[each], use.forward, trains and not held.in_backward))
-            if not one.is_looked_up or (trains and held.in_backward):
-                backward.append((numbers[each], use.backward, trains and held.in_backward))
-    every = [*forward, *reversed(backward)]
-    # What moves is the same in all steps that use them in this order, whichever segments those have.
-    in_order = tuple(Use(number, place, changes) for place, (number, _, changes) in enumerate(every))
-    moved = passing(in_order, tuple(sizes), staying_weights(footprint, held))
-    found: dict[tuple[int, str, bool], int] = {}
-    for place, number in moved.read:
-        key = every[place][1], owners[number], True
-        found[key] = found.get(key, 0) + sizes[number]
-    for place, number in moved.written:
-        one, key = weights[owners[number]], (every[place][1], owners[number], False)
-        found[key] = found.get(key, 0) + sizes[number] * one.trained_bytes // one.weight_bytes
-    return [Transfer(WEIGHTS, unit, held.weights, nbytes, at, loads) for (at, unit, loads), nbytes in found.items()]
+            forward.append((unit, numbers[each], trains and not in_backward))
+            if not one.is_looked_up or (trains and in_backward):
+                backward.append((unit, numbers[each], trains and in_backward))
+    uses = [*forward, *reversed(backward)]
+    in_turn = [Use(number, place, changes) for place, (_, number, changes) in enumerate(uses)]
+    moved = passing(in_turn, sizes, limit_bytes)
+    found = []
+    for loads, each_moved in ((True, moved.read), (False, moved.written)):
+        for place, number in each_moved:
+            owner, nbytes = every[number][0], sizes[number]
+            one = weights[owner]
+            nbytes = nbytes if loads else nbytes * one.trained_bytes // one.weight_bytes
+            found.append(_Moved(uses[place][0], place >= len(forward), owner, loads, nbytes))
+    return found
 
 
 def has_no_backward(footprint: Footprint) -> bool:
@@ -327,20 +347,18 @@ def _updating(footprint: Footprint, in_backward: bool) -> Footprint:
         at = use.last if in_backward else use.forward
         share = weights[unit].trained_bytes / max(1, trained)
         updates[at] = updates.get(at, 0.0) + footprint.optimizer_step_s * share
+    segments = list(footprint.segments)
+    for index, one in enumerate(segments):
+        if one.gradient_bytes > small:
+            most = small + (weights[one.unit].trained_bytes if one.unit in weights else 0)
+            gradients = min(one.gradient_bytes, most)
+            segments[index] = _changed(one, one.live_bytes - one.gradient_bytes + gradients, gradients, one.seconds)
+    for index, seconds in updates.items():
+        one = segments[index]
+        segments[index] = _changed(one, one.live_bytes, one.gradient_bytes, one.seconds + seconds)
+    return dataclasses.replace(footprint, segments=tuple(segments))
 
-    def held_now(segment: Segment, index: int) -> Segment:
-        own = weights[segment.unit].trained_bytes if segment.unit in weights else 0
-        gradients = min(segment.gradient_bytes, small + own)
-        if gradients == segment.gradient_bytes and index not in updates:
-            return segment
-        return Segment(  # which takes a fifth of the time of a changed copy
-            segment.unit,
-            segment.backward,
-            segment.live_bytes - segment.gradient_bytes + gradients,
-            gradients,
-            segment.seconds + updates.get(index, 0.0),
-            segment.measured_bytes,
-        )
 
-    segments = tuple(held_now(segment, index) for index, segment in enumerate(footprint.segments))
-    return dataclasses.replace(footprint, segments=segments)
+def _changed(one: Segment, live_bytes: int, gradient_bytes: int, seconds: float) -> Segment:
+    # It takes a fifth of the time of a changed copy.
+    return Segment(one.unit, one.backward, live_bytes, gradient_bytes, seconds, one.measured_bytes)

@@ -5,7 +5,6 @@ last. It knows uses from the step before, so what is played is a step after othe
 """
 
 import dataclasses
-import functools
 import heapq
 import itertools
 from collections.abc import Sequence
@@ -33,8 +32,7 @@ _STEPS = 3
 """In the first, all weights come; the last is like all others."""
 
 
-@functools.lru_cache(maxsize=64)  # the same for every place of state
-def passing(uses: tuple[Use, ...], sizes: tuple[int, ...], limit_bytes: int) -> Passing:
+def passing(uses: Sequence[Use], sizes: Sequence[int], limit_bytes: int) -> Passing:
     """Play steps with these uses, in order, of weights of these sizes, of which ``limit_bytes`` may be in memory."""
     sequence = list(itertools.chain.from_iterable(itertools.repeat(uses, _STEPS)))
     next_use = _next_uses(sequence)
