@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_offload.errors import OffloadPlanError
@@ -50,7 +49,7 @@ class Feedback:
         self._model_state = model_state
         self._overhead = overhead
         self._ranks = ranks
-        self._state = OptimizerState(next((one.device for one in model.parameters()), torch.device("cpu")))
+        self._state = OptimizerState(model)
         self._meter: StepMeter | None = None
         self._excess = Excess(decisions.budget_bytes)
         self._forward = OneForward()
@@ -86,7 +85,13 @@ class Feedback:
             if self._meter is None and not self._ranks.connected and not StepMeter.can_begin():
                 played.is_measured = False  # another step will do
             if self._meter is None and played.is_measured:
-                self._meter = StepMeter(model, self._engine.resident_bytes, self._overhead.seconds, self._state.nbytes)
+                self._meter = StepMeter(
+                    model,
+                    self._engine.resident_bytes,
+                    self._overhead.seconds,
+                    self._state.nbytes,
+                    self._state.elsewhere,
+                )
                 self._engine.observer = self._meter
                 self._meter.begin()
             if self._meter is not None:

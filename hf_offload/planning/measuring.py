@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
-from hf_offload.planning.optimizer_state import missing_state, state_of
+from hf_offload.planning.optimizer_state import is_elsewhere, missing_state, state_of
 from hf_offload.planning.other_threads import follow_backward, let_backward_go
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.residency.setting import residency_of
@@ -65,7 +65,8 @@ class StepMeter(StepRecorder):
     """Observes one step of a training that offloads, each of its micro-batches for itself.
 
     ``resident_bytes`` says how many bytes of saved tensors the engine holds in memory, ``waited_s`` how long it has kept the
-    training waiting in all: neither is the model's doing. ``state_bytes`` says how many the optimizers hold.
+    training waiting in all: neither is the model's doing. ``state_bytes`` says how many the optimizers hold, ``elsewhere``
+    which weights are another session's, by their ids.
     """
 
     def __init__(
@@ -74,11 +75,13 @@ class StepMeter(StepRecorder):
         resident_bytes: Callable[[], int],
         waited_s: Callable[[], float],
         state_bytes: Callable[[], int],
+        elsewhere: Callable[[], Container[int]] = frozenset,
     ):
         super().__init__(model)
         self._resident_bytes = resident_bytes
         self._waited_s = waited_s
         self._find_state_bytes = state_bytes
+        self._find_elsewhere = elsewhere
         self._state_bytes = self._state_before = 0
         self._optimizer_live = 0  # at most while an optimizer steps, behind backward
         self._times: dict[int, _Times] = {}
@@ -321,16 +324,23 @@ class StepMeter(StepRecorder):
         if self._model_ref() is None:
             self.leave()  # where the model went, something else may have been on top
             return
-        self.end_segment()
-        self._optimizing = True
         for state in state_of(optimizer):
             self.know(state.untyped_storage())  # it was there before
+        if is_elsewhere(optimizer, self._find_elsewhere()):
+            return  # this step goes on
+        self.end_segment()
+        self._optimizing = True
         self._before_optimizing = (self._live, self._most, self.peak_live_bytes)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._model_ref() is None:
             return
         self._clean_up()
+        elsewhere = self._find_elsewhere()
+        if is_elsewhere(optimizer, elsewhere):
+            for state in state_of(optimizer):
+                self.forget(state.untyped_storage())
+            return
         if self._optimizing:  # else the whole step ran inside of the optimizer's, in a closure
             live, least, peak = self._before_optimizing
             needed = max(0, self._most - least - max(0, self._live - live))
@@ -343,7 +353,7 @@ class StepMeter(StepRecorder):
                 self._optimizer_live = max(self._optimizer_live, live + needed)
             self.peak_live_bytes = max(peak, live + needed) if torch._C._current_graph_task_id() != -1 else peak
         self._optimizing = True
-        self._missing_state_bytes[id(optimizer)] = missing_state(optimizer)
+        self._missing_state_bytes[id(optimizer)] = missing_state(optimizer, elsewhere)
         for state in state_of(optimizer):
             self.forget(state.untyped_storage())  # what has come is counted as state from now on
         self._most = self._most_measured = self._live - self.elsewhere()

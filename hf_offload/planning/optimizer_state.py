@@ -1,26 +1,30 @@
 """How much memory optimizers hold: whichever steps, and whenever what it keeps comes."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from hf_offload.optimizers.streamed import StreamedState
+from hf_offload.storage.service import models_in_use
 from hf_offload.tensors import nbytes_of
 
 
 class OptimizerState:
-    """The state on ``device`` of all optimizers that step from now on, until :meth:`close`.
+    """The state, on the device of ``model``, of all optimizers that step from now on, until :meth:`close`. That of weights
+    which are another session's is not part of it.
 
     Momenta come with an optimizer's first step, which may be later than the first step of a run: a gradient scaler leaves
     steps out, a second optimizer begins later.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+        self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         # No callbacks: Ctrl-C would get lost in one that is not of C (see interrupts.py).
         self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._handle = register_optimizer_step_post_hook(self._note)
@@ -33,33 +37,60 @@ class OptimizerState:
         """Bytes that they hold now. Step counters are left out."""
         # By storage, whose object lives as long as it does: an optimizer inside of another one has the same state.
         found: dict[int, int] = {}
+        elsewhere = self.elsewhere()
         for key, reference in list(self._stepped.items()):
             optimizer = reference()
             if optimizer is None:
                 del self._stepped[key]
                 continue
-            for tensor in state_of(optimizer):
+            for tensor in state_of(optimizer, elsewhere):
                 if tensor.dim() > 0 and tensor.device == self._device:
                     found[id(tensor.untyped_storage())] = nbytes_of(tensor)
         return sum(found.values())
+
+    def elsewhere(self) -> frozenset[int]:
+        """Ids of the weights that are another session's, and not this one's."""
+        own = self._model()
+        if own is None:
+            return frozenset()
+        others = {id(p) for model in models_in_use() if model is not own for p in model.parameters()}
+        return frozenset(others.difference(map(id, own.parameters())) if others else ())
 
     def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors of its state, also those in lists. Not among them: what is on a tier, and sparse ones."""
+def state_of(optimizer: torch.optim.Optimizer, elsewhere: Container[int] = ()) -> Iterator[torch.Tensor]:
+    """The tensors of its state, also those in lists. Not among them: what is on a tier, sparse ones, and what it keeps of
+    weights with an id in ``elsewhere``.
+    """
+    if is_elsewhere(optimizer, elsewhere):
+        return  # whatever its state is kept under
     state = optimizer.state
-    values = state.resident() if isinstance(state, StreamedState) else list(state.values())
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
+    items = dict.items(state) if isinstance(state, StreamedState) else state.items()
+    for key, value in list(items):
+        if id(key) not in elsewhere:
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                    yield leaf
 
 
-def missing_state(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state that weights which have had no gradient yet will have, by what the others have of it."""
+def is_elsewhere(optimizer: torch.optim.Optimizer, elsewhere: Container[int]) -> bool:
+    """Whether all of its weights have an id in ``elsewhere``."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return bool(parameters) and all(id(parameter) in elsewhere for parameter in parameters)
+
+
+def missing_state(optimizer: torch.optim.Optimizer, elsewhere: Container[int] = ()) -> int:
+    """Bytes of state that weights which have had no gradient yet will have, by what the others have of it; without those with
+    an id in ``elsewhere``.
+    """
     if isinstance(optimizer.state, StreamedState):
         return 0  # it goes to the tier as it comes
     with_state = without = state = 0
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if id(parameter) in elsewhere:
+            continue
         found = optimizer.state.get(parameter)
         if found:
             with_state += nbytes_of(parameter)

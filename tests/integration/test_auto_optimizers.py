@@ -228,3 +228,51 @@ def test_sparse_state_is_left_out_of_what_is_counted():
     optimizer.step()
     assert any(one.is_sparse for values in optimizer.state.values() for one in values.values())
     assert sum(one.untyped_storage().nbytes() for one in state_of(optimizer)) == 4 * (16 + 4)
+
+
+def before(models):
+    """The optimizers are there when the sessions begin."""
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    return lambda turn: optimizers[turn]
+
+
+def after(models):
+    """Each comes with its first step."""
+    optimizers = {}
+
+    def optimizer_of(turn):
+        if turn not in optimizers:
+            optimizers[turn] = torch.optim.AdamW(models[turn].parameters())
+        return optimizers[turn]
+
+    return optimizer_of
+
+
+def together(models):
+    """One optimizer has the weights of both models."""
+    optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()])
+    return lambda turn: optimizer
+
+
+@pytest.mark.parametrize("make", [before, after, together])
+def test_state_of_another_sessions_weights_is_not_counted(make, tmp_path):
+    models = [net()[:3], net()[:9]]
+    of_no_session = nn.Parameter(torch.ones(WIDTH))
+    optimizer_of = make(models)
+    another = torch.optim.AdamW([of_no_session])
+    config = OffloadConfig(tier="auto", directory=tmp_path, memory_budget=64 * MIB, min_bytes=4096)
+    sessions = [attach(model, config) for model in models]
+    plans = []
+    for step in range(6):
+        for turn in range(2 if step > 2 else 1):  # the larger model is trained once the other's plan is known
+            (models[turn](batch(step)[:8]) * of_no_session).square().mean().backward()
+            for optimizer in (optimizer_of(turn), another):
+                optimizer.step()
+                optimizer.zero_grad()
+            sessions[turn].end_step()
+        plans.append(sessions[0].planned)
+    for model, session in zip(models, sessions, strict=True):
+        counted = state_bytes(model, 3) + 2 * of_no_session.nbytes
+        assert session.forecast.fixed_bytes == counted
+        session.detach()
+    assert len({id(plan) for plan in plans[1:]}) == 1  # what the other one does is no reason to plan again

@@ -133,3 +133,17 @@ def test_state_that_comes_in_a_step_was_not_there_in_its_backward(rows):
         meter.end()
         came = nbytes if step == 0 and rows > 1 else 0  # else the optimizer's step is the peak, where state is there
         assert meter.taken_bytes(0) == pytest.approx(meter.peak_bytes(0) - came, abs=64)  # scalars
+
+
+def test_the_step_of_an_optimizer_of_another_session_is_no_end_of_a_step():
+    models = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    own, another = (torch.optim.AdamW(model.parameters()) for model in models)
+    meter = StepMeter(models[0], lambda: 0, lambda: 0.0, lambda: 0, lambda: {id(p) for p in models[1].parameters()})
+    meter.begin()
+    meter.begin_forward([], True)
+    sum(model(torch.ones(1, 8)).sum() for model in models).backward()
+    another.step()
+    assert not meter.is_over
+    own.step()
+    assert meter.is_over
+    meter.end()
