@@ -18,7 +18,7 @@ from hf_offload.settings.sizes import format_bytes
 # Windows to try, widest first: records of average size that backward may have ahead, and that may be on their way out.
 _WINDOWS: tuple[tuple[int, int | None], ...] = (
     (rules.WINDOW_RECORDS, None),
-    (rules.WINDOW_RECORDS, 8),
+    (rules.WINDOW_RECORDS, 16),
     (3, 4),
     (1, 2),
     (1, 0),

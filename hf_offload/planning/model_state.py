@@ -78,6 +78,7 @@ class ModelState:
         self._has_warned = False
         self._is_measured = True
         self._usual_bytes: int | None = None  # of weights, while fewer are in memory
+        self._has_returned = False  # all weights, which had left
         self._after_streaming: list[Callable[[], None]] = []
         present = residency_of(model)
         if self._may_park and present is not None:
@@ -230,19 +231,31 @@ class ModelState:
         """Let as ``few`` weights as possible be in memory, in a step that may need more of it than those before, or as many
         as usual again. That is not where a plan has them.
         """
-        if self.residency is None or not self._may_resize or few == (self._usual_bytes is not None):
+        if not self._may_resize or few == (self._usual_bytes is not None):
             return
         model = self._model()
         if few and model is not None:
-            self._usual_bytes = self.residency.limit_bytes
-            self._let_stay(min(self._usual_bytes, least_weights(self._footprint_beforehand(model, 0, 0))))
+            if self.residency is None and self._has_returned:
+                self._park(model, self._place)
+            if self.residency is not None:
+                self._usual_bytes = self.residency.total_bytes if self._has_returned else self.residency.limit_bytes
+                self._let_stay(min(self._usual_bytes, least_weights(self._footprint_beforehand(model, 0, 0))))
         elif self._usual_bytes is not None:
             self._let_stay(self._usual_bytes)
             self._usual_bytes = None
 
     def _let_stay(self, nbytes: int) -> None:
-        if self.residency is not None and self.residency.limit_bytes != nbytes:
-            self.residency.limit_bytes = nbytes
+        """Let so many bytes of weights be in memory; where these are all, none of them asks any more whether it is there."""
+        model, residency = self._model(), self.residency
+        if residency is None or model is None:
+            return
+        if residency.limit_bytes != nbytes:
+            residency.limit_bytes = nbytes
+        self._has_returned = self._may_park and nbytes >= residency.total_bytes and residency.may_end
+        if self._has_returned:
+            self.residency = park_weights(
+                model, with_checked(self._config, params="none"), self._storage, self._ranks.count
+            )
 
     @property
     def waited_s(self) -> float:

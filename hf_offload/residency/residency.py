@@ -181,6 +181,13 @@ class Residency:
             finally:
                 self.leave(weight, False)
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the model may have its weights without it: it was not made with them on the tier, and no state dict is held
+        whose tensors are copies of them.
+        """
+        return not self.is_home and not any(weight.has_copies for weight in self.weights())
+
     def bring_all(self) -> None:
         """Let all weights be in memory, for good, as if they had never left."""
         with self._lock, outside():

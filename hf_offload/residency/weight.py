@@ -366,6 +366,11 @@ class Weight:
             self._copies.append(GivenCopy(found))
         return found
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether a state dict holds any."""
+        return any(each.is_alive for each in self._copies)
+
     def check_copies(self) -> None:
         """Raise :class:`~hf_offload.errors.OffloadError` if a copy was changed that would be the weight itself in memory."""
         if any(each.was_changed for each in self._copies):

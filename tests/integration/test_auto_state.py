@@ -14,6 +14,7 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.optimizers.streamed import streaming_of
 from hf_offload.optimizers.streamed.gradients import Gradients
 from hf_offload.optimizers.streamed.streaming import Streaming
+from hf_offload.parameters.waiting import residence_of
 from hf_offload.planning.automatic import AutomaticPlan
 from hf_offload.residency.residency import Residency
 from hf_offload.storage.handling import WAITS
@@ -227,6 +228,30 @@ def test_a_longer_row_after_short_ones_runs_with_few_weights_until_it_has_been_m
     found = Trained("gpt2", tmp_path, budget, batch=growing)
     assert found.is_same(Trained("gpt2", tmp_path, batch=growing))
     assert found.most_measured_bytes <= budget
+
+
+@pytest.mark.parametrize("holds_copies", [False, True])
+def test_weights_that_have_all_come_back_are_plain_ones_unless_copies_of_them_are_held(holds_copies, tmp_path):
+    """Whoever holds copies hears of it when they are loaded back: in memory, they would be the weights themselves."""
+    model = build()
+    budget = int(1.9 * sum(parameter.nbytes for parameter in model.parameters()))
+    session = attach(model, OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=1024))
+    optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    held = model.state_dict() if holds_copies else None
+    assert any(residence_of(parameter) is not None for parameter in model.parameters())
+    for number in range(4):
+        with session.scope():
+            model(**sized(12, 2)(number)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+    assert (session.residency is None) is not holds_copies
+    assert any(residence_of(parameter) is not None for parameter in model.parameters()) is holds_copies
+    if held is not None:
+        assert session.residency.limit_bytes >= session.residency.total_bytes
+        with pytest.raises(RuntimeError, match="that state_dict\\(\\) returned for it, and has changed since"):
+            model.load_state_dict(held)
+    session.detach()
 
 
 def test_a_longer_row_lets_no_more_wait_to_be_written_than_a_first_step(tmp_path, monkeypatch):
