@@ -52,6 +52,11 @@ class Shadow:
         """Those after the last step."""
         return attributes_of(self._optimizer)
 
+    @property
+    def stand_in(self) -> Optimizer:
+        """What the steps are those of."""
+        return self._optimizer
+
     def loaded(self, parameter: Tensor, options: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """``state`` as the class's own ``load_state_dict`` makes it: cast and moved to where the parameter needs it."""
         inner = self._optimizer
