@@ -87,7 +87,7 @@ class OffloadCallback(TrainerCallback):
         self.summary = []
         own = trainer is not None and has_own_state(trainer.accelerator)
         if config.optimizer not in (None, "none") or (config.state_place == "auto" and not own):
-            self._stream_optimizer(args, optimizer, trainer)
+            self._stream_optimizer(args, model, optimizer, trainer)
         if self.session.active:
             logger.info("Offloading activations: %s.", self.session.plan.reason)
         if steps is not None:
@@ -105,7 +105,9 @@ class OffloadCallback(TrainerCallback):
             )
         snapshots.begin(optimizer)
 
-    def _stream_optimizer(self, args: TrainingArguments, optimizer: Any, trainer: Trainer | None) -> None:
+    def _stream_optimizer(
+        self, args: TrainingArguments, model: nn.Module, optimizer: Any, trainer: Trainer | None
+    ) -> None:
         assert self.session is not None
         if trainer is not None and not isinstance(trainer.accelerator, ClipsStreamedGradients):
             extend(trainer.accelerator, ClipsStreamedGradients)
@@ -120,7 +122,9 @@ class OffloadCallback(TrainerCallback):
         scaler = None if trainer is None else trainer.accelerator.scaler
         # What a step needs is known when a gradient arrives: nothing adds up, is scaled or clipped before the step.
         one_backward = args.gradient_accumulation_steps == 1 and scaler is None and not args.max_grad_norm
-        self.session.update_in_backward(one_backward and trainer is not None and not _needs_gradients(trainer))
+        self.session.update_in_backward(
+            one_backward and trainer is not None and not _needs_gradients(trainer) and _zeroes_all(model, optimizer)
+        )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.session is None:
@@ -260,3 +264,9 @@ def _needs_gradients(trainer: Trainer) -> bool:
         return True
     owner = next(one for one in type(trainer).__mro__ if "training_step" in vars(one))
     return owner.__module__.partition(".")[0] not in ("transformers", "hf_offload")
+
+
+def _zeroes_all(model: nn.Module, optimizer: Any) -> bool:
+    """Whether no gradient outlives its step: the Trainer drops those of the model, and others add up."""
+    mine = {id(parameter) for parameter in model.parameters()}
+    return all(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])

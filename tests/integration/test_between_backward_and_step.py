@@ -49,6 +49,21 @@ class HalvesItself(transformers.Trainer):
         return loss
 
 
+class TrainsAnotherModule(transformers.Trainer):
+    """Whose gradients add up, for the Trainer drops those of its model."""
+
+    def create_optimizer(self, *args, **kwargs):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        torch.manual_seed(0)
+        self.head = torch.nn.Linear(32, 32)
+        optimizer.add_param_group({"params": list(self.head.parameters()), "lr": 1e-2})
+        return optimizer
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        output = model(**inputs, output_hidden_states=True)
+        return output.loss + self.head(output.hidden_states[-1]).square().mean()
+
+
 class AddsLate(transformers.TrainerCallback):
     def __init__(self, added):
         self.added = added
@@ -77,6 +92,7 @@ WAYS = {
     "callback": (transformers.Trainer, Halves),
     "rate": (transformers.Trainer, LowersRate),
     "training_step": (HalvesItself, lambda: None),
+    "another module": (TrainsAnotherModule, lambda: None),
 }
 
 

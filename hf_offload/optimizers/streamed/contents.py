@@ -206,22 +206,18 @@ def _is_plain(kind: type) -> bool:
     """Whether objects of this class are what is in their ``__dict__``."""
     base: Any = object
     return (
-        kind.__reduce_ex__ is base.__reduce_ex__
-        and kind.__reduce__ is base.__reduce__
-        and kind.__flags__ & (1 << 9) != 0  # a class that Python code has made
+        kind.__dictoffset__ != 0
+        and kind.__flags__ & _OF_PYTHON_CODE != 0
         and kind.__new__ is base.__new__
-        and "__deepcopy__" not in dir(kind)
-        and kind.__basicsize__ <= _PLAIN_BYTES
+        and kind.__reduce_ex__ is base.__reduce_ex__
+        and kind.__reduce__ is base.__reduce__
+        and not any(hasattr(kind, name) for name in ("__deepcopy__", "__setstate__"))
         and getattr(kind, "__getstate__", None) is getattr(base, "__getstate__", None)
-        and not hasattr(kind, "__setstate__")
+        and not any(vars(each).get("__slots__") for each in kind.__mro__)
     )
 
 
-class _Plain:
-    pass
-
-
-_PLAIN_BYTES = _Plain.__basicsize__  # more is for slots, or what a class in C keeps
+_OF_PYTHON_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 def _inside(value: Any) -> list[Any]:
@@ -255,7 +251,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 class RandomNumbers:
-    """What random numbers are drawn from that belong to nobody: those of PyTorch, on ``device`` too, Python and NumPy."""
+    """The generators that a whole process shares: those of PyTorch, on ``device`` too, of Python and of NumPy."""
 
     def __init__(self, device: torch.device):
         accelerator = torch.accelerator.current_accelerator()

@@ -43,6 +43,7 @@ class StreamedSetting:
         self, model: nn.Module, config: OffloadConfig, storage: RunStorage, processes: int, is_planned: bool = False
     ):
         self._config = config
+        self._is_planned = is_planned
         self._must_stream = not is_planned and config.state_place != "auto"
         self._storage = storage
         self._alone = processes == 1
@@ -94,7 +95,12 @@ class StreamedSetting:
         except OffloadConfigError as error:
             mode, own = self._config.memory_mode, type(optimizer).__module__.startswith("hf_offload.")
             if mode == NONE and not own:
-                raise
+                if self._is_planned or self._must_stream:
+                    raise
+                self._place = "none"
+                self.close()
+                logger.warning("State and gradients stay in memory, though optimizer='auto' would move them. %s", error)
+                return
             of_mode = "that of a memory mode" if mode == NONE else f"which memory_mode={mode!r} trains with"
             raise OffloadConfigError(
                 f"The state of {type(optimizer).__name__}, {of_mode}, cannot be streamed: set optimizer='none', or another "

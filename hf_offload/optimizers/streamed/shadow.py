@@ -13,19 +13,32 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_offload.errors import OffloadError
+from hf_offload.optimizers.streamed.contents import RandomNumbers, copied, told
+from hf_offload.optimizers.streamed.surroundings import Surroundings
+
 CUT_ELEMENTS = 4096
 """Parameters are cut at multiples of this: no kernel's vectors, and no page of any dtype, then lie across a cut."""
 _NOT_OPTIONS = ("params", "param_names")
+
+
+class OwnValuesError(OffloadError):
+    """A step has changed what belongs to the steps of all parameters."""
 
 
 class Shadow:
     """Steps of ``optimizer`` with other parameters, options and state. It does not keep the optimizer.
 
     Hooks on the optimizer's steps are not the shadow's: they belong to a step as a whole.
+
+    Attributes:
+        reads_outside: Whether its class names values that are not the optimizer's, and may change between steps.
     """
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]):
         self._optimizer = make_shadow(optimizer, kind)
+        self._is_checked = kind.__module__.partition(".")[0] != "torch"
+        self.reads_outside = self._is_checked and Surroundings(kind).may_change
         self._hooks = _without_hooks(optimizer)
         self._step: Callable[[Optimizer], Any] = getattr(kind.step, "__wrapped__", kind.step)
 
@@ -36,6 +49,31 @@ class Shadow:
         attributes: Mapping[str, Any],
     ) -> dict[Tensor, dict[str, Any]]:
         """One step of the parameters in ``groups``, from ``state``, with these attributes; returns the new state."""
+        if not self._is_checked:
+            return self._step_of(groups, state, attributes)
+        device = next(p.device for group in groups for p in group["params"])
+        drawn_from, before = RandomNumbers(device), self._numbers(groups, attributes)
+        found = self._step_of(groups, state, attributes)
+        what = "has drawn random numbers" if drawn_from.were_drawn else ""
+        if self._numbers(groups, self.attributes) != before:
+            what = "has changed values of its own in its parameter groups or attributes"
+        if what:
+            raise OwnValuesError(
+                f"{type(self._optimizer).__name__} {what} in a step of one parameter. It did not when it was tried on small "
+                "parameters, and its state was streamed; in memory, that comes once a step, and weights would be others. Go "
+                "on from the last checkpoint with optimizer='none'."
+            )
+        return found
+
+    def _numbers(self, groups: list[dict[str, Any]], attributes: Mapping[str, Any]) -> list[Any]:
+        # Switches, such as that of a check that is done once, and tables that a first step makes, do not count.
+        numbers = {name: value for name, value in attributes.items() if type(value) in (int, float, Tensor)}
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        return told([numbers, options], self._optimizer)
+
+    def _step_of(
+        self, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]], attributes: Mapping[str, Any]
+    ) -> dict[Tensor, dict[str, Any]]:
         inner = self._optimizer
         inner.__dict__ = {**self._hooks, **attributes}
         inner.param_groups = groups
@@ -51,6 +89,13 @@ class Shadow:
     def attributes(self) -> dict[str, Any]:
         """Those after the last step."""
         return attributes_of(self._optimizer)
+
+    def copied(self, values: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """Attributes or options of ``optimizer`` as they are now, whatever becomes of these.
+
+        Raises :class:`~hf_offload.optimizers.streamed.contents.NotCopied`.
+        """
+        return copied(values, optimizer, self._optimizer)
 
     @property
     def stand_in(self) -> Optimizer:

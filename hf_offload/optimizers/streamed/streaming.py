@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import norm_of
+from hf_offload.optimizers.streamed.contents import NotCopied
 from hf_offload.optimizers.streamed.damage import Damage
 from hf_offload.optimizers.streamed.gradients import Gradients, watch_gradients
 from hf_offload.optimizers.streamed.held import is_held
@@ -38,6 +39,8 @@ from hf_offload.storage.stored import Store
 from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
+
+_GROUPS = "param_groups"
 
 
 class Streaming:
@@ -276,12 +279,13 @@ class Streaming:
         with signals_deferred, self._handled(OPTIMIZER_STATE), self._lock, torch.no_grad():
             self.damage.check_step(self.records)
             self.finish()
-            context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
-            may_wait = self.lazy and is_outside()
+            attributes, groups, may_wait = self._taken_down(optimizer)
+            context = StepContext(attributes, torch.get_default_dtype())
+            may_wait = may_wait and self.lazy and is_outside()
             at_once: list[Record] = []
             with torch._C.DisableTorchFunctionSubclass():
                 self._take_over(self.parameters())
-                noted = self._note(optimizer.param_groups, context)
+                noted = self._note(groups, context)
                 for record in self.records:
                     record.end_backward()
                 for record, parameter, update in noted:
@@ -301,6 +305,19 @@ class Streaming:
             for record in self._order.sorted(at_once):
                 self._finish(record, contextlib.nullcontext())
             self._order.read_ahead(None, all_states=self.in_backward)
+
+    def _taken_down(self, optimizer: Optimizer) -> tuple[dict[str, Any], list[dict[str, Any]], bool]:
+        """Attributes and groups as they are now, and whether they can be kept so until updates are computed."""
+        attributes = attributes_of(optimizer)
+        groups = [options_of(group) | {"params": group["params"]} for group in optimizer.param_groups]
+        if self._shadow.reads_outside:
+            return attributes, groups, False
+        try:
+            kept = self._shadow.copied(attributes | {_GROUPS: [options_of(group) for group in groups]}, optimizer)
+        except NotCopied:
+            return attributes, groups, False
+        options = kept.pop(_GROUPS)
+        return kept, [its | {"params": group["params"]} for its, group in zip(options, groups, strict=True)], True
 
     def _take_over(self, parameters: Iterable[nn.Parameter]) -> None:
         """Layouts and states are what the user has made of them. This may wait for a drive, and changes no value yet."""
@@ -470,6 +487,8 @@ class Streaming:
         record.given.step()
         self._move_state(record, parameter)
         options = options_of(group)
+        with contextlib.suppress(NotCopied):
+            options = self._shadow.copied(options, optimizer)  # with which those of the step are compared
         if record.state_stays:
             with signals_deferred, torch._C.DisableTorchFunctionSubclass():
                 self._step_in_memory([{**options, "params": [parameter]}], context)

@@ -30,6 +30,17 @@ class Surroundings:
         """The values, by what they are called."""
         return {f"{_name_of(owner)}{name}": _get(owner, name) for owner, name in self._all_places()}
 
+    @property
+    def may_change(self) -> bool:
+        """Whether any of them can change: all but constants, by their names."""
+        return any(
+            isinstance(value, (int, float, complex)) and not isinstance(value, bool) and not name.isupper()
+            if _is_atom_like(value)
+            else True
+            for owner, name in self._all_places()
+            for value in [_get(owner, name)]
+        )
+
     @contextlib.contextmanager
     def copied(self, itself: Optimizer, other: Any) -> Iterator[None]:
         """Inside, copies take their place: what cannot be copied is shared, unless a parameter, module or optimizer is in it.

@@ -13,7 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.streamed.contents import NotCopied, RandomNumbers, copied, told
-from hf_offload.optimizers.streamed.shadow import CUT_ELEMENTS, Shadow, attributes_of, options_of, pieces
+from hf_offload.optimizers.streamed.shadow import (
+    CUT_ELEMENTS,
+    OwnValuesError,
+    Shadow,
+    attributes_of,
+    options_of,
+    pieces,
+)
 from hf_offload.optimizers.streamed.surroundings import Surroundings
 
 _STEPS = 3
@@ -224,16 +231,20 @@ class _Trial:
         options = self._copied(self._options)
         group = {**options, "params": turn}
         numbers, before = self._numbers(attributes), self._told(options)
-        with torch.no_grad():
-            after = self._shadow.step([group], state, attributes)
+        try:
+            with torch.no_grad():
+                after = self._shadow.step([group], state, attributes)
+        except OwnValuesError as error:
+            raise self._error_of_own_values() from error
         if self._told(_options_in(group)) != before or self._numbers(self._shadow.attributes) != numbers:
             raise self._error_of_own_values()
         return after
 
     def _error_of_own_values(self) -> OffloadConfigError:
         return OffloadConfigError(
-            f"{self._name} keeps values of its own in its parameter groups or attributes, for all parameters together, and "
-            "its steps change them: its state cannot be streamed. Use another optimizer, or optimizer='none'."
+            f"{self._name} draws random numbers, or keeps values of its own in its parameter groups or attributes, for all "
+            "parameters together, and its steps change them: its state cannot be streamed. Use another optimizer, or "
+            "optimizer='none'."
         )
 
     def _numbers(self, attributes: Mapping[str, Any]) -> list[Any]:
