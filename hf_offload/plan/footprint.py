@@ -181,6 +181,7 @@ class Footprint:
         weights: Unit -> what of its weights, gradients and state may leave memory.
         transfers: Of weights, gradients and state that are on tiers, in the order of their segments.
         transfer_windows: Kind of transfers -> how many bytes of it may be on their way, half of them each way.
+        transfer_spares: Kind -> how much of its window may be buffers that nothing uses, kept for the next of their size.
         passing_bytes: How much of ``base_bytes`` is for what is on its way: at most moments less of it is used.
         elementwise: The same step with all blocks recomputing their elementwise operations; None where that cannot be chosen.
     """
@@ -209,6 +210,7 @@ class Footprint:
     weights: Mapping[str, UnitWeights] = dataclasses.field(default_factory=dict)
     transfers: tuple[Transfer, ...] = ()
     transfer_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    transfer_spares: Mapping[str, int] = dataclasses.field(default_factory=dict)
     passing_bytes: int = 0
     elementwise: "Footprint | None" = None
 
@@ -290,6 +292,11 @@ class Footprint:
         for one in self.transfers:
             found.setdefault(one.kind, []).extend([one] if one.loads else [])
         return found
+
+    @functools.cached_property
+    def store_counts(self) -> collections.Counter[str]:
+        """Kind of transfers -> how many of it are stores."""
+        return collections.Counter(one.kind for one in self.transfers if not one.loads)
 
     def saves_like(self, other: "Footprint") -> None:
         """``other`` has the same saved bytes, units and blocks: what is known of them there need not be found again."""

@@ -7,12 +7,12 @@ take its place on the links, which activations use, too.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from hf_offload.plan.footprint import Footprint, Segment, Transfer, UnitWeights
 from hf_offload.plan.passing import Use, passing
-from hf_offload.plan.windows import state_window, update_bytes, weights_window
+from hf_offload.plan.windows import part_bytes, spare_bytes, state_window, update_bytes, weights_window
 
 T = TypeVar("T")
 
@@ -72,6 +72,7 @@ def hold(footprint: Footprint, held: Held, budget_bytes: int, on_host: bool, now
         buffer_bytes=footprint.buffer_bytes - copies,
         transfers=tuple(sorted(_transfers(footprint, held), key=lambda one: one.at)),
         transfer_windows=windows,
+        transfer_spares=_spares(footprint, windows, budget_bytes),
         passing_bytes=passing,
     )
     if held.state is not None and now.state is None:
@@ -91,6 +92,18 @@ def _windows(footprint: Footprint, held: Held, budget_bytes: int) -> dict[str, i
         largest = max((nbytes for one in footprint.weights.values() for nbytes in one.each), default=0)
         found[WEIGHTS] = weights_window(staying_weights(footprint, held), largest)
     return found
+
+
+def _spares(footprint: Footprint, windows: Mapping[str, int], budget_bytes: int) -> dict[str, int]:
+    """Of each window, what may be spare buffers: weights come whole, gradients and state in parts."""
+    part = part_bytes(budget_bytes)
+    smallest: dict[str, list[int]] = {WEIGHTS: [], GRADIENTS: [], STATE: []}
+    for one in footprint.weights.values():
+        parts = [nbytes % part or part for nbytes in one.each] if one.trained_bytes else []
+        smallest[WEIGHTS] += one.each
+        smallest[GRADIENTS] += parts
+        smallest[STATE] += [nbytes * one.state_bytes // one.trained_bytes for nbytes in parts]
+    return {kind: spare_bytes(window, min(smallest[kind], default=0)) for kind, window in windows.items()}
 
 
 def _memory_of_weights(footprint: Footprint, held: Held, on_host: bool) -> int:

@@ -6,17 +6,22 @@ from collections.abc import Mapping, Sequence
 from hf_offload.plan.footprint import Footprint, Transfer
 from hf_offload.plan.stores import Stores
 from hf_offload.plan.timeline import Channel, Interval
-from hf_offload.plan.windows import spare_bytes
 
 
 class _Lane:
     """One kind: what is to be loaded, and (when it is there, bytes) of what arrives and of what is written."""
 
-    __slots__ = ("_coming", "_next", "arriving", "arriving_bytes", "half_bytes", "writing", "writing_bytes")
+    __slots__ = (
+        "_coming", "_next", "_spare_bytes", "_to_write", "_writes", "arriving", "arriving_bytes", "half_bytes", "writing",
+        "writing_bytes",
+    )  # fmt: skip
 
-    def __init__(self, coming: Sequence[Transfer], window_bytes: int):
+    def __init__(self, coming: Sequence[Transfer], to_write: int, window_bytes: int, spare_bytes: int):
         self._coming = coming
         self._next = 0
+        self._to_write = to_write
+        self._writes = False  # what is written of it in this step has begun
+        self._spare_bytes = spare_bytes
         self.half_bytes = window_bytes // 2
         self.arriving: collections.deque[tuple[float, int]] = collections.deque()
         self.writing: collections.deque[tuple[float, int]] = collections.deque()
@@ -33,12 +38,21 @@ class _Lane:
         self._next += 1
         return self._coming[self._next - 1]
 
+    def write(self, end_s: float, nbytes: int) -> None:
+        self._writes = True
+        self._to_write -= 1
+        self.writing.append((end_s, nbytes))
+        self.writing_bytes += nbytes
+
     def passing_bytes(self, now_s: float) -> int:
         """What is on its way, and the buffers that are kept for what comes next. A large one goes in parts."""
-        writing = min(sum(nbytes for end_s, nbytes in self.writing if end_s > now_s), self.half_bytes)
-        window = 2 * self.half_bytes
-        there = min(window, min(self.arriving_bytes, self.half_bytes) + writing + spare_bytes(window))
-        return (there + window) // 2  # more is on its way while a drive is slow: of the rest of the window, half
+        half, spare = self.half_bytes, self._spare_bytes
+        unfinished = sum(nbytes for end_s, nbytes in self.writing if end_s > now_s)
+        reads = bool(self.arriving) or self._next < len(self._coming)
+        writes = self._writes and (self._to_write > 0 or unfinished > 0)
+        most = min(2 * half, half * reads + half * writes + spare)
+        there = min(most, min(self.arriving_bytes, half) + min(unfinished, half) + spare)
+        return (there + most) // 2  # more is on its way while a drive is slow: of the rest of what may be, half
 
 
 class Transfers:
@@ -59,8 +73,11 @@ class Transfers:
         self._load_rates = {
             tier: (one.load_bytes_per_s, one.load_bytes_per_s * one.shared) for tier, one in channels.items()
         }
-        windows = footprint.transfer_windows
-        self._lanes = {kind: _Lane(loads, windows.get(kind, 0)) for kind, loads in footprint.loads.items()}
+        windows, spares, counts = footprint.transfer_windows, footprint.transfer_spares, footprint.store_counts
+        self._lanes = {
+            kind: _Lane(loads, counts[kind], windows.get(kind, 0), spares.get(kind, 0))
+            for kind, loads in footprint.loads.items()
+        }
 
     def arrives_s(self, one: Transfer, now_s: float) -> float:
         """The segment of a load begins: when it is there."""
@@ -79,8 +96,7 @@ class Transfers:
         begin_s, end_s = self._stores.pass_by(one.nbytes, one.tier, now_s, share)
         if self._intervals is not None:
             self._note("store", one, begin_s, end_s)
-        lane.writing.append((end_s, one.nbytes))
-        lane.writing_bytes += one.nbytes
+        lane.write(end_s, one.nbytes)
         while lane.writing_bytes > lane.half_bytes and len(lane.writing) > 1:
             now_s, nbytes = lane.writing.popleft()
             lane.writing_bytes -= nbytes

@@ -24,9 +24,12 @@ def weights_window(staying_bytes: int, largest_bytes: int) -> int:
     return max(2 * largest_bytes, min(_WEIGHTS_WINDOW_BYTES, staying_bytes // _WEIGHTS_SHARE))
 
 
-def spare_bytes(window_bytes: int) -> int:
-    """Of a window, what may be kept in buffers that nothing uses, for the next of their size."""
-    return window_bytes // _SPARE_PARTS
+def spare_bytes(window_bytes: int, smallest_bytes: int = 0) -> int:
+    """Of a window, what may be kept in buffers that nothing uses, for the next of their size: none where even the smallest
+    buffer is larger.
+    """
+    spare = window_bytes // _SPARE_PARTS
+    return spare if smallest_bytes <= spare else 0
 
 
 def part_bytes(budget_bytes: int | None) -> int:
