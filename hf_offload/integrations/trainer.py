@@ -1,6 +1,7 @@
 """The Trainer's callback: attaches at the start of training, reports through the Trainer's log, detaches at the end."""
 
 import logging
+import weakref
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.checkpoints import checkpoint_folder
 from hf_offload.integrations.extended_trainer import extend_calling_trainer, snapshots_of_training
+from hf_offload.integrations.gradient_users import needs_gradients
 from hf_offload.integrations.memory_modes import MemoryModeCallback
 from hf_offload.integrations.streamed import (
     ClipsStreamedGradients,
@@ -122,9 +124,16 @@ class OffloadCallback(TrainerCallback):
         scaler = None if trainer is None else trainer.accelerator.scaler
         # What a step needs is known when a gradient arrives: nothing adds up, is scaled or clipped before the step.
         one_backward = args.gradient_accumulation_steps == 1 and scaler is None and not args.max_grad_norm
-        self.session.update_in_backward(
-            one_backward and trainer is not None and not _needs_gradients(trainer) and _zeroes_all(model, optimizer)
-        )
+        if trainer is None or not one_backward:
+            self.session.update_in_backward(False)
+            return
+        found = weakref.ref(trainer)
+
+        def unless() -> bool:
+            present = found()
+            return present is None or needs_gradients(present, model)
+
+        self.session.update_in_backward(not unless() and _zeroes_all(model, optimizer), unless)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.session is None:
@@ -254,16 +263,6 @@ def _refuse_data_parallel(args: TrainingArguments) -> None:
             f"{args.n_gpu} GPUs are visible to one process, so the Trainer would use nn.DataParallel, which cannot be "
             "offloaded: start with `accelerate launch --multi_gpu train.py`, or set CUDA_VISIBLE_DEVICES to one GPU."
         )
-
-
-def _needs_gradients(trainer: Trainer) -> bool:
-    """Whether code that is not the library's may look at gradients after backward, or change options before the step."""
-    events = ("on_pre_optimizer_step", "on_optimizer_step")
-    kinds = {type(one) for one in trainer.callback_handler.callbacks}
-    if any(getattr(kind, event) is not getattr(TrainerCallback, event) for kind in kinds for event in events):
-        return True
-    owner = next(one for one in type(trainer).__mro__ if "training_step" in vars(one))
-    return owner.__module__.partition(".")[0] not in ("transformers", "hf_offload")
 
 
 def _zeroes_all(model: nn.Module, optimizer: Any) -> bool:

@@ -74,6 +74,7 @@ class ModelState:
         self._hardware: Hardware | None = None
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._in_backward = False
+        self._unless: Callable[[], bool] | None = None
         self._state_per_weight = 0.0
         self._has_warned = False
         self._is_measured = True
@@ -180,7 +181,8 @@ class ModelState:
 
     @property
     def _updates_in_backward(self) -> bool:
-        return self._in_backward and not self._keeps_gradients
+        stopped = self.streamed is not None and self.streamed.is_used and not self.streamed.updates_in_backward
+        return self._in_backward and not self._keeps_gradients and not stopped
 
     @property
     def allowed(self) -> Allowed:
@@ -291,11 +293,11 @@ class ModelState:
         if self._may_stream:
             self._after_streaming.append(call)
 
-    def update_in_backward(self, in_backward: bool) -> None:
+    def update_in_backward(self, in_backward: bool, unless: Callable[[], bool] | None = None) -> None:
         """See :meth:`hf_offload.session.OffloadSession.update_in_backward`."""
-        self._in_backward = in_backward
+        self._in_backward, self._unless = in_backward, unless
         if self.streamed is not None:
-            self.streamed.update_in_backward(in_backward)
+            self.streamed.update_in_backward(in_backward, unless)
 
     def close(self) -> None:
         """Compute what is noted. Streamed optimizers stay so. Idempotent."""
@@ -361,7 +363,7 @@ class ModelState:
         for call in self._after_streaming:
             call()
         self._after_streaming.clear()
-        setting.update_in_backward(self._in_backward)
+        setting.update_in_backward(self._in_backward, self._unless)
         self._state_per_weight = max(map(state_per_weight, optimizers))
         return True
 

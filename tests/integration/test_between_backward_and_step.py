@@ -5,6 +5,7 @@ error.
 import pytest
 import torch
 import transformers
+from torch.utils.checkpoint import checkpoint
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.errors import OffloadError
@@ -47,6 +48,60 @@ class HalvesItself(transformers.Trainer):
         loss = super().training_step(model, *args, **kwargs)
         halve(model.parameters())
         return loss
+
+
+def of_an_instance():
+    callback = transformers.TrainerCallback()
+    callback.on_pre_optimizer_step = lambda args, state, control, model=None, **kwargs: halve(model.parameters())
+    return callback
+
+
+class Changed(transformers.TrainerCallback):
+    """Changes the Trainer before it trains."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.change(self.trainer)
+
+
+def step_of_the_object(trainer):
+    step = trainer.training_step
+
+    def halving(model, *args, **kwargs):
+        loss = step(model, *args, **kwargs)
+        halve(model.parameters())
+        return loss
+
+    trainer.training_step = halving
+
+
+def hook_of_the_optimizer(trainer):
+    optimizer = trainer.optimizer.optimizer
+    optimizer.register_step_pre_hook(lambda *_: halve(optimizer.param_groups[0]["params"]))
+
+
+def hook_behind_the_step(trainer):
+    optimizer = trainer.optimizer.optimizer
+    weight = optimizer.param_groups[0]["params"][0]
+
+    def add(*_):
+        with torch.no_grad():
+            weight.add_(weight.grad, alpha=0.1)
+
+    optimizer.register_step_post_hook(add)
+
+
+def hooks_of_weights(trainer):
+    for parameter in trainer.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: halve([parameter]))
+
+
+class GoesBackTwice(transformers.Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.accelerator.backward(super().compute_loss(model, inputs, *args, **kwargs))
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 class TrainsAnotherModule(transformers.Trainer):
@@ -92,6 +147,12 @@ WAYS = {
     "callback": (transformers.Trainer, Halves),
     "rate": (transformers.Trainer, LowersRate),
     "training_step": (HalvesItself, lambda: None),
+    "instance": (transformers.Trainer, of_an_instance),
+    "training_step of the object": (transformers.Trainer, lambda: Changed(step_of_the_object)),
+    "hook of the optimizer": (transformers.Trainer, lambda: Changed(hook_of_the_optimizer)),
+    "hook behind the step": (transformers.Trainer, lambda: Changed(hook_behind_the_step)),
+    "hooks of weights": (transformers.Trainer, lambda: Changed(hooks_of_weights)),
+    "two backwards": (GoesBackTwice, lambda: None),
     "another module": (TrainsAnotherModule, lambda: None),
 }
 
@@ -112,10 +173,12 @@ def test_a_callback_that_reads_gradients_after_the_step_finds_those_of_the_run_i
     assert streamed.found == plain.found
 
 
-@pytest.mark.parametrize("added", [Halves, LowersRate])
-def test_a_callback_that_comes_while_weights_are_updated_in_backward_ends_in_an_error(added, tmp_path):
-    with pytest.raises(OffloadError, match="max_grad_norm=1e9"):
-        trained(tmp_path, "ssd", callback=AddsLate(added))
+@pytest.mark.parametrize("added", [Halves, LowersRate, of_an_instance])
+def test_a_callback_that_comes_while_weights_are_updated_in_backward_has_the_bits_of_the_run_in_memory(added, tmp_path):
+    losses, weights = trained(tmp_path, "none", callback=AddsLate(added))
+    found, streamed = trained(tmp_path, "ssd", callback=AddsLate(added))
+    assert found == losses
+    assert all(map(torch.equal, streamed, weights))
 
 
 def read(optimizer, weight):
@@ -176,3 +239,30 @@ def test_a_loop_that_promised_not_to_and_acts_before_the_step_ends_in_an_error(a
     with pytest.raises(OffloadError, match=r"max_grad_norm(=1e9)?, which"):
         act(optimizer, weight)
         optimizer.step()
+
+
+@pytest.mark.parametrize("uses", [1, 3])
+def test_a_block_that_reentrant_checkpoints_use_more_than_once_has_the_bits_of_the_run_in_memory(uses, tmp_path):
+    def train(config):
+        torch.manual_seed(0)
+        first, block = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+        model = torch.nn.Sequential(first, block)
+        optimizer = torch.optim.AdamW(model.parameters())
+        session = None if config is None else attach(model, config)
+        if session is not None:
+            session.prepare_optimizer(optimizer)
+            session.update_in_backward(True)
+        for _ in range(3):
+            hidden = first(torch.randn(4, 32))
+            for _ in range(uses):
+                hidden = checkpoint(block, hidden, use_reentrant=True)
+            hidden.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = [each.detach().clone() for each in model.parameters()]
+        if session is not None:
+            session.detach()
+        return weights
+
+    config = OffloadConfig(tier="none", optimizer="ssd", min_bytes=512, directory=tmp_path)
+    assert all(map(torch.equal, train(config), train(None)))

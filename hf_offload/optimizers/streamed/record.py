@@ -269,6 +269,8 @@ class Record:
         given: What others have of its state.
         spent_norm: 2-norm of the gradient that it was updated with in this step's backward.
         spent_options: The options of that update.
+        arrivals: How many gradients came from reentrant checkpoints since the last step.
+        comes_once: Whether one of them was all there was in a step before.
         is_dropped: Its gradient was to be replaced, or set to nothing, after that update and before the step.
         moved: Whether its state was put on the tier; else it is in the optimizer's ``state``, if there is one.
         state_stays: Others hold its state: the optimizer's step updates it in memory, there and then.
@@ -284,7 +286,8 @@ class Record:
         self.update: Update | None = None
         self.spent_norm: Tensor | None = None
         self.spent_options: dict[str, Any] = {}
-        self.is_dropped = False
+        self.is_dropped = self.comes_once = False
+        self.arrivals = 0
         self.given = GivenStates(name)
         self.lay_out(parameter, part_elements)
 
@@ -316,6 +319,8 @@ class Record:
         """What was updated in backward belongs to a step now."""
         parameter = self.parameter_ref()
         self.spent_norm, self.is_dropped = None, False
+        if self.arrivals:
+            self.arrivals, self.comes_once = 0, self.arrivals == 1
         if parameter is not None:
             self.refresh(parameter)
 

@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -129,10 +130,16 @@ class StreamedSetting:
         """Whether the gradients of all optimizers that are streamed leave memory, too."""
         return all(streaming.streams_gradients for streaming in list(self._streamings))
 
-    def update_in_backward(self, in_backward: bool) -> None:
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether weights of all optimizers that are streamed are updated as soon as they have their gradients."""
+        return all(streaming.in_backward for streaming in list(self._streamings))
+
+    def update_in_backward(self, in_backward: bool, unless: Callable[[], bool] | None = None) -> None:
         """See :meth:`hf_offload.session.OffloadSession.update_in_backward`."""
         for streaming in list(self._streamings):
             streaming.in_backward = in_backward and streaming.streams_gradients
+            streaming.unless = unless
             if streaming.in_backward:
                 logger.info(
                     "Each weight is updated in backward: nothing is accumulated, scaled or clipped before a step."

@@ -10,13 +10,16 @@ Note: one rule for all schedules
 
 import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadError, StorageError
@@ -41,6 +44,7 @@ from hf_offload.tensors import nbytes_of
 logger = logging.getLogger(__name__)
 
 _GROUPS = "param_groups"
+_CHECKPOINT = CheckpointFunction.backward.__code__
 
 
 class Streaming:
@@ -59,6 +63,7 @@ class Streaming:
     Attributes:
         in_backward: Whether each parameter is updated as soon as it has a gradient, from the options of that moment. The
             caller promises one backward a step, and that nothing changes gradients in between.
+        unless: Asked when the first gradient of a step arrives: where it is true, ``in_backward`` ends before that.
     """
 
     def __init__(
@@ -75,6 +80,8 @@ class Streaming:
         must_stream: bool = True,
     ):
         self.in_backward = False
+        self.unless: Callable[[], bool] | None = None
+        self._has_asked = False
         self.lazy = lazy
         self._shadow = shadow
         self._resident = resident
@@ -236,10 +243,19 @@ class Streaming:
             self._match_layout(record, parameter)
             if record.gradient is None and self._optimizer() is None:
                 return
-            if self.in_backward:
+            if self._updates_now() and _comes_once(record):
                 self._update_in_backward(record, parameter)
             else:
                 self.gradients.leave(record, parameter)
+
+    def _updates_now(self) -> bool:
+        """Whether this backward updates weights: none of them, or all."""
+        if self.in_backward and not self._has_asked:
+            self._has_asked = True
+            if self.unless is not None and self.unless():
+                self.in_backward = False
+                logger.info("Gradients are looked at before the step: weights are updated after backward from now on.")
+        return self.in_backward
 
     def _let_stay(self, record: Record, parameter: nn.Parameter) -> None:
         """A gradient is sparse: if it was not asked for that it leaves, it stays in memory, and the state with it."""
@@ -279,6 +295,7 @@ class Streaming:
         with signals_deferred, self._handled(OPTIMIZER_STATE), self._lock, torch.no_grad():
             self.damage.check_step(self.records)
             self.finish()
+            self._has_asked = False
             attributes, groups, may_wait = self._taken_down(optimizer)
             context = StepContext(attributes, torch.get_default_dtype())
             may_wait = may_wait and self.lazy and is_outside()
@@ -501,3 +518,21 @@ class Streaming:
                 record.refresh(parameter)
             self.finish_record(record)
         set_gradient(parameter, None)
+
+
+def _comes_once(record: Record) -> bool:
+    """Whether this gradient is all that backward adds up, also of a block that reentrant checkpoints use more than once: the
+    first step shows it.
+    """
+    if not _is_in_checkpoint():
+        return True
+    record.arrivals += 1
+    return record.comes_once
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether a backward inside of the backward is on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None
