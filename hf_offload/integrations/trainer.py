@@ -127,13 +127,16 @@ class OffloadCallback(TrainerCallback):
         if trainer is None or not one_backward:
             self.session.update_in_backward(False)
             return
-        found = weakref.ref(trainer)
+        trainer_ref, model_ref = weakref.ref(trainer), weakref.ref(model)
 
         def unless() -> bool:
-            present = found()
-            return present is None or needs_gradients(present, model)
+            present, trained = trainer_ref(), model_ref()
+            if present is None or trained is None or not present.accelerator.goes_back:
+                return True
+            return needs_gradients(present, trained)
 
-        self.session.update_in_backward(not unless() and _zeroes_all(model, optimizer), unless)
+        in_backward = not needs_gradients(trainer, model) and _zeroes_all(model, optimizer)
+        self.session.update_in_backward(in_backward, unless)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.session is None:

@@ -104,6 +104,23 @@ class GoesBackTwice(transformers.Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+class GoesBackItself(transformers.TrainerCallback):
+    """Between two steps, and its gradients are dropped, or are part of the next step's."""
+
+    drops = True
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        tokens = torch.arange(TOKENS)[None]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        self.found = [*getattr(self, "found", ()), *[float(one.grad.norm()) for one in model.parameters()]]
+        if self.drops:
+            model.zero_grad()
+
+
+class AddsToTheNextStep(GoesBackItself):
+    drops = False
+
+
 class TrainsAnotherModule(transformers.Trainer):
     """Whose gradients add up, for the Trainer drops those of its model."""
 
@@ -147,6 +164,8 @@ WAYS = {
     "callback": (transformers.Trainer, Halves),
     "rate": (transformers.Trainer, LowersRate),
     "training_step": (HalvesItself, lambda: None),
+    "own backward": (transformers.Trainer, GoesBackItself),
+    "part of the next step": (transformers.Trainer, AddsToTheNextStep),
     "instance": (transformers.Trainer, of_an_instance),
     "training_step of the object": (transformers.Trainer, lambda: Changed(step_of_the_object)),
     "hook of the optimizer": (transformers.Trainer, lambda: Changed(hook_of_the_optimizer)),
@@ -160,10 +179,12 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_trainer_whose_code_acts_before_the_step_has_the_bits_of_the_run_in_memory(way, tmp_path):
     kind, callback = WAYS[way]
-    losses, weights = trained(tmp_path, "none", kind, callback())
-    found, streamed = trained(tmp_path, "ssd", kind, callback())
+    plain, other = callback(), callback()
+    losses, weights = trained(tmp_path, "none", kind, plain)
+    found, streamed = trained(tmp_path, "ssd", kind, other)
     assert found == losses
     assert all(map(torch.equal, streamed, weights))
+    assert getattr(other, "found", None) == getattr(plain, "found", None)
 
 
 def test_a_callback_that_reads_gradients_after_the_step_finds_those_of_the_run_in_memory(tmp_path):
