@@ -2,6 +2,7 @@
 right, and would a simple way be faster?
 """
 
+import contextlib
 import dataclasses
 import json as json_format
 import subprocess
@@ -16,7 +17,7 @@ from rich.markup import escape
 
 from benchmarks.budgets.families import FAMILIES
 from benchmarks.budgets.meter import metered
-from benchmarks.budgets.runs import AUTO, SIMPLE, Family, Job
+from benchmarks.budgets.runs import AUTO, SIMPLE, TURNS, Family, Job, first_steps
 from benchmarks.budgets.table import CAPTION, COLUMNS, PAIRED, BudgetRow, fastest, peak_of, row_of, texts
 from benchmarks.console import Json, names_of, numbers_of, show_table
 from hf_offload.allocator import environment_with
@@ -83,44 +84,80 @@ def _round(
     """The runs of one family that are missing: every simple way once, and then, in each round, every budget next to the
     simple ways that were the fastest of those that fit.
     """
-    yield from _missing(family, 0, [Job(way) for way in SIMPLE], runs)
+    simple = _missing(family, 0, [Job(way) for way in SIMPLE], runs)
+    if simple:
+        with _process(family, simple) as process:
+            yield from _results(family, 0, process)
     mine = [one for one in runs if one["family"] == family.name]
-    jobs: list[Job] = []
     for share in shares:
         budget = budget_of(share, peak_of(mine))
-        beside = [Job(AUTO, budget), *(Job(way, budget) for way in fastest(mine, budget))]
-        jobs += beside if number % 2 == 0 else reversed(beside)
-    yield from _missing(family, number, jobs, runs)
+        jobs = [Job(AUTO, budget), *(Job(way, budget) for way in fastest(mine, budget))]
+        if _missing(family, number, jobs, runs):
+            yield from _in_turns(family, number, jobs)
 
 
-def _missing(
-    family: Family, number: int, jobs: Sequence[Job], runs: Sequence[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
+def _in_turns(family: Family, number: int, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Trainings in a process each, whose last steps alternate: a machine with other work to do is the same for all."""
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(_process(family, [job], in_turns=True)) for job in jobs]
+        for job, process in zip(jobs, processes, strict=True):
+            _train(process, first_steps(job))
+        for turn in range(TURNS):
+            for process in processes if (number + turn) % 2 == 0 else reversed(processes):
+                _train(process, 1)
+        found: list[dict[str, Any]] = []
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            found += _results(family, number, process)
+    return found
+
+
+def _train(process: "subprocess.Popen[str]", steps: int) -> None:
+    """Let it take so many steps, and wait for them."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended, and its results will tell why
+        process.stdin.write(f"{steps}\n")
+        process.stdin.flush()
+    process.stdout.readline()
+
+
+def _missing(family: Family, number: int, jobs: Sequence[Job], runs: Sequence[dict[str, Any]]) -> list[Job]:
     there = {
         (one["way"], one["budget_bytes"]) for one in runs if one["family"] == family.name and one["round"] == number
     }
-    missing = [job for job in jobs if (job.way, job.budget_bytes) not in there]
-    if not missing:
-        return
+    return [job for job in jobs if (job.way, job.budget_bytes) not in there]
+
+
+@contextlib.contextmanager
+def _process(family: Family, jobs: Sequence[Job], in_turns: bool = False) -> Iterator["subprocess.Popen[str]"]:
+    """A process that is counted and trains ``jobs``. What it writes of errors is raised if it ends with one."""
     asked = {
         "family": {key: value for key, value in dataclasses.asdict(family).items() if key != "directory"},
         "directory": family.directory,
-        "jobs": [dataclasses.asdict(job) for job in missing],
+        "jobs": [dataclasses.asdict(job) for job in jobs],
+        "in_turns": in_turns,
     }
     with tempfile.TemporaryDirectory() as folder:
         environment = metered(environment_with("auto") | {"HF_HUB_OFFLINE": "1"}, Path(folder))
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.budgets.runs", json_format.dumps(asked)]
+        pipe = subprocess.PIPE
         with (
             (Path(folder) / "errors").open("w+") as errors,
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+            subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True) as process,
         ):
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("{"):
-                    yield {"family": family.name, "round": number, **json_format.loads(line)}
+            yield process
             if process.wait():
                 errors.seek(0)
                 raise OffloadError(f"{family.name}: the runs ended with {process.returncode}: {errors.read()[-2000:]}")
+
+
+def _results(family: Family, number: int, process: "subprocess.Popen[str]") -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            yield {"family": family.name, "round": number, **json_format.loads(line)}
 
 
 def budget_of(share: float, peak_bytes: int) -> int:

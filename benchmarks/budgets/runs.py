@@ -1,5 +1,7 @@
-"""The trainings of one family, one after the other in a process whose live bytes are counted:
-``python -m benchmarks.budgets.runs JSON`` prints a line of JSON for each.
+"""Trainings of one family in a process whose live bytes are counted: ``python -m benchmarks.budgets.runs JSON``.
+
+It trains one job after the other and prints a line of JSON for each; or, ``in_turns``, one job, of which it takes so many
+steps as each line of its input says and prints an empty line after them: its result comes when the input ends.
 """
 
 import dataclasses
@@ -22,14 +24,14 @@ from hf_offload.errors import OffloadPlanError
 IN_MEMORY = "memory"
 """The way that everything is compared with."""
 AUTO = "auto"
+TURNS = 8
+"""Steps that ``auto`` and simple ways take in turns."""
 _SETTLED = 4
 """Steps at the end of a run, of which the median counts."""
 _STEPS = 20
-"""Of ``auto``, which plans in the first dozen, and of the run in memory."""
-_PAIRED_STEPS = 12
-"""Of a simple way that takes turns with it."""
-_FEW_STEPS = 3 + _SETTLED
-"""Of a simple way that may not be among the fastest."""
+"""Of the run in memory, and of ``auto``, which plans in the first dozen."""
+_FIRST_STEPS = 3
+"""Of a simple way, in which its files and buffers come."""
 
 _ACTIVATIONS: dict[str, dict[str, Any]] = {
     "": {"tier": "none"},
@@ -71,63 +73,77 @@ class Family:
     directory: str
 
 
-def run(family: Family, job: Job, meter: Meter) -> dict[str, Any]:
-    """Train, and say what it took; a refusal is a result."""
-    gc.collect()
-    before = meter.live()
-    model: Any = build(family.name, family.layers, family.width, family.tokens)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    torch.manual_seed(1)
-    session = attach(model, _settings(job, model, family.directory))
-    peaks, seconds, losses = [], [], []
-    predicted: tuple[int | None, float | None] = None, None
-    refused: str | None = None
-    least: int | None = None
-    try:
-        session.prepare_optimizer(optimizer)
-        for step in range(_steps(job)):
-            inputs = batch(family.rows, family.tokens, seed=step)
-            meter.peak()
-            begin = time.perf_counter()
-            with session.scope():
-                loss = model(**inputs).loss
-                loss.backward()
-            session.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
-            seconds.append(time.perf_counter() - begin)
-            peaks.append(meter.peak() - before)
-            losses.append(loss.item())
-            del loss, inputs
-        if session.forecast is not None:
-            predicted = session.forecast.peak_bytes, session.forecast.step_s
-    except OffloadPlanError as error:
-        refused, least = str(error), error.smallest_bytes
-    result = {
-        "peaks": peaks,
-        "seconds": seconds,
-        "losses": losses,
-        "step_s": statistics.median(seconds[-_SETTLED:]) if seconds else None,
-        "predicted_peak_bytes": predicted[0],
-        "predicted_step_s": predicted[1],
-        "refused": refused,
-        "least_bytes": least,
-        "placed": None if session.plan is None else session.plan.reason,
-    }
-    held = session.residency is not None, session.streams_optimizer
-    session.detach()
-    return result | {
-        "weights_leave": held[0],
-        "state_leaves": held[1],
-        "weights_sha256": None if refused else digest_of(model.parameters()),
-    }
+class Training:
+    """One training of a family. A refusal ends it, and is its result."""
+
+    def __init__(self, family: Family, job: Job, meter: Meter):
+        gc.collect()
+        self._family, self._job, self._meter = family, job, meter
+        self._before = meter.live()
+        self._model: Any = build(family.name, family.layers, family.width, family.tokens)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3, fused=True)
+        torch.manual_seed(1)
+        self._session = attach(self._model, _settings(job, self._model, family.directory))
+        self._peaks: list[int] = []
+        self._seconds: list[float] = []
+        self._losses: list[float] = []
+        self._refusal: OffloadPlanError | None = None
+        try:
+            self._session.prepare_optimizer(self._optimizer)
+        except OffloadPlanError as error:
+            self._refusal = error
+
+    def train(self, steps: int) -> None:
+        """Take so many steps."""
+        for _ in range(steps):
+            if self._refusal is not None:
+                return
+            try:
+                self._step()
+            except OffloadPlanError as error:
+                self._refusal = error
+
+    def _step(self) -> None:
+        session, family = self._session, self._family
+        inputs = batch(family.rows, family.tokens, seed=len(self._seconds))
+        self._meter.peak()
+        begin = time.perf_counter()
+        with session.scope():
+            loss = self._model(**inputs).loss
+            loss.backward()
+        session.clip_grad_norm_(1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        session.end_step()
+        self._seconds.append(time.perf_counter() - begin)
+        self._peaks.append(self._meter.peak() - self._before)
+        self._losses.append(loss.item())
+
+    def result(self) -> dict[str, Any]:
+        """What all of it took; the training is over."""
+        session, refusal = self._session, self._refusal
+        forecast = None if refusal is not None else session.forecast
+        result = {
+            "peaks": self._peaks,
+            "seconds": self._seconds,
+            "losses": self._losses,
+            "step_s": statistics.median(self._seconds[-_SETTLED:]) if self._seconds else None,
+            "predicted_peak_bytes": None if forecast is None else forecast.peak_bytes,
+            "predicted_step_s": None if forecast is None else forecast.step_s,
+            "refused": None if refusal is None else str(refusal),
+            "least_bytes": None if refusal is None else refusal.smallest_bytes,
+            "placed": None if session.plan is None else session.plan.reason,
+            "weights_leave": session.residency is not None,
+            "state_leaves": session.streams_optimizer,
+        }
+        session.detach()
+        weights = None if refusal is not None else digest_of(self._model.parameters())
+        return self._job.__dict__ | result | {"weights_sha256": weights}
 
 
-def _steps(job: Job) -> int:
-    if job.way in (AUTO, IN_MEMORY):
-        return _STEPS
-    return _FEW_STEPS if job.budget_bytes is None else _PAIRED_STEPS
+def first_steps(job: Job) -> int:
+    """Before those that it takes in turns with others, or that count."""
+    return _STEPS - TURNS if job.way in (AUTO, IN_MEMORY) else _FIRST_STEPS
 
 
 def _settings(job: Job, model: Any, directory: str) -> OffloadConfig:
@@ -146,10 +162,20 @@ def main() -> None:
     meter = Meter()
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=asked["directory"]) as folder:
         family = Family(**asked["family"], directory=folder)
-        for job in asked["jobs"]:
-            result = run(family, Job(**job), meter)
-            sys.stdout.write(json.dumps(job | result) + "\n")
-            sys.stdout.flush()
+        for job in (Job(**one) for one in asked["jobs"]):
+            training = Training(family, job, meter)
+            if asked["in_turns"]:
+                for steps in sys.stdin:
+                    training.train(int(steps))
+                    _say("")
+            else:
+                training.train(first_steps(job) + (TURNS if job.way == IN_MEMORY else _SETTLED))
+            _say(json.dumps(training.result()))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE, STATE
+from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE, STATE, TURNS
 
 Run = Mapping[str, Any]
 PAIRED = 2
-"""Simple ways that take turns with a budget: runs minutes apart tell more of the machine than of themselves."""
+"""Simple ways that take turns with a budget: steps minutes apart tell more of the machine than of themselves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class BudgetRow:
         peak_error: Predicted by measured, less one: the largest of the rounds.
         step_s, predicted_step_s, step_error: The same of time; the median of the rounds.
         best: The fastest simple way whose peak is within the budget, of those that took turns.
-        step_ratio: The lower quartile of steps to that way's in the same round; the median.
+        step_ratio: A step to that way's in the same turn; the median of a round's turns, and of the rounds.
         rounds: How often the budget was run.
         same_bits: Whether losses and weights are those of the run in memory.
         placed: What is where, of the last round.
@@ -56,8 +56,14 @@ def peak_of(runs: Sequence[Run]) -> int:
 
 
 def quick_s(run: Run) -> float:
-    """The lower quartile of its last steps, in which no plan is made: other work on a machine only adds time."""
-    return statistics.quantiles(run["seconds"][_FIRST:][-_TIMED:], n=4)[0]
+    """The lower quartile of its last steps: other work on a machine only adds time."""
+    return statistics.quantiles(run["seconds"][_FIRST:][-TURNS:], n=4)[0]
+
+
+def _ratio(ours: Run, other: Run) -> float:
+    """Of steps, in the turns that both took."""
+    turns = zip(ours["seconds"][-TURNS:], other["seconds"][-TURNS:], strict=True)
+    return statistics.median(mine / theirs for mine, theirs in turns)
 
 
 def fastest(runs: Sequence[Run], budget_bytes: int) -> list[str]:
@@ -78,7 +84,7 @@ def row_of(family: str, share: float, budget_bytes: int, runs: Sequence[Run]) ->
     errors = [one["predicted_peak_bytes"] / peaks[number] - 1 for number, one in ours.items()]
     simple = {way: [one for one in within if one["way"] == way] for way in SIMPLE}
     ratios = {
-        way: statistics.median(quick_s(ours[one["round"]]) / quick_s(one) for one in found)
+        way: statistics.median(_ratio(ours[one["round"]], one) for one in found)
         for way, found in simple.items()
         if found
     }
@@ -100,7 +106,7 @@ def row_of(family: str, share: float, budget_bytes: int, runs: Sequence[Run]) ->
     )
 
 
-_LAST, _FIRST, _TIMED = 4, 3, 8
+_LAST, _FIRST = 4, 3
 COLUMNS = (
     "model", "of the peak", "budget (MB)", "most, of budget", "peak off (%)", "step (s)", "step off (%)",
     "best simple way", "to it", "same bits",

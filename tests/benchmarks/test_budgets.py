@@ -47,7 +47,8 @@ def test_a_budget_is_kept_next_to_all_simple_ways_and_no_run_is_repeated(tmp_pat
 
 
 def made(way, step_s, peak, budget_bytes=BUDGET, number=0, **more):
-    seconds = [9.0] * 3 + [step_s] * 3 + [9.0] * 2  # planned in, settled, disturbed
+    planned = [9.0] * (12 if way == AUTO else 3)
+    seconds = [*planned, *(slower * step_s for slower in (1, 7, 1, 1, 5, 9, 1, 4))]  # other work disturbs all alike
     return {
         "way": way, "budget_bytes": budget_bytes, "round": number, "step_s": step_s, "seconds": seconds, "peaks": [peak] * 5,
         "losses": [1.0, 2.0], "weights_sha256": "a", "refused": None, "predicted_peak_bytes": int(1.1 * peak),
