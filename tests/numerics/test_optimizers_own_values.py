@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.streamed import streaming_of
-from hf_offload.optimizers.streamed.contents import told
 from hf_offload.optimizers.streamed.trial import state_per_weight, traits_of
+from tests.helpers.told import told
 
 GLOBAL = {"steps": 0}
 
@@ -144,7 +144,6 @@ HELD = {
     "NumPy's random numbers": (dict, lambda o: np.random.random()),  # noqa: NPY002  what users have
     "random numbers without an effect": (dict, lambda o: 0 * random.random()),
 }
-_NOTHING = (dict, lambda o: 0)
 
 
 def _optimizer(kind, params):
@@ -196,27 +195,6 @@ def test_trying_an_optimizer_changes_nothing_and_refuses_what_counts_for_all(kin
     assert _everything(optimizer, outside) == before
 
 
-def test_what_a_first_step_makes_and_others_keep_is_streamed():
-    class WithTables(torch.optim.AdamW):
-        """As of libraries: switches, tables that are made once, settings, and a lock."""
-
-        def __init__(self, params):
-            super().__init__(params, lr=1e-2)
-            self.tables, self.ready, self.settings = {}, False, types.SimpleNamespace(scale=1.0)
-            self.scale_of = lambda: self.settings.scale
-
-        def step(self, closure=None):
-            self.tables.setdefault("signed", torch.arange(4))
-            self.ready = True
-            assert self.scale_of() == 1.0
-            return super().step(closure)
-
-    optimizer = WithTables([nn.Parameter(torch.ones(8, 8))])
-    assert traits_of(optimizer, WithTables).cuts
-    assert optimizer.tables == {}
-    assert not optimizer.ready
-
-
 @pytest.mark.parametrize("kind", ["generator of PyTorch", "wrapped"])
 def test_a_planned_training_has_the_bits_of_one_in_memory(kind, tmp_path):
     def train(config):
@@ -242,115 +220,6 @@ def test_a_planned_training_has_the_bits_of_one_in_memory(kind, tmp_path):
 
     settings = OffloadConfig(tier="auto", memory_budget="6MiB", min_bytes="1KiB", directory=tmp_path)
     assert train(settings) == train(None)
-
-
-SCALES = {"present": 1.0}
-scale = 1.0
-
-
-class OfItsModulesScales(Scaled):
-    def step(self, closure=None):
-        self.draw = lambda optimizer: SCALES["present"] * scale
-        super().step()
-
-
-def _change_options(optimizer):
-    for group in optimizer.param_groups:
-        group["factors"][0] += 1
-
-
-def _change_tables(optimizer):
-    optimizer.held["n"] += 1
-
-
-def _change_object(optimizer):
-    optimizer.held.steps += 1
-
-
-def _change_module(optimizer):
-    SCALES["present"] += 1
-
-
-def _change_number(optimizer):
-    global scale
-    scale += 1
-
-
-CHANGES = {
-    "options": (Scaled, (dict, lambda o: o.param_groups[0]["factors"][0]), _change_options),
-    "dictionary": (Scaled, (lambda: {"n": 0}, lambda o: o.held["n"]), _change_tables),
-    "object": (Scaled, (Counter, lambda o: o.held.steps), _change_object),
-    "object with slots": (Scaled, (Slotted, lambda o: o.held.steps), _change_object),
-    "module": (OfItsModulesScales, _NOTHING, _change_module),
-    "number": (OfItsModulesScales, _NOTHING, _change_number),
-    "computed by a closure": (Scaled, (Counter, lambda o: (lambda: o.held.steps)()), _change_object),
-}
-
-
-@pytest.mark.parametrize("kind", CHANGES)
-def test_what_is_changed_in_place_after_a_step_is_not_part_of_it(kind, tmp_path):
-    made, held, change = CHANGES[kind]
-
-    def train(config):
-        global scale
-        scale, SCALES["present"] = 1.0, 1.0
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(2)])
-        optimizer = made(model.parameters(), *held, factors=[1.0])
-        session = None if config is None else attach(model, config)
-        if session is not None:
-            session.prepare_optimizer(optimizer)
-            assert streaming_of(optimizer) is not None
-        for _ in range(3):
-            model(torch.randn(4, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            change(optimizer)
-        weights = [p.detach().clone() for p in model.parameters()]
-        if session is not None:
-            session.detach()
-        return told(weights)
-
-    settings = OffloadConfig(tier="none", optimizer="ram", min_bytes="1KiB")
-    assert train(settings) == train(None)
-
-
-def _draw(optimizer):
-    return torch.rand(())
-
-
-def _count(optimizer):
-    optimizer.phase = getattr(optimizer, "phase", 0) + 1
-    return optimizer.phase
-
-
-def _anneal(optimizer):
-    optimizer.param_groups[0]["factors"][0] += 1
-    return 0
-
-
-@pytest.mark.parametrize("late", [_draw, _count, _anneal])
-def test_what_begins_after_the_trial_is_an_error_and_not_another_weight(late):
-    class BeginsLate(Scaled):
-        begins = False
-
-        def step(self, closure=None):
-            if self.param_groups[0]["begins"]:
-                self.draw = late
-            super().step()
-
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    optimizer = BeginsLate(model.parameters(), *_NOTHING, factors=[1.0], begins=False)
-    optimizer.phase = 0
-    session = attach(model, OffloadConfig(tier="none", optimizer="ram", min_bytes="1KiB"))
-    session.prepare_optimizer(optimizer)
-    optimizer.param_groups[0]["begins"] = True
-
-    with pytest.raises(OffloadError, match="It did not when it was tried on small parameters"):
-        for _ in range(2):
-            model(torch.randn(4, 64)).square().mean().backward()
-            optimizer.step()
-    session.detach()
 
 
 def test_where_auto_may_choose_an_optimizer_that_cannot_be_streamed_stays_in_memory(tmp_path, caplog):

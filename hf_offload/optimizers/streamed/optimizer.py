@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_offload.errors import OffloadConfigError
+from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import clip_stored
 from hf_offload.optimizers.streamed.held import shares_memory
@@ -105,7 +105,7 @@ def stream(
     gradients = gradients and not traits.sets_gradients
     resident = StreamedState()
     streaming = Streaming(
-        Shadow(optimizer, kind),
+        Shadow(optimizer, kind, traits.own),
         Store(storage, open_tier(OPTIMIZER_STATE), OPTIMIZER_STATE, window_bytes),
         Store(storage, open_tier(GRADIENTS), GRADIENTS, window_bytes) if gradients else None,
         resident,
@@ -114,6 +114,7 @@ def stream(
         lazy=lazy and gradients,
         all_step=traits.sets_gradients,
         must_stream=must_stream,
+        own=traits.own,
     )
     resident.streaming = streaming
     dict.update(resident, optimizer.state)
@@ -123,7 +124,7 @@ def stream(
     _keep_scheduler(optimizer, extend(optimizer, StreamedOptimizer))
     streaming.use_optimizer(weakref.ref(optimizer))
     _streamed[optimizer] = streaming
-    if streaming.lazy:
+    if lazy and gradients:
         ask_in_transforms()
         ask_everywhere()
         ask_in_scripts()
@@ -183,7 +184,12 @@ class StreamedOptimizer(Optimizer):
         """A step, to be completed when parameters are used next; see
         :class:`~hf_offload.optimizers.streamed.streaming.Streaming`.
         """
-        loss = None
+        loss, own = None, _streamed[self].own
+        if closure is not None and own is not None and not own.takes_closure:
+            raise OffloadError(
+                f"The step of {_own_class(self).__name__} does not call its closure once, before anything else, so it cannot "
+                "be streamed with one: call step() without a closure, after backward, or set optimizer='none'."
+            )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -266,12 +272,16 @@ class StreamedOptimizer(Optimizer):
         super().add_param_group(param_group)
         streaming = _streamed.get(self)
         if streaming is not None:
-            traits = traits_of(self, _own_class(self))
-            if traits.sets_gradients and streaming.streams_gradients:
-                raise OffloadConfigError(
-                    "With the options of the new group, the optimizer sets gradients itself: add the group before the "
-                    "optimizer is prepared."
-                )
+            try:
+                traits = traits_of(self, _own_class(self))
+                if traits.sets_gradients and streaming.streams_gradients:
+                    raise OffloadConfigError(
+                        "With the options of the new group, the optimizer sets gradients itself: add the group before the "
+                        "optimizer is prepared."
+                    )
+            except OffloadConfigError:
+                self.param_groups.pop()
+                raise
             streaming.add(_named(self.param_groups[-1]["params"], {}), traits.cuts)
 
     def __setattr__(self, name: str, value: Any) -> None:

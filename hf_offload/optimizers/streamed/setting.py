@@ -138,7 +138,7 @@ class StreamedSetting:
     def update_in_backward(self, in_backward: bool, unless: Callable[[], bool] | None = None) -> None:
         """See :meth:`hf_offload.session.OffloadSession.update_in_backward`."""
         for streaming in list(self._streamings):
-            streaming.in_backward = in_backward and streaming.streams_gradients
+            streaming.in_backward = in_backward and streaming.streams_gradients and streaming.own is None
             streaming.unless = unless
             if streaming.in_backward:
                 logger.info(
@@ -186,6 +186,8 @@ class StreamedSetting:
             why = "gradients stay in memory, where compiled code expects them"
         if streaming.streams_gradients:
             why = "gradients leave memory in backward, and each weight is updated when it is next used"
+        if streaming.streams_gradients and streaming.own is not None:
+            why = "gradients leave memory in backward; its class is not PyTorch's, so each weight is updated in step(), whole"
         logger.info(
             "The state of %s (%d of its weights are large enough) goes to %s; %s.",
             type(optimizer).__name__,

@@ -7,100 +7,83 @@ Note: why not an optimizer of our own
 """
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_offload.errors import OffloadError
-from hf_offload.optimizers.streamed.contents import RandomNumbers, copied, told
-from hf_offload.optimizers.streamed.surroundings import Surroundings
+from hf_offload.optimizers.streamed.own_step import ChangedByStep, OwnStep, captured, values_in
 
 CUT_ELEMENTS = 4096
 """Parameters are cut at multiples of this: no kernel's vectors, and no page of any dtype, then lie across a cut."""
 _NOT_OPTIONS = ("params", "param_names")
-
-
-class OwnValuesError(OffloadError):
-    """A step has changed what belongs to the steps of all parameters."""
+_NOT_ATTRIBUTES = ("step", "param_groups", "state")
 
 
 class Shadow:
     """Steps of ``optimizer`` with other parameters, options and state. It does not keep the optimizer.
 
-    Hooks on the optimizer's steps are not the shadow's: they belong to a step as a whole.
-
-    Attributes:
-        reads_outside: Whether its class names values that are not the optimizer's, and may change between steps.
+    Hooks on the optimizer's steps are not the shadow's: they belong to a step as a whole. ``own`` is the step of a class that
+    is not known: what it changes beyond weights and their state is an error then.
     """
 
-    def __init__(self, optimizer: Optimizer, kind: type[Optimizer]):
+    def __init__(self, optimizer: Optimizer, kind: type[Optimizer], own: OwnStep | None = None):
+        self._own = own
         self._optimizer = make_shadow(optimizer, kind)
-        self._is_checked = kind.__module__.partition(".")[0] != "torch"
-        self.reads_outside = self._is_checked and Surroundings(kind).may_change
         self._hooks = _without_hooks(optimizer)
-        self._step: Callable[[Optimizer], Any] = getattr(kind.step, "__wrapped__", kind.step)
+        self._step: Callable[..., Any] = getattr(kind.step, "__wrapped__", kind.step)
 
     def step(
         self,
         groups: list[dict[str, Any]],
         state: Mapping[Tensor, dict[str, Any]],
         attributes: Mapping[str, Any],
+        *arguments: Any,
     ) -> dict[Tensor, dict[str, Any]]:
-        """One step of the parameters in ``groups``, from ``state``, with these attributes; returns the new state."""
-        if not self._is_checked:
-            return self._step_of(groups, state, attributes)
-        device = next(p.device for group in groups for p in group["params"])
-        drawn_from, before = RandomNumbers(device), self._numbers(groups, attributes)
-        found = self._step_of(groups, state, attributes)
-        what = "has drawn random numbers" if drawn_from.were_drawn else ""
-        if self._numbers(groups, self.attributes) != before:
-            what = "has changed values of its own in its parameter groups or attributes"
-        if what:
-            raise OwnValuesError(
-                f"{type(self._optimizer).__name__} {what} in a step of one parameter. It did not when it was tried on small "
-                "parameters, and its state was streamed; in memory, that comes once a step, and weights would be others. Go "
-                "on from the last checkpoint with optimizer='none'."
-            )
-        return found
+        """One step of the parameters in ``groups``, from ``state``, with these attributes; returns the new state.
 
-    def _numbers(self, groups: list[dict[str, Any]], attributes: Mapping[str, Any]) -> list[Any]:
-        # Switches, such as that of a check that is done once, and tables that a first step makes, do not count.
-        numbers = {name: value for name, value in attributes.items() if type(value) in (int, float, Tensor)}
-        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        return told([numbers, options], self._optimizer)
-
-    def _step_of(
-        self, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]], attributes: Mapping[str, Any]
-    ) -> dict[Tensor, dict[str, Any]]:
+        Raises :class:`~hf_offload.optimizers.streamed.own_step.ChangedByStep`.
+        """
         inner = self._optimizer
+        outside = None if self._own is None else self._own.present()
+        before = None if self._own is None else (sorted(values_in(attributes)), list(map(_options_in, groups)))
         inner.__dict__ = {**self._hooks, **attributes}
         inner.param_groups = groups
         inner.state = collections.defaultdict(dict, state)
         try:
-            self._step(inner)
+            self._step(inner, *arguments)
+            if self._own is not None and before is not None and outside is not None:
+                self._check_unchanged(before, groups, self._own.unlike(outside))
             return inner.state
         finally:
             inner.param_groups = []
             inner.state = collections.defaultdict(dict)
 
+    def _check_unchanged(self, before: Any, groups: list[dict[str, Any]], outside: str | None) -> None:
+        inner = self._optimizer
+        now = {
+            name: value for name, value in vars(inner).items() if name not in _NOT_ATTRIBUTES and not _holds_hooks(name)
+        }
+        attributes, options = before
+        parameters = {id(p) for group in groups for p in group["params"]}
+        what = outside
+        if attributes != sorted(values_in(now)):
+            what = "an attribute of its own"
+        if inner.param_groups is not groups or options != list(map(_options_in, groups)):
+            what = "its parameter groups"
+        if any(id(key) not in parameters for key in inner.state):
+            what = "state that is not a parameter's"
+        if what is not None:
+            raise ChangedByStep(
+                f"The step of {type(inner).__name__} has changed {what}, which counts for all parameters together, and is "
+                "streamed, one parameter after the other: go on from the last checkpoint with optimizer='none'."
+            )
+
     @property
     def attributes(self) -> dict[str, Any]:
         """Those after the last step."""
         return attributes_of(self._optimizer)
-
-    def copied(self, values: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Attributes or options of ``optimizer`` as they are now, whatever becomes of these.
-
-        Raises :class:`~hf_offload.optimizers.streamed.contents.NotCopied`.
-        """
-        return copied(values, optimizer, self._optimizer)
-
-    @property
-    def stand_in(self) -> Optimizer:
-        """What the steps are those of."""
-        return self._optimizer
 
     def loaded(self, parameter: Tensor, options: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """``state`` as the class's own ``load_state_dict`` makes it: cast and moved to where the parameter needs it."""
@@ -130,9 +113,9 @@ def make_shadow(optimizer: Optimizer, kind: type[Optimizer]) -> Optimizer:
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     """All attributes as they are now, but parameters, state, hooks, and the ``step`` that a scheduler puts there."""
     return {
-        name: value.clone() if isinstance(value, Tensor) else value
+        name: captured(value) if isinstance(value, Tensor) or name == "defaults" else value
         for name, value in vars(optimizer).items()
-        if name not in ("step", "param_groups", "state") and not _holds_hooks(name)
+        if name not in _NOT_ATTRIBUTES and not _holds_hooks(name)
     }
 
 
@@ -145,12 +128,18 @@ def _holds_hooks(name: str) -> bool:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group, as they are now."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name not in _NOT_OPTIONS
-    }
+    """The options of a group, as they are now, but the names of its parameters."""
+    return {name: captured(value) for name, value in group.items() if name not in _NOT_OPTIONS}
+
+
+def names_of(group: Mapping[str, Any], chosen: Iterable[int]) -> dict[str, list[str]]:
+    """The names of the ``chosen`` parameters of a group, by their numbers in it, as an option; none if it has no names."""
+    names = group.get("param_names")
+    return {} if names is None else {"param_names": [names[number] for number in chosen]}
+
+
+def _options_in(group: Mapping[str, Any]) -> Any:
+    return [*map(id, group["params"])], values_in({name: value for name, value in group.items() if name != "params"})
 
 
 def pieces(tensor: Tensor, elements: int) -> list[Tensor]:

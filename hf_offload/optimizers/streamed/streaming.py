@@ -25,13 +25,13 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import norm_of
-from hf_offload.optimizers.streamed.contents import NotCopied
 from hf_offload.optimizers.streamed.damage import Damage
 from hf_offload.optimizers.streamed.gradients import Gradients, watch_gradients
 from hf_offload.optimizers.streamed.held import is_held
 from hf_offload.optimizers.streamed.order import UpdateOrder
-from hf_offload.optimizers.streamed.record import Record, Update, part_elements
-from hf_offload.optimizers.streamed.shadow import Shadow, attributes_of, options_of
+from hf_offload.optimizers.streamed.own_step import OwnStep
+from hf_offload.optimizers.streamed.record import Record, Update, groups_around, part_elements
+from hf_offload.optimizers.streamed.shadow import Shadow, attributes_of, names_of, options_of
 from hf_offload.optimizers.streamed.states import States
 from hf_offload.parameters.contexts import StepContext, is_outside, outside
 from hf_offload.parameters.demand import gradient_of, held_elsewhere, own_class, set_gradient
@@ -43,7 +43,6 @@ from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
 
-_GROUPS = "param_groups"
 _CHECKPOINT = CheckpointFunction.backward.__code__
 
 
@@ -59,6 +58,7 @@ class Streaming:
         lazy: Whether updates wait for the next use of their parameter.
         all_step: Whether a step is one of parameters without a gradient, too.
         must_stream: Whether a gradient that cannot be streamed is an error. If not, its parameter is streamed no more.
+        own: The step of a class that is not known, which is computed within ``step()``, with all groups.
 
     Attributes:
         in_backward: Whether each parameter is updated as soon as it has a gradient, from the options of that moment. The
@@ -78,11 +78,13 @@ class Streaming:
         lazy: bool = True,
         all_step: bool = False,
         must_stream: bool = True,
+        own: OwnStep | None = None,
     ):
         self.in_backward = False
         self.unless: Callable[[], bool] | None = None
         self._has_asked = False
-        self.lazy = lazy
+        self.lazy = lazy and own is None
+        self.own = own
         self._shadow = shadow
         self._resident = resident
         self._smallest_bytes = smallest_bytes
@@ -294,15 +296,16 @@ class Streaming:
         """
         with signals_deferred, self._handled(OPTIMIZER_STATE), self._lock, torch.no_grad():
             self.damage.check_step(self.records)
+            if self.own is not None:
+                self.own.check(optimizer)
             self.finish()
             self._has_asked = False
-            attributes, groups, may_wait = self._taken_down(optimizer)
-            context = StepContext(attributes, torch.get_default_dtype())
-            may_wait = may_wait and self.lazy and is_outside()
+            context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
+            may_wait = self.lazy and is_outside()
             at_once: list[Record] = []
             with torch._C.DisableTorchFunctionSubclass():
                 self._take_over(self.parameters())
-                noted = self._note(groups, context)
+                noted = self._note(optimizer.param_groups, context)
                 for record in self.records:
                     record.end_backward()
                 for record, parameter, update in noted:
@@ -322,19 +325,6 @@ class Streaming:
             for record in self._order.sorted(at_once):
                 self._finish(record, contextlib.nullcontext())
             self._order.read_ahead(None, all_states=self.in_backward)
-
-    def _taken_down(self, optimizer: Optimizer) -> tuple[dict[str, Any], list[dict[str, Any]], bool]:
-        """Attributes and groups as they are now, and whether they can be kept so until updates are computed."""
-        attributes = attributes_of(optimizer)
-        groups = [options_of(group) | {"params": group["params"]} for group in optimizer.param_groups]
-        if self._shadow.reads_outside:
-            return attributes, groups, False
-        try:
-            kept = self._shadow.copied(attributes | {_GROUPS: [options_of(group) for group in groups]}, optimizer)
-        except NotCopied:
-            return attributes, groups, False
-        options = kept.pop(_GROUPS)
-        return kept, [its | {"params": group["params"]} for its, group in zip(options, groups, strict=True)], True
 
     def _take_over(self, parameters: Iterable[nn.Parameter]) -> None:
         """Layouts and states are what the user has made of them. This may wait for a drive, and changes no value yet."""
@@ -356,29 +346,32 @@ class Streaming:
     def _note(self, groups: list[dict[str, Any]], context: StepContext) -> list[tuple[Record, nn.Parameter, Update]]:
         noted: list[tuple[Record, nn.Parameter, Update]] = []
         small: list[dict[str, Any]] = []
-        held: list[dict[str, Any]] = []
-        for group in groups:
-            options = options_of(group)
-            staying: list[Tensor] = []
-            for parameter in group["params"]:
+        held: list[list[dict[str, Any]]] = []
+        all_options = [options_of(group) for group in groups]
+        for place, (group, options) in enumerate(zip(groups, all_options, strict=True)):
+            around = ((), ()) if self.own is None else (all_options[:place], all_options[place + 1 :])
+            staying: list[int] = []
+            for number, parameter in enumerate(group["params"]):
                 record = self.record_of(parameter)
                 if record is None:
-                    staying.append(parameter)
+                    staying.append(number)
                     continue
                 record.check_step(options)
+                its_options = {**options, **names_of(group, [number])}
                 if record.state_stays:
-                    held.append({**options, "params": [parameter]})
+                    held.append(groups_around({**its_options, "params": [parameter]}, around))
                 elif gradient_of(parameter) is not None or (self._all_step and record.gradient is None):
-                    noted.append((record, parameter, Update(context, options, None, ())))
+                    noted.append((record, parameter, Update(context, its_options, None, (), around)))
                 elif record.gradient is not None:
-                    update = Update(context, options, record.gradient, record.gradient.factors)
+                    update = Update(context, its_options, record.gradient, record.gradient.factors, around)
                     noted.append((record, parameter, update))
-            if staying:
-                small.append({**options, "params": staying})
-        if small:
+            if staying or self.own is not None:
+                its_parameters = [group["params"][number] for number in staying]
+                small.append({**options, **names_of(group, staying), "params": its_parameters})
+        if any(group["params"] for group in small):
             self._step_in_memory(small, context)
         for one in held:  # a large one at a time
-            self._step_in_memory([one], context)
+            self._step_in_memory(one, context)
         return noted
 
     def _step_in_memory(self, groups: list[dict[str, Any]], context: StepContext) -> None:
@@ -453,10 +446,9 @@ class Streaming:
                 set_gradient(parameter, gradient.view(record.shape))
             after = before
             try:
-                groups = [{**update.options, "params": [target]}]
                 its_state = {} if before is None else {target: dict(before)}
                 counted = parameter._version
-                after = self._shadow.step(groups, its_state, update.context.attributes).get(target)
+                after = self._shadow.step(update.groups(target), its_state, update.context.attributes).get(target)
                 changes = parameter._version - counted
             except Exception:
                 self._give_up(update.context)
@@ -504,17 +496,17 @@ class Streaming:
         record.given.step()
         self._move_state(record, parameter)
         options = options_of(group)
-        with contextlib.suppress(NotCopied):
-            options = self._shadow.copied(options, optimizer)  # with which those of the step are compared
+        number = next(number for number, p in enumerate(group["params"]) if p is parameter)
+        its_options = {**options, **names_of(group, [number])}
         if record.state_stays:
             with signals_deferred, torch._C.DisableTorchFunctionSubclass():
-                self._step_in_memory([{**options, "params": [parameter]}], context)
+                self._step_in_memory([{**its_options, "params": [parameter]}], context)
                 record.spent_norm, record.spent_options = norm, options
                 record.refresh(parameter)
         else:
             with signals_deferred:
                 record.spent_norm, record.spent_options = norm, options
-                record.update = Update(context, options, None, ())
+                record.update = Update(context, its_options, None, ())
                 record.refresh(parameter)
             self.finish_record(record)
         set_gradient(parameter, None)
