@@ -117,6 +117,7 @@ def stream(
         own=traits.own,
     )
     resident.streaming = streaming
+    streaming.entries.replace(optimizer.state)
     dict.update(resident, optimizer.state)
     streaming.add(_named(parameters, names), traits.cuts, state_holders=2)  # optimizer.state is another one yet
     storage.members.add(streaming)
@@ -211,21 +212,18 @@ class StreamedOptimizer(Optimizer):
         files = _mapped_files(streaming)
         whole = self._without_streaming()
         kept = kept_for(self) if _is_plain(whole) and "state_dict" not in vars(self) else None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                record = streaming.record_of(parameter)
-                if record is not None and record.moved:
-                    held = None if kept is None else kept_state(kept, record)
-                    if held is not None:
-                        whole.state[parameter] = held
-                        continue
-                    parts = streaming.states.parts(record, parameter)
-                    whole.state[parameter] = (
-                        joined(list(parts), record) if files is None else files.state(parts, record)
-                    )
-                    record.given.add(whole.state[parameter])
-                elif dict.__contains__(self.state, parameter):
-                    whole.state[parameter] = dict.__getitem__(self.state, parameter)
+        for parameter in streaming.parameters_by_state():
+            record = streaming.record_of(parameter)
+            if record is not None and record.moved:
+                held = None if kept is None else kept_state(kept, record)
+                if held is not None:
+                    whole.state[parameter] = held
+                    continue
+                parts = streaming.states.parts(record, parameter)
+                whole.state[parameter] = joined(list(parts), record) if files is None else files.state(parts, record)
+                record.given.add(whole.state[parameter])
+            elif dict.__contains__(self.state, parameter):
+                whole.state[parameter] = dict.__getitem__(self.state, parameter)
         return whole.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -263,6 +261,8 @@ class StreamedOptimizer(Optimizer):
             streaming.forget_states(but=loaded)
             dict.clear(self.state)
             dict.update(self.state, fresh)
+            of_places = dict(zip(places, parameters, strict=True))
+            streaming.entries.replace(of_places.get(key, key) for key in state_dict["state"])
             self.param_groups = whole.param_groups  # not __setstate__, which looks at the state of each parameter
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -343,7 +343,7 @@ class StreamedState(collections.defaultdict[Any, Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self.streaming.finish()
-        ordered = [p for p in self.streaming.parameters() if p in self]
+        ordered = [p for p in self.streaming.parameters_by_state() if p in self]
         return iter(dict.fromkeys([*ordered, *dict.keys(self)]))
 
     def __len__(self) -> int:
@@ -365,6 +365,7 @@ class StreamedState(collections.defaultdict[Any, Any]):
         if key in self:
             value = self[key]
             dict.pop(self, key)
+            self.streaming.entries.remove(key)
             return value
         return dict.pop(self, key, *default)
 
@@ -389,6 +390,7 @@ class StreamedState(collections.defaultdict[Any, Any]):
     def clear(self) -> None:
         self.streaming.finish()
         self.streaming.forget_states()
+        self.streaming.entries.replace(())
         dict.clear(self)
 
     def resident(self) -> list[dict[str, Any]]:
@@ -401,6 +403,7 @@ class StreamedState(collections.defaultdict[Any, Any]):
     update = MutableMapping.update
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self.streaming.entries.add(key)
         if isinstance(key, Tensor) and self._is_streamed(key):
             self.streaming.finish()
             with signals_deferred:

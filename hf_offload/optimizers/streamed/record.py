@@ -360,6 +360,11 @@ class Record:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
 
     @property
+    def has_gradient(self) -> bool:
+        """Whether a step is one of this parameter, by what is on the tier or was used up in backward."""
+        return self.gradient is not None or self.spent_norm is not None
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of its state on the tier."""
         return sum(state.nbytes for state in self.states)

@@ -26,6 +26,7 @@ from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import norm_of
 from hf_offload.optimizers.streamed.damage import Damage
+from hf_offload.optimizers.streamed.entries import Entries
 from hf_offload.optimizers.streamed.gradients import Gradients, watch_gradients
 from hf_offload.optimizers.streamed.held import is_held
 from hf_offload.optimizers.streamed.order import UpdateOrder
@@ -98,6 +99,7 @@ class Streaming:
         self._handles: list[RemovableHandle] = []
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
         self._order = UpdateOrder()
+        self.entries = Entries()
         self.damage = Damage()
         self._told_of_held = False
 
@@ -162,6 +164,10 @@ class Streaming:
         """The parameters of all groups."""
         optimizer = self._optimizer()
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+    def parameters_by_state(self) -> list[nn.Parameter]:
+        """The same, in the order in which those that have a state have got it."""
+        return self.entries.sorted(self.parameters())
 
     # -- state ----------------------------------------------------------------------------------------------------------
 
@@ -353,6 +359,8 @@ class Streaming:
             staying: list[int] = []
             for number, parameter in enumerate(group["params"]):
                 record = self.record_of(parameter)
+                if self._all_step or gradient_of(parameter) is not None or (record is not None and record.has_gradient):
+                    self.entries.add(parameter)
                 if record is None:
                     staying.append(number)
                     continue
