@@ -5,6 +5,7 @@ Note: a forward that runs twice
     later step may be another one: it may pass a cache, or train a norm that was frozen. So every call is looked at before it
     is checkpointed, and is not checkpointed if it cannot be; and a recompute of a block that is not what its forward read,
     since the forward or the training has changed it, raises an error, before the optimizer sees a gradient of that step.
+    Random numbers of Python and NumPy that a later step begins to draw are drawn again in its recompute, as those of PyTorch.
 """
 
 import contextvars
@@ -20,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import checkpoint
 from hf_offload.errors import RecomputeError
+from hf_offload.generators import python_and_numpy, set_python_and_numpy
 from hf_offload.structure.block_state import inputs_read_again, read_by, rewritten_name
 from hf_offload.structure.effects import blocking_argument
 from hf_offload.surgery import InertInCopies
@@ -122,12 +124,16 @@ class _Noted(AbstractContextManager[None]):
         self._block = block
         self._inputs = inputs
         self._state: dict[str, Any] = {}
+        self.random: tuple[Any, Any] | None = None
+        """Python's and NumPy's generators as they were, where the forward has drawn from one."""
 
     def __enter__(self) -> None:
         self._state = read_by(self._block, self._inputs)
+        self.random = python_and_numpy()
 
     def __exit__(self, *_: object) -> None:
-        pass
+        if self.random == python_and_numpy():
+            self.random = None
 
     def changed(self) -> str:
         """The first that has changed; empty if none has."""
@@ -135,11 +141,12 @@ class _Noted(AbstractContextManager[None]):
 
 
 class _Unchanged(AbstractContextManager[None]):
-    """Around a recompute: raises if the block is not what its forward read."""
+    """Around a recompute: raises if the block is not what its forward read, and lets it draw the same random numbers."""
 
     def __init__(self, name: str, noted: _Noted):
         self._name = name
         self._noted = noted
+        self._random: tuple[Any, Any] | None = None
 
     def __enter__(self) -> None:
         changed = self._noted.changed()
@@ -149,6 +156,11 @@ class _Unchanged(AbstractContextManager[None]):
                 "backward, so that recomputing it would give other values. No weight has been updated with this step. Change "
                 "it before the forward or after the backward, or use tier='ssd' or tier='ram', which recompute nothing."
             )
+        self._random = None
+        if self._noted.random is not None:
+            self._random = python_and_numpy()
+            set_python_and_numpy(self._noted.random)
 
     def __exit__(self, *_: object) -> None:
-        pass
+        if self._random is not None:
+            set_python_and_numpy(self._random)

@@ -43,8 +43,8 @@ def inputs_read_again(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[l
 
 
 def read_by(block: nn.Module, inputs: object) -> dict[str, Any]:
-    """What a forward of ``block`` with ``inputs`` may read. No random numbers: a block that draws Python's or NumPy's is not
-    recomputed.
+    """What a forward of ``block`` with ``inputs`` may read. No random numbers of Python or NumPy, which others draw before
+    its backward.
     """
     parameters = dict(block.named_parameters())
     state = {

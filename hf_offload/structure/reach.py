@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import random
 import sys
 import types
 import warnings
@@ -30,7 +29,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -153,8 +151,7 @@ class Look:
         for cls, prefix in classes.items():
             self._look_at_class(cls, prefix)
         self._look_outside()
-        found["Python's random numbers"] = random.getstate()
-        found["NumPy's random numbers"] = self._token(numpy.random.mtrand._rand)
+        found["Python's random numbers"], found["NumPy's random numbers"] = generators.python_and_numpy()
 
     def _look_at_hooks(self, prefix: str, *hooks: Any) -> None:
         users = [hook for each in hooks for hook in each.values() if not _is_torchs(_definition(hook))]
@@ -304,6 +301,8 @@ class Look:
             self._cannot_look("TorchScript")
             return Same(value)
         if isinstance(value, generators.KINDS):
+            if generators.is_python_or_numpy(value):
+                return Same(value)  # what they draw is compared by itself
             state = generators.state_of(value)
             return state.tolist() if isinstance(state, torch.Tensor) else state
         if isinstance(value, itertools.count):

@@ -420,6 +420,50 @@ def test_what_a_recompute_changes_in_a_later_step_is_an_error_before_any_weight_
     assert not any(hook for layer in model.layers for hook in (layer._forward_hooks, layer._forward_pre_hooks))
 
 
+class DrawsLater(Plain):
+    draw = None
+
+    def effect(self, hidden):
+        return hidden if self.draw is None else hidden * (1 + self.draw())
+
+
+DRAWS = [
+    random.random,
+    lambda: random.gauss(0, 1),
+    numpy.random.rand,
+    lambda: numpy.random.standard_normal(),  # noqa: NPY002
+]
+
+
+@pytest.mark.parametrize("walks", [1, 2])
+def test_what_a_later_step_begins_to_draw_is_drawn_again_in_its_recompute(walks):
+    def steps(model):
+        random.seed(0)
+        numpy.random.seed(0)  # noqa: NPY002
+        torch.manual_seed(0)
+        found = []
+        for step in range(2):
+            for layer, own in zip(model.layers, DRAWS, strict=True):
+                layer.draw = own if step else None
+            loss = model(torch.ones(ROWS, WIDTH))
+            drawn = [one() for one in DRAWS]  # as for the next batch, in front of backward
+            for walk in range(walks):
+                loss.backward(retain_graph=walk + 1 < walks)
+                drawn += [one() for one in DRAWS]
+            found.append((loss.item(), drawn, [parameter.grad.clone() for parameter in model.parameters()]))
+        return found
+
+    def make():
+        torch.manual_seed(0)
+        return Model(DrawsLater, layers=len(DRAWS)).train()
+
+    model = make()
+    Recompute(dict(model.layers.named_children())).apply(map(str, range(len(DRAWS))))
+    for one, other in zip(steps(model), steps(make()), strict=True):
+        assert one[:2] == other[:2]
+        assert all(map(torch.equal, one[2], other[2]))
+
+
 # -- what a call receives -----------------------------------------------------------------------------------------------
 
 
