@@ -14,6 +14,7 @@ from benchmarks.state.peers import LIMITED
 SMALL = "--layers 1 --width 64 --vocabulary 2048 --tokens 32 --steps 3 --rounds 1"
 
 
+@pytest.mark.usefixtures("loaded_cells")
 def test_each_way_is_measured_and_state_on_a_drive_has_the_same_bits(tmp_path):
     result = CliRunner().invoke(app, ["state", *SMALL.split(), "--directory", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
@@ -76,7 +77,6 @@ def _refusal_of_groups() -> str | None:
     return None
 
 
-@pytest.mark.usefixtures("loaded_cells")
 def test_a_peer_that_takes_too_long_is_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.state.runs.PEER_TIMEOUT_S", 1e-3)
     assert "TimeoutExpired" in _rows(tmp_path, "memory,mapped")["mapped"]["error"]
