@@ -16,7 +16,7 @@ LAYERS = 4
 
 
 @pytest.fixture(autouse=True)
-def slow_machine(machine_with_drive):
+def slow_machine(machine_with_drive, short_search):
     """Whatever leaves memory is waited for, and takes longer to come back than any operation takes to run again."""
     machine_with_drive(2e7)
 
@@ -68,7 +68,7 @@ def same(one, other):
     return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", rows(["gpt2", "bert", "t5", "llama"], quick=["gpt2", "bert", "t5", "llama"]))
+@pytest.mark.parametrize("name", rows(["gpt2", "bert", "t5", "llama"], quick=["gpt2", "llama"]))
 def test_the_plan_chooses_it_and_no_bit_changes(name, tmp_path):
     fixed, activations = live_bytes_of_steps(model_of(name), batch())
     budget = int(fixed + 0.85 * activations)
