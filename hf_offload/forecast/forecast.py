@@ -214,21 +214,25 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
             f"Drop snapshot_steps{', or snapshot_dir: then two are held instead of three' if workload.snapshots > 2 else ''}."
         )
 
-    def reach(fits: Callable[[Footprint], bool]) -> tuple[int, int | None]:
-        rows = largest(lambda rows: fits(family.at(rows, workload.sequence)), workload.batch, _MOST_ROWS)
+    # All ways are asked for the same shapes, up to where each of them ends.
+    at = functools.cache(family.at)
+    problem_at = functools.cache(lambda rows, tokens: problem_for(at(rows, tokens)))
+
+    def reach(fits: Callable[[int, int], bool]) -> tuple[int, int | None]:
+        rows = largest(lambda rows: fits(rows, workload.sequence), workload.batch, _MOST_ROWS)
         if not family.knows_lengths:
             return rows, None
-        tokens = largest(lambda tokens: fits(family.at(workload.batch, tokens)), 256, limit or _MOST_TOKENS)
+        tokens = largest(lambda tokens: fits(workload.batch, tokens), 256, limit or _MOST_TOKENS)
         return rows, tokens
 
     rows = []
     for alternative in [*simple_ways(in_memory), Alternative("auto", None, solution, solution is not None)]:
         placement = alternative.placement
 
-        def fits(footprint: Footprint, placement: Placement | None = placement) -> bool:
+        def fits(batch: int, tokens: int, placement: Placement | None = placement) -> bool:
             if placement is None:
-                return can_hold(footprint, used, budget_bytes, allowed)
-            problem = problem_for(footprint)
+                return can_hold(at(batch, tokens), used, budget_bytes, allowed)
+            problem = problem_at(batch, tokens)
             found = uniform(problem, placement)
             return found is not None and problem.fits(found)
 
