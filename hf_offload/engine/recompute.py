@@ -12,17 +12,18 @@ import contextvars
 import functools
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import checkpoint
 from hf_offload.errors import RecomputeError
 from hf_offload.generators import python_and_numpy, set_python_and_numpy
-from hf_offload.structure.block_state import inputs_read_again, read_by, rewritten_name
+from hf_offload.structure.block_state import inputs_read_again, is_entered_again, read_by, rewritten_name
 from hf_offload.structure.effects import blocking_argument
 from hf_offload.surgery import InertInCopies
 
@@ -104,10 +105,16 @@ def _checkpointed(name: str, block: nn.Module, forward: Any, *args: Any) -> Any:
     contexts = functools.partial(_contexts, name, block, inputs)
     # They may be others where backward is called, and are in its threads.
     variables = contextvars.copy_context()
+    # What is saved inside of these has to be saved in the recompute, too.
+    modes = [mode for mode in _get_current_function_mode_stack() if is_entered_again(mode)]
 
     def in_context(*args: Any) -> Any:
-        is_recompute = torch._C._current_graph_task_id() != -1
-        return variables.copy().run(forward, *args) if is_recompute else forward(*args)
+        if torch._C._current_graph_task_id() == -1:
+            return forward(*args)
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            return variables.copy().run(forward, *args)
 
     return checkpoint(in_context, *args, context_fn=contexts)
 

@@ -59,8 +59,15 @@ def read_by(block: nn.Module, inputs: object) -> dict[str, Any]:
     state["the contents of an input"] = [zlib.crc32(bytes_of(one)) for one in tree_leaves(inputs) if _is_anyones(one)]
     state["the default dtype"] = torch.get_default_dtype()
     state["the choice of attention kernels"] = _cur_sdpa_kernel_backends()
-    state["the stack of function modes"] = [Same(mode) for mode in _get_current_function_mode_stack()]
+    state["the stack of function modes"] = [
+        Same(mode) for mode in _get_current_function_mode_stack() if not is_entered_again(mode)
+    ]
     return state
+
+
+def is_entered_again(mode: Any) -> bool:
+    """Whether a recompute enters this function mode again, where a module outside of the block has entered it."""
+    return bool(getattr(mode, "is_entered_again", False))
 
 
 def _is_anyones(value: Any) -> bool:

@@ -18,6 +18,7 @@ from hf_offload import OffloadConfig, offload_activations
 from hf_offload.engine.recompute import Recompute
 from hf_offload.errors import OffloadPlanError, RecomputeError
 from hf_offload.structure.units import find_blocks
+from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
 from tests.helpers import other_module_noise as noise
 from tests.helpers.live_bytes import peak_live_bytes
 from tests.helpers.other_module_noise import draw
@@ -462,6 +463,35 @@ def test_what_a_later_step_begins_to_draw_is_drawn_again_in_its_recompute(walks)
     for one, other in zip(steps(model), steps(make()), strict=True):
         assert one[:2] == other[:2]
         assert all(map(torch.equal, one[2], other[2]))
+
+
+class Outer(nn.Module):
+    """A module around an activation function, with blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+        self.blocks = Model(Plain)
+
+    def forward(self, inputs):
+        return self.blocks(self.act(inputs) * inputs)
+
+
+def test_blocks_are_recomputed_inside_of_a_module_whose_products_are():
+    def run(is_planned):
+        torch.manual_seed(0)
+        outer = Outer()
+        if is_planned:
+            Recompute(dict(outer.blocks.layers.named_children())).apply(map(str, range(4)))
+            elementwise = ElementwiseBlocks({"outer": outer})
+            elementwise.apply(["outer"])
+            assert elementwise.names
+        torch.manual_seed(1)
+        loss = outer(torch.ones(ROWS, WIDTH))
+        loss.backward()
+        return [loss, *(parameter.grad for parameter in outer.parameters())]
+
+    assert all(map(torch.equal, run(True), run(False)))
 
 
 # -- what a call receives -----------------------------------------------------------------------------------------------

@@ -110,6 +110,9 @@ class _Recomputed(torch.autograd.Function):
 class Products(TorchFunctionMode):
     """Inside, products of tensors with formulas save what the formulas need, and have formulas themselves; so do casts."""
 
+    is_entered_again = True
+    """In the recompute of a block whose forward ran inside."""
+
     def __init__(self, formulas: Formulas):
         super().__init__()
         self._formulas = formulas
