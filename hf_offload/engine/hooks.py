@@ -156,8 +156,9 @@ class Engine:
         """Another forward of the whole model begins: its inputs may be buffers that have been filled again."""
         self._forward += 1
 
-    # -- autograd's hooks ---------------------------------------------------------------------------------------------
+    # -- autograd's hooks: where a compiled model breaks its graph, they would be compiled, too ------------------------
 
+    @torch._disable_dynamo
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Called when an operation saves ``tensor`` for backward."""
         if self._thread.unfinished and self._thread.operation != torch.autograd._get_sequence_nr():
@@ -200,6 +201,7 @@ class Engine:
                 self.observer.packed(record)
         return PackedView(record, tensor, begin - record.start)
 
+    @torch._disable_dynamo
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Called when backward needs what :meth:`pack` packed. Any thread, any number of times."""
         if self._thread.unfinished:

@@ -165,6 +165,24 @@ def test_what_is_compiled_later_computes_the_same(part, backend, tmp_path):
         assert torch.equal(one.grad, other.grad)
 
 
+def test_a_compiled_model_that_offloads_takes_rows_of_several_sizes(tmp_path):
+    """Where it breaks its graph, what saves tensors for it would be compiled, too, for sizes that are symbols."""
+    found = []
+    for moves in (False, True):
+        torch._dynamo.reset()
+        model = mlp()
+        config = OffloadConfig(tier="ssd", params="ssd", directory=tmp_path, min_bytes=1)
+        session = attach(model, config) if moves else None
+        called = torch.compile(model, backend="eager")
+        for rows in (8, 12, 9):
+            called(torch.ones(rows, 96)).sum().backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+        if session is not None:
+            session.detach()
+    for expected, other in zip(found[:3], found[3:], strict=True):
+        assert all(map(torch.equal, expected, other))
+
+
 def test_weights_without_room_on_the_drive_stay_in_memory_with_one_warning(tmp_path, caplog):
     expected = mlp()
     model = mlp()
