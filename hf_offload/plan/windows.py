@@ -10,7 +10,7 @@ _PARTS = 3
 """Of a part that is updated: its state (AdamW's), and a copy."""
 _WEIGHTS_WINDOW_BYTES = 64 << 20
 _SPARE_PARTS = 4
-_STATE_SHARE = 16
+_STATE_SHARE = 32
 _WEIGHTS_SHARE = 4
 
 

@@ -138,7 +138,8 @@ def first_steps(folder, caplog, model, rows, budget, count=1, **settings):
                 session.end_step()
         except OffloadPlanError as error:
             return session, [str(error)]
-    return session, [record.getMessage() for record in caplog.records]
+    # What is said of the allocator is said once in a process.
+    return session, [record.getMessage() for record in caplog.records if record.name != "hf_offload.allocator"]
 
 
 def test_a_first_step_reads_no_more_ahead_than_a_small_budget_has_room_for(tmp_path, caplog):
