@@ -95,7 +95,7 @@ class ClipsStreamedGradients(Accelerator):
         try:
             return super().backward(*args, **kwargs)
         finally:
-            vars(self).pop("goes_back", None)  # nothing is left once it is a plain one again
+            self.__dict__.pop("goes_back", None)  # nothing is left once it is a plain one again
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -419,6 +419,31 @@ def test_subclasses_of_known_classes_are_known_unless_they_compute(changes, tmp_
         assert check_streamable(optimizer).own is None
 
 
+class Coupled(torch.optim.Optimizer):
+    """Divides the updates of weights with so many dimensions by the norm of all of them."""
+
+    def __init__(self, parameters, lr, dims):
+        super().__init__(parameters, {"lr": lr})
+        self.dims = dims
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            mine = [p for p in group["params"] if p.grad is not None]
+            norm = sum((p.grad.square().sum() for p in mine if p.dim() == self.dims), start=torch.zeros(()))
+            for parameter in mine:
+                parameter.sub_(parameter.grad / (norm if parameter.dim() == self.dims else 1.0), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("lr", [1e-2, 0.0])
+@pytest.mark.parametrize("dims", [1, 2, 4])
+def test_updates_that_depend_on_other_weights_are_refused(dims, lr):
+    """Also where a schedule begins with 0, and where those alone depend on each other that are no matrices."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(32, 8))
+    with pytest.raises(OffloadConfigError, match="in another way if the others step at another time"):
+        check_streamable(Coupled(model.parameters(), lr, dims))
+
+
 class Noisy(Unusual):
     """Draws from a generator of its own."""
 

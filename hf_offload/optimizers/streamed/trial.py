@@ -133,6 +133,13 @@ def _has_gradients(parameter: Tensor) -> bool:
     return parameter.is_floating_point() or parameter.is_complex()
 
 
+def _like(dim: int) -> list[tuple[int, ...]]:
+    """Two shapes of so many dimensions, where matrices are not enough: updates may depend on others of the same number."""
+    if dim < 2:
+        return [(9000,), (5000,)]
+    return [] if dim == 2 else [(rows, 36, *[3] * (dim - 2)) for rows in (40, 24)]
+
+
 class _Group:
     """Options of a group, and what small parameters like those in it are like."""
 
@@ -150,9 +157,7 @@ class _Group:
         dims = {p.dim() for p in parameters}
         examples = [p for p in parameters if p.dim() > 1] or parameters
         self.dtype, self.device = examples[0].dtype, examples[0].device
-        self.shapes: list[tuple[int, ...]] = [*_MATRICES, *((40, 36, *[3] * (dim - 2)) for dim in dims if dim > 2)]
-        if min(dims) < 2:
-            self.shapes.append((9000,))
+        self.shapes: list[tuple[int, ...]] = [*_MATRICES, *(shape for dim in sorted(dims) for shape in _like(dim))]
 
     def random(self, shape: tuple[int, ...], random: torch.Generator) -> Tensor:
         return torch.randn(shape, generator=random).to(self.device, self.dtype)
@@ -287,9 +292,10 @@ class _Trial:
         Raises :class:`~hf_offload.errors.OffloadConfigError` if such a class has changed it.
         """
         devices = [group.device for group in self._groups if group.device.type not in ("cpu", "meta")]
+        their_type = {"device_type": devices[0].type} if devices else {}
         before = None if self._own is None else self._own.present()
         try:
-            with torch.random.fork_rng(devices[:1], device_type=devices[0].type if devices else "cuda"):
+            with torch.random.fork_rng(devices[:1], **their_type):
                 drawn_from = torch.get_rng_state()
                 yield
                 drawn = not torch.equal(drawn_from, torch.get_rng_state())
