@@ -75,17 +75,6 @@ class NormalizesConvolutions(Unusual):
         parameter.sub_(gradient, alpha=group["lr"])
 
 
-class NormalizesGroups(Unusual):
-    """The parameters of some groups make steps of length 1."""
-
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, lr, normalized=False)
-
-    def update(self, parameter, state, group):
-        gradient = parameter.grad / parameter.grad.norm() if group["normalized"] else parameter.grad
-        parameter.sub_(gradient, alpha=group["lr"])
-
-
 class WritesGradients(Unusual):
     """Adds weight decay to ``.grad``."""
 

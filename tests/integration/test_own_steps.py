@@ -15,7 +15,7 @@ from hf_offload.optimizers.streamed import check_streamable, streaming_of
 from hf_offload.optimizers.streamed.trial import state_per_weight
 from hf_offload.session import attach
 from tests.helpers.streamed import Run, batch, mlp, same, stream_in_parts, train
-from tests.helpers.unusual_optimizers import HasFactor, Unusual
+from tests.helpers.unusual_optimizers import Factored, HasFactor, Unusual
 
 # -- what steps may read -------------------------------------------------------------------------------------------------
 
@@ -442,6 +442,11 @@ def test_updates_that_depend_on_other_weights_are_refused(dims, lr):
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(32, 8))
     with pytest.raises(OffloadConfigError, match="in another way if the others step at another time"):
         check_streamable(Coupled(model.parameters(), lr, dims))
+
+
+def test_state_of_large_matrices_is_what_a_class_is_expected_to_keep():
+    """Which may be factored, unlike that of small ones."""
+    assert state_per_weight(Factored([nn.Parameter(torch.zeros(300, 300))])) < 0.1
 
 
 class Noisy(Unusual):

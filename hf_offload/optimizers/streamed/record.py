@@ -341,13 +341,8 @@ class Record:
             self.refresh(parameter)
 
     def targets(self, parameter: nn.Parameter) -> list[Tensor]:
-        """What the optimizer updates: the parameter, or its parts, with what the user has noted on it."""
-        if self.part_elements is None:
-            return [parameter]
-        parts = pieces(parameter, self.part_elements)
-        for part in parts:
-            vars(part).update(vars(parameter))
-        return parts
+        """What the optimizer updates: the parameter, or its parts."""
+        return [parameter] if self.part_elements is None else pieces(parameter, self.part_elements)
 
     def parts_of(self, gradient: Tensor) -> list[Tensor]:
         """A gradient in parts, flat, which share its memory if it is contiguous."""
