@@ -11,7 +11,7 @@ import dis
 import enum
 import logging
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ _CHANGES = {
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device, torch.layout)
 _COMPARED_BYTES = 65_536
 """Changes of larger tensors are those that PyTorch counts."""
+_ADDS_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
 _OF_THE_BASE = {"step", "state", "param_groups", "defaults"}
 
 
@@ -58,7 +59,7 @@ def is_known(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
         bases = kind.__mro__[number + 1 :]
         if not f"{one.__module__}.".startswith(_KNOWN_CLASSES) and one.__module__ not in ("builtins", "typing"):
             named = [
-                name for name in vars(one) if name not in _NOT_IN_STEP and any(name in vars(base) for base in bases)
+                name for name in vars(one) if name not in _NOT_IN_STEP and _overrides(name, vars(one)[name], bases)
             ]
             if "__getattr__" in vars(one) or any(not _is_dunder(name) or callable(vars(one)[name]) for name in named):
                 return False
@@ -295,6 +296,16 @@ def _is_known_code(step: Any) -> bool:
         step = step.__wrapped__
     module = getattr(step, "__globals__", {}).get("__name__", "")
     return f"{module}.".startswith(_KNOWN_CLASSES)
+
+
+def _overrides(name: str, value: Any, bases: Sequence[type]) -> bool:
+    """Whether ``value``, of a class with these ``bases``, is in the place of one of theirs."""
+    if not any(name in vars(base) for base in bases):
+        return False
+    inherited = next(vars(base)[name] for base in bases if name in vars(base))
+    # PyTorch wraps the step of a class for hooks when it is first made, also where that is inherited.
+    adds_hooks = getattr(value, "__code__", None) is _ADDS_HOOKS
+    return not (adds_hooks and value.__wrapped__ in (inherited, getattr(inherited, "__wrapped__", None)))
 
 
 def _is_of_a_library(module: str) -> bool:
