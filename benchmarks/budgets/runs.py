@@ -163,14 +163,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=asked["directory"]) as folder:
         family = Family(**asked["family"], directory=folder)
         for job in (Job(**one) for one in asked["jobs"]):
-            training = Training(family, job, meter)
-            if asked["in_turns"]:
-                for steps in sys.stdin:
-                    training.train(int(steps))
-                    _say("")
-            else:
-                training.train(first_steps(job) + (TURNS if job.way == IN_MEMORY else _SETTLED))
-            _say(json.dumps(training.result()))
+            _say(json.dumps(_result_of(family, job, meter, asked["in_turns"])))
+
+
+def _result_of(family: Family, job: Job, meter: Meter, in_turns: bool) -> dict[str, Any]:
+    """Of a whole training, of which nothing is left when this returns: it would count among what was there before the next,
+    and lessen the peaks of that when it goes.
+    """
+    training = Training(family, job, meter)
+    if in_turns:
+        for steps in sys.stdin:
+            training.train(int(steps))
+            _say("")
+    else:
+        training.train(first_steps(job) + (TURNS if job.way == IN_MEMORY else _SETTLED))
+    return training.result()
 
 
 def _say(line: str) -> None:

@@ -1,14 +1,18 @@
 """``python -m benchmarks budgets``: real runs, in a process whose live bytes are counted; and the lines made of runs."""
 
+import dataclasses
 import json
+import os
 import shutil
+import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE
+from benchmarks.budgets.meter import metered
+from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE, Job
 from benchmarks.budgets.table import fastest, letters, row_of, texts
 
 BUDGET = 500
@@ -18,9 +22,16 @@ def run(*arguments):
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["budgets", *arguments])
 
 
+def needs_the_meter(test):
+    compiles = pytest.mark.skipif(
+        shutil.which("cc") is None, reason="the meter is compiled, and there is no C compiler"
+    )
+    preloads = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the meter is preloaded as on Linux")
+    return compiles(preloads(test))
+
+
 @pytest.mark.full
-@pytest.mark.skipif(shutil.which("cc") is None, reason="the meter is compiled, and there is no C compiler")
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the meter is preloaded as on Linux")
+@needs_the_meter
 def test_a_budget_is_kept_next_to_all_simple_ways_and_no_run_is_repeated(tmp_path):
     out = tmp_path / "out"
     file = out / "budgets.json"
@@ -44,6 +55,27 @@ def test_a_budget_is_kept_next_to_all_simple_ways_and_no_run_is_repeated(tmp_pat
     assert run(*asked).exit_code == 0
     assert json.loads(file.read_text())["runs"] == before
     assert "name another folder" in " ".join(run(*asked, "--rows", "4").stderr.split())
+
+
+@needs_the_meter
+def test_peaks_are_those_of_a_process_that_has_trained_nothing_before(tmp_path):
+    """The first of a process is alone in it: what is second in one process is first in the other."""
+    family = {"name": "gpt", "layers": 2, "width": 64, "rows": 2, "tokens": 16}
+    environment = metered(os.environ | {"HF_HUB_OFFLINE": "1"}, tmp_path)
+
+    def peaks(*ways):
+        jobs = [dataclasses.asdict(Job(way)) for way in ways]
+        asked = json.dumps({"family": family, "directory": str(tmp_path), "jobs": jobs, "in_turns": False})
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.budgets.runs", asked]
+        lines = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout.splitlines()
+        return {one["way"]: one["peaks"] for one in map(json.loads, lines)}
+
+    ways = IN_MEMORY, "activations recompute"
+    found = peaks(*ways)
+    assert set(found) == set(ways)
+    assert found == peaks(*reversed(ways))
 
 
 def made(way, step_s, peak, budget_bytes=BUDGET, number=0, **more):
