@@ -1,6 +1,5 @@
 """Runs with an optimizer in memory or streamed, whose logs are compared."""
 
-import functools
 from typing import Any
 
 import torch
@@ -8,7 +7,6 @@ from torch import nn
 
 from hf_offload import OffloadConfig
 from hf_offload.optimizers.streamed import setting
-from hf_offload.optimizers.streamed.optimizer import stream
 from hf_offload.session import OffloadSession, attach
 
 PART_BYTES = 4 * 4096 * 2
@@ -17,7 +15,7 @@ PART_BYTES = 4 * 4096 * 2
 
 def stream_in_parts(monkeypatch) -> None:
     """Let parameters of more than :data:`PART_BYTES` step in parts."""
-    monkeypatch.setattr(setting, "stream", functools.partial(stream, part_bytes=PART_BYTES))
+    monkeypatch.setattr(setting, "part_bytes", lambda _: PART_BYTES)
 
 
 class Run:

@@ -204,6 +204,8 @@ def weights_get_other_memory(run):
         return model(torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(dtype)).square().mean()
 
     train(run, model, optimizer, loss=loss, zero=False)
+    if run.place != "none":
+        assert len(streaming_of(optimizer).record_of(model[2].weight).sizes) > 1
     model.to(memory_format=torch.channels_last)
     train(run, model, optimizer, loss=loss)
     model[2].weight.data = model[2].weight.data * 2
@@ -567,6 +569,8 @@ def test_updates_wait_where_nobody_holds_the_memory(tmp_path, monkeypatch):
     stream_in_parts(monkeypatch)
     run, model = Run("ssd", tmp_path), mlp()
     optimizer = adamw(run, model)
+    in_parts = {record.name for record in streaming_of(optimizer).records if len(record.sizes) > 1}
+    assert in_parts == {"0.weight", "2.weight", "4.weight"}
     view = model[0].weight.detach()
     model(batch(0)).mean().backward()
     assert all(record.gradient is not None for record in streaming_of(optimizer).records)

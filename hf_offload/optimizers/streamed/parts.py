@@ -29,7 +29,9 @@ def joined(states: list[dict[str, Any]], record: Record) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for name, first in states[0].items():
         if is_of_elements(first, record):
-            whole[name] = torch.cat([state[name] for state in states]).view(record.shape)
+            # No view: the tensor that it is one of would count as someone who holds the state.
+            whole[name] = first.new_empty(record.shape)
+            torch.cat([state[name] for state in states], out=whole[name].view(-1))
         else:
             whole[name] = own(first)
     return whole
