@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_offload import OffloadConfig
 from hf_offload.optimizers.streamed import setting, streaming_of
-from hf_offload.optimizers.streamed.optimizer import stream
 from hf_offload.session import attach
 from tests.fuzz.blocks import Stumbled
 from tests.fuzz.training import Trains
@@ -388,7 +387,7 @@ def run(seed: int) -> list[str]:
 
 def check(seed: int) -> tuple[list[str], Player]:
     """What went wrong, and the streamed run."""
-    own, setting.stream = setting.stream, functools.partial(stream, part_bytes=_PART_BYTES)
+    own, setting.part_bytes = setting.part_bytes, lambda _: _PART_BYTES
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -398,7 +397,7 @@ def check(seed: int) -> tuple[list[str], Player]:
                 players.append(Player(rng, place, _directory().name))
                 players[-1].play(rng.randint(4, 30))
     finally:
-        setting.stream = own
+        setting.part_bytes = own
     expected, found = (player.log for player in players)
     problems = [
         f"{number} {one[0] if isinstance(one, tuple) else ''}: {_short(one)} in memory, {_short(other)} streamed"
@@ -415,7 +414,8 @@ def _left(player: Player) -> list[str]:
         store for one in player.streamed for store in (one.states.store, one.gradients.store) if store is not None
     ]
     written = sum(store.tier.stats.written_bytes for store in stores)
-    player.__dict__ = {"log": player.log, "written_bytes": written}
+    cut = sum(len(record.sizes) > 1 for one in player.streamed for record in one.records)
+    player.__dict__ = {"log": player.log, "written_bytes": written, "cut_weights": cut}
     gc.collect()
     for attempt in range(_PATIENCE):  # a thread that has just written something may still hold it
         for store in stores:
