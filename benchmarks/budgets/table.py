@@ -24,7 +24,7 @@ class BudgetRow:
         settled_peak_bytes, predicted_peak_bytes: Of the last steps, and of the last plan.
         peak_error: Predicted by measured, less one: the largest of the rounds.
         step_s, predicted_step_s, step_error: The same of time; the median of the rounds.
-        best: The fastest simple way whose peak is within the budget, of those that took turns.
+        best: The fastest simple way whose peaks are within the budget, of those that took turns: there, too.
         step_ratio: A step to that way's in the same turn; the median of a round's turns, and of the rounds.
         rounds: How often the budget was run.
         same_bits: Whether losses and weights are those of the run in memory.
@@ -86,7 +86,7 @@ def row_of(family: str, share: float, budget_bytes: int, runs: Sequence[Run]) ->
     ratios = {
         way: statistics.median(_ratio(ours[one["round"]], one) for one in found)
         for way, found in simple.items()
-        if found
+        if found and all(max(one["peaks"]) <= budget_bytes for one in found)
     }
     best = max(ratios, key=ratios.__getitem__, default=None)
     return dataclasses.replace(

@@ -123,6 +123,21 @@ def test_a_line_compares_with_the_fastest_way_in_the_same_round():
     assert "0.900" in texts(row)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_way_that_exceeds_the_budget_in_any_of_its_turns_does_not_fit(number):
+    runs = rounds((2.2, 2.0, 4.0), (3.0, 3.0, 4.0))
+    next(one for one in runs if (one["way"], one["budget_bytes"], one["round"]) == (FAST, BUDGET, number))["peaks"][
+        3
+    ] += 1
+    row = row_of("gpt", 0.5, BUDGET, runs)
+    assert row.best == OTHER
+    assert row.step_ratio == pytest.approx(0.65)
+    for one in runs:
+        one["peaks"] = [peak + 1 for peak in one["peaks"]] if one["way"] == OTHER else one["peaks"]
+    row = row_of("gpt", 0.5, BUDGET, runs)
+    assert (row.best, row.step_ratio) == (None, None)
+
+
 def test_simple_ways_are_short_in_the_table():
     assert letters(IN_MEMORY) == "m/m/m"
     assert letters("activations recompute, state ssd") == "r/s/m"
