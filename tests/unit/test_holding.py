@@ -6,19 +6,20 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.choosing import choose, find_choice, frontier
-from hf_offload.plan.fitting import least_memory, refuse
+from hf_offload.plan.fitting import least_memory, may_fit, refuse
 from hf_offload.plan.footprint import UnitWeights
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, least_weights, moved_bytes, tier_bytes
 from hf_offload.plan.kinds import kinds_of
-from hf_offload.plan.places import Allowed, problem_of
+from hf_offload.plan.places import Allowed, Choice, problem_of, ways
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
+from hf_offload.plan.problem import Choices, smallest_budget
 from hf_offload.plan.simulate import likely_peak, simulate
 from hf_offload.plan.sparing import all_moved_bytes
 from hf_offload.plan.timeline import Channel, Windows
@@ -236,7 +237,7 @@ def limits_are_kept(found, footprint, hardware, budget):
 def test_any_step_keeps_its_limits_and_is_no_slower_with_more_budget(footprint, described, shares):
     ssd, pcie, ram = described
     hardware = describe_hardware("24GB", tflops=80, pcie=pcie, ssd=ssd, ram=ram)
-    everything = footprint.base_bytes + footprint.gradient_bytes + sum(footprint.saved_bytes.values())
+    everything = everything_of(footprint)
     last = None
     for share in sorted(shares):
         budget = everything * share // 100
@@ -249,12 +250,100 @@ def test_any_step_keeps_its_limits_and_is_no_slower_with_more_budget(footprint, 
         last = found.step_s
 
 
+def everything_of(footprint):
+    return footprint.base_bytes + footprint.gradient_bytes + sum(footprint.saved_bytes.values())
+
+
+@st.composite
+def steps_with_elementwise(draw):
+    """The same, whose blocks may recompute their elementwise operations: they save less then, and backward takes longer."""
+    return with_elementwise(
+        draw(steps()), draw(st.integers(20, 90)) / 100, takes=draw(st.sampled_from([1.02, 1.2, 2.0]))
+    )
+
+
+def with_elementwise(plain, saves, takes):
+    reduced = dataclasses.replace(
+        plain,
+        saved=tuple(dataclasses.replace(one, nbytes=int(one.nbytes * saves)) for one in plain.saved),
+        segments=tuple(
+            dataclasses.replace(one, seconds=one.seconds * takes) if one.backward else one for one in plain.segments
+        ),
+    )
+    return dataclasses.replace(plain, elementwise=reduced)
+
+
+def budget_between(footprint, hardware, share):
+    """From the smallest that does, of which most plans are tight, to the one that keeps everything."""
+    most = least = smallest_budget(everything_of(footprint))
+    for _ in range(2):  # what is on its way takes a part of the budget
+        least = smallest_budget(least_memory(footprint, hardware, least, ROOMY).solution.timeline.must_fit_bytes)
+    return least + (most - least) * share // 100
+
+
+def all_recompute_their_elementwise(footprint, hardware, budget):
+    """Every plan within its limits in which all blocks do it, and what they still save is all in one place."""
+    for held in ways(footprint, hardware, ROOMY):
+        problem = problem_of(footprint, hardware, budget, held, ROOMY)
+        choices = Choices(problem)
+        for placement in choices.options if may_fit(problem) else ():
+            if placement.elementwise:
+                one = Choice(held, problem, problem.play(choices.uniform(placement), problem.windows[0], "alike"))
+                if problem.fits(one.solution) and limits_are_kept(one, footprint, hardware, budget):
+                    yield one
+
+
+# To shrink an example takes minutes, and they are small.
+@settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@given(
+    footprint=steps_with_elementwise(),
+    described=MACHINES,
+    share=st.sampled_from(range(0, 100, 5)),
+    more=st.integers(1, 40),
+)
+def test_any_step_gains_by_elementwise_recompute_or_goes_without(footprint, described, share, more):
+    """What is no more than 1 % faster is not worth computing anything twice: more budget may take that away again."""
+    ssd, pcie, ram = described
+    hardware = describe_hardware("24GB", tflops=80, pcie=pcie, ssd=ssd, ram=ram)
+    budget = budget_between(footprint, hardware, share)
+    plain, found = (choose(one, hardware, budget, ROOMY) for one in (footprint.plain, footprint))
+    assert found is not None
+    assert limits_are_kept(found, footprint, hardware, budget)
+    recomputed = {unit for unit, one in found.solution.placements.items() if one.elementwise}
+    assert plain is None or found.step_s <= plain.step_s / (1.01 if recomputed else 1.0)
+    for one in all_recompute_their_elementwise(footprint, hardware, budget):
+        assert found.step_s <= 1.01 * one.step_s
+    larger = choose(footprint, hardware, budget + everything_of(footprint) * more // 100, ROOMY)
+    assert larger.step_s <= 1.01 * found.step_s
+
+
+@pytest.mark.parametrize(
+    ("layers", "weight", "saved", "live", "saves", "takes", "described", "share"),
+    [
+        (3, 20, 50, 60, 0.5, 1.02, ("6GB/s", "25GB/s", "2GB"), 90),  # 0.4 % faster
+        (2, 5, 50, 20, 0.9, 1.2, ("6GB/s", "25GB/s", "1MB"), 90),  # 0.9 %
+        (2, 5, 100, 20, 0.5, 1.5, ("3GB/s", "8GB/s", "2GB"), 90),  # no faster
+    ],
+)
+def test_nothing_is_computed_twice_for_less_than_it_is_worth(
+    layers, weight, saved, live, saves, takes, described, share
+):
+    ssd, pcie, ram = described
+    hardware = describe_hardware("24GB", tflops=80, pcie=pcie, ssd=ssd, ram=ram)
+    usual = footprint_of([saved * MB] * layers, [0.02] * layers, [live * MB] * layers, base=layers * weight * MB)
+    footprint = with_elementwise(with_gradients(usual, weight * MB, state=2), saves, takes)
+    budget = everything_of(footprint) * share // 100
+    plain, found = (choose(one, hardware, budget, ROOMY) for one in (footprint.plain, footprint))
+    assert plain.step_s > 1.01 * footprint.step_s  # something could be gained
+    assert found.held == plain.held
+    assert found.solution.placements == plain.solution.placements
+
+
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(footprint=steps(), share=st.integers(15, 80))
 def test_any_step_is_no_slower_with_a_faster_drive(footprint, share):
-    everything = footprint.base_bytes + footprint.gradient_bytes + sum(footprint.saved_bytes.values())
     found = [
-        choose(footprint, machine(ssd, ram="1MB"), everything * share // 100, ROOMY)
+        choose(footprint, machine(ssd, ram="1MB"), everything_of(footprint) * share // 100, ROOMY)
         for ssd in ("1GB/s", "2GB/s", "8GB/s")
     ]
     assert len({one is None for one in found}) == 1
