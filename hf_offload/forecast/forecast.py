@@ -140,11 +140,11 @@ class Forecast:
             "hardware": dataclasses.asdict(self.hardware),
             "units": [dataclasses.asdict(line) for line in self.lines],
             "placements": None if self.solution is None else dict(self.solution.placements),
-            "held": dataclasses.asdict(self.held),
+            "held": self.held.as_dict(),
             "kinds": [dataclasses.asdict(kind) for kind in self.kinds],
             "unlimited_step_s": self.step_s,
             "frontier": [
-                {"budget_bytes": budget, "held": dataclasses.asdict(one.held)} | _summary(one.solution.timeline)
+                {"budget_bytes": budget, "held": one.held.as_dict()} | _summary(one.solution.timeline)
                 for budget, one in self.frontier
             ],
             "method": None if self.solution is None else self.solution.method,

@@ -21,8 +21,10 @@ from hf_offload.plan.problem import Choices, Problem, Solution, smallest_budget
 from hf_offload.plan.search import better, find_greedy, find_prefixes, find_uniform, local_search, may_gain, worth_s
 
 _SOLVED = 4
+_SOLVED_PARTLY = 3
+"""The same of places where a part of the state stays."""
 _SEARCHED = 3
-"""Of those, so many are searched in full: where they are about as fast as the fastest of them."""
+"""Of all of those, so many are searched in full: where they are about as fast as the fastest of them."""
 _GAIN = 1.05
 """What is no faster than this is not worth another place of weights and state in a run."""
 
@@ -127,10 +129,14 @@ def _fastest(found: Sequence[_Way], usual: Choice | None = None) -> tuple[Choice
     best: Choice | None = None
     below_s = worth_s(None if usual is None else usual.solution)
     tried: list[Choice] = []  # at a first look
+    left = {False: _SOLVED, True: _SOLVED_PARTLY}
     for way in _by_time(found):
         kept_s = way.kept.timeline.step_s
-        if kept_s >= _GAIN * below_s or (best is not None and (len(tried) >= _SOLVED or kept_s >= best.step_s)):
+        if kept_s >= _GAIN * below_s or (best is not None and (not any(left.values()) or kept_s >= best.step_s)):
             break
+        part_stays = bool(way.held.staying)
+        if best is not None and not left[part_stays]:
+            continue
         if way.problem.fits(way.kept):
             if best is None or way.staying.timeline.step_s < best.step_s:
                 best = Choice(way.held, way.problem, way.staying)
@@ -139,6 +145,7 @@ def _fastest(found: Sequence[_Way], usual: Choice | None = None) -> tuple[Choice
             continue
         prefixes = find_prefixes(way.problem)
         if prefixes:
+            left[part_stays] -= 1
             tried.append(Choice(way.held, way.problem, prefixes[0].solution))
             best = tried[-1] if best is None or tried[-1].step_s < best.step_s else best
     if best is not None and all(best is not one for one in tried):

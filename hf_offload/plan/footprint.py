@@ -166,6 +166,8 @@ class Footprint:
         gradient_bytes: Gradients at the end of backward (a part of ``live_bytes`` there).
         optimizer_step_bytes: What the optimizer's step needs in addition to them.
         optimizer_step_s: How long it takes.
+        step_share: Of a run whose state is on a tier: what updates of weights whose state stays need of memory, as a share of
+            these weights.
         source: ``"counted"`` (on tensors without data) or ``"measured"``.
         largest_operation_bytes: What the operation with the largest operands and results has in memory, weights left out: no
             order of operations needs less.
@@ -213,6 +215,7 @@ class Footprint:
     transfer_spares: Mapping[str, int] = dataclasses.field(default_factory=dict)
     passing_bytes: int = 0
     elementwise: "Footprint | None" = None
+    step_share: float = 0.0
 
     @functools.cached_property
     def plain(self) -> "Footprint":

@@ -7,6 +7,7 @@ take its place on the links, which activations use, too.
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +31,7 @@ class Held:
         in_backward: Whether each weight is updated in backward, and not when it is next used.
         keeps_gradients: Whether gradients stay in memory where state leaves it, as with several processes, which reduce them
             there. All weights are then updated after backward.
+        staying: Units whose gradients and state stay in memory where those of the others leave it.
     """
 
     state: str | None = None
@@ -37,11 +39,16 @@ class Held:
     weights_bytes: int = 0
     in_backward: bool = False
     keeps_gradients: bool = False
+    staying: frozenset[str] = frozenset()
 
     @property
     def moves(self) -> bool:
         """Whether anything leaves memory."""
         return self.state is not None or self.weights is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return dataclasses.asdict(self) | {"staying": sorted(self.staying)}
 
     @property
     def moves_gradients(self) -> bool:
@@ -75,8 +82,8 @@ def hold(footprint: Footprint, held: Held, budget_bytes: int, on_host: bool, now
         transfer_spares=_spares(footprint, windows, budget_bytes),
         passing_bytes=passing,
     )
-    if held.state is not None and now.state is None:
-        found = _without_state(found, held, footprint, budget_bytes)
+    if _left(footprint, held) != _left(footprint, now):
+        found = _with_state(found, held, now, footprint, budget_bytes)
     found.saves_like(footprint)
     return found
 
@@ -84,7 +91,7 @@ def hold(footprint: Footprint, held: Held, budget_bytes: int, on_host: bool, now
 def _windows(footprint: Footprint, held: Held, budget_bytes: int) -> dict[str, int]:
     """Of each kind that moves."""
     found = {}
-    if held.state is not None:
+    if _left(footprint, held):
         found[STATE] = state_window(budget_bytes)
         if not held.keeps_gradients:
             found[GRADIENTS] = found[STATE]
@@ -134,11 +141,30 @@ def least_weights(footprint: Footprint) -> int:
     return max(blocks.values(), default=0)
 
 
+def _left(footprint: Footprint, held: Held) -> frozenset[str]:
+    """Units whose state has left memory, and their gradients with it."""
+    return frozenset() if held.state is None else _once(footprint, _trained_units, None) - held.staying
+
+
+def _trained_units(footprint: Footprint, _: None) -> frozenset[str]:
+    return frozenset(unit for unit, one in footprint.weights.items() if one.trained_bytes)
+
+
+def units_in_order(footprint: Footprint) -> list[str]:
+    """Those that are trained, as forward uses them: it needs the state of the first ones soonest, and backward has their
+    gradients last.
+    """
+    uses = footprint.uses
+    return sorted(_once(footprint, _trained_units, None), key=lambda unit: (uses[unit].forward, unit))
+
+
 def tier_bytes(footprint: Footprint, held: Held) -> dict[str, int]:
     """Bytes that lie in each tier."""
     found: collections.Counter[str] = collections.Counter()
-    for one in footprint.weights.values():
-        if held.state is not None:
+    left = _left(footprint, held)
+    for unit, one in footprint.weights.items():
+        if unit in left:
+            assert held.state is not None
             found[held.state] += one.state_bytes + (one.trained_bytes if held.moves_gradients else 0)
         if held.weights is not None:
             found[held.weights] += one.weight_bytes
@@ -152,18 +178,19 @@ def snapshot_bytes(footprint: Footprint, held: Held, now: Held, count: int, of_t
     They hold weights, buffers and optimizer state; ``of_trained``: of weights those that are trained, as large as their
     gradients. All is in RAM but what is on a drive: that is kept there, and takes more room of it only if it changes.
     """
-    weights, trained, state = (
-        sum(getattr(one, name) for one in footprint.weights.values())
-        for name in ("weight_bytes", "trained_bytes", "state_bytes")
+    weights, trained = (
+        sum(getattr(one, name) for one in footprint.weights.values()) for name in ("weight_bytes", "trained_bytes")
     )
-    moved_state = 0 if now.state is None else state
+    moved_state, moves_state = (
+        sum(footprint.weights[unit].state_bytes for unit in _left(footprint, one)) for one in (now, held)
+    )
     in_ram = footprint.base_bytes + moved_state + weights - _memory_of_weights(footprint, now, on_host=False)
     if of_trained:
         in_ram = max(trained, footprint.gradient_bytes) + footprint.state_bytes + moved_state
     on_drive = 0
     if held.state == "ssd":
-        on_drive += state
-        in_ram -= state
+        on_drive += moves_state
+        in_ram -= moves_state
     if held.weights == "ssd":
         on_drive += trained
         in_ram -= trained if of_trained else weights
@@ -194,16 +221,17 @@ def _transfers(footprint: Footprint, held: Held) -> list[Transfer]:
         found += _once(footprint, _state, dataclasses.replace(held, weights=None, weights_bytes=0))
     if held.weights is not None:
         moves = _weights_of_forwards if has_no_backward(footprint) else _weights
-        found += _once(footprint, moves, dataclasses.replace(held, state=None))
+        found += _once(footprint, moves, dataclasses.replace(held, state=None, staying=frozenset()))
     return found
 
 
 def _state(footprint: Footprint, held: Held) -> list[Transfer]:
     assert held.state is not None
     found = []
+    left = _left(footprint, held)
     for unit, one in footprint.weights.items():
         use = footprint.uses[unit]
-        if one.trained_bytes:
+        if unit in left:
             at = use.last if held.in_backward else use.forward
             at = len(footprint.segments) - 1 if held.keeps_gradients else at
             found += _both(STATE, unit, held.state, one.state_bytes, at)
@@ -324,52 +352,82 @@ def _weights_of_forwards(footprint: Footprint, held: Held) -> list[Transfer]:
     return [one for one in found if one.nbytes]
 
 
-def _without_state(footprint: Footprint, held: Held, like: Footprint, budget_bytes: int) -> Footprint:
-    """Gradients are there while their unit computes, unless they stay; updates are a part of backward or of forward. ``like``
-    has the same segments, and is asked for them again.
+def _with_state(found: Footprint, held: Held, now: Held, footprint: Footprint, budget_bytes: int) -> Footprint:
+    """``found``, with gradients and state where they are in ``held``, not in ``now``. Gradients that leave are there while
+    their unit computes, and updates are a part of backward or of forward then. ``footprint`` has the same segments, and is
+    asked for them again.
     """
-    weights = footprint.weights
-    trained = sum(one.trained_bytes for one in weights.values())
-    state = sum(one.state_bytes for one in weights.values())
+    weights, had_left, left = footprint.weights, _left(footprint, now), _left(footprint, held)
+    state, trained = (
+        sum(getattr(weights[unit], name) for unit in left) - sum(getattr(weights[unit], name) for unit in had_left)
+        for name in ("state_bytes", "trained_bytes")
+    )
     found = dataclasses.replace(
-        footprint,
-        base_bytes=footprint.base_bytes - state,
-        state_bytes=footprint.state_bytes - state,
-        optimizer_step_bytes=update_bytes(footprint.optimizer_step_bytes, budget_bytes),
+        found,
+        base_bytes=found.base_bytes - state,
+        state_bytes=found.state_bytes - state,
+        optimizer_step_bytes=_step_bytes(footprint, left, now, budget_bytes),
     )
     if held.keeps_gradients:
         return found
-    updating = _once(like, _updating, held.in_backward)
+    changed = _once(footprint, _with_gradients, (held.in_backward, had_left, left))
     found = dataclasses.replace(
         found,
-        segments=updating.segments,
-        gradient_bytes=max(0, footprint.gradient_bytes - trained),
-        optimizer_step_s=0.0 if trained else footprint.optimizer_step_s,
+        segments=changed.segments,
+        gradient_bytes=max(0, found.gradient_bytes - trained),
+        optimizer_step_s=changed.optimizer_step_s,
     )
-    found.computes_like(updating)
+    found.computes_like(changed)
     return found
 
 
-def _updating(footprint: Footprint, in_backward: bool) -> Footprint:
-    """A step in which each weight is updated when its unit is used, as far as its segments go."""
-    weights = footprint.weights
-    trained = sum(one.trained_bytes for one in weights.values())
-    small = max(0, footprint.gradient_bytes - trained)
-    updates: dict[int, float] = {}
-    for unit, use in footprint.uses.items():
-        at = use.last if in_backward else use.forward
-        share = weights[unit].trained_bytes / max(1, trained)
-        updates[at] = updates.get(at, 0.0) + footprint.optimizer_step_s * share
+def _step_bytes(footprint: Footprint, left: frozenset[str], now: Held, budget_bytes: int) -> int:
+    """What updates need: of parts of what has left memory, and at once of what stays."""
+    stays = [one for unit, one in footprint.weights.items() if one.trained_bytes and unit not in left]
+    needed = footprint.optimizer_step_bytes
+    if now.state is None:
+        all_trained = sum(one.trained_bytes for one in footprint.weights.values())
+        share = needed / max(1, all_trained)
+        needed = update_bytes(needed, budget_bytes)
+    else:
+        share = footprint.step_share
+    if not share or not stays:
+        return needed
+    at_once = round(share * sum(one.trained_bytes for one in stays))
+    return max(needed, at_once, 2 * max((nbytes for one in stays for nbytes in one.each), default=0))
+
+
+def _with_gradients(footprint: Footprint, key: tuple[bool, frozenset[str], frozenset[str]]) -> Footprint:
+    """A step in which the units ``left`` have no gradients but while they compute, as the units ``had_left`` in the one that
+    was measured, as far as its segments go. Where these are none, it has updated no weights either when their unit was used.
+    """
+    in_backward, had_left, left = key
+    uses = footprint.uses
+    trained = {unit: one.trained_bytes for unit, one in footprint.weights.items() if one.trained_bytes}
+    all_trained = sum(trained.values())
+    small = max(0, footprint.gradient_bytes - sum(nbytes for unit, nbytes in trained.items() if unit not in had_left))
+    accumulates = footprint.segments[0].gradient_bytes > small
     segments = list(footprint.segments)
-    for index, one in enumerate(segments):
-        if one.gradient_bytes > small:
-            most = small + (weights[one.unit].trained_bytes if one.unit in weights else 0)
-            gradients = min(one.gradient_bytes, most)
+    more = [0] * (len(segments) + 1)  # of gradients that stay, from this segment on
+    for unit, nbytes in trained.items():
+        stayed, stays = bool(had_left) and unit not in had_left, unit not in left
+        more[0 if accumulates else uses[unit].last + 1] += (stays - stayed) * nbytes
+    for index, (one, there) in enumerate(zip(footprint.segments, itertools.accumulate(more), strict=False)):
+        if had_left:
+            gradients = min(one.gradient_bytes + there, small + all_trained)
+        else:
+            gradients = min(one.gradient_bytes, small + trained.get(one.unit, 0) + there)
+        if gradients != one.gradient_bytes:
             segments[index] = _changed(one, one.live_bytes - one.gradient_bytes + gradients, gradients, one.seconds)
-    for index, seconds in updates.items():
-        one = segments[index]
-        segments[index] = _changed(one, one.live_bytes, one.gradient_bytes, one.seconds + seconds)
-    return dataclasses.replace(footprint, segments=tuple(segments))
+    step_s = footprint.optimizer_step_s
+    if left and not had_left:
+        for unit in left:
+            at = uses[unit].last if in_backward else uses[unit].forward
+            one, share = segments[at], trained[unit] / all_trained
+            seconds = one.seconds + footprint.optimizer_step_s * share
+            segments[at] = _changed(one, one.live_bytes, one.gradient_bytes, seconds)
+        step_s *= sum(nbytes for unit, nbytes in trained.items() if unit not in left) / all_trained
+    return dataclasses.replace(footprint, segments=tuple(segments), optimizer_step_s=step_s)
 
 
 def _changed(one: Segment, live_bytes: int, gradient_bytes: int, seconds: float) -> Segment:

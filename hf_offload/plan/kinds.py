@@ -39,22 +39,15 @@ def kinds_of(counted: Footprint, problem: Problem, held: Held, solution: Solutio
     every = counted.weights.values()
     weights = counted.base_bytes - counted.state_bytes - counted.buffer_bytes
     large = sum(one.weight_bytes for one in every)
-    state = sum(one.state_bytes for one in every)
-    trained = sum(one.trained_bytes for one in every)
+    leaving = [one for unit, one in counted.weights.items() if held.state is not None and unit not in held.staying]
+    state, trained = (sum(getattr(one, name) for one in leaving) for name in ("state_bytes", "trained_bytes"))
     staying = min(large, max(held.weights_bytes, least_weights(counted))) if held.weights is not None else large
     gradients = counted.gradient_bytes
-    left = 0 if held.state is None or held.keeps_gradients else min(gradients, trained)
+    left = 0 if held.keeps_gradients else min(gradients, trained)
     found = [
         _kind(problem, WEIGHTS, weights, weights - large + staying, held.weights, large),
         _kind(problem, GRADIENTS, gradients, gradients - left, held.state if held.moves_gradients else None, trained),
-        _kind(
-            problem,
-            STATE,
-            counted.state_bytes,
-            counted.state_bytes - (state if held.state is not None else 0),
-            held.state,
-            state,
-        ),
+        _kind(problem, STATE, counted.state_bytes, counted.state_bytes - state, held.state, state),
     ]
     if solution is not None:
         saved = problem.footprint.saved_bytes

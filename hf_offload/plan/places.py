@@ -4,8 +4,10 @@ There are few choices for them: state in memory or on a tier, weights in memory 
 memory.
 """
 
+import bisect
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 from hf_offload.plan.footprint import Footprint
@@ -19,6 +21,7 @@ from hf_offload.plan.holding import (
     moved_bytes,
     snapshot_bytes,
     tier_bytes,
+    units_in_order,
 )
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.problem import Problem, Solution
@@ -84,9 +87,10 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed) -> Iterator
     for state in states if now.state is None else [now.state]:
         for weights in places if now.weights is None else [now.weights]:
             if weights is None:
-                found = Held(state, None, 0, allowed.in_backward, allowed.keeps_gradients)
-                if not now.moves or found != now:
-                    yield found
+                for staying in _staying(footprint, state, allowed):
+                    found = Held(state, None, 0, allowed.in_backward, allowed.keeps_gradients, staying)
+                    if not now.moves or found != now:
+                        yield found
                 continue
             if now.weights is not None and allowed.weights == "none":
                 if state != now.state:
@@ -97,10 +101,26 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed) -> Iterator
                 continue  # the optimizer's step takes all of them at once
             # Weights that have left may all come back.
             for share in range(_SHARES - (now.weights is None), -1, -1):
-                staying = least + (total - least) * share // _SHARES
-                found = Held(state, weights, staying, allowed.in_backward, allowed.keeps_gradients)
-                if found != now:
-                    yield found
+                there = least + (total - least) * share // _SHARES
+                for staying in _staying(footprint, state, allowed) if there == total else [frozenset[str]()]:
+                    found = Held(state, weights, there, allowed.in_backward, allowed.keeps_gradients, staying)
+                    if found != now:
+                        yield found
+
+
+def _staying(footprint: Footprint, state: str | None, allowed: Allowed) -> Iterator[frozenset[str]]:
+    """Which units' gradients and state stay: the first ones of the model, until all have left."""
+    now = allowed.now or IN_MEMORY
+    sizes = {unit: footprint.weights[unit] for unit in units_in_order(footprint)}
+    ends = list(itertools.accumulate(one.state_bytes + one.trained_bytes for one in sizes.values()))
+    may_stay = state is not None and allowed.state == "auto" and bool(ends)
+    if may_stay and ends[-1] > _SMALL_STATE * sum(one.weight_bytes for one in footprint.weights.values()):
+        # What has left may all come back.
+        for share in range(_SHARES - (now.state is None), 0, -1):
+            count = bisect.bisect_right(ends, ends[-1] * share // _SHARES)
+            if count:
+                yield frozenset(itertools.islice(sizes, count))
+    yield frozenset() if may_stay or state is None else now.staying
 
 
 def _places(allowed: str, hardware: Hardware) -> Sequence[str | None]:

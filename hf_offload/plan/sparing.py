@@ -3,7 +3,9 @@ simulation counts.
 """
 
 import dataclasses
+import itertools
 
+from hf_offload.plan.fitting import may_fit
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import moved_bytes
@@ -20,18 +22,19 @@ _LOOKED_AT = 3
 def sparing(choice: Choice, footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice:
     """``choice``, or a plan that is about as fast and moves fewer bytes, of activations, weights, gradients and state in all.
 
-    Where a measured step had a part in where weights and state are, they stay there.
+    Where a measured step had a part in where weights and state are, and ``choice`` lets them be there, they stay there.
     """
     problems = [(choice.held, choice.problem)]
-    if allowed.now is None or not allowed.is_measured:
+    if allowed.now is None or not allowed.is_measured or choice.held != allowed.now:
         plain = footprint.plain
         problems = [
             (held, problem_of(plain, hardware, budget_bytes, held, allowed)) for held in ways(plain, hardware, allowed)
         ]
     best, least = choice, all_moved_bytes(choice.problem, choice.solution)
-    for held, problem in sorted(problems, key=lambda one: _passing_bytes(one[1].footprint))[:_LOOKED_AT]:
-        if min(problem.room_bytes.values(), default=0) < 0 or _passing_bytes(problem.footprint) >= least:
-            continue
+    possible = (one for one in sorted(problems, key=lambda one: _passing_bytes(one[1].footprint)) if may_fit(one[1]))
+    for held, problem in itertools.islice(possible, _LOOKED_AT):
+        if _passing_bytes(problem.footprint) >= least:
+            break
         for prefix in find_prefixes(problem.plain):
             nbytes = all_moved_bytes(problem, prefix.solution)
             if nbytes < least and prefix.solution.timeline.step_s <= _AS_FAST * choice.step_s:

@@ -20,7 +20,7 @@ from hf_offload.plan.holding import Held, least_weights
 from hf_offload.plan.places import Allowed
 from hf_offload.plan.problem import limit_of
 from hf_offload.planning.beforehand import footprint_beforehand
-from hf_offload.planning.unit_weights import unit_weights
+from hf_offload.planning.unit_weights import trained_in, unit_weights
 from hf_offload.ranks import Ranks
 from hf_offload.residency.residency import Residency
 from hf_offload.residency.setting import park_weights, residency_of
@@ -54,11 +54,13 @@ class ModelState:
     Attributes:
         residency: Which weights are in memory; None where all of them are.
         streamed: The setting of what is streamed; None where state and gradients are in memory.
+        left_for_a_step: Whether state that had stayed has left for a step that may need more memory than those before.
     """
 
     def __init__(self, model: nn.Module, config: OffloadConfig, storage: RunStorage, ranks: Ranks):
         self.residency: Residency | None = None
         self.streamed: StreamedSetting | None = None
+        self.left_for_a_step = False
         self._config = config
         self._storage = storage
         self._ranks = ranks
@@ -68,6 +70,7 @@ class ModelState:
         automatic = config.tier == "auto"
         alone = automatic and ranks.count == 1 and any(p.requires_grad for p in model.parameters())
         self._may_stream = automatic and config.state_place == "auto"
+        self._may_stay = self._may_stream  # gradients and state of some weights, where those of others leave memory
         self._may_park = alone and config.weights_place == "auto"
         self._may_resize = alone and config.weights_place != "none"
         self._limit_bytes = self._budget_bytes = 0
@@ -79,6 +82,8 @@ class ModelState:
         self._has_warned = False
         self._is_measured = True
         self._usual_bytes: int | None = None  # of weights, while fewer are in memory
+        self._units: tuple[str, ...] = ()
+        self._staying: frozenset[str] = frozenset()
         self._has_returned = False  # all weights, which had left
         self._after_streaming: list[Callable[[], None]] = []
         present = residency_of(model)
@@ -113,6 +118,7 @@ class ModelState:
             if held.state is not None:
                 total = format_bytes(weights + more)
                 self._stream(model, held.state, f"weights, gradients and optimizer state take {total}")
+                self._is_measured = False
         if self._may_park and self.residency is None:
             # Where state does not fit, weights leave in any case: what activations take is known after the step.
             share = 1.0 if self.streams else _FOR_ACTIVATIONS
@@ -167,10 +173,10 @@ class ModelState:
         """Where weights, gradients and state are now."""
         state = self.streamed.place if self.streamed is not None and self.streamed.is_used else None
         if self.residency is None:
-            return Held(state, None, 0, self._updates_in_backward, self._keeps_gradients)
+            return Held(state, None, 0, self._updates_in_backward, self._keeps_gradients, self._staying)
         place = "ram" if self.residency.store.tier.name == "ram" else "ssd"
         staying = self.residency.limit_bytes if self._usual_bytes is None else self._usual_bytes
-        return Held(state, place, staying, self._updates_in_backward, self._keeps_gradients)
+        return Held(state, place, staying, self._updates_in_backward, self._keeps_gradients, self._staying)
 
     @property
     def _keeps_gradients(self) -> bool:
@@ -190,7 +196,7 @@ class ModelState:
         written = self._config.max_step_write_bytes
         can_stream = self._may_stream and bool(self._prepared())
         return Allowed(
-            state="auto" if can_stream else "none",
+            state="auto" if can_stream or (self._may_stay and self.streams) else "none",
             weights="auto" if self._may_park or (self._may_resize and self.residency is not None) else "none",
             in_backward=self._updates_in_backward,
             keeps_gradients=self._keeps_gradients,
@@ -206,21 +212,32 @@ class ModelState:
         trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
         state_bytes = int(self._state_per_weight * trained) if self.streams else footprint.state_bytes
         weights = unit_weights(model, footprint.units, state_bytes, self._config.smallest_bytes(self._on_host))
-        return dataclasses.replace(footprint, weights=weights)
+        step_bytes = max(map(_step_bytes, self._prepared()), default=0) if self.streams else 0
+        self._units = tuple(footprint.units)
+        return dataclasses.replace(footprint, weights=weights, step_share=step_bytes / max(1, trained))
 
     def hold(self, model: nn.Module, held: Held) -> bool:
         """Let weights, gradients and state be where a plan has them, as far as they can be; whether that changed anything."""
         before = self.held
         self.let_few_stay(False)
-        self._is_measured = True
+        self._is_measured, self.left_for_a_step = True, False
         if held.state is not None and self._may_stream and self.streamed is None:
             self._stream(model, held.state, "activations do not fit next to them, or take longer")
+        self._let_state_stay(model, held.staying & self._staying)
         if held.weights is not None:
             if self.residency is None and self._can_park(model):
                 self._park(model, held.weights)
             if self._may_resize:
                 self._let_stay(held.weights_bytes)
+        self._let_state_stay(model, held.staying)
         return self.held != before
+
+    def _let_state_stay(self, model: nn.Module, units: frozenset[str]) -> None:
+        """Let gradients and state of these units be in memory, and those of all others leave it."""
+        streamed = self.streamed
+        if self._may_stay and streamed is not None and streamed.is_used:
+            self._ranks.each(lambda: streamed.let_stay(trained_in(model, self._units, units)))
+            self._staying = units
 
     def on_infeasible(self, model: nn.Module) -> bool:
         """No plan fits the budget: let all that can leave memory; whether there was anything."""
@@ -231,11 +248,14 @@ class ModelState:
 
     def let_few_stay(self, few: bool) -> None:
         """Let as ``few`` weights as possible be in memory, in a step that may need more of it than those before, or as many
-        as usual again. That is not where a plan has them.
+        as usual again. That is not where a plan has them. State that stays leaves for good: the next plan says what stays.
         """
+        model = self._model()
+        if few and model is not None and self._staying:
+            self._let_state_stay(model, frozenset())
+            self._is_measured, self.left_for_a_step = False, True
         if not self._may_resize or few == (self._usual_bytes is not None):
             return
-        model = self._model()
         if few and model is not None:
             if self.residency is None and self._has_returned:
                 self._park(model, self._place)

@@ -27,9 +27,15 @@ class Moving:
 
     @property
     def allowed(self) -> Allowed:
-        """What a plan may do with them: nothing any more, once they have been moved several times."""
+        """What a plan may do with them: once they have been moved several times, nothing any more, but let state stay again
+        that has left for a step.
+        """
         allowed = self._state.allowed
-        return allowed if self._changes < _MOST_CHANGES else dataclasses.replace(allowed, state="none", weights="none")
+        if self._changes < _MOST_CHANGES:
+            return allowed
+        return dataclasses.replace(
+            allowed, state=allowed.state if self._state.left_for_a_step else "none", weights="none"
+        )
 
     def settle(self, model: nn.Module, find: Callable[[], Known | None]) -> tuple[Known | None, str | None]:
         """The plan that is found, and, if weights and state had to be moved for it, why: what was measured is then of a run

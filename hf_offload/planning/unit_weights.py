@@ -1,6 +1,6 @@
 """How many bytes of weights, gradients and optimizer state belong to each unit of a model."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from torch import nn
 
@@ -15,6 +15,7 @@ def unit_weights(
     fewer than ``smallest_bytes`` are left out.
     """
     names = sorted(units, key=len, reverse=True)
+    unit_of = _innermost(names)
     trained_bytes = dict.fromkeys(names, 0)
     sizes: dict[str, list[int]] = {name: [] for name in names}
     borrowed: dict[str, list[tuple[str, int]]] = {name: [] for name in names}
@@ -24,11 +25,7 @@ def unit_weights(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if nbytes_of(parameter) < smallest_bytes:
             continue
-        path, _, _ = name.rpartition(".")
-        while path and path not in sizes:
-            path, _, _ = path.rpartition(".")
-        if path not in sizes:
-            path = names[-1]  # the model itself, which has the shortest name
+        path = unit_of(name)
         place = places.setdefault(id(parameter), (path, len(sizes[path])))
         if place != (path, len(sizes[path])):
             if place[0] != path:  # it is tied
@@ -49,3 +46,22 @@ def unit_weights(
         for name, each in sizes.items()
         if each or borrowed[name]
     }
+
+
+def trained_in(model: nn.Module, units: Iterable[str], chosen: Container[str]) -> list[nn.Parameter]:
+    """The trained weights whose innermost unit is one of ``chosen``, each once."""
+    unit_of = _innermost(sorted(units, key=len, reverse=True))
+    return [p for name, p in model.named_parameters() if p.requires_grad and unit_of(name) in chosen]
+
+
+def _innermost(names: Sequence[str]) -> Callable[[str], str]:
+    """What finds the unit that a weight belongs to, of these ``names``, the longest first."""
+    known = set(names)
+
+    def unit_of(weight: str) -> str:
+        path, _, _ = weight.rpartition(".")
+        while path and path not in known:
+            path, _, _ = path.rpartition(".")
+        return path if path in known else names[-1]  # the model itself, which has the shortest name
+
+    return unit_of

@@ -338,6 +338,13 @@ class Player(Trains):
             self.session.prepare_optimizer(self.optimizer)
             self.streamed.append(streaming_of(self.optimizer))
 
+    def let_stay(self, rng: random.Random) -> None:
+        """As plans do: state of some weights comes to memory, and leaves it again."""
+        chosen = [p for p in self.model.parameters() if rng.random() < 0.5]
+        streaming = streaming_of(self.optimizer)
+        if streaming is not None:
+            streaming.let_stay(chosen)
+
     def _forget(self) -> None:
         self._held, self._losses = [], []
         if self.session is not None:
@@ -370,6 +377,7 @@ ACTIONS: dict[str, tuple[Callable[[Player, random.Random], Any], int]] = {
     "go_on_elsewhere": (Player.go_on_elsewhere, 1),
     "copy_all": (Player.copy_all, 1),
     "another_optimizer": (Player.another_optimizer, 1),
+    "let_stay": (Player.let_stay, 2),
 }
 
 

@@ -1,5 +1,7 @@
 """Runs with an optimizer in memory or streamed, whose logs are compared."""
 
+import functools
+import random
 from typing import Any
 
 import torch
@@ -7,6 +9,7 @@ from torch import nn
 
 from hf_offload import OffloadConfig
 from hf_offload.optimizers.streamed import setting
+from hf_offload.optimizers.streamed.streaming import Streaming
 from hf_offload.session import OffloadSession, attach
 
 PART_BYTES = 4 * 4096 * 2
@@ -18,8 +21,34 @@ def stream_in_parts(monkeypatch) -> None:
     monkeypatch.setattr(setting, "part_bytes", lambda _: PART_BYTES)
 
 
+def let_state_come_and_go(monkeypatch, seed: int) -> list[int]:
+    """After each step, or after gradients were dropped, let the state of some parameters stay, drawn at random. Returns how
+    many stayed after each.
+    """
+    draw, counts = random.Random(seed), []
+
+    def and_then(method: Any) -> Any:
+        @functools.wraps(method)
+        def changing(self: Streaming, *args: Any) -> None:
+            method(self, *args)
+            if method.__name__ == "step" or draw.random() < 0.5:
+                staying = [parameter for parameter in self.parameters() if draw.random() < 0.5]
+                self.let_stay(staying)
+                counts.append(sum(self.record_of(parameter) is None for parameter in staying))
+
+        return changing
+
+    monkeypatch.setattr(Run, "state_comes_and_goes", True)
+    for name in ("step", "zero_grad"):
+        monkeypatch.setattr(Streaming, name, and_then(getattr(Streaming, name)))
+    return counts
+
+
 class Run:
     """A run on ``place``: ``none``, ``ram`` or ``ssd``. What it logs is compared with the log of another one."""
+
+    state_comes_and_goes = False
+    """Whether weights are not streamed for some of the time."""
 
     def __init__(self, place: str, directory: Any, **settings: Any):
         self.place = place

@@ -10,7 +10,7 @@ import transformers
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.engine.hooks import Engine
-from hf_offload.errors import OffloadPlanError
+from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.optimizers.streamed import streaming_of
 from hf_offload.optimizers.streamed.gradients import Gradients
 from hf_offload.optimizers.streamed.streaming import Streaming
@@ -62,26 +62,35 @@ def batch(number):
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
+def share_staying(model, optimizer):
+    """Of the weights that are large enough, those whose gradients and state are in memory."""
+    streaming, large = streaming_of(optimizer), [p for p in model.parameters() if p.nbytes >= 1024]
+    return sum(streaming is None or streaming.record_of(p) is None for p in large) / len(large)
+
+
 class Trained:
     """Six steps: their losses, the weights, the peaks that were measured, and where everything was."""
 
-    def __init__(self, name, folder, budget=None, steps=6, prepare=True, optimizer=torch.optim.AdamW, batch=batch):
+    def __init__(
+        self, name, folder, budget=None, steps=6, prepare=True, optimizer=torch.optim.AdamW, batch=batch, **settings
+    ):
         model = build(name)
         made = optimizer(model.parameters(), lr=1e-3)
         given = (
             {"tier": "none"} if budget is None else {"memory_budget": budget, "directory": folder, "min_bytes": 1024}
         )
-        session = attach(model, OffloadConfig(**given))
+        session = attach(model, OffloadConfig(**given, **settings))
         if prepare:
             assert session.prepare_optimizer(made) is made
         torch.manual_seed(1)
-        self.losses, self.peaks = [], []
+        self.losses, self.peaks, self.shares_staying = [], [], []
         for number in range(steps):
             with session.scope():
                 loss = model(**batch(number)).loss
                 loss.backward()
             self.losses.append(loss.item())
             del loss
+            self.shares_staying.append(share_staying(model, made))
             session.clip_grad_norm_(1.0)
             made.step()
             made.zero_grad()
@@ -119,6 +128,75 @@ def test_what_does_not_fit_leaves_memory_and_nothing_changes(name, share, moved,
     assert found.streams
     assert found.parks == (moved == "weights")
     assert found.peaks[-1] <= budget
+
+
+@pytest.mark.parametrize("weights", ["auto", "none"])
+@pytest.mark.parametrize("name", rows(list(CONFIGS), quick=["gpt2", "t5"]))
+def test_of_gradients_and_state_as_much_stays_as_the_budget_leaves_room_for(name, weights, tmp_path):
+    kept = Trained(name, tmp_path, "1GiB")
+    shares = []
+    for share in (0.9, 0.6):
+        budget = int(share * kept.peaks[-1])
+        found = Trained(name, tmp_path, budget, params=weights)
+        assert found.is_same(kept)
+        assert found.peaks[-1] <= budget
+        assert not found.parks
+        shares.append(found.shares_staying[-1])
+    assert 1 > shares[0] > shares[1] > 0
+
+
+def test_state_that_stays_leaves_for_a_longer_row_until_it_has_been_measured(tmp_path):
+    def growing(number):
+        return sized(12, TOKENS if number >= 6 else 2)(number)
+
+    budget = int(3.2 * sum(parameter.nbytes for parameter in build().parameters()))
+    found = Trained("gpt2", tmp_path, budget, steps=9, batch=growing)
+    assert 1 > found.shares_staying[5] > found.shares_staying[-1]
+    assert found.shares_staying[6] == 0
+    assert found.is_same(Trained("gpt2", tmp_path, steps=9, batch=growing))
+    assert found.most_measured_bytes <= budget
+
+
+def test_state_stays_again_after_many_longer_rows_and_no_other_optimizer_may_have_its_weights(tmp_path):
+    """Each row that is longer than all before lets it leave; what that takes is no reason to leave it on the tier."""
+    model = build()
+    budget = int(3.2 * sum(parameter.nbytes for parameter in model.parameters()))
+    session = attach(model, OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=1024))
+    optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    shares = []
+    for number in range(24):
+        with session.scope():
+            model(**sized(12, 2 + number // 4)(number)).loss.backward()
+        shares.append(share_staying(model, optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+    assert shares[4:].count(0) >= 5
+    assert all(share > 0 for share in shares[3::4])
+    streamed = {record.parameter_ref() for record in streaming_of(optimizer).records}
+    staying = [p for p in model.parameters() if p.nbytes >= 1024 and p not in streamed]
+    assert staying
+    with pytest.raises(OffloadConfigError, match="is in two optimizers"):
+        session.prepare_optimizer(torch.optim.SGD(staying))
+    session.detach()
+
+
+def test_of_an_optimizer_that_is_prepared_again_all_state_leaves_that_a_plan_had_let_stay(tmp_path):
+    model, kept = build(), Trained("gpt2", tmp_path, "1GiB")
+    made = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = attach(model, OffloadConfig(memory_budget=int(0.8 * kept.peaks[-1]), directory=tmp_path, min_bytes=1024))
+    session.prepare_optimizer(made)
+    two_steps(model, made, session)
+    two_steps(model, made, session)
+    streaming = streaming_of(made)
+    streamed = {record.name for record in streaming.records}
+    session.detach()
+    session = attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=tmp_path, min_bytes=1024))
+    session.prepare_optimizer(made)
+    assert streaming_of(made) is streaming
+    assert streamed < {record.name for record in streaming.records}
+    assert not [one for state in made.state.resident() for one in state.values() if one.nbytes >= 1024]
+    session.detach()
 
 
 def test_before_the_first_step_as_few_weights_as_possible_stay_and_little_waits_to_be_written(tmp_path):

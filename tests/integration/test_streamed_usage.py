@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.streamed import streaming_of
-from tests.helpers.streamed import Run, batch, mlp, same, stream_in_parts, train
+from tests.helpers.streamed import Run, batch, let_state_come_and_go, mlp, same, stream_in_parts, train
 from tests.helpers.unusual_optimizers import (
     Factored,
     FillsGradients,
@@ -204,7 +204,7 @@ def weights_get_other_memory(run):
         return model(torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(dtype)).square().mean()
 
     train(run, model, optimizer, loss=loss, zero=False)
-    if run.place != "none":
+    if run.place != "none" and not run.state_comes_and_goes:
         assert len(streaming_of(optimizer).record_of(model[2].weight).sizes) > 1
     model.to(memory_format=torch.channels_last)
     train(run, model, optimizer, loss=loss)
@@ -250,7 +250,7 @@ def weights_are_frozen_before_and_between(run):
     train(run, model, optimizer)
     model[2].weight.requires_grad_(False)
     train(run, model, optimizer, zero=False)
-    if run.place != "none":
+    if run.place != "none" and not run.state_comes_and_goes:
         assert streaming_of(optimizer).record_of(model[0].weight).gradient is not None
     run.log_all(model, optimizer)
 
@@ -453,6 +453,9 @@ def state_is_read_and_written(run):
     del state[model[4].weight]
     train(run, model, optimizer)
     run.log(len(state), weight in state, state.copy()[weight]["exp_avg"], {**state}[weight]["exp_avg"])
+    run.log((copy.copy(state) | {"a": 1})[weight]["exp_avg"], ({"a": 1} | state)[weight]["exp_avg"])
+    state |= {weight: {name: value * 2 for name, value in state[weight].items()}}
+    train(run, model, optimizer)
     run.log_all(model, optimizer)
 
 
@@ -563,6 +566,19 @@ def _compare(function, place, tmp_path):
 def test_it_has_the_bits_of_the_run_in_memory(name, tmp_path, monkeypatch):
     stream_in_parts(monkeypatch)
     _compare(SCENARIOS[name], "ssd", tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:.*lr_scheduler.step:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*create_graph=True:UserWarning", "ignore:.*is not a leaf Tensor:UserWarning")
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_it_has_them_too_where_the_state_of_some_weights_comes_to_memory_and_leaves_it_again(
+    name, seed, tmp_path, monkeypatch
+):
+    stream_in_parts(monkeypatch)
+    counts = let_state_come_and_go(monkeypatch, seed)
+    _compare(SCENARIOS[name], "ssd", tmp_path)
+    assert any(counts)
 
 
 def test_updates_wait_where_nobody_holds_the_memory(tmp_path, monkeypatch):

@@ -44,8 +44,8 @@ def gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
 
 
-def words():
-    ids = torch.randint(0, 2048, (8, 64), generator=torch.Generator().manual_seed(0))
+def words(rows=8):
+    ids = torch.randint(0, 2048, (rows, 64), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -108,7 +108,7 @@ def test_weights_that_may_leave_are_not_said_to_stay_and_a_head_that_takes_most_
 
 
 def test_what_min_bytes_keeps_is_named_where_it_is_much_and_what_is_followed_is_not(tmp_path):
-    text = refusal_of(tmp_path, gpt2(), words(), params="ssd", optimizer="ssd", min_bytes="64MiB")
+    text = refusal_of(tmp_path, gpt2(), words(2), params="ssd", optimizer="ssd", min_bytes="64MiB")
     assert "a lower min_bytes: " in text
     assert "of saved tensors and " in text
     assert "of weights with their gradients and state stay in memory, being smaller than 64.00 MiB" in text

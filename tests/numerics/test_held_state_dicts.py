@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_offload.errors import OffloadError
+from hf_offload.optimizers.streamed import streaming_of
 from tests.helpers.streamed import Run, mlp, same, stream_in_parts, train
 
 OPTIMIZERS = [
@@ -22,8 +23,15 @@ PLACES = {
 OF = {"state": lambda model, optimizer: optimizer, "weights": lambda model, optimizer: model}
 
 
-def held(run, make, of, way):
-    """A state dict is taken, training goes on, and it is loaded back."""
+def let_all_stay(optimizer, stays=True):
+    """State that was on a tier is in memory."""
+    streaming = streaming_of(optimizer)
+    if streaming is not None:
+        streaming.let_stay(streaming.parameters() if stays else ())
+
+
+def held(run, make, of, way, stays="never"):
+    """A state dict is taken, training goes on, and it is loaded back. The state may stay in memory then, or for a while."""
     model = mlp()
     optimizer = run.prepare(model, make(model.parameters()))
     train(run, model, optimizer, steps=2)
@@ -42,7 +50,9 @@ def held(run, make, of, way):
         whose.load_state_dict(others)
         whose.load_state_dict(taken)
         del taken, others
+    let_all_stay(optimizer, stays != "never")
     train(run, model, optimizer, steps=2, first=2)
+    let_all_stay(optimizer, stays == "to the end")
     if way in ("held", "copied", "loaded twice"):
         whose.load_state_dict(taken)
         train(run, model, optimizer, steps=1, first=4)
@@ -61,14 +71,15 @@ def error_of(run, *args):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("of", OF)
 @pytest.mark.parametrize("way", ["held", "at once", "copied", "loaded twice", "after others"])
+@pytest.mark.parametrize("stays", ["never", "to the end", "for a while"])
 def test_loading_what_was_held_has_the_bits_of_the_run_in_memory_or_is_an_error(
-    make, place, of, way, tmp_path, monkeypatch
+    make, place, of, way, stays, tmp_path, monkeypatch
 ):
     stream_in_parts(monkeypatch)
     optimizer, settings = PLACES[place]
     plain, streamed = Run("none", tmp_path), Run(optimizer, tmp_path, **settings)
     assert error_of(plain, make, OF[of], way) is None
-    error = error_of(streamed, make, OF[of], way)
+    error = error_of(streamed, make, OF[of], way, stays)
     stale = ("held", "loaded twice") if of == "state" else ("held",) if place == "weights" else ()
     if way in stale:
         assert error is not None
@@ -79,7 +90,8 @@ def test_loading_what_was_held_has_the_bits_of_the_run_in_memory_or_is_an_error(
 
 
 @pytest.mark.parametrize("way", ["at once", "after steps", "loaded", "loaded and after steps"])
-def test_state_that_was_given_out_and_changed_in_place_is_an_error(way, tmp_path):
+@pytest.mark.parametrize("stays", [False, True])
+def test_state_that_was_given_out_and_changed_in_place_is_an_error(way, stays, tmp_path):
     run, model = Run("ssd", tmp_path), mlp()
     optimizer = run.prepare(model, OPTIMIZERS[0](model.parameters()))
     train(run, model, optimizer, steps=2)
@@ -87,6 +99,7 @@ def test_state_that_was_given_out_and_changed_in_place_is_an_error(way, tmp_path
     if way.startswith("loaded"):
         taken = copy.deepcopy(taken)
         optimizer.load_state_dict(taken)
+    let_all_stay(optimizer, stays)
     if way.endswith("after steps"):
         train(run, model, optimizer, steps=2, first=2)
     taken["state"][0]["exp_avg"].zero_()
@@ -95,11 +108,15 @@ def test_state_that_was_given_out_and_changed_in_place_is_an_error(way, tmp_path
         train(run, model, optimizer, steps=1, first=4)
 
 
-def test_what_was_loaded_before_another_state_may_be_changed_and_is_loaded_only_if_no_step_has_changed_it(tmp_path):
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_was_loaded_before_another_state_may_be_changed_and_is_loaded_only_if_no_step_has_changed_it(
+    stays, tmp_path
+):
     run, model = Run("ssd", tmp_path), mlp()
     optimizer = run.prepare(model, OPTIMIZERS[0](model.parameters()))
     train(run, model, optimizer, steps=2)
     taken = optimizer.state_dict()
+    let_all_stay(optimizer, stays)
     train(run, model, optimizer, steps=1, first=2)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     with pytest.raises(OffloadError, match="copies of then"):

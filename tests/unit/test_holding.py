@@ -149,6 +149,76 @@ def test_gradients_that_stay_take_memory_and_no_bandwidth():
     assert "ram" in kept
 
 
+FIRST_TWO = frozenset(["layers.0", "layers.1"])
+
+
+def test_state_that_stays_takes_memory_and_no_bandwidth():
+    footprint, held = trained(), Held("ssd", staying=FIRST_TWO)
+    found = hold(footprint, held, 2000 * MB, on_host=False)
+    left = LAYERS - 2
+    assert moved_bytes(found) == ({"ssd": 3 * left * WEIGHT}, {"ssd": 3 * left * WEIGHT})
+    assert tier_bytes(footprint, held) == {"ssd": 3 * left * WEIGHT}
+    assert found.base_bytes == footprint.base_bytes - 2 * left * WEIGHT
+    assert found.state_bytes == 2 * 2 * WEIGHT
+    assert found.gradient_bytes == 2 * WEIGHT
+    gradients = [one.gradient_bytes for one in found.segments if one.backward]
+    assert gradients == [WEIGHT] * (LAYERS - 1) + [
+        2 * WEIGHT
+    ]  # those of the second block are there when the first has its
+    assert found.optimizer_step_s == pytest.approx(footprint.optimizer_step_s * 2 / LAYERS)
+    assert found.step_s == pytest.approx(footprint.step_s)
+    kinds = {one.name: one for one in kinds_of(footprint, make_problem(found, machine(), 2000 * MB), held, None)}
+    assert kinds[STATE].memory_bytes == 2 * 2 * WEIGHT
+    assert kinds[GRADIENTS].memory_bytes == 2 * WEIGHT
+    assert kinds[STATE].place == kinds[GRADIENTS].place == "memory, ssd"
+
+
+def test_state_that_all_stays_needs_no_room_for_what_is_on_its_way():
+    all_stay = frozenset(trained().units)
+    found = hold(trained(), Held("ssd", staying=all_stay), 2000 * MB, on_host=True)
+    assert (found.base_bytes, found.transfers, found.transfer_windows) == (trained().base_bytes, (), {})
+
+
+UNITS = st.sets(st.sampled_from([f"layers.{index}" for index in range(4)])).map(frozenset)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(now=UNITS, then=UNITS, accumulates=st.booleans(), keeps_gradients=st.booleans())
+def test_what_comes_back_or_leaves_is_as_if_it_had_always_been_there(now, then, accumulates, keeps_gradients):
+    footprint = trained(4)
+    if (
+        accumulates and now
+    ):  # gradients of all are there from the beginning; where none stays, no measured step shows it
+        more = footprint.gradient_bytes
+        segments = [
+            dataclasses.replace(one, live_bytes=one.live_bytes - one.gradient_bytes + more, gradient_bytes=more)
+            for one in footprint.segments
+        ]
+        footprint = dataclasses.replace(footprint, segments=tuple(segments))
+    before, after = (Held("ssd", keeps_gradients=keeps_gradients, staying=units) for units in (now, then))
+    measured = hold(footprint, before, 2000 * MB, on_host=False)
+    measured = dataclasses.replace(measured, transfers=(), transfer_windows={}, transfer_spares={})
+    changed, expected = hold(measured, after, 2000 * MB, False, before), hold(footprint, after, 2000 * MB, False)
+    for name in ("base_bytes", "state_bytes", "gradient_bytes", "transfers", "transfer_windows"):
+        assert getattr(changed, name) == getattr(expected, name)
+    for one, other in zip(changed.segments, expected.segments, strict=True):
+        assert (one.live_bytes, one.gradient_bytes) == (other.live_bytes, other.gradient_bytes)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_update_of_what_stays_needs_memory_for_it_at_once_or_for_the_largest(at_once):
+    footprint = dataclasses.replace(trained(), optimizer_step_bytes=(LAYERS if at_once else 2) * WEIGHT)
+    held = Held("ssd", staying=FIRST_TWO | {"layers.2"})
+    found = hold(footprint, held, 2000 * MB, on_host=False)
+    assert found.optimizer_step_bytes == (3 if at_once else 2) * WEIGHT
+    measured = dataclasses.replace(
+        hold(trained(), Held("ssd"), 2000 * MB, False),
+        transfers=(),
+        step_share=footprint.optimizer_step_bytes / (LAYERS * WEIGHT),
+    )
+    assert hold(measured, held, 2000 * MB, False, Held("ssd")).optimizer_step_bytes == found.optimizer_step_bytes
+
+
 def test_frozen_weights_are_not_written():
     frozen = {name: UnitWeights(one.weight_bytes, 0, 0) for name, one in trained().weights.items()}
     footprint = dataclasses.replace(trained(), weights=frozen)
@@ -170,16 +240,18 @@ def test_of_steps_that_are_as_fast_one_that_spares_the_drive_is_taken():
     assert set(found.solution.placements.values()) == {Placement.KEEP}
 
 
-@pytest.mark.parametrize("budget", [2000 * MB, 4000 * MB])
+@pytest.mark.parametrize("budget", [1800 * MB, 4000 * MB])
 def test_of_plans_that_are_as_fast_a_run_takes_one_that_moves_fewer_bytes(budget):
-    """Weights stay where their room is not needed, though a step would be as fast with them on a tier."""
+    """Weights and state stay where their room is not needed, though a step would be as fast with them on a tier."""
     footprint, hardware = trained(), machine()
     fastest = find_choice(footprint, hardware, budget, Allowed())
     known = known_by_simulating(None, footprint, Terms(budget, hardware, Allowed(), Ranks()))
     assert (known.held.state, known.held.weights) == ("ram", None)
     assert known.solution.timeline.step_s <= 1.01 * fastest.step_s
     moved = all_moved_bytes(known.problem, known.solution)
-    assert moved < 0.7 * all_moved_bytes(fastest.problem, fastest.solution)
+    after_a_step = known_by_simulating(None, footprint, Terms(budget, hardware, Allowed(now=Held()), Ranks()))
+    assert all_moved_bytes(after_a_step.problem, after_a_step.solution) == moved  # something has to move in any case
+    assert moved < 0.75 * all_moved_bytes(fastest.problem, fastest.solution)
     assert limits_are_kept(known, footprint, hardware, budget)
     # What a measured step has moved stays where it is: another place would cost another measured step.
     held = fastest.held
@@ -320,9 +392,9 @@ def test_any_step_gains_by_elementwise_recompute_or_goes_without(footprint, desc
 @pytest.mark.parametrize(
     ("layers", "weight", "saved", "live", "saves", "takes", "described", "share"),
     [
-        (3, 20, 50, 60, 0.5, 1.02, ("6GB/s", "25GB/s", "2GB"), 90),  # 0.4 % faster
-        (2, 5, 50, 20, 0.9, 1.2, ("6GB/s", "25GB/s", "1MB"), 90),  # 0.9 %
-        (2, 5, 100, 20, 0.5, 1.5, ("3GB/s", "8GB/s", "2GB"), 90),  # no faster
+        (2, 20, 50, 20, 0.5, 1.02, ("3GB/s", "8GB/s", "2GB"), 90),  # 0.7 % faster
+        (2, 60, 100, 60, 0.5, 1.02, ("6GB/s", "25GB/s", "2GB"), 90),  # 0.6 %
+        (2, 60, 100, 20, 0.9, 1.02, ("6GB/s", "25GB/s", "1MB"), 70),  # 0.4 %
     ],
 )
 def test_nothing_is_computed_twice_for_less_than_it_is_worth(
@@ -407,7 +479,8 @@ def test_a_limit_of_written_bytes_that_leaves_no_way_is_named():
     """Not a budget that would do, nor room below zero."""
     hardware = machine(ram="1MB")
     for now in (None, Held("ssd", "ssd", 2 * WEIGHT)):
-        given = Allowed(written_bytes=0, may_recompute=False, now=now)
+        # The settings of a run whose state has left say that it is on the drive.
+        given = Allowed(state="auto" if now is None else "none", written_bytes=0, may_recompute=False, now=now)
         footprint = trained() if now is None else hold(trained(), now, 2000 * MB, False)
         footprint = dataclasses.replace(footprint, transfers=(), transfer_windows={})  # as it is measured
         message = str(refuse(footprint, hardware, 2000 * MB, given)[1])

@@ -144,7 +144,7 @@ def check_streamable(optimizer: Optimizer) -> Traits:
 def _first_streamed(parameters: list[nn.Parameter]) -> nn.Parameter | None:
     """The first one that is in a streamed optimizer."""
     streamings = _streamings()
-    return next((p for p in parameters if any(one.record_of(p) is not None for one in streamings)), None)
+    return next((p for p in parameters if any(one.known_record_of(p) is not None for one in streamings)), None)
 
 
 def _named(parameters: list[nn.Parameter], names: dict[int, str]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -239,7 +239,7 @@ class StreamedOptimizer(Optimizer):
         places = [place for group in state_dict["param_groups"] for place in group["params"]]
         groups = [group for group in whole.param_groups for _ in group["params"]]
         for parameter, place in zip(parameters, places, strict=True):
-            record = streaming.record_of(parameter)
+            record = streaming.known_record_of(parameter)
             if record is not None:
                 record.given.check(state_dict["state"].get(place) or {})
         fresh: dict[Any, dict[str, Any]] = {}
@@ -380,6 +380,18 @@ class StreamedState(collections.defaultdict[Any, Any]):
 
     def copy(self) -> Any:
         return collections.defaultdict(dict, self.items())
+
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
 
     def replace(self, state: Mapping[Any, Any]) -> None:
         """Let ``state`` take the place of all that is here."""

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +107,7 @@ class StreamedSetting:
                 f"The state of {type(optimizer).__name__}, {of_mode}, cannot be streamed: set optimizer='none', or another "
                 f"memory mode. {'It decides about all weights together.' if own else error}"
             ) from error
+        streaming.let_stay(())  # what a plan of another session has kept
         keep_fast_paths(model)
         for guard in self._guards:
             guard.remove()
@@ -114,6 +115,11 @@ class StreamedSetting:
         self._streamings.add(streaming)
         if present is None:
             self._tell(streaming, optimizer, compiled)
+
+    def let_stay(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See :meth:`~hf_offload.optimizers.streamed.streaming.Streaming.let_stay`."""
+        for streaming in list(self._streamings):
+            streaming.let_stay(parameters)
 
     @property
     def place(self) -> str:

@@ -96,6 +96,7 @@ class Streaming:
         self.states = States(state_store, self._lock)
         self.gradients = Gradients(gradient_store, self._lock)
         self._records: dict[int, Record] = {}  # by id of the parameter, which the record's reference checks
+        self._staying: dict[int, Record] = {}  # the same of those whose state and gradients are in memory meanwhile
         self._handles: list[RemovableHandle] = []
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
         self._order = UpdateOrder()
@@ -125,9 +126,52 @@ class Streaming:
             self._move_state(record, parameter, state_holders)
             self._order.add(record)
 
+    def let_stay(self, parameters: Iterable[Tensor]) -> None:
+        """State and gradients of these are in memory from now on, and those of all others that are streamed leave it again.
+        Between steps.
+
+        Raises :class:`~hf_offload.errors.StorageError` for a state that cannot be read.
+        """
+        wanted = {id(parameter) for parameter in parameters}
+        with self._handled(OPTIMIZER_STATE), self._lock:
+            for key, record in list(self._staying.items()):
+                parameter = record.parameter_ref()
+                if parameter is None:
+                    del self._staying[key]
+                elif key not in wanted:
+                    self._stream_again(record, parameter)
+            for record in self.records:
+                parameter = record.parameter_ref()
+                if parameter is not None and id(parameter) in wanted:
+                    self._staying[id(parameter)] = record
+                    self._bring(record, parameter)
+
+    def _stream_again(self, record: Record, parameter: nn.Parameter) -> None:
+        with signals_deferred:
+            record.lay_out(parameter, self._part_elements(parameter))
+            del self._staying[id(parameter)]
+            self._records[id(parameter)] = record
+        self._move_state(record, parameter)
+
+    def _bring(self, record: Record, parameter: nn.Parameter) -> None:
+        """Its state and gradient are in memory, and not streamed any more."""
+        self.finish_record(record)
+        self.gradients.reveal(record)
+        state = self.state_of(parameter) if record.moved else None
+        with signals_deferred:
+            if state is not None:
+                dict.setdefault(self._resident, parameter, state)
+                self.states.forget(record)
+            del self._records[id(parameter)]
+
     def record_of(self, parameter: Tensor) -> Record | None:
         """The record of a parameter, if it is streamed."""
         record = self._records.get(id(parameter))
+        return record if record is not None and record.parameter_ref() is parameter else None
+
+    def known_record_of(self, parameter: Tensor) -> Record | None:
+        """The same, also where its state stays in memory for now."""
+        record = self.record_of(parameter) or self._staying.get(id(parameter))
         return record if record is not None and record.parameter_ref() is parameter else None
 
     def _part_elements(self, parameter: Tensor) -> int | None:
@@ -228,7 +272,7 @@ class Streaming:
     def forget_states(self, but: Iterable[Tensor] = ()) -> None:
         """Drop the states of all parameters ``but`` these."""
         kept = {id(parameter) for parameter in but}
-        for record in self.records:
+        for record in (*self.records, *self._staying.values()):
             if id(record.parameter_ref()) not in kept:
                 record.given.replace()
                 self.states.forget(record)
@@ -272,14 +316,7 @@ class Streaming:
                 f"The gradient of {record.name} is sparse, which cannot be streamed: make the embedding with sparse=False, "
                 "or set optimizer='none'."
             )
-        self.finish_record(record)
-        self.gradients.reveal(record)
-        state = self.state_of(parameter) if record.moved else None
-        with signals_deferred:
-            if state is not None:
-                dict.setdefault(self._resident, parameter, state)
-                self.states.forget(record)
-            del self._records[id(parameter)]
+        self._bring(record, parameter)
         logger.info(
             "The gradient of %s is sparse, which cannot be streamed: it stays in memory, and so does its state.",
             record.name,
@@ -337,6 +374,10 @@ class Streaming:
         for parameter in parameters:
             record = self.record_of(parameter)
             gradient = gradient_of(parameter)
+            if record is None and (gradient is not None or self._all_step):
+                staying = self.known_record_of(parameter)
+                if staying is not None:
+                    staying.given.step()
             if record is not None and gradient is not None and gradient.layout != torch.strided:
                 self._let_stay(record, parameter)  # it has not arrived in backward, or not in one that is watched
             elif record is not None:
