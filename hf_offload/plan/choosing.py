@@ -19,6 +19,7 @@ from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.problem import Choices, Problem, Solution, smallest_budget
 from hf_offload.plan.search import better, find_greedy, find_prefixes, find_uniform, local_search, may_gain, worth_s
+from hf_offload.plan.windows import WIDTHS
 
 _SOLVED = 4
 _SOLVED_PARTLY = 3
@@ -33,10 +34,18 @@ def choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed:
     """The fastest step within the budget that is found; None if nothing fits. In a run that fits, everything stays.
 
     Weights and state of a running training stay where they are unless that is a good deal slower. Elementwise operations are
-    recomputed where nothing fits otherwise, or where the step gets faster.
+    recomputed where nothing fits otherwise, or where the step gets faster. Windows of gradients and state are as wide as
+    anything fits with: no simulation knows how much a drive's pace changes.
     """
+    found = (_choose_with(width, footprint, hardware, budget_bytes, allowed) for width in WIDTHS)
+    return next((one for one in found if one is not None), None)
+
+
+def _choose_with(
+    width: int, footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed
+) -> Choice | None:
     found: list[_Way] = []
-    for held in ways(footprint, hardware, allowed):
+    for held in ways(footprint, hardware, allowed, width):
         way = _Way(held, problem_of(footprint, hardware, budget_bytes, held, allowed))
         if not may_fit(way.problem):
             continue

@@ -32,6 +32,7 @@ class Held:
         keeps_gradients: Whether gradients stay in memory where state leaves it, as with several processes, which reduce them
             there. All weights are then updated after backward.
         staying: Units whose gradients and state stay in memory where those of the others leave it.
+        width: Of the windows of gradients and state, as a multiple of the narrowest.
     """
 
     state: str | None = None
@@ -40,6 +41,7 @@ class Held:
     in_backward: bool = False
     keeps_gradients: bool = False
     staying: frozenset[str] = frozenset()
+    width: int = 1
 
     @property
     def moves(self) -> bool:
@@ -92,7 +94,7 @@ def _windows(footprint: Footprint, held: Held, budget_bytes: int) -> dict[str, i
     """Of each kind that moves."""
     found = {}
     if _left(footprint, held):
-        found[STATE] = state_window(budget_bytes)
+        found[STATE] = state_window(budget_bytes, held.width)
         if not held.keeps_gradients:
             found[GRADIENTS] = found[STATE]
     if held.weights is not None:
@@ -218,10 +220,10 @@ def _once(footprint: Footprint, find: Callable[[Footprint, Any], T], key: Any) -
 def _transfers(footprint: Footprint, held: Held) -> list[Transfer]:
     found: list[Transfer] = []
     if held.state is not None:
-        found += _once(footprint, _state, dataclasses.replace(held, weights=None, weights_bytes=0))
+        found += _once(footprint, _state, dataclasses.replace(held, weights=None, weights_bytes=0, width=1))
     if held.weights is not None:
         moves = _weights_of_forwards if has_no_backward(footprint) else _weights
-        found += _once(footprint, moves, dataclasses.replace(held, state=None, staying=frozenset()))
+        found += _once(footprint, moves, dataclasses.replace(held, state=None, staying=frozenset(), width=1))
     return found
 
 

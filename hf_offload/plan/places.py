@@ -74,8 +74,10 @@ class Choice:
         return self.solution.timeline.step_s
 
 
-def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed) -> Iterator[Held]:
-    """What may be where: as it is, and then the others, everything in memory first if that is allowed."""
+def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int = 1) -> Iterator[Held]:
+    """What may be where: as it is, and then the others, everything in memory first if that is allowed. ``width``: of the
+    windows of gradients and state in these.
+    """
     total = sum(one.weight_bytes for one in footprint.weights.values())
     least = min(least_weights(footprint), total)
     trained = sum(one.trained_bytes for one in footprint.weights.values())
@@ -85,16 +87,17 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed) -> Iterator
     states = _places(allowed.state, hardware) if trained else [None]
     places = _places(allowed.weights, hardware) if total else [None]
     for state in states if now.state is None else [now.state]:
+        of_state = 1 if state is None else width
         for weights in places if now.weights is None else [now.weights]:
             if weights is None:
                 for staying in _staying(footprint, state, allowed):
-                    found = Held(state, None, 0, allowed.in_backward, allowed.keeps_gradients, staying)
+                    found = Held(state, None, 0, allowed.in_backward, allowed.keeps_gradients, staying, of_state)
                     if not now.moves or found != now:
                         yield found
                 continue
             if now.weights is not None and allowed.weights == "none":
                 if state != now.state:
-                    yield dataclasses.replace(now, state=state)
+                    yield dataclasses.replace(now, state=state, width=of_state)
                 continue
             at_once = state is None and not has_no_backward(footprint)
             if at_once and allowed.weights == "auto" and trained > _SMALL_STATE * total:
@@ -103,7 +106,7 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed) -> Iterator
             for share in range(_SHARES - (now.weights is None), -1, -1):
                 there = least + (total - least) * share // _SHARES
                 for staying in _staying(footprint, state, allowed) if there == total else [frozenset[str]()]:
-                    found = Held(state, weights, there, allowed.in_backward, allowed.keeps_gradients, staying)
+                    found = Held(state, weights, there, allowed.in_backward, allowed.keeps_gradients, staying, of_state)
                     if found != now:
                         yield found
 

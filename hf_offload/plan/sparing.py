@@ -2,13 +2,14 @@
 simulation counts.
 """
 
+import bisect
 import dataclasses
 import itertools
 
 from hf_offload.plan.fitting import may_fit
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.holding import moved_bytes
+from hf_offload.plan.holding import moved_bytes, units_in_order
 from hf_offload.plan.places import Allowed, Choice, problem_of, ways
 from hf_offload.plan.problem import Problem, Solution
 from hf_offload.plan.search import find_prefixes
@@ -24,11 +25,13 @@ def sparing(choice: Choice, footprint: Footprint, hardware: Hardware, budget_byt
 
     Where a measured step had a part in where weights and state are, and ``choice`` lets them be there, they stay there.
     """
+    may_change = allowed.now is None or not allowed.is_measured or choice.held != allowed.now
     problems = [(choice.held, choice.problem)]
-    if allowed.now is None or not allowed.is_measured or choice.held != allowed.now:
+    if may_change:
         plain = footprint.plain
         problems = [
-            (held, problem_of(plain, hardware, budget_bytes, held, allowed)) for held in ways(plain, hardware, allowed)
+            (held, problem_of(plain, hardware, budget_bytes, held, allowed))
+            for held in ways(plain, hardware, allowed, choice.held.width)
         ]
     best, least = choice, all_moved_bytes(choice.problem, choice.solution)
     possible = (one for one in sorted(problems, key=lambda one: _passing_bytes(one[1].footprint)) if may_fit(one[1]))
@@ -39,7 +42,33 @@ def sparing(choice: Choice, footprint: Footprint, hardware: Hardware, budget_byt
             nbytes = all_moved_bytes(problem, prefix.solution)
             if nbytes < least and prefix.solution.timeline.step_s <= _AS_FAST * choice.step_s:
                 best, least = dataclasses.replace(choice, held=held, problem=problem, solution=prefix.solution), nbytes
-    return best
+    return _with_more_state(best, footprint, hardware, budget_bytes, allowed) if may_change else best
+
+
+def _with_more_state(
+    choice: Choice, footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed
+) -> Choice:
+    """``choice``, with gradients and state of as many more units in memory as fit next to all else: it was searched in
+    eighths.
+    """
+    units = units_in_order(footprint)
+    if not choice.held.staying or allowed.state != "auto":
+        return choice
+    step = footprint if choice.problem.mixed is not None else footprint.plain
+
+    def with_first(count: int) -> Choice:
+        held = dataclasses.replace(choice.held, staying=frozenset(units[:count]))
+        problem = problem_of(step, hardware, budget_bytes, held, allowed)
+        placements, windows = choice.solution.placements, choice.solution.windows
+        return Choice(held, problem, problem.play(placements, windows, choice.solution.method))
+
+    def is_too_much(count: int) -> bool:
+        found = with_first(count)
+        return not found.problem.fits(found.solution) or found.step_s > choice.step_s
+
+    counts = range(len(choice.held.staying) + 1, len(units) + 1)
+    more = bisect.bisect_left(counts, True, key=is_too_much)
+    return with_first(counts[more - 1]) if more else choice
 
 
 def all_moved_bytes(problem: Problem, solution: Solution) -> int:

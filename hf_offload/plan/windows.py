@@ -11,12 +11,16 @@ _PARTS = 3
 _WEIGHTS_WINDOW_BYTES = 64 << 20
 _SPARE_PARTS = 4
 _STATE_SHARE = 32
+WIDTHS = (2, 1)
+"""Of the windows of gradients and state that plans try, as multiples of the narrowest: wider ones wait less for a drive."""
 _WEIGHTS_SHARE = 4
 
 
-def state_window(budget_bytes: int | None) -> int:
-    """Bytes of state, and as many of gradients, that may be on the way: of a memory budget, a small part at most."""
-    return STATE_WINDOW_BYTES if budget_bytes is None else min(STATE_WINDOW_BYTES, budget_bytes // _STATE_SHARE)
+def state_window(budget_bytes: int | None, width: int = 1) -> int:
+    """Bytes of state, and as many of gradients, that may be on the way: of a memory budget, a small part at most, ``width``
+    times as much where a plan has room for it.
+    """
+    return STATE_WINDOW_BYTES if budget_bytes is None else min(STATE_WINDOW_BYTES, budget_bytes * width // _STATE_SHARE)
 
 
 def weights_window(staying_bytes: int, largest_bytes: int) -> int:

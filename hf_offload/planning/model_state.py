@@ -19,6 +19,7 @@ from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import Held, least_weights
 from hf_offload.plan.places import Allowed
 from hf_offload.plan.problem import limit_of
+from hf_offload.plan.windows import state_window
 from hf_offload.planning.beforehand import footprint_beforehand
 from hf_offload.planning.unit_weights import trained_in, unit_weights
 from hf_offload.ranks import Ranks
@@ -84,6 +85,7 @@ class ModelState:
         self._usual_bytes: int | None = None  # of weights, while fewer are in memory
         self._units: tuple[str, ...] = ()
         self._staying: frozenset[str] = frozenset()
+        self._width = 1  # of the windows of gradients and state
         self._has_returned = False  # all weights, which had left
         self._after_streaming: list[Callable[[], None]] = []
         present = residency_of(model)
@@ -173,10 +175,10 @@ class ModelState:
         """Where weights, gradients and state are now."""
         state = self.streamed.place if self.streamed is not None and self.streamed.is_used else None
         if self.residency is None:
-            return Held(state, None, 0, self._updates_in_backward, self._keeps_gradients, self._staying)
+            return Held(state, None, 0, self._updates_in_backward, self._keeps_gradients, self._staying, self._width)
         place = "ram" if self.residency.store.tier.name == "ram" else "ssd"
         staying = self.residency.limit_bytes if self._usual_bytes is None else self._usual_bytes
-        return Held(state, place, staying, self._updates_in_backward, self._keeps_gradients, self._staying)
+        return Held(state, place, staying, self._updates_in_backward, self._keeps_gradients, self._staying, self._width)
 
     @property
     def _keeps_gradients(self) -> bool:
@@ -230,6 +232,9 @@ class ModelState:
             if self._may_resize:
                 self._let_stay(held.weights_bytes)
         self._let_state_stay(model, held.staying)
+        if self.streamed is not None and self.streamed.is_used:
+            self.streamed.set_window(state_window(self._budget_bytes, held.width))
+        self._width = held.width
         return self.held != before
 
     def _let_state_stay(self, model: nn.Module, units: frozenset[str]) -> None:

@@ -100,6 +100,7 @@ class Trained:
         self.streams, weights = streaming_of(made) is not None, session.residency
         self.parks = weights is not None and weights.limit_bytes < weights.total_bytes
         self.most_measured_bytes = session.most_measured_bytes
+        self.window_bytes = streaming_of(made).states.store.window_bytes if self.streams else None
         self.predicted = None if session.forecast is None else session.forecast.peak_bytes
         session.detach()
         self.weights = [parameter.detach().clone() for parameter in model.parameters()]
@@ -135,12 +136,13 @@ def test_what_does_not_fit_leaves_memory_and_nothing_changes(name, share, moved,
 def test_of_gradients_and_state_as_much_stays_as_the_budget_leaves_room_for(name, weights, tmp_path):
     kept = Trained(name, tmp_path, "1GiB")
     shares = []
-    for share in (0.9, 0.6):
+    for share in (0.9, 0.7):
         budget = int(share * kept.peaks[-1])
         found = Trained(name, tmp_path, budget, params=weights)
         assert found.is_same(kept)
         assert found.peaks[-1] <= budget
         assert not found.parks
+        assert found.window_bytes == 2 * budget // 32
         shares.append(found.shares_staying[-1])
     assert 1 > shares[0] > shares[1] > 0
 

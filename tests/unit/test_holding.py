@@ -179,6 +179,20 @@ def test_state_that_all_stays_needs_no_room_for_what_is_on_its_way():
     assert (found.base_bytes, found.transfers, found.transfer_windows) == (trained().base_bytes, (), {})
 
 
+def test_windows_of_state_are_wide_unless_nothing_fits_with_them():
+    hardware = dataclasses.replace(machine(ram="1MB"), device="cpu")
+    sizes = [size * MB for size in range(500, 1000, 20)]
+    found = {size: choose(trained(), hardware, size, Allowed()) for size in sizes}
+    widths = [one.held.width for one in found.values() if one is not None]
+    assert widths == sorted(widths)
+    assert set(widths) == {1, 2}
+    for size, one in found.items():
+        least = refuse(trained(), hardware, size, Allowed())[1].smallest_bytes
+        assert (one is not None) == (least <= size)
+        if one is not None:
+            assert one.problem.footprint.transfer_windows[STATE] == size * one.held.width // 32
+
+
 UNITS = st.sets(st.sampled_from([f"layers.{index}" for index in range(4)])).map(frozenset)
 
 

@@ -116,6 +116,13 @@ class StreamedSetting:
         if present is None:
             self._tell(streaming, optimizer, compiled)
 
+    def set_window(self, nbytes: int) -> None:
+        """So many bytes of state, and of gradients, may be on the way."""
+        for streaming in list(self._streamings):
+            for store in (streaming.states.store, streaming.gradients.store):
+                if store is not None:
+                    store.window_bytes = nbytes
+
     def let_stay(self, parameters: Sequence[nn.Parameter]) -> None:
         """See :meth:`~hf_offload.optimizers.streamed.streaming.Streaming.let_stay`."""
         for streaming in list(self._streamings):
