@@ -18,6 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 
 import hf_offload
 from benchmarks.__main__ import app as benchmarks
+from benchmarks.budgets.table import letters
 from benchmarks.large.command import rows_of
 from hf_offload.cli.main import app
 from hf_offload.cli.plan import PlanGroup
@@ -357,6 +358,37 @@ def test_the_tables_of_the_large_model_are_of_their_files(heading, name):
     ]
     assert f"{found['weights'] / 1e9:.2f} billion weights" in section
     assert f"{found['steps']} steps of {found['tokens']:,} tokens" in section
+
+
+def test_the_table_of_budgets_is_of_its_file():
+    rows = json.loads((ROOT / "model_cards" / "bench" / "cpu_budgets.json").read_text())["rows"]
+    expected = [
+        [
+            f"{row['share']:.0%}".replace("%", " %"),
+            f"{row['peak_bytes'] / row['budget_bytes']:.3f}",
+            in_percent(row["peak_error"]),
+            f"{row['step_s']:.2f}",
+            in_percent(row["step_error"]),
+            "none fits" if row["best"] is None else letters(row["best"]),
+            "-" if row["best"] is None else f"{row['step_ratio']:.3f}",
+        ]
+        for row in rows
+    ]
+    text = (ROOT / "docs" / "measured_plans.md").read_text()
+    section = text.split("## Budgets\n")[1].split("\n### ")[0]
+    found = [line.split(" | ") for line in re.findall(r"^\| (?!model|---)(.*) \|$", section, re.MULTILINE)]
+    assert [cells[1:] for cells in found] == expected
+    assert all(row["same_bits"] for row in rows)
+    near = [sum(abs(row[f"{what}_error"]) <= most for row in rows) for what, most in (("peak", 0.1), ("step", 0.15))]
+    ratios = [row["step_ratio"] for row in rows if row["step_ratio"]]
+    said = " ".join(section.split())
+    assert f"10 % in {near[0]} of {len(rows)} rows, and steps within 15 % in {near[1]}" in said
+    assert f"In {sum(ratio <= 1.05 for ratio in ratios)} of {len(ratios)} rows" in said
+    assert f"it is up to {max(ratios):.2f} times as slow" in said
+
+
+def in_percent(share):
+    return re.sub(r"^[+-](?=0\.0$)", "", f"{100 * share:+.1f}")
 
 
 def test_the_table_of_the_longest_rows_is_of_its_file():
