@@ -368,7 +368,7 @@ def _with_state(found: Footprint, held: Held, now: Held, footprint: Footprint, b
         found,
         base_bytes=found.base_bytes - state,
         state_bytes=found.state_bytes - state,
-        optimizer_step_bytes=_step_bytes(footprint, left, now, budget_bytes),
+        optimizer_step_bytes=_bytes_of_updates(footprint, left, now, budget_bytes),
     )
     if held.keeps_gradients:
         return found
@@ -383,7 +383,7 @@ def _with_state(found: Footprint, held: Held, now: Held, footprint: Footprint, b
     return found
 
 
-def _step_bytes(footprint: Footprint, left: frozenset[str], now: Held, budget_bytes: int) -> int:
+def _bytes_of_updates(footprint: Footprint, left: frozenset[str], now: Held, budget_bytes: int) -> int:
     """What updates need: of parts of what has left memory, and at once of what stays."""
     stays = [one for unit, one in footprint.weights.items() if one.trained_bytes and unit not in left]
     needed = footprint.optimizer_step_bytes

@@ -14,7 +14,17 @@ from hf_offload.plan.choosing import choose, find_choice, frontier
 from hf_offload.plan.fitting import least_memory, may_fit, refuse
 from hf_offload.plan.footprint import UnitWeights
 from hf_offload.plan.hardware import describe_hardware
-from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, least_weights, moved_bytes, tier_bytes
+from hf_offload.plan.holding import (
+    GRADIENTS,
+    STATE,
+    WEIGHTS,
+    Held,
+    hold,
+    least_weights,
+    moved_bytes,
+    tier_bytes,
+    units_in_order,
+)
 from hf_offload.plan.kinds import kinds_of
 from hf_offload.plan.places import Allowed, Choice, problem_of, ways
 from hf_offload.plan.plan import Placement
@@ -177,6 +187,20 @@ def test_state_that_all_stays_needs_no_room_for_what_is_on_its_way():
     all_stay = frozenset(trained().units)
     found = hold(trained(), Held("ssd", staying=all_stay), 2000 * MB, on_host=True)
     assert (found.base_bytes, found.transfers, found.transfer_windows) == (trained().base_bytes, (), {})
+
+
+def test_after_a_search_in_eighths_the_state_of_single_units_stays_as_far_as_it_fits():
+    footprint, hardware = trained(20), machine(ram="1MB")
+    counts = set()
+    for budget in (5000 * MB, 7000 * MB, 9000 * MB):
+        known = known_by_simulating(None, footprint, Terms(budget, hardware, Allowed(), Ranks()))
+        count = len(known.held.staying)
+        counts.add(count)
+        more = dataclasses.replace(known.held, staying=frozenset(units_in_order(footprint)[: count + 1]))
+        problem = problem_of(footprint, hardware, budget, more, Allowed())
+        assert limits_are_kept(known, footprint, hardware, budget)
+        assert not problem.fits(problem.play(known.solution.placements, known.solution.windows, "one more"))
+    assert counts - {20 * share // 8 for share in range(9)}
 
 
 def test_windows_of_state_are_wide_unless_nothing_fits_with_them():

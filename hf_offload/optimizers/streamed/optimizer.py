@@ -389,10 +389,6 @@ class StreamedState(collections.defaultdict[Any, Any]):
     def __ror__(self, other: Any) -> Any:
         return other | self.copy()
 
-    def __ior__(self, other: Any) -> Any:
-        self.update(other)
-        return self
-
     def replace(self, state: Mapping[Any, Any]) -> None:
         """Let ``state`` take the place of all that is here."""
         state = dict(state)

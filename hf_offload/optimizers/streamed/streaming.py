@@ -289,7 +289,7 @@ class Streaming:
         del gradient  # other references are counted
         with self._handled(GRADIENTS), self._lock, outside():
             if is_sparse:
-                self._let_stay(record, parameter)
+                self._let_sparse_stay(record, parameter)
                 return
             self.finish_record(record)  # of a graph that is older than the last step
             self._match_layout(record, parameter)
@@ -309,7 +309,7 @@ class Streaming:
                 logger.info("Gradients are looked at before the step: weights are updated after backward from now on.")
         return self.in_backward
 
-    def _let_stay(self, record: Record, parameter: nn.Parameter) -> None:
+    def _let_sparse_stay(self, record: Record, parameter: nn.Parameter) -> None:
         """A gradient is sparse: if it was not asked for that it leaves, it stays in memory, and the state with it."""
         if self._must_stream:
             raise OffloadError(
@@ -379,7 +379,9 @@ class Streaming:
                 if staying is not None:
                     staying.given.step()
             if record is not None and gradient is not None and gradient.layout != torch.strided:
-                self._let_stay(record, parameter)  # it has not arrived in backward, or not in one that is watched
+                self._let_sparse_stay(
+                    record, parameter
+                )  # it has not arrived in backward, or not in one that is watched
             elif record is not None:
                 record.state_stays = False
                 self._match_layout(record, parameter)
