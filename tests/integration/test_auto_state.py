@@ -100,6 +100,7 @@ class Trained:
         self.streams, weights = streaming_of(made) is not None, session.residency
         self.parks = weights is not None and weights.limit_bytes < weights.total_bytes
         self.most_measured_bytes = session.most_measured_bytes
+        self.step_share = None if session.planned is None else session.planned.footprint.step_share
         self.window_bytes = streaming_of(made).states.store.window_bytes if self.streams else None
         self.predicted = None if session.forecast is None else session.forecast.peak_bytes
         session.detach()
@@ -143,6 +144,9 @@ def test_of_gradients_and_state_as_much_stays_as_the_budget_leaves_room_for(name
         assert found.peaks[-1] <= budget
         assert not found.parks
         assert found.window_bytes == 2 * budget // 32
+        assert found.step_share == 2 * max(each.nbytes for each in kept.weights) / sum(
+            each.nbytes for each in kept.weights
+        )
         shares.append(found.shares_staying[-1])
     assert 1 > shares[0] > shares[1] > 0
 
