@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.planning.optimizer_state import is_elsewhere, missing_state, state_of
-from hf_offload.planning.other_threads import follow_backward, let_backward_go
+from hf_offload.planning.other_threads import follow_backward, let_backward_go, put_back
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.residency.setting import residency_of
 from hf_offload.tensors import nbytes_of
@@ -130,8 +130,8 @@ class StepMeter(StepRecorder):
             return
         self.running = self.is_recording = False
         gone = self._model_ref() is None
-        let_backward_go(self)
         self.leave()
+        put_back()
         self.unwatch()
         for handle in self._optimizer_hooks:
             handle.remove()
@@ -142,9 +142,10 @@ class StepMeter(StepRecorder):
             self._state_bytes = self._find_state_bytes()
 
     def leave(self) -> None:
-        """Take the mode off this thread's stack if it is on top of it. For a model that has gone: takes no lock, and may be
-        called wherever the garbage collector may run.
+        """See no backward any more, and take the mode off this thread's stack if it is on top of it. For a model that has
+        gone: takes no lock, and may be called wherever the garbage collector may run.
         """
+        let_backward_go(self)
         if self._on_stack and _get_current_dispatch_mode() is self:
             self._on_stack = False
             self.__exit__(None, None, None)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from hf_offload.interrupts import signals_deferred
+
 _lock = threading.Lock()
 _following: list[TorchDispatchMode] = []
 _installed: list[tuple[Callable[..., Any], Callable[..., Any]]] = []  # the function of PyTorch's, and what replaces it
@@ -26,9 +28,16 @@ def follow_backward(mode: TorchDispatchMode) -> None:
 
 
 def let_backward_go(mode: TorchDispatchMode) -> None:
-    """A backward that begins from now on is not seen. Idempotent."""
-    with _lock:
-        _following[:] = [one for one in _following if one is not mode]
+    """A backward that begins from now on is not seen. Idempotent. Takes no lock, and may be called wherever the garbage
+    collector may run: PyTorch's function is put back by :func:`put_back`, or by the next backward.
+    """
+    with contextlib.suppress(ValueError):
+        _following.remove(mode)
+
+
+def put_back() -> None:
+    """Let PyTorch's function run backward if no mode follows it any more."""
+    with signals_deferred, _lock:
         if _following or not _installed:
             return
         own, seen = _installed[0]
@@ -39,11 +48,27 @@ def let_backward_go(mode: TorchDispatchMode) -> None:
 
 def _seen_in(own: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        here, following = _get_current_dispatch_mode_stack(), tuple(_following)  # which others may change
-        with contextlib.ExitStack() as stack:
-            for mode in following:
-                if not any(one is mode for one in here):
-                    stack.enter_context(mode)
-            return own(*args, **kwargs)
+        if not _following:
+            put_back()
+        here = _get_current_dispatch_mode_stack()
+        elsewhere = [mode for mode in tuple(_following) if not any(one is mode for one in here)]
+        entered: list[TorchDispatchMode] = []
+        try:
+            try:
+                with signals_deferred:
+                    for mode in elsewhere:
+                        mode.__enter__()
+                        entered.append(mode)
+                return own(*args, **kwargs)
+            finally:
+                _leave(entered)
+        finally:
+            _leave(entered)  # a signal may have come before the section in which it is done
 
     return run
+
+
+def _leave(entered: list[TorchDispatchMode]) -> None:
+    with signals_deferred:
+        while entered:
+            entered.pop().__exit__(None, None, None)

@@ -59,6 +59,7 @@ class Before:
     def __init__(self):
         gc.collect()
         self._descriptors = set(Path("/proc/self/fd").iterdir())
+        self._backward = torch.autograd._engine_run_backward
         self.threads = OurThreads()
 
     def assert_all_is_as_it_was(self):
@@ -67,6 +68,8 @@ class Before:
         assert set(Path("/proc/self/fd").iterdir()) <= self._descriptors
         assert _get_current_dispatch_mode() is None
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        torch.ones(1, requires_grad=True).sum().backward()  # the next one of the process
+        assert torch.autograd._engine_run_backward is self._backward
 
 
 def held_files(directory):
