@@ -100,6 +100,8 @@ def _in_turns(family: Family, number: int, jobs: Sequence[Job]) -> list[dict[str
     """Trainings in a process each, whose last steps alternate: a machine with other work to do is the same for all."""
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(_process(family, [job], in_turns=True)) for job in jobs]
+        for process in processes:
+            _train(process, 0)  # none of them starts while another one measures
         for job, process in zip(jobs, processes, strict=True):
             _train(process, first_steps(job))
         for turn in range(TURNS):

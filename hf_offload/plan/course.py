@@ -89,14 +89,15 @@ def course_of(footprint: Footprint, placements: Mapping[str, Placement]) -> Cour
     gone = _sums(alone.gone, alone.nbytes, end)
     resident = np.cumsum(gone - _sums(alone.released, alone.nbytes, end))
     dropped = footprint.dropped_bytes(spans)
-    memory = footprint.base_bytes + segments.live_bytes + resident - dropped
+    idle = footprint.idle_bytes
+    memory = footprint.base_bytes + segments.live_bytes + resident - dropped - idle
     return Course(
         events=_events(footprint, rows, spans),
         items=_items(footprint, rows, placements, np.cumsum(released)),
         recomputed={span.backward: span for span in spans},
         memory_bytes=memory.tolist(),
         measured_bytes=(memory + segments.measured_bytes).tolist(),
-        alone_before=(resident - gone).tolist(),
+        alone_before=(resident - gone - idle).tolist(),
         dropped_bytes=dropped.tolist(),
         held_bytes=np.cumsum(packed - released).tolist(),
         largest_bytes=int(rows.saved.nbytes[(rows.number >= 0) | rows.moves].max(initial=0)),

@@ -185,6 +185,7 @@ class Footprint:
         transfer_windows: Kind of transfers -> how many bytes of it may be on their way, half of them each way.
         transfer_spares: Kind -> how much of its window may be buffers that nothing uses, kept for the next of their size.
         passing_bytes: How much of ``base_bytes`` is for what is on its way: at most moments less of it is used.
+        idle: Segments, as half-open ranges, in which so many of these bytes cannot be used, however slow a tier is.
         elementwise: The same step with all blocks recomputing their elementwise operations; None where that cannot be chosen.
     """
 
@@ -214,6 +215,7 @@ class Footprint:
     transfer_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     transfer_spares: Mapping[str, int] = dataclasses.field(default_factory=dict)
     passing_bytes: int = 0
+    idle: tuple[tuple[int, int, int], ...] = ()
     elementwise: "Footprint | None" = None
     step_share: float = 0.0
 
@@ -242,9 +244,18 @@ class Footprint:
         return changes.cumsum()[:-1]
 
     @functools.cached_property
+    def idle_bytes(self) -> Column:
+        """Segment -> how much of ``passing_bytes`` cannot be used in it."""
+        changes = np.zeros(len(self.segments) + 1, np.int64)
+        for begin, end, nbytes in self.idle:
+            changes[begin] += nbytes
+            changes[end] -= nbytes
+        return changes.cumsum()[:-1]
+
+    @functools.cached_property
     def least_live_bytes(self) -> Column:
-        """Segment -> its live bytes, were all blocks recomputed that can be."""
-        return self.segment_columns.live_bytes - self.dropped_bytes(self.recomputable)
+        """Segment -> its live bytes, were all blocks recomputed that can be, less what is idle of ``base_bytes``."""
+        return self.segment_columns.live_bytes - self.dropped_bytes(self.recomputable) - self.idle_bytes
 
     @functools.cached_property
     def uses(self) -> dict[str, Uses]:

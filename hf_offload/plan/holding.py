@@ -84,6 +84,8 @@ def hold(footprint: Footprint, held: Held, budget_bytes: int, on_host: bool, now
         transfer_spares=_spares(footprint, windows, budget_bytes),
         passing_bytes=passing,
     )
+    if buffers:
+        found = dataclasses.replace(found, idle=_idle(found))
     if _left(footprint, held) != _left(footprint, now):
         found = _with_state(found, held, now, footprint, budget_bytes)
     found.saves_like(footprint)
@@ -113,6 +115,20 @@ def _spares(footprint: Footprint, windows: Mapping[str, int], budget_bytes: int)
         smallest[GRADIENTS] += parts
         smallest[STATE] += [nbytes * one.state_bytes // one.trained_bytes for nbytes in parts]
     return {kind: spare_bytes(window, min(smallest[kind], default=0)) for kind, window in windows.items()}
+
+
+def _idle(footprint: Footprint) -> tuple[tuple[int, int, int], ...]:
+    """What of the windows of gradients and state cannot be used, and when: nothing is read that forward has read already, and
+    nothing of it waits to be written until it is written again.
+    """
+    end, found = len(footprint.segments), []
+    for kind in {STATE, GRADIENTS} & footprint.loads.keys():
+        window, used = footprint.transfer_windows[kind], footprint.transfer_spares[kind]
+        reads = max(one.at for one in footprint.loads[kind]) + 1
+        writes = max(reads, min(one.at for one in footprint.transfers if one.kind == kind and not one.loads))
+        found.append((reads, writes, window - used))
+        found.append((writes, end, window - used - window // 2))
+    return tuple(one for one in sorted(found) if one[0] < one[1])
 
 
 def _memory_of_weights(footprint: Footprint, held: Held, on_host: bool) -> int:

@@ -91,7 +91,8 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int 
         for weights in places if now.weights is None else [now.weights]:
             if weights is None:
                 for staying in _staying(footprint, state, allowed):
-                    found = Held(state, None, 0, allowed.in_backward, allowed.keeps_gradients, staying, of_state)
+                    wide = 1 if _is_half(footprint, staying) else of_state
+                    found = Held(state, None, 0, allowed.in_backward, allowed.keeps_gradients, staying, wide)
                     if not now.moves or found != now:
                         yield found
                 continue
@@ -106,7 +107,8 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int 
             for share in range(_SHARES - (now.weights is None), -1, -1):
                 there = least + (total - least) * share // _SHARES
                 for staying in _staying(footprint, state, allowed) if there == total else [frozenset[str]()]:
-                    found = Held(state, weights, there, allowed.in_backward, allowed.keeps_gradients, staying, of_state)
+                    wide = 1 if _is_half(footprint, staying) else of_state
+                    found = Held(state, weights, there, allowed.in_backward, allowed.keeps_gradients, staying, wide)
                     if found != now:
                         yield found
 
@@ -124,6 +126,12 @@ def _staying(footprint: Footprint, state: str | None, allowed: Allowed) -> Itera
             if count:
                 yield frozenset(itertools.islice(sizes, count))
     yield frozenset() if may_stay or state is None else now.staying
+
+
+def _is_half(footprint: Footprint, staying: frozenset[str]) -> bool:
+    """Whether half of all gradients and state is that of these units: what little moves then needs no wide windows."""
+    each = {unit: one.state_bytes + one.trained_bytes for unit, one in footprint.weights.items()}
+    return 2 * sum(each[unit] for unit in staying) >= sum(each.values()) > 0
 
 
 def _places(allowed: str, hardware: Hardware) -> Sequence[str | None]:

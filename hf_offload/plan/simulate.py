@@ -6,6 +6,7 @@ on its way out, loads in the order in which backward asks, as far ahead as the w
 
 import bisect
 import collections
+import dataclasses
 from collections.abc import Mapping
 
 from hf_offload.plan import rules
@@ -39,7 +40,9 @@ def likely_peak(
     """Most bytes in memory at once, with what is on its way of weights, gradients and state at each moment. A timeline's
     peak counts on as much of it at any moment as there ever is.
     """
-    player = _LikelyPlayer(footprint, placements, channels, windows, details=False)
+    busy = dataclasses.replace(footprint, idle=())
+    busy.saves_like(footprint)
+    player = _LikelyPlayer(busy, placements, channels, windows, details=False)
     player.play()
     return player.likely_bytes
 
@@ -120,7 +123,8 @@ class _Player:
                 self._recompute_block(course.recomputed[index], index)
         self._compute(index, len(footprint.segments))
         gradients = footprint.gradient_bytes
-        self._note("the optimizer", gradients + footprint.optimizer_step_bytes, self._alone_bytes(-1), gradients)
+        alone = self._alone_bytes(-1) + int(footprint.idle_bytes[-1])
+        self._note("the optimizer", gradients + footprint.optimizer_step_bytes, alone, gradients)
         self._spend("compute", "the optimizer", footprint.optimizer_step_s)
         if footprint.skipped_blocks:
             # Such a block needs as much as the others, in addition to all that may be in memory then.
@@ -409,7 +413,7 @@ class _Player:
         self._recompute += seconds
 
     def _alone_bytes(self, index: int) -> int:
-        """Of what stays, saved bytes that nothing else holds in a segment."""
+        """Of what stays, saved bytes that nothing else holds in a segment, less what is idle there of ``base_bytes``."""
         return (
             self._course.memory_bytes[index] - self._footprint.base_bytes - self._footprint.segments[index].live_bytes
         )

@@ -4,6 +4,7 @@ import collections
 from collections.abc import Mapping, Sequence
 
 from hf_offload.plan.footprint import Footprint, Transfer
+from hf_offload.plan.holding import WEIGHTS
 from hf_offload.plan.stores import Stores
 from hf_offload.plan.timeline import Channel, Interval
 
@@ -52,7 +53,9 @@ class _Lane:
         writes = self._writes and (self._to_write > 0 or unfinished > 0)
         most = min(2 * half, half * reads + half * writes + spare)
         there = min(most, min(self.arriving_bytes, half) + min(unfinished, half) + spare)
-        return (there + most) // 2  # more is on its way while a drive is slow: of the rest of what may be, half
+        return (
+            3 * there + most
+        ) // 4  # more is on its way while a drive is slow: of the rest of what may be, a quarter
 
 
 class Transfers:
@@ -87,6 +90,8 @@ class Transfers:
             self._begin(lane, now_s)
         arrives_s, nbytes = lane.arriving.popleft()
         lane.arriving_bytes -= nbytes
+        if nbytes < one.nbytes:  # the rest of what has no room in the window
+            arrives_s = self._load(one, one.nbytes - nbytes, max(now_s, arrives_s))
         return arrives_s
 
     def write(self, one: Transfer, now_s: float) -> float:
@@ -100,7 +105,8 @@ class Transfers:
         while lane.writing_bytes > lane.half_bytes and len(lane.writing) > 1:
             now_s, nbytes = lane.writing.popleft()
             lane.writing_bytes -= nbytes
-        return now_s
+        room = self._room_of(lane, one)
+        return max(now_s, end_s - (end_s - begin_s) * room / one.nbytes) if room < one.nbytes else now_s
 
     def read_ahead(self, now_s: float) -> None:
         """Begin to load what segments to come need, what comes first of each kind before the others."""
@@ -125,17 +131,27 @@ class Transfers:
         """Memory of what is on its way now, and of buffers for what comes next, where they are in that memory."""
         return sum(lane.passing_bytes(now_s) for lane in self._lanes.values())
 
+    def _room_of(self, lane: _Lane, one: Transfer) -> int:
+        """How much of it may be on its way while compute goes on. An accelerator's host waits for the rest meanwhile, but one
+        that computes itself does not compute then. A weight is waited for by itself, and its window has room for each.
+        """
+        computes_itself = self._channels[one.tier].link_bytes_per_s is None
+        return min(one.nbytes, lane.half_bytes) if computes_itself and one.kind != WEIGHTS else one.nbytes
+
     def _begin(self, lane: _Lane, now_s: float) -> None:
         one = lane.pop()
-        tier, nbytes = one.tier, one.nbytes
-        begin_s = self._load_free[tier]
+        nbytes = self._room_of(lane, one)
+        lane.arriving.append((self._load(one, nbytes, now_s), nbytes))
+        lane.arriving_bytes += nbytes
+
+    def _load(self, one: Transfer, nbytes: int, now_s: float) -> float:
+        tier, begin_s = one.tier, self._load_free[one.tier]
         if now_s > begin_s:
             begin_s = now_s
         end_s = self._load_free[tier] = begin_s + nbytes / self._load_rates[tier][self._stores.free_s(tier) > begin_s]
-        lane.arriving.append((end_s, nbytes))
-        lane.arriving_bytes += nbytes
         if self._intervals is not None:
             self._note("load", one, begin_s, end_s)
+        return end_s
 
     def _note(self, channel: str, one: Transfer, begin_s: float, end_s: float) -> None:
         assert self._intervals is not None, "intervals are wanted"

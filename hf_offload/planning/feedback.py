@@ -119,6 +119,8 @@ class Feedback:
             self._decisions.after_step(self._played, meter, times)
         except OffloadPlanError as error:
             raise self._excess.refusal(error, max(peaks, default=0)) from None
+        finally:
+            self._overhead.begin_step()
         for message in excess:  # else an error has said it
             say(self._ranks, logging.WARNING, "%s", message)
 

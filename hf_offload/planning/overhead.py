@@ -22,7 +22,7 @@ class Overhead:
         self._engine = engine
         self._model_state = model_state
         self._on_host = device == "cpu"
-        self._before = self._handled()
+        self.begin_step()
         # Kind -> seconds and bytes, of usual steps and of those that were measured.
         self._usual: dict[str, tuple[float, int]] = {}
         self._measured: dict[str, tuple[float, int]] = {}
@@ -33,8 +33,12 @@ class Overhead:
             return self._model_state.handled_s
         return self._engine.waited_s() + self._model_state.waited_s
 
+    def begin_step(self) -> None:
+        """A step begins: what a new plan has moved since the last one ended belongs to neither."""
+        self._before = self._handled()
+
     def end_step(self, is_measured: bool) -> None:
-        """A step has ended. While one is measured, all takes longer: others count where there are any."""
+        """A step has ended. While one is measured, all takes longer."""
         now, before = self._handled(), self._before
         self._before = now
         found = self._measured if is_measured else self._usual
@@ -52,14 +56,18 @@ class Overhead:
 
     @property
     def busy_s(self) -> dict[str, float]:
-        """Seconds a byte, by kind. What has not moved yet is taken to be like the others."""
+        """Seconds a byte, by kind: of usual steps, but no more than of those that were measured, or a plan that lets nothing
+        of a kind move after a step in which the machine was slow would never find out. What has not moved yet is taken to be
+        like the others.
+        """
         found: dict[str, float] = {}
         all_s, all_bytes = 0.0, 0
         for kind in _KINDS:
-            usual = self._usual.get(kind, (0.0, 0))
-            seconds, nbytes = usual if usual[1] else self._measured.get(kind, usual)
-            if nbytes:
-                found[kind] = max(0.0, seconds / nbytes)
+            both = [steps.get(kind, (0.0, 0)) for steps in (self._usual, self._measured)]
+            each = [(seconds / nbytes, seconds, nbytes) for seconds, nbytes in both if nbytes]
+            if each:
+                a_byte_s, seconds, nbytes = min(each)
+                found[kind] = max(0.0, a_byte_s)
                 all_s, all_bytes = all_s + seconds, all_bytes + nbytes
         others = max(0.0, all_s / max(1, all_bytes))
         return {kind: found.get(kind, others) for kind in _KINDS}

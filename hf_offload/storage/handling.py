@@ -20,8 +20,8 @@ class Handling:
     def __init__(self) -> None:
         self._seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
 
-    def of(self, kind: str) -> "_Section":
-        """A section that handles this kind."""
+    def of(self, kind: str | None) -> "_Section":
+        """A section that handles this kind; None: that computes, and is not counted."""
         return _Section(self._seconds, kind)
 
     def seconds(self, kind: str) -> float:
@@ -32,16 +32,15 @@ class Handling:
     def total_s(self) -> float:
         """What all kinds have taken so far, with waits and with this thread's section that runs."""
         section: _Section | None = getattr(_thread, "section", None)
-        running = (
-            0.0 if section is None or section._seconds is not self._seconds else time.perf_counter() - section._begin
-        )
+        is_counted = section is not None and section._seconds is self._seconds and section._kind is not None
+        running = time.perf_counter() - section._begin if section is not None and is_counted else 0.0
         return sum(self._seconds.values()) + running
 
 
 class _Section:
     __slots__ = ("_begin", "_kind", "_outer", "_seconds")
 
-    def __init__(self, seconds: collections.defaultdict[str, float], kind: str):
+    def __init__(self, seconds: collections.defaultdict[str, float], kind: str | None):
         self._seconds = seconds
         self._kind = kind
 
@@ -60,4 +59,5 @@ class _Section:
             outer._begin = now
 
     def _count(self, now: float) -> None:
-        self._seconds[self._kind] += now - self._begin
+        if self._kind is not None:
+            self._seconds[self._kind] += now - self._begin

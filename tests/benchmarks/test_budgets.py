@@ -1,18 +1,22 @@
 """``python -m benchmarks budgets``: real runs, in a process whose live bytes are counted; and the lines made of runs."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.budgets import command
 from benchmarks.budgets.meter import metered
-from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE, Job
+from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE, Family, Job
 from benchmarks.budgets.table import fastest, letters, row_of, texts
 
 BUDGET = 500
@@ -109,6 +113,21 @@ def rounds(*seconds):
 def test_the_fastest_ways_that_fit_take_turns():
     assert fastest(ONCE, BUDGET) == [FAST, OTHER]
     assert fastest(ONCE, BUDGET - 1) == []
+
+
+def test_no_training_begins_while_another_process_starts(monkeypatch):
+    steps = []
+
+    @contextlib.contextmanager
+    def process(family, jobs, in_turns):
+        yield SimpleNamespace(stdin=io.StringIO(), way=jobs[0].way)
+
+    monkeypatch.setattr(command, "_process", process)
+    monkeypatch.setattr(command, "_train", lambda process, count: steps.append((process.way, count)))
+    monkeypatch.setattr(command, "_results", lambda *_: [])
+    command._in_turns(Family("gpt", 1, 8, 1, 8, ""), 0, [Job(AUTO, BUDGET), Job(FAST, BUDGET)])
+    assert steps[:2] == [(AUTO, 0), (FAST, 0)]
+    assert all(count > 0 for _, count in steps[2:])
 
 
 def test_a_line_compares_with_the_fastest_way_in_the_same_round():

@@ -52,6 +52,17 @@ def test_the_section_that_runs_counts_as_far_as_it_has_come(clock):
     assert (one.total_s, other.total_s) == (1, 2)
 
 
+def test_what_computes_in_a_section_is_not_counted(clock):
+    handling = Handling()
+    with handling.of("state"):
+        clock.now_s += 1
+        with handling.of(None):
+            clock.now_s += 10
+            assert handling.total_s == 1
+        clock.now_s += 2
+    assert handling.total_s == handling.seconds("state") == 3
+
+
 def test_a_section_ends_with_an_error(clock):
     handling = Handling()
     with pytest.raises(ValueError, match="broken"), handling.of("weights"), handling.of("waits"):

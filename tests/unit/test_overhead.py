@@ -45,9 +45,24 @@ def test_bytes_of_each_kind_take_what_they_took_in_usual_steps(told):
     overhead.end_step(is_measured=False)
     assert overhead.busy_s["activations"] == 1.0  # measuring slows everything down
     assert overhead.busy_s["weights"] == 2.0  # of which no usual step has moved any
-    engine.activations = (45.0, 118)
+    engine.activations = (33.0, 118)
     overhead.end_step(is_measured=False)
-    assert overhead.busy_s["activations"] == 2.5
+    assert overhead.busy_s["activations"] == 1.0
+    engine.activations = (93.0, 122)  # a machine that had other work to do
+    overhead.end_step(is_measured=False)
+    assert overhead.busy_s["activations"] == 2.0
+
+
+def test_what_moves_between_two_steps_belongs_to_neither(told):
+    engine, state = told
+    overhead = Overhead(engine, state, "cpu")
+    engine.activations = (3.0, 10)
+    overhead.end_step(is_measured=False)
+    engine.activations = (500.0, 20)  # a new plan
+    overhead.begin_step()
+    engine.activations = (503.0, 30)
+    overhead.end_step(is_measured=False)
+    assert overhead.busy_s["activations"] == 0.3
 
 
 def test_what_has_not_moved_is_taken_to_be_like_all_others_together(told):

@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 
+from hf_offload.plan.footprint import Transfer
+from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.simulate import simulate
 from hf_offload.plan.timeline import Channel, Windows
@@ -182,3 +184,35 @@ def test_a_host_that_computes_itself_is_busy_with_every_byte_that_moves_each_way
         quick = play(footprint, Placement.SSD, channel, windows).step_s
         assert play(footprint, Placement.SSD, busy, windows).step_s == pytest.approx(quick + 2 * 3 * 1.0, rel=1e-4)
     assert play(footprint, Placement.KEEP, busy).step_s == play(footprint, Placement.KEEP, channel).step_s
+
+
+@pytest.mark.parametrize("placement", [Placement.KEEP, Placement.RECOMPUTE])
+def test_what_cannot_be_used_of_windows_is_not_there_but_in_the_optimizer_s_step(placement):
+    footprint = footprint_of([10 * MB] * 3, [1.0] * 3, [5 * MB] * 3)
+    stepping = dataclasses.replace(footprint, optimizer_step_bytes=500 * MB)
+    idle = ((0, 6, 3 * MB), (1, 6, 4 * MB))
+    usual, less = (play(one, placement) for one in (footprint, dataclasses.replace(footprint, idle=idle)))
+    assert less.peak_bytes == less.must_fit_bytes == usual.peak_bytes - 7 * MB
+    usual, same = (play(one, placement) for one in (stepping, dataclasses.replace(stepping, idle=idle)))
+    assert same.peak_bytes == usual.peak_bytes
+
+
+@pytest.mark.parametrize("kind", [STATE, GRADIENTS, WEIGHTS])
+@pytest.mark.parametrize("link", [None, 1e12])
+def test_a_host_that_computes_itself_waits_for_what_has_no_room_in_a_window(kind, link):
+    """Two units whose 40 MB are read and written in forward, over a window with room for 10 MB each way."""
+    footprint = footprint_of([MB] * 2, [1.0] * 2, [5 * MB] * 2)
+    transfers = tuple(
+        Transfer(kind, f"layers.{at}", "ssd", 40 * MB, at, loads) for at in range(2) for loads in (True, False)
+    )
+    footprint = dataclasses.replace(
+        footprint, transfers=transfers, transfer_windows={kind: 20 * MB}, transfer_spares={kind: 0}
+    )
+    timeline = play(footprint, Placement.KEEP, Channel(40e6, 40e6, link_bytes_per_s=link))
+    if link is None and kind != WEIGHTS:
+        # Of each, a quarter is read ahead, the first of them in no time that is computed, and a quarter written meanwhile.
+        assert timeline.load_stall_s == pytest.approx(1.0 + 0.75)
+        assert timeline.store_stall_s == pytest.approx(0.75 + 0.75)
+    else:
+        assert timeline.load_stall_s == pytest.approx(1.0)
+        assert timeline.store_stall_s == 0

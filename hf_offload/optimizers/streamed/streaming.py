@@ -428,7 +428,8 @@ class Streaming:
     def _step_in_memory(self, groups: list[dict[str, Any]], context: StepContext) -> None:
         """A step of the parameters in ``groups``, whose state and gradients are in memory."""
         state = {p: its for one in groups for p in one["params"] if (its := dict.get(self._resident, p)) is not None}
-        with in_memory([p for one in groups for p in one["params"]], changed=True):
+        parameters = [p for one in groups for p in one["params"]]
+        with in_memory(parameters, changed=True), self._handled(None):
             dict.update(self._resident, self._shadow.step(groups, state, context.attributes))
 
     def finish(self) -> None:
@@ -465,7 +466,7 @@ class Streaming:
                 f"checkpoint. {error}"
             ) from error
 
-    def _handled(self, kind: str) -> contextlib.AbstractContextManager[None]:
+    def _handled(self, kind: str | None) -> contextlib.AbstractContextManager[None]:
         return self.states.store.storage.handling.of(kind)
 
     def overwrite(self, record: Record) -> None:
