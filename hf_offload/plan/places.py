@@ -87,18 +87,17 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int 
     states = _places(allowed.state, hardware) if trained else [None]
     places = _places(allowed.weights, hardware) if total else [None]
     for state in states if now.state is None else [now.state]:
-        of_state = 1 if state is None else width
+        stays = list(_staying(footprint, state, allowed, width))
         for weights in places if now.weights is None else [now.weights]:
             if weights is None:
-                for staying in _staying(footprint, state, allowed):
-                    wide = 1 if _is_half(footprint, staying) else of_state
+                for staying, wide in stays:
                     found = Held(state, None, 0, allowed.in_backward, allowed.keeps_gradients, staying, wide)
                     if not now.moves or found != now:
                         yield found
                 continue
             if now.weights is not None and allowed.weights == "none":
                 if state != now.state:
-                    yield dataclasses.replace(now, state=state, width=of_state)
+                    yield dataclasses.replace(now, state=state, width=width)
                 continue
             at_once = state is None and not has_no_backward(footprint)
             if at_once and allowed.weights == "auto" and trained > _SMALL_STATE * total:
@@ -106,15 +105,18 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int 
             # Weights that have left may all come back.
             for share in range(_SHARES - (now.weights is None), -1, -1):
                 there = least + (total - least) * share // _SHARES
-                for staying in _staying(footprint, state, allowed) if there == total else [frozenset[str]()]:
-                    wide = 1 if _is_half(footprint, staying) else of_state
+                for staying, wide in stays if there == total else [(frozenset[str](), stays[-1][1])]:
                     found = Held(state, weights, there, allowed.in_backward, allowed.keeps_gradients, staying, wide)
                     if found != now:
                         yield found
 
 
-def _staying(footprint: Footprint, state: str | None, allowed: Allowed) -> Iterator[frozenset[str]]:
-    """Which units' gradients and state stay: the first ones of the model, until all have left."""
+def _staying(
+    footprint: Footprint, state: str | None, allowed: Allowed, width: int
+) -> Iterator[tuple[frozenset[str], int]]:
+    """Which units' gradients and state stay, the first ones of the model, until all have left; and the width of the windows
+    of those that do not. What moves where half of it stays needs no wide ones, which take the room that it leaves.
+    """
     now = allowed.now or IN_MEMORY
     sizes = {unit: footprint.weights[unit] for unit in units_in_order(footprint)}
     ends = list(itertools.accumulate(one.state_bytes + one.trained_bytes for one in sizes.values()))
@@ -124,14 +126,8 @@ def _staying(footprint: Footprint, state: str | None, allowed: Allowed) -> Itera
         for share in range(_SHARES - (now.state is None), 0, -1):
             count = bisect.bisect_right(ends, ends[-1] * share // _SHARES)
             if count:
-                yield frozenset(itertools.islice(sizes, count))
-    yield frozenset() if may_stay or state is None else now.staying
-
-
-def _is_half(footprint: Footprint, staying: frozenset[str]) -> bool:
-    """Whether half of all gradients and state is that of these units: what little moves then needs no wide windows."""
-    each = {unit: one.state_bytes + one.trained_bytes for unit, one in footprint.weights.items()}
-    return 2 * sum(each[unit] for unit in staying) >= sum(each.values()) > 0
+                yield frozenset(itertools.islice(sizes, count)), 1 if 2 * ends[count - 1] >= ends[-1] else width
+    yield frozenset() if may_stay or state is None else now.staying, 1 if state is None else width
 
 
 def _places(allowed: str, hardware: Hardware) -> Sequence[str | None]:
