@@ -53,9 +53,8 @@ class _Lane:
         writes = self._writes and (self._to_write > 0 or unfinished > 0)
         most = min(2 * half, half * reads + half * writes + spare)
         there = min(most, min(self.arriving_bytes, half) + min(unfinished, half) + spare)
-        return (
-            3 * there + most
-        ) // 4  # more is on its way while a drive is slow: of the rest of what may be, a quarter
+        # More is on its way while a drive is slow: of the rest of what may be, a quarter.
+        return (3 * there + most) // 4
 
 
 class Transfers:

@@ -379,9 +379,8 @@ class Streaming:
                 if staying is not None:
                     staying.given.step()
             if record is not None and gradient is not None and gradient.layout != torch.strided:
-                self._let_sparse_stay(
-                    record, parameter
-                )  # it has not arrived in backward, or not in one that is watched
+                # It has not arrived in backward, or not in one that is watched.
+                self._let_sparse_stay(record, parameter)
             elif record is not None:
                 record.state_stays = False
                 self._match_layout(record, parameter)
