@@ -7,7 +7,7 @@ import pytest
 from hf_offload.plan.footprint import Transfer
 from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.simulate import simulate
+from hf_offload.plan.simulate import likely_peak, simulate
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.handmade_footprints import MB, footprint_of
 
@@ -216,3 +216,17 @@ def test_a_host_that_computes_itself_waits_for_what_has_no_room_in_a_window(kind
     else:
         assert timeline.load_stall_s == pytest.approx(1.0)
         assert timeline.store_stall_s == 0
+
+
+def test_of_the_room_that_is_left_in_a_window_a_quarter_is_likely_to_be_used():
+    """While the first unit computes, 8 MB of weights are on their way, and its window has room for 20 MB."""
+    footprint = dataclasses.replace(
+        footprint_of([MB] * 2, [1.0] * 2, [50 * MB, 5 * MB]),
+        transfers=(Transfer(WEIGHTS, "layers.1", "ssd", 8 * MB, 1, loads=True),),
+        transfer_windows={WEIGHTS: 40 * MB},
+        transfer_spares={WEIGHTS: 0},
+        passing_bytes=40 * MB,
+    )
+    placements = dict.fromkeys(footprint.units, Placement.KEEP)
+    likely = likely_peak(footprint, placements, {"ssd": Channel(1e9, 1e9)}, NARROW)
+    assert likely == (100 - 40 + 50 + 8 + (20 - 8) // 4) * MB
