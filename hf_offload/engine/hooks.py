@@ -116,6 +116,10 @@ class Engine:
         self.transfer.reap()
         return self.transfer.ledger.resident_bytes
 
+    def resident_storages(self) -> list[torch.UntypedStorage]:
+        """That memory."""
+        return self.transfer.resident_storages()
+
     def waited_s(self) -> float:
         """Seconds that the training has waited for the engine since it began, on the host or in streams."""
         return self.stats.waited_s + self.transfer.mover.stalled_s()

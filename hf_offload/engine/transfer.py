@@ -57,6 +57,13 @@ class Transfer:
         """How many records graphs still hold."""
         return len(self._cleanups)
 
+    def resident_storages(self) -> list[torch.UntypedStorage]:
+        """Of what records hold in memory."""
+        with self.lock:
+            records = [cleanup() for cleanup in self._cleanups]
+            buffers = [None if record is None else record.buffer for record in records]
+        return [buffer.untyped_storage() for buffer in buffers if buffer is not None]
+
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def adopt(self, record: Record) -> None:

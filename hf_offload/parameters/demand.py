@@ -201,6 +201,12 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad
 
 
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether there is a gradient, wherever it is: where it is elsewhere, ``parameter.grad`` would bring it to memory."""
+    demand = demand_of(parameter)
+    return gradient_of(parameter) is not None or (demand is not None and demand.has_gradient)
+
+
 def set_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Set the gradient that is in memory."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -18,6 +18,11 @@ from hf_offload.parameters.saved import Former, Residence
 class Demand(Protocol):
     """What a demanded parameter is waiting for."""
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether it has a gradient that is elsewhere."""
+        ...
+
     def finish(self) -> None:
         """The parameter is about to be used: its update has to come first."""
 

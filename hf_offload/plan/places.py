@@ -46,6 +46,7 @@ class Allowed:
         snapshots: How many of the run are held at a time.
         snapshots_of_trained: Whether they leave out what is not trained.
         is_measured: Whether a measured step had a part in where they are ``now``: if not, a plan is not bound to it.
+        must_stay: Whether they are to be where they are ``now``.
     """
 
     state: str = "auto"
@@ -58,6 +59,7 @@ class Allowed:
     snapshots: int = 0
     snapshots_of_trained: bool = False
     is_measured: bool = True
+    must_stay: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +84,10 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int 
     least = min(least_weights(footprint), total)
     trained = sum(one.trained_bytes for one in footprint.weights.values())
     now = allowed.now or IN_MEMORY
-    if now.moves:
+    if now.moves or allowed.must_stay:
         yield now
+    if allowed.must_stay:
+        return
     states = _places(allowed.state, hardware) if trained else [None]
     places = _places(allowed.weights, hardware) if total else [None]
     for state in states if now.state is None else [now.state]:

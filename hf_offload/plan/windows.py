@@ -5,7 +5,7 @@ STATE_WINDOW_BYTES = 96 << 20
 PART_BYTES = 8 << 20
 """Of a parameter, where it can be cut, at most: an update then needs memory for the state of so much."""
 
-_SMALLEST_PART_BYTES = 256 << 10
+_SMALLEST_PART_BYTES = 64 << 10
 _PARTS = 3
 """Of a part that is updated: its state (AdamW's), and a copy."""
 _WEIGHTS_WINDOW_BYTES = 64 << 20

@@ -1,5 +1,6 @@
 """Deciding about the plans of a running training: which one a micro-batch has, and what becomes of them after a step."""
 
+import contextlib
 import dataclasses
 import logging
 import weakref
@@ -21,7 +22,7 @@ from hf_offload.planning.graphs import WalkedGraphs
 from hf_offload.planning.known import Known, Terms, find_known, known_by_simulating, known_with_more_state
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.moved import moving_all, windows_to_measure
+from hf_offload.planning.moved import moving_all, not_behind, windows_to_measure
 from hf_offload.planning.moving import Moving
 from hf_offload.planning.observed import ObservedEngine
 from hf_offload.planning.overhead import Overhead
@@ -104,6 +105,9 @@ class Decisions:
         self._changed: set[str] = set()  # blocks that something had changed before their backward, in a measured step
         self._unsure: set[Situation] = set()  # to be looked at again: blocks had changed for the first time
         self._graphs = WalkedGraphs(safest)
+        self._most_demanding: Situation | None = (
+            None  # of all that were measured: weights and state are where it needs them
+        )
         self._pace = Pace()
         self._in_force: Known | None = None
         self.planned: Known | None = None
@@ -127,13 +131,14 @@ class Decisions:
         if known is None or lasting or trying or any(situation.begins(wanted) for wanted in self._wanted):
             windows = self._windows if known is None else windows_to_measure(known, self._safest)
             if known is None and self._known:
-                self._model_state.let_few_stay(True)
-                # How much it needs is not known; what is nearest to it says how much there may be on its way.
-                nearest = max(self._known.values(), key=lambda one: one.situation.elements)
-                windows = windows_to_measure(nearest, self._safest) or nearest.problem.windows[-1]
-                # No more waits to be written than in a first step, whatever the nearest leaves room for.
-                behind = min(windows.write_behind_bytes, self._safest.write_behind_bytes)
-                windows = dataclasses.replace(windows, write_behind_bytes=behind)
+                most = self._most_demanding
+                needs_more = most is None or situation.demand > most.demand
+                if needs_more:
+                    self._model_state.let_few_stay(True)
+                if needs_more or windows is None:
+                    # How much it needs is not known; what is nearest to it says how much there may be on its way.
+                    nearest = max(self._known.values(), key=lambda one: one.situation.elements)
+                    windows = windows_to_measure(nearest, self._safest) or self._narrowest(nearest)
             if known is None or windows is not None:
                 self._in_force = None
                 wide = self._safest if windows is None else moving_all(self._safest, windows)
@@ -185,7 +190,7 @@ class Decisions:
             return known
         del self._known[known.situation]
         try:
-            other, _ = self._in_place(lambda: known_with_more_state(known, more, self._terms))
+            other, _ = self._in_place(lambda: known_with_more_state(known, more, self._terms_for(known.situation)))
         except OffloadPlanError:
             return None  # it is measured, and refused if need be
         if other is None:
@@ -254,6 +259,7 @@ class Decisions:
             )
         ]
         self._look_at_changes(meter, found)
+        needed.sort(key=lambda situation: situation.demand, reverse=True)
         plans: dict[Situation, Known] = {}
         refusal: OffloadPlanError | None = None
         for situation in needed:
@@ -320,6 +326,11 @@ class Decisions:
         footprint = self._trial.joined(situation, measured)
         if footprint is None:
             return None, False
+        if self._may_decide(situation):
+            self._most_demanding = situation
+        else:
+            with contextlib.suppress(OffloadPlanError):
+                return self._in_place(lambda: known_by_simulating(situation, footprint, self._terms_for(situation)))
         try:
             return self._in_place(lambda: known_by_simulating(situation, footprint, self._terms))
         except OffloadPlanError:
@@ -365,7 +376,7 @@ class Decisions:
 
     def _correct(self, known: Known, peak: int) -> bool:
         """Plan again where that is better by now; whether it was."""
-        corrected, has_moved = self._in_place(lambda: corrected_plan(known, peak, self._terms))
+        corrected, has_moved = self._in_place(lambda: corrected_plan(known, peak, self._terms_for(known.situation)))
         if corrected is not None and not has_moved:
             self._adopt(corrected)
         return has_moved or corrected is not None
@@ -374,6 +385,19 @@ class Decisions:
     def _terms(self) -> Terms:
         """Of the present: with the rates that tiers have reached, and what may still be moved."""
         return Terms(self.budget_bytes, self._overhead.on(self._hardware), self._moving.allowed, self._ranks)
+
+    def _terms_for(self, situation: Situation) -> Terms:
+        """The same for a micro-batch, for whose sake nothing may be moved where another one needs more."""
+        terms = self._terms
+        if self._may_decide(situation):
+            return terms
+        return dataclasses.replace(terms, allowed=dataclasses.replace(terms.allowed, must_stay=True))
+
+    def _may_decide(self, situation: Situation) -> bool:
+        """Whether weights and state are where its plan has them. One that needs less than another would take the room for
+        them that the other one needs, and each of both would move what the other has moved.
+        """
+        return self._most_demanding is None or situation.demand >= self._most_demanding.demand
 
     @property
     def _present_model(self) -> nn.Module:
@@ -388,8 +412,11 @@ class Decisions:
             return known, False
         self._measure_again(why)
         # Everything moves in the step that is measured, and it is to be within the budget, too.
-        self._windows = windows_to_measure(known, self._safest) or known.problem.windows[-1]
+        self._windows = windows_to_measure(known, self._safest) or self._narrowest(known)
         return None, True
+
+    def _narrowest(self, known: Known) -> Windows:
+        return not_behind(known.problem.windows[-1], self._safest)
 
     def _measure_again(self, why: str) -> None:
         """What is known is of a run that had other weights and state in memory, or was computed in another way."""

@@ -1,5 +1,7 @@
 """Measured steps that take more than the budget: what is said of them."""
 
+from collections.abc import Iterable
+
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.problem import smallest_budget
 from hf_offload.planning.known import Known
@@ -17,12 +19,16 @@ class Excess:
         self._measured: set[Situation] = set()  # at least once
         self._said: set[Situation] = set()
 
-    def note(self, situation: Situation, known: Known | None, peak_bytes: int) -> str:
-        """A micro-batch, which ran under the plan of ``known`` or was measured to make one, had this peak: what is to be
-        said of it, if anything.
+    def of_step(self, micro_batches: Iterable[tuple[Situation, Known | None, int]]) -> list[str]:
+        """Each had this peak, under the plan of what was known, or measured to make one: what is to be said of them, if
+        anything. Nothing that comes more than once was known before the step ended.
         """
+        found = [(one, self._note(*one)) for one in micro_batches]
+        self._measured.update(situation for (situation, _, _), _ in found)
+        return list(dict.fromkeys(message for _, message in found if message))
+
+    def _note(self, situation: Situation, known: Known | None, peak_bytes: int) -> str:
         is_first = situation not in self._measured
-        self._measured.add(situation)
         if peak_bytes <= self._budget or situation in self._said:
             return ""
         took = f"took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - self._budget)} more than the budget of"

@@ -62,7 +62,9 @@ class Feedback:
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` while one runs in another thread.
         """
-        self._forward.begin()
+        is_broken_off = self._forward.begin() or (self._meter is not None and self._meter.is_broken_off)
+        if any(self._ranks.gather(is_broken_off)):
+            self._give_step_up()
         if self._meter is not None and self._meter.is_over:
             self.end_step()  # the end of the last step was not reported
         if self._clock.start():
@@ -93,7 +95,7 @@ class Feedback:
                     self._state.elsewhere,
                 )
                 self._engine.observer = self._meter
-                self._meter.begin()
+                self._meter.begin(self._engine.resident_storages())
             if self._meter is not None:
                 self._meter.begin_forward(tensors_in((args, dict(kwargs))), is_next)
                 played.metered = self._meter.micro_batches - 1
@@ -124,6 +126,17 @@ class Feedback:
         for message in excess:  # else an error has said it
             say(self._ranks, logging.WARNING, "%s", message)
 
+    def _give_step_up(self) -> None:
+        """A forward or backward was broken off, by an error or by Ctrl-C: how much such a micro-batch needs, and how long it
+        takes, is not known. What comes next is a step by itself, whether it is the same one again or another.
+        """
+        meter = self._stop_measuring()
+        if meter is not None:
+            self._peaks(meter)
+        self._clock.stop()
+        self._played = []
+        self._model_state.let_few_stay(False)
+
     def close(self) -> None:
         """Stop observing, whatever happened."""
         self._stop_measuring()
@@ -153,5 +166,4 @@ class Feedback:
     def _excess_of(self, peaks: Sequence[int]) -> list[str]:
         """What is to be said of those over the budget."""
         played = [one for one in self._played if one.metered is not None and one.metered < len(peaks)]
-        said = [self._excess.note(one.situation, one.known, peaks[one.metered or 0]) for one in played]
-        return [message for message in said if message]
+        return self._excess.of_step((one.situation, one.known, peaks[one.metered or 0]) for one in played)

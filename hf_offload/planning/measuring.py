@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.optimizers.streamed import has_gradient
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.planning.optimizer_state import is_elsewhere, missing_state, state_of
@@ -110,11 +111,13 @@ class StepMeter(StepRecorder):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Observe from now on."""
+    def begin(self, resident: Iterable[torch.UntypedStorage] = ()) -> None:
+        """Observe from now on. ``resident`` are the storages of saved tensors that the engine holds in memory already."""
         self.running = True
         self._state_before = self._find_state_bytes()
         self.watch()
+        for storage in resident:  # of graphs that are still alive: they were broken off, or the user holds them
+            self.see(storage)
         self._optimizer_hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
@@ -189,7 +192,7 @@ class StepMeter(StepRecorder):
         missing = sum(
             nbytes_of(parameter)
             for parameter in self.model.parameters()
-            if parameter.requires_grad and parameter.grad is None and id(parameter) not in self._reached
+            if parameter.requires_grad and not has_gradient(parameter) and id(parameter) not in self._reached
         )
         has_backward = self.backward or bool(self._reached)
         self._reached.clear()

@@ -1,8 +1,11 @@
 """What planning sees of the engine while it trains."""
 
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
+
+import torch
 
 from hf_offload.errors import OffloadConfigError
 
@@ -14,6 +17,10 @@ class ObservedEngine(Protocol):
 
     def resident_bytes(self) -> int:
         """Bytes of saved tensors that it holds in memory now."""
+        ...
+
+    def resident_storages(self) -> Iterable[torch.UntypedStorage]:
+        """That memory."""
         ...
 
     def waited_s(self) -> float:
@@ -39,13 +46,15 @@ class ObservedEngine(Protocol):
 
 
 class OneForward:
-    """Refuses a forward while another one runs."""
+    """Refuses a forward while another one runs, and tells one that was broken off: by an error, or by Ctrl-C."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # in which one has begun
+        self._handled = 0  # id of the error that this thread was handling then
+        self._is_broken_off = False
 
-    def begin(self) -> None:
-        """A forward begins in this thread.
+    def begin(self) -> bool:
+        """A forward begins in this thread. Returns whether the one before it was broken off.
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` while one runs in another thread.
         """
@@ -55,9 +64,12 @@ class OneForward:
                 f"tier='auto' measures one forward at a time, and {this.name} has begun one while another runs in "
                 f"{self._thread.name}: set tier='ram' or tier='ssd' where several threads train a model at once."
             )
-        self._thread = this
+        is_broken_off = self._is_broken_off or self._thread is not None
+        self._thread, self._handled, self._is_broken_off = this, id(sys.exception()), False
+        return is_broken_off
 
     def end(self) -> None:
-        """A forward has ended in this thread."""
+        """A forward has ended in this thread, maybe by an error, which is being handled then."""
         if self._thread is threading.current_thread():
             self._thread = None
+            self._is_broken_off = id(sys.exception()) != self._handled

@@ -10,14 +10,26 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from hf_offload.interrupts import signals_deferred
 
+
+class Follower(TorchDispatchMode):
+    """A mode that sees backward.
+
+    Attributes:
+        is_broken_off: Whether one has ended with an error.
+    """
+
+    is_broken_off = False
+
+
 _lock = threading.Lock()
-_following: list[TorchDispatchMode] = []
+_following: list[Follower] = []
 _installed: list[tuple[Callable[..., Any], Callable[..., Any]]] = []  # the function of PyTorch's, and what replaces it
 
 
-def follow_backward(mode: TorchDispatchMode) -> None:
+def follow_backward(mode: Follower) -> None:
     """Let ``mode`` see operations of every backward that begins from now on, in whichever thread, until
-    :func:`let_backward_go`. Autograd takes the stack of the thread that calls it along to its own.
+    :func:`let_backward_go`, and note those that end with an error. Autograd takes the stack of the thread that calls
+    it along to its own.
     """
     with _lock:
         _following.append(mode)
@@ -27,7 +39,7 @@ def follow_backward(mode: TorchDispatchMode) -> None:
             torch.autograd._engine_run_backward = _installed[0][1]
 
 
-def let_backward_go(mode: TorchDispatchMode) -> None:
+def let_backward_go(mode: Follower) -> None:
     """A backward that begins from now on is not seen. Idempotent. Takes no lock, and may be called wherever the garbage
     collector may run: PyTorch's function is put back by :func:`put_back`, or by the next backward.
     """
@@ -52,7 +64,7 @@ def _seen_in(own: Callable[..., Any]) -> Callable[..., Any]:
             put_back()
         here = _get_current_dispatch_mode_stack()
         elsewhere = [mode for mode in tuple(_following) if not any(one is mode for one in here)]
-        entered: list[TorchDispatchMode] = []
+        entered: list[Follower] = []
         try:
             try:
                 with signals_deferred:
@@ -60,6 +72,10 @@ def _seen_in(own: Callable[..., Any]) -> Callable[..., Any]:
                         mode.__enter__()
                         entered.append(mode)
                 return own(*args, **kwargs)
+            except BaseException:
+                for mode in tuple(_following):
+                    mode.is_broken_off = True
+                raise
             finally:
                 _leave(entered)
         finally:
@@ -68,7 +84,7 @@ def _seen_in(own: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _leave(entered: list[TorchDispatchMode]) -> None:
+def _leave(entered: list[Follower]) -> None:
     with signals_deferred:
         while entered:
             entered.pop().__exit__(None, None, None)

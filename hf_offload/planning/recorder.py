@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -20,6 +19,7 @@ from hf_offload.optimizers.streamed import gradient_of
 from hf_offload.parameters.changes import count_changes_of_lists
 from hf_offload.parameters.saved import whereabouts
 from hf_offload.plan.footprint import BlockSpan, Segment
+from hf_offload.planning.other_threads import Follower
 from hf_offload.planning.workspace import workspace_bytes
 from hf_offload.storage.handling import Handling
 from hf_offload.structure.effects import Effects
@@ -61,7 +61,7 @@ class _Sum:
     spared: int = 0  # where the mode does not keep autograd from it
 
 
-class StepRecorder(TorchDispatchMode):
+class StepRecorder(Follower):
     """Follows one step of ``model``: which unit computes, and how many bytes its operations keep alive.
 
     Subclasses say how long a segment took (:meth:`elapsed`) and which of the live bytes are not the model's
@@ -139,8 +139,9 @@ class StepRecorder(TorchDispatchMode):
             for part in {tensor, *parts_of(tensor)}:
                 if has_storage(part):
                     self.know(part.untyped_storage())
-            if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout is torch.strided:
-                self.see(tensor.grad.untyped_storage())  # kept from the step before, or from another micro-batch
+            gradient = gradient_of(tensor) if tensor.is_leaf else None
+            if gradient is not None and gradient.layout is torch.strided:
+                self.see(gradient.untyped_storage())  # kept from the step before, or from another micro-batch
         for name, unit in find_units(self.model).items():
             enter, leave = InertInCopies(partial(self._enter, name)), InertInCopies(partial(self._leave, name))
             self._handles.append(unit.module.register_forward_pre_hook(enter))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from hf_offload.optimizers.streamed import gradient_of, has_gradient
 from hf_offload.tensors import nbytes_of
 
 Shapes = tuple[tuple[str, tuple[Any, ...]], ...]
@@ -29,7 +30,7 @@ class Situation:
             the length of every list. Switches are there as if they were shapes. Numbers and words are not: they differ from
             step to step.
         trainable: One bit for each parameter that is trained.
-        gradient_bytes: Gradients that are there when the micro-batch begins.
+        gradient_bytes: Gradients that there are when the micro-batch begins, in memory or on a tier.
         weight_bytes: Weights and buffers.
         autocast: The type that autocast casts to; empty where it is off.
         training: Whether the model is in training mode.
@@ -46,6 +47,11 @@ class Situation:
     def elements(self) -> int:
         """How many numbers the inputs hold."""
         return sum(math.prod(shape) for shapes in self.forwards for _, shape in shapes if _is_shape(shape))
+
+    @property
+    def demand(self) -> tuple[int, int]:
+        """By this, one that needs more memory comes after one that needs less."""
+        return self.elements, self.gradient_bytes
 
     def joined(self, other: "Situation") -> "Situation":
         """The micro-batch goes on with the forward of ``other``."""
@@ -82,8 +88,9 @@ def situation_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         device = parameter.device.type
         trainable |= parameter.requires_grad << index
         weights += nbytes_of(parameter)
-        if parameter.is_leaf and parameter.grad is not None:
-            gradients += nbytes_of(parameter.grad)
+        if parameter.is_leaf and has_gradient(parameter):
+            found = gradient_of(parameter)
+            gradients += nbytes_of(parameter if found is None else found)
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
     return Situation((shapes,), trainable, gradients, weights, autocast, model.training)
 

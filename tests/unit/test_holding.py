@@ -34,7 +34,7 @@ from hf_offload.plan.search import can_fit
 from hf_offload.plan.simulate import likely_peak, simulate
 from hf_offload.plan.sparing import all_moved_bytes
 from hf_offload.plan.timeline import Channel, Windows
-from hf_offload.plan.windows import spare_bytes
+from hf_offload.plan.windows import part_bytes, spare_bytes, state_window
 from hf_offload.planning.known import Terms, known_by_simulating
 from hf_offload.ranks import Ranks
 from hf_offload.storage.ram import RamTier
@@ -303,6 +303,18 @@ def test_what_may_not_move_stays():
     assert chosen(3000 * MB, state="none", weights="none") is None
     assert chosen(3000 * MB, weights="none").held.weights is None
     assert chosen(8000 * MB, state="ram", weights="none").held.state == "ram"
+
+
+@pytest.mark.parametrize("now", [Held(), Held("ssd"), Held("ssd", "ssd", width=2)])
+def test_what_must_stay_where_it_is_is_nowhere_else(now):
+    allowed = Allowed(now=now, must_stay=True)
+    assert list(ways(trained(), machine(), allowed)) == [now]
+    assert len(list(ways(trained(), machine(), dataclasses.replace(allowed, must_stay=False)))) > 1
+
+
+def test_parts_of_weights_are_as_large_as_the_window_of_a_small_budget():
+    assert part_bytes(4 << 20) == state_window(4 << 20) == (4 << 20) // 32
+    assert part_bytes(1 << 20) == 64 << 10  # smaller ones would not be worth their transfer
 
 
 def test_kinds_add_up():

@@ -325,6 +325,8 @@ class MovingWeight:
 
     # -- Demand ---------------------------------------------------------------------------------------------------------
 
+    has_gradient = False
+
     def finish(self) -> None:
         parameter = self._course.parameters[self.number]
         if not self.is_due:

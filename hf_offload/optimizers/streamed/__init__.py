@@ -9,7 +9,7 @@ from hf_offload.optimizers.streamed.optimizer import (
     streaming_of,
 )
 from hf_offload.optimizers.streamed.setting import StreamedSetting
-from hf_offload.parameters.demand import gradient_of
+from hf_offload.parameters.demand import gradient_of, has_gradient
 
 __all__ = [
     "StreamedOptimizer",
@@ -18,6 +18,7 @@ __all__ = [
     "check_streamable",
     "clip_grad_norm_",
     "gradient_of",
+    "has_gradient",
     "stream",
     "streaming_of",
 ]

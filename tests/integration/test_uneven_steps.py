@@ -1,0 +1,332 @@
+"""Steps of a run with a budget that are not like those before: of micro-batches of other lengths, or broken off."""
+
+import gc
+import logging
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_offload import OffloadConfig, attach
+from hf_offload.engine.hooks import Engine
+from hf_offload.optimizers.streamed import gradient_of, streaming_of
+from hf_offload.planning.excess import Excess
+from hf_offload.planning.measuring import StepMeter
+from hf_offload.planning.situation import situation_of
+from tests.helpers.tables import rows
+
+WIDTH, ROWS = 64, 64
+_STEPS = 16
+
+
+class Block(GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH)
+
+    def forward(self, hidden):
+        return hidden + self.down(F.gelu(self.up(hidden)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, hidden):
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+
+class Trouble(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def known_machine(machine_with_drive, short_search):
+    """Plans do not depend on how busy the machine is."""
+    machine_with_drive(1e9)
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(length=ROWS):
+    return torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(length))
+
+
+def attached(model, tmp_path, budget="100MiB", optimizer=None):
+    config = OffloadConfig(
+        tier="auto", directory=tmp_path, memory_budget=budget, min_bytes=4096, recompute_elementwise="off"
+    )
+    session = attach(model, config)
+    if optimizer is not None:
+        session.prepare_optimizer(optimizer)
+    return session
+
+
+def raising(error):
+    def hook(*args):
+        raise error
+
+    return hook
+
+
+def break_off(model, place, error, holds=False, length=ROWS):
+    """A micro-batch that raises in the middle of its forward or backward. The error ``holds`` its graph, or lets go of it."""
+    block = model.blocks[2]
+    hook = raising(error)
+    handle = block.up.weight.register_hook(hook) if place == "backward" else block.up.register_forward_hook(hook)
+    with pytest.raises(type(error)):
+        model(batch(length)).backward()
+    handle.remove()
+    model.zero_grad()
+    if not holds:
+        error.__traceback__ = None
+        gc.collect()
+
+
+def footprint_of(session):
+    """What was measured of the micro-batch, but for times and what was on its way."""
+    footprint = session.planned.footprint
+    saved = sorted((one.unit, one.nbytes) for one in footprint.saved)
+    return saved, sorted(one.name for one in footprint.blocks), footprint.gradient_bytes
+
+
+@pytest.mark.parametrize("error", [Trouble(), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("then", ["repeated", "left out"])
+@pytest.mark.parametrize("holds", [False, True])
+def test_what_broke_off_is_no_part_of_what_is_measured(place, then, error, holds, tmp_path):
+    found = []
+    for breaks in (False, True):
+        model = net()
+        session = attached(model, tmp_path)
+        length = ROWS if then == "repeated" else 2 * ROWS
+        if breaks:
+            break_off(model, place, error, holds)
+        model(batch(length)).backward()
+        model.zero_grad()
+        session.end_step()
+        found.append((list(session._automatic._decisions._known), footprint_of(session)))
+        session.detach()
+    assert found[0] == found[1]
+
+
+def test_a_forward_without_gradients_after_one_that_broke_off_hides_nothing(tmp_path):
+    model = net()
+    session = attached(model, tmp_path)
+    error = KeyboardInterrupt()
+    break_off(model, "forward", error, holds=True)
+    with torch.no_grad():
+        model(batch())
+    model(batch()).backward()
+    session.end_step()
+    assert len(session.planned.situation.forwards) == 1
+    session.detach()
+
+
+def test_what_it_took_until_it_broke_off_is_known(tmp_path):
+    model = net()
+    session = attached(model, tmp_path)
+    break_off(model, "backward", Trouble())
+    assert session.most_measured_bytes is None
+    model(batch(1))
+    assert session.most_measured_bytes > sum(p.nbytes for p in model.parameters())
+    session.detach()
+
+
+def test_weights_that_left_for_a_longer_one_come_back_if_it_breaks_off(tmp_path):
+    model = net()
+    optimizer = adamw(model)
+    session = attached(model, tmp_path, int(2.7 * sum(p.nbytes for p in model.parameters())), optimizer)
+    weights, limits = sum(p.nbytes for p in model.parameters()), []
+
+    def look(*args):
+        limits.append(weights if session.residency is None else session.residency.limit_bytes)
+
+    model.blocks[0].register_forward_pre_hook(look)
+    for _ in range(4):
+        model(batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+    break_off(model, "forward", Trouble(), length=2 * ROWS)
+    model(batch()).backward()
+    session.detach()
+    assert limits[-3] == limits[-1] > limits[-2]
+
+
+def test_a_forward_in_a_handler_of_errors_did_not_break_off(tmp_path):
+    model = net()
+    session = attached(model, tmp_path)
+    try:
+        raise Trouble
+    except Trouble:
+        one = model(batch())
+        other = model(batch())
+        (one + other).backward()
+        session.end_step()
+    assert len(session.planned.situation.forwards) == 2
+    session.detach()
+
+
+def test_saved_tensors_that_are_there_when_measuring_begins_are_counted():
+    model = net()
+    peaks = []
+    for held in (0, 1 << 20):
+        kept = torch.zeros(held, dtype=torch.uint8)
+        meter = StepMeter(model, lambda held=held: held, lambda: 0.0, lambda: 0)
+        meter.begin([kept.untyped_storage()] if held else [])
+        meter.begin_forward([batch()], True)
+        model(batch()).backward()
+        model.zero_grad()
+        meter.end()
+        peaks.append((meter.peak_bytes(0), max(one.live_bytes for one in meter.footprint(0).segments)))
+    assert peaks[1][0] - peaks[0][0] == 1 << 20
+    assert peaks[1][1] == peaks[0][1]  # the engine's are no part of what the model has alive
+
+
+def test_the_engine_shows_the_storages_that_it_holds(tmp_path):
+    model = net()
+    session = attach(model, OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=4096, read_ahead_bytes=1 << 20))
+    seen = []
+
+    def look(gradient):
+        storages = {id(one): one.nbytes() for one in session._engine.resident_storages()}
+        seen.append((sum(storages.values()), session._engine.resident_bytes()))
+
+    model.blocks[2].up.weight.register_hook(look)
+    model(batch()).backward()
+    session.detach()
+    assert seen[0][0] >= seen[0][1] > 0
+
+
+def test_what_graphs_hold_that_are_still_alive_is_counted_in_a_step_that_is_measured(tmp_path, monkeypatch):
+    kept, peaks = torch.zeros(1 << 20, dtype=torch.uint8), []
+    for storages in ([], [kept.untyped_storage()]):
+        monkeypatch.setattr(Engine, "resident_storages", lambda engine, storages=storages: storages)
+        model = net()
+        session = attached(model, tmp_path)
+        model(batch()).backward()
+        session.end_step()
+        peaks.append(session.most_measured_bytes)
+        session.detach()
+    assert peaks[1] - peaks[0] == pytest.approx(1 << 20, rel=0.3)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_on_a_tier_stay_there_in_the_next_micro_batch(set_to_none, tmp_path):
+    """To know the situation, nothing asks for ``.grad``, which would bring it to memory."""
+    model = net()
+    optimizer = adamw(model)
+    weights = sum(p.nbytes for p in model.parameters())
+    session = attached(model, tmp_path, int(2.5 * weights), optimizer)
+    seen = []
+    model.blocks[0].register_forward_pre_hook(
+        lambda *args: seen.append(sum(p.nbytes for p in model.parameters() if gradient_of(p) is not None))
+    )
+    for _ in range(4):
+        for _ in range(3):
+            model(batch(16)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        session.end_step()
+    assert streaming_of(optimizer) is not None
+    assert max(seen) < 0.5 * weights  # the plan lets those of a layer stay
+    assert situation_of(model, (batch(16),), {}).gradient_bytes == (0 if set_to_none else weights)
+    model(batch(16)).backward()
+    assert situation_of(model, (batch(16),), {}).gradient_bytes == weights
+    session.detach()
+
+
+def in_turn(step):
+    """The lengths of a step's micro-batches: the longest one comes in different places."""
+    return ((16, 128), (16, 16), (128, 16))[step % 3]
+
+
+def by_chance(seed):
+    """The same, at random."""
+    rng = random.Random(seed)
+    drawn = [(rng.choice((16, 64, 128)), rng.choice((16, 64, 128))) for _ in range(_STEPS)]
+    return drawn.__getitem__
+
+
+def uneven_steps(model, optimizer, lengths, session=None):
+    """Losses and weights of steps with micro-batches of these lengths."""
+    losses = []
+    for step in range(_STEPS):
+        for length in lengths(step):
+            loss = model(batch(length))
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if session is not None:
+            session.end_step()
+    return losses, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("budget", "seed"),
+    rows(
+        [(budget, seed) for budget in (2.7, 3.2, 3.6, 4.2, 5.0) for seed in (0, 1, 2, 3, None)],
+        quick=[(2.7, 0), (3.2, 1), (3.6, None), (5.0, 1), (5.0, None)],
+    ),
+)
+def test_the_micro_batch_that_needs_most_says_where_weights_and_state_are(budget, seed, tmp_path, caplog):
+    """Small ones have room for them, and would bring them back each time. A ``budget`` is a multiple of the weights."""
+    lengths = in_turn if seed is None else by_chance(seed)
+    model = net()
+    expected, weights = uneven_steps(model, adamw(model), lengths)
+    model = net()
+    optimizer = adamw(model)
+    session = attached(model, tmp_path, int(budget * sum(p.nbytes for p in model.parameters())), optimizer)
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        losses, found = uneven_steps(model, optimizer, lengths, session)
+    session.detach()
+    said = [record.getMessage() for record in caplog.records]
+    assert losses == expected
+    assert all(map(torch.equal, weights, found))
+    assert not [one for one in said if one.startswith("A step took")]
+    assert sum(one.startswith("Measuring again") for one in said) <= 3
+
+
+def test_what_comes_twice_in_the_first_step_of_its_kind_was_not_known_either():
+    excess = Excess(100)
+    situation = situation_of(net(), (batch(),), {})
+    said = excess.of_step([(situation, None, 110), (situation, None, 110)])
+    assert len(said) == 1
+    assert said[0].startswith("The first step of its kind")
+    assert excess.of_step([(situation, None, 110)])[0].startswith("A step took")
+    assert not excess.of_step([(situation, None, 110)])
+
+
+def test_in_a_measured_step_no_more_waits_to_be_written_than_in_the_first_one(tmp_path, monkeypatch):
+    waiting, apply = [], Engine.apply_plan
+
+    def note(engine, plan):
+        if not plan.placements:  # all that can be moved is
+            waiting.append(plan.write_behind_bytes)
+        apply(engine, plan)
+
+    monkeypatch.setattr(Engine, "apply_plan", note)
+    model = net()
+    optimizer = adamw(model)
+    budget = int(3.2 * sum(p.nbytes for p in model.parameters()))
+    session = attached(model, tmp_path, budget, optimizer)
+    uneven_steps(model, optimizer, by_chance(1), session)
+    session.detach()
+    first, *others = waiting[1:]  # after the engine's own, before there is a plan
+    assert len(others) > 3
+    assert max(others) == first
