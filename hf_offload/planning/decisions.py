@@ -60,8 +60,9 @@ class Decisions:
     much less. A block that something outside of it has changed between its forward and backward, for the first time, is
     looked at in another measured step before the budget is refused, and where the plan does not keep everything: only what
     changes again is never recomputed. Where steps take longer or shorter than predicted, what was measured is planned again
-    at their pace and with the rates that tiers have reached. Where the plan moves weights or state of the ``model_state``,
-    the next step is measured. A plan that waits or recomputes has two more steps measured, for recompute of elementwise
+    at their pace and with the rates that tiers have reached. Weights and state of the ``model_state`` are where the plan of
+    the micro-batch that needs most has them, and others are planned around that; where a plan moves them, the next step is
+    measured. A plan that waits or recomputes has two more steps measured, for recompute of elementwise
     operations as another choice (:class:`~hf_offload.planning.trial.Trial`). Where no plan fits, ``on_infeasible`` is called
     to change the model so that it needs less; if it has, the next step is measured, too.
 
@@ -129,16 +130,7 @@ class Decisions:
         lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
         trying = self._trial.wants(situation)
         if known is None or lasting or trying or any(situation.begins(wanted) for wanted in self._wanted):
-            windows = self._windows if known is None else windows_to_measure(known, self._safest)
-            if known is None and self._known:
-                most = self._most_demanding
-                needs_more = most is None or situation.demand > most.demand
-                if needs_more:
-                    self._model_state.let_few_stay(True)
-                if needs_more or windows is None:
-                    # How much it needs is not known; what is nearest to it says how much there may be on its way.
-                    nearest = max(self._known.values(), key=lambda one: one.situation.elements)
-                    windows = windows_to_measure(nearest, self._safest) or self._narrowest(nearest)
+            windows = self._make_room(situation) if known is None else windows_to_measure(known, self._safest)
             if known is None or windows is not None:
                 self._in_force = None
                 wide = self._safest if windows is None else moving_all(self._safest, windows)
@@ -150,6 +142,20 @@ class Decisions:
         self._apply_plan(known)
         looked_at = known.is_for(situation) and known.steps == _SETTLED_STEPS
         return Played(situation, known, is_measured=looked_at)
+
+    def _make_room(self, situation: Situation) -> Windows | None:
+        """For a step whose need is not known: the windows to measure it with, None for those of the first step."""
+        if not self._known:
+            return self._windows
+        most = self._most_demanding
+        needs_more = most is None or situation.demand > most.demand
+        if needs_more:
+            self._model_state.let_few_stay(True)
+        elif self._windows is not None:
+            return self._windows
+        # What is nearest to it says how much there may be on its way.
+        nearest = max(self._known.values(), key=lambda one: one.situation.elements)
+        return windows_to_measure(nearest, self._safest) or self._narrowest(nearest)
 
     def _find_known(self, situation: Situation) -> Known | None:
         """A plan that it can run under: no other's where its backward may make a graph of itself, as that one's does not."""
