@@ -94,6 +94,7 @@ class StepRecorder(Follower):
         self._live = self._most = self._most_measured = self._gradients = 0
         self._reached: set[int] = set()  # ids of the weights that got a gradient
         self._used_up: set[int] = set()  # and of those whose gradient was used up at once
+        self._in_memory: set[int] = set()  # and of those whose gradient is in memory
         self._own = Handling()  # the recorder's own time, which is not compute
         self.peak_live_bytes = 0  # saved tensors included, weights not
         self._sum: _Sum | None = None
@@ -142,6 +143,7 @@ class StepRecorder(Follower):
             gradient = gradient_of(tensor) if tensor.is_leaf else None
             if gradient is not None and gradient.layout is torch.strided:
                 self.see(gradient.untyped_storage())  # kept from the step before, or from another micro-batch
+                self._add_gradient(tensor)
         for name, unit in find_units(self.model).items():
             enter, leave = InertInCopies(partial(self._enter, name)), InertInCopies(partial(self._leave, name))
             self._handles.append(unit.module.register_forward_pre_hook(enter))
@@ -193,6 +195,12 @@ class StepRecorder(Follower):
         if gradient_of(parameter) is None:  # or in a file: asked for, it would come back to memory
             self._used_up.add(id(parameter))
         else:
+            self._add_gradient(parameter)
+
+    def _add_gradient(self, parameter: torch.Tensor) -> None:
+        """It is in memory. Another one is added to it."""
+        if id(parameter) not in self._in_memory:
+            self._in_memory.add(id(parameter))
             self._gradients += nbytes_of(parameter)
 
     @property

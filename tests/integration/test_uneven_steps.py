@@ -312,6 +312,23 @@ def test_what_comes_twice_in_the_first_step_of_its_kind_was_not_known_either():
     assert not excess.of_step([(situation, None, 110)])
 
 
+@pytest.mark.parametrize(
+    ("budget", "count"),
+    rows([(budget, count) for budget in (3.6, 4.2, 4.6, 5.0) for count in (2, 3, 4)], quick=[(4.6, 3), (5.0, 4)]),
+)
+def test_micro_batches_that_are_all_alike_keep_the_budget(budget, count, tmp_path, caplog):
+    """What is measured of the second one has the gradients of the first one, once."""
+    model = net()
+    optimizer = adamw(model)
+    session = attached(model, tmp_path, int(budget * sum(p.nbytes for p in model.parameters())), optimizer)
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        uneven_steps(model, optimizer, lambda step: (128,) * count, session)
+    session.detach()
+    said = [record.getMessage() for record in caplog.records]
+    assert not [one for one in said if one.startswith("A step took")]
+    assert sum(one.startswith("Measuring again") for one in said) <= 2
+
+
 def test_in_a_measured_step_no_more_waits_to_be_written_than_in_the_first_one(tmp_path, monkeypatch):
     waiting, apply = [], Engine.apply_plan
 

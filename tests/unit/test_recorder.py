@@ -147,3 +147,23 @@ def test_the_step_of_an_optimizer_of_another_session_is_no_end_of_a_step():
     own.step()
     assert meter.is_over
     meter.end()
+
+
+def test_gradients_are_counted_once_however_many_micro_batches_add_to_them():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    weights = sum(p.nbytes for p in model.parameters())
+
+    def gradients(steps_before):
+        for _ in range(steps_before):
+            model(torch.ones(2, 8)).sum().backward()
+        meter = StepMeter(model, lambda: 0, lambda: 0.0, lambda: 0)
+        meter.begin()
+        for _ in range(3):
+            meter.begin_forward([], True)
+            model(torch.ones(2, 8)).sum().backward()
+        meter.end()
+        found = [[one.gradient_bytes for one in meter.footprint(number).segments] for number in range(3)]
+        return [(each[0], each[-1]) for each in found]
+
+    assert gradients(steps_before=0) == [(0, weights), (weights, weights), (weights, weights)]
+    assert gradients(steps_before=1) == [(weights, weights)] * 3
