@@ -106,9 +106,8 @@ class Decisions:
         self._changed: set[str] = set()  # blocks that something had changed before their backward, in a measured step
         self._unsure: set[Situation] = set()  # to be looked at again: blocks had changed for the first time
         self._graphs = WalkedGraphs(safest)
-        self._most_demanding: Situation | None = (
-            None  # of all that were measured: weights and state are where it needs them
-        )
+        # Of all that were measured: weights and state are where it needs them.
+        self._most_demanding: Situation | None = None
         self._pace = Pace()
         self._in_force: Known | None = None
         self.planned: Known | None = None
