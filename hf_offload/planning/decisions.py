@@ -152,9 +152,9 @@ class Decisions:
             self._model_state.let_few_stay(True)
         elif self._windows is not None:
             return self._windows
-        # What is nearest to it says how much there may be on its way.
+        # What is nearest to it says how much there may be on its way, but for what waits to be written.
         nearest = max(self._known.values(), key=lambda one: one.situation.elements)
-        return windows_to_measure(nearest, self._safest) or self._narrowest(nearest)
+        return not_behind(windows_to_measure(nearest, self._safest) or nearest.problem.windows[-1], self._safest)
 
     def _find_known(self, situation: Situation) -> Known | None:
         """A plan that it can run under: no other's where its backward may make a graph of itself, as that one's does not."""
@@ -417,11 +417,8 @@ class Decisions:
             return known, False
         self._measure_again(why)
         # Everything moves in the step that is measured, and it is to be within the budget, too.
-        self._windows = windows_to_measure(known, self._safest) or self._narrowest(known)
+        self._windows = windows_to_measure(known, self._safest) or known.problem.windows[-1]
         return None, True
-
-    def _narrowest(self, known: Known) -> Windows:
-        return not_behind(known.problem.windows[-1], self._safest)
 
     def _measure_again(self, why: str) -> None:
         """What is known is of a run that had other weights and state in memory, or was computed in another way."""

@@ -18,15 +18,15 @@ def windows_to_move_all(
     problem: Problem, safest: Plan, more_bytes: int = 0, *, within_room: bool = True
 ) -> Windows | None:
     """The widest with which everything can be moved, ``more_bytes`` of the budget stay free, and, ``within_room``, no tier is
-    filled; None if there are none. No more waits to be written than in a first step, whatever there is room for: how fast a
-    drive is at the moment is not known.
+    filled; None if there are none. Where those let any number of bytes wait to be written, no more may wait than in a first
+    step: how fast a drive is at the moment is not known.
     """
     moved = dict.fromkeys(problem.footprint.units, safest.default)
     for windows in problem.windows:
         solution = problem.play(moved, windows, "measured")
         fits = solution.timeline.must_fit_bytes + more_bytes <= problem.limit_bytes
         if fits and (not within_room or problem.has_room(solution)):
-            return not_behind(windows, safest)
+            return windows if windows.write_behind_bytes < problem.limit_bytes else not_behind(windows, safest)
     return None
 
 

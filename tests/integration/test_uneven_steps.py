@@ -329,7 +329,7 @@ def test_micro_batches_that_are_all_alike_keep_the_budget(budget, count, tmp_pat
     assert sum(one.startswith("Measuring again") for one in said) <= 2
 
 
-def test_in_a_measured_step_no_more_waits_to_be_written_than_in_the_first_one(tmp_path, monkeypatch):
+def test_a_measured_step_does_not_let_any_number_of_bytes_wait_to_be_written(tmp_path, monkeypatch):
     waiting, apply = [], Engine.apply_plan
 
     def note(engine, plan):
@@ -346,4 +346,5 @@ def test_in_a_measured_step_no_more_waits_to_be_written_than_in_the_first_one(tm
     session.detach()
     first, *others = waiting[1:]  # after the engine's own, before there is a plan
     assert len(others) > 3
-    assert max(others) == first
+    assert first == budget // 16
+    assert max(others) < budget // 2
