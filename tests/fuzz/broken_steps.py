@@ -33,6 +33,7 @@ _LAYERS = 4
 _STEPS = 9
 _ENOUGH = 1 << 30
 _PATIENCE = 6
+_FIRST_STEPS = 4  # until state is there, and has been measured where it is then
 
 
 class _BrokenOff(Exception):
@@ -158,7 +159,7 @@ class Training:
             self.session = attach(self.model, config)
             self.session.prepare_optimizer(self.optimizer)
         self.losses: list[float] = []
-        self.most = 0
+        self.steps = self.most = 0
         self._held: list[Tensor] = []
 
     def run(self) -> list[Tensor]:
@@ -189,6 +190,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._held.clear()
+        self.steps += 1
         if self.session is not None:
             self.session.end_step()
 
@@ -251,35 +253,43 @@ def run(seed: int) -> list[str]:
     weights = expected.run()
     plain = dataclasses.replace(program, breaks={})
     budget = int(program.share * _in_memory(program.rows, program.kind))
-    for _ in range(_PATIENCE):
-        with _listening() as heard:
-            try:
-                Training(plain, _config(budget)).run()
-                break
-            except OffloadPlanError as error:
-                budget = int(1.02 * max(budget, error.smallest_bytes or 0))
-    else:
-        return [LeftOut("no budget is kept without what breaks off")]
-    if _over(heard):
-        return [f"without what breaks off, {budget} bytes: {_over(heard)[0]}"]
-    training = Training(program, _config(budget))
-    with _listening() as heard:
-        try:
-            found = training.run()
-        except OffloadPlanError as error:
-            if all(one.is_clean for one in program.breaks.values()):
-                return [f"refused with {budget} bytes: {error}"]
-            return [LeftOut("what is held takes more than the budget")]
-    if training.losses != expected.losses or not all(map(torch.equal, weights, found)):
+    without = _within(plain, budget)
+    if isinstance(without, str):
+        return [f"without what breaks off, {without}"]
+    found = _within(program, without.budget)
+    is_clean = all(one.is_clean for one in program.breaks.values())
+    if isinstance(found, str):
+        return [found if is_clean else LeftOut("what is held takes more than the budget")]
+    for one in (without, found) if is_clean else (without,):
+        if one.over:
+            return [f"{'with' if one is found else 'without'} what breaks off, {one.budget} bytes: {one.over[0]}"]
+    if found.losses != expected.losses or not all(map(torch.equal, weights, found.weights)):
         return ["losses or weights differ"]
-    if _over(heard) and all(one.is_clean for one in program.breaks.values()):
-        return [f"{budget} bytes: {_over(heard)[0]}"]
     return []
 
 
-def _over(heard: list[str]) -> list[str]:
-    """Of steps that were to be within the budget: the first one of its kind cannot be known to be."""
-    return [message for message in heard if message.startswith("A step took")]
+@dataclasses.dataclass
+class _Found:
+    budget: int
+    losses: list[float]
+    weights: list[Tensor]
+    over: list[str]  # said of steps that were to be within the budget: the first one of its kind cannot be known to be
+
+
+def _within(program: Program, budget: int) -> _Found | str:
+    """What the program does with a budget: that, or one that a refusal in the first steps names; else what went wrong."""
+    for _ in range(_PATIENCE):
+        training = Training(program, _config(budget))
+        with _listening() as heard:
+            try:
+                weights = training.run()
+            except OffloadPlanError as error:
+                if training.steps > _FIRST_STEPS:
+                    return f"refused in step {training.steps} with {budget} bytes: {error}"
+                budget = int(1.02 * max(budget, error.smallest_bytes or 0))
+                continue
+        return _Found(budget, training.losses, weights, [one for one in heard if one.startswith("A step took")])
+    return f"refused with {budget} bytes, which refusals named"
 
 
 def main(
