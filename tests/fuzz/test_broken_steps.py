@@ -14,10 +14,10 @@ def known_machine(machine_with_drive, short_search):
 
 def test_trainings_that_break_off_have_the_bits_of_those_in_memory_and_stay_within_their_budgets():
     places = set()
-    for seed in range(6):
+    for seed in range(4):
         assert failures(run(seed)) == [], f"python -m tests.fuzz.broken_steps --seed {seed}"
         places |= {(one.then, one.error) for one in Program.random(seed).breaks.values()}
-    assert len(places) >= 5  # of six
+    assert len(places) >= 4  # of six
 
 
 @pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.full) for first in range(0, 400, 100)])
