@@ -47,6 +47,7 @@ class Allowed:
         snapshots_of_trained: Whether they leave out what is not trained.
         is_measured: Whether a measured step had a part in where they are ``now``: if not, a plan is not bound to it.
         must_stay: Whether they are to be where they are ``now``.
+        refused: Places that a measured step has shown to leave too little memory: none that has no less in memory is tried.
     """
 
     state: str = "auto"
@@ -60,6 +61,7 @@ class Allowed:
     snapshots_of_trained: bool = False
     is_measured: bool = True
     must_stay: bool = False
+    refused: frozenset[Held] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,23 @@ def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int 
     """What may be where: as it is, and then the others, everything in memory first if that is allowed. ``width``: of the
     windows of gradients and state in these.
     """
+    for found in _ways(footprint, hardware, allowed, width):
+        if found == allowed.now or not any(_holds_no_less(footprint, found, one) for one in allowed.refused):
+            yield found
+
+
+def _holds_no_less(footprint: Footprint, held: Held, other: Held) -> bool:
+    """Whether all that is in memory in ``other`` is so in ``held``."""
+    state = held.state is None or (other.state is not None and held.staying >= other.staying)
+    return state and _weights_there(footprint, held) >= _weights_there(footprint, other)
+
+
+def _weights_there(footprint: Footprint, held: Held) -> int:
+    total = sum(one.weight_bytes for one in footprint.weights.values())
+    return total if held.weights is None else min(total, held.weights_bytes)
+
+
+def _ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int) -> Iterator[Held]:
     total = sum(one.weight_bytes for one in footprint.weights.values())
     least = min(least_weights(footprint), total)
     trained = sum(one.trained_bytes for one in footprint.weights.values())

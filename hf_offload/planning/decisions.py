@@ -99,7 +99,7 @@ class Decisions:
         self._overhead = overhead
         self._moving = Moving(model_state, ranks)
         self._trial = trial
-        self._on_infeasible = lambda: any(ranks.gather(on_infeasible()))
+        self._need_less = on_infeasible
         self._known: dict[Situation, Known] = {}
         self._windows: Windows | None = None  # of the next step that is measured, where nothing is known
         self._wanted: set[Situation] = set()  # to be measured when they come again
@@ -348,6 +348,14 @@ class Decisions:
                 raise
             self._log(logging.INFO, "Nothing fits: measuring a step in which elementwise operations are recomputed.")
             return None, False
+
+    def _on_infeasible(self) -> bool:
+        """No plan fits: let the model need less; whether that was possible."""
+        before = self._model_state.held
+        has_changed = any(self._ranks.gather(self._need_less()))
+        if self._model_state.held != before:
+            self._moving.refuse(before)
+        return has_changed
 
     def _check_peaks(self, played: Sequence[Played], meter: StepMeter) -> None:
         """Look at a step under its plans."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from hf_offload.plan.holding import Held
 from hf_offload.plan.places import Allowed
 from hf_offload.planning.known import Known
 from hf_offload.planning.model_state import ModelState
@@ -24,13 +25,18 @@ class Moving:
         self._state = state
         self._ranks = ranks
         self._changes = 0
+        self._refused: set[Held] = set()
+
+    def refuse(self, held: Held) -> None:
+        """A measured step has shown that ``held`` leaves too little memory: nothing goes back there."""
+        self._refused.add(held)
 
     @property
     def allowed(self) -> Allowed:
         """What a plan may do with them: once they have been moved several times, nothing any more, but let state stay again
         that has left for a step.
         """
-        allowed = self._state.allowed
+        allowed = dataclasses.replace(self._state.allowed, refused=frozenset(self._refused))
         if self._changes < _MOST_CHANGES:
             return allowed
         return dataclasses.replace(

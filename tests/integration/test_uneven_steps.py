@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.engine.hooks import Engine
+from hf_offload.errors import OffloadPlanError
 from hf_offload.optimizers.streamed import gradient_of, streaming_of
 from hf_offload.planning.excess import Excess
 from hf_offload.planning.measuring import StepMeter
@@ -23,9 +24,9 @@ _STEPS = 16
 
 
 class Block(GradientCheckpointingLayer):
-    def __init__(self):
+    def __init__(self, inner=256):
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
 
     def forward(self, hidden):
         return hidden + self.down(F.gelu(self.up(hidden)))
@@ -348,3 +349,40 @@ def test_a_measured_step_does_not_let_any_number_of_bytes_wait_to_be_written(tmp
     assert len(others) > 3
     assert first == budget // 16
     assert max(others) < budget // 2
+
+
+class Tied(nn.Module):
+    """A model whose embedding, which is its head as well, takes more than a third of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(512, WIDTH)
+        self.blocks = nn.ModuleList(Block(2 * WIDTH) for _ in range(3))
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        scores = F.linear(hidden, self.embedding.weight)
+        return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("kib", rows(range(900, 1160, 20), quick=[980, 1020]))
+def test_nothing_goes_back_to_where_a_step_has_shown_that_it_does_not_fit(kib, tmp_path):
+    """A budget that is too small is refused in the first steps, not after weights have come and gone several times."""
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = adamw(model)
+    session = attached(model, tmp_path, kib << 10, optimizer)
+    steps = 0
+    try:
+        while steps < 12:
+            steps += 1
+            for length in (64, 32):
+                model(torch.randint(512, (2, length))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+    except OffloadPlanError:
+        assert steps <= 4
+    session.detach()

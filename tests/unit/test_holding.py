@@ -312,6 +312,19 @@ def test_what_must_stay_where_it_is_is_nowhere_else(now):
     assert len(list(ways(trained(), machine(), dataclasses.replace(allowed, must_stay=False)))) > 1
 
 
+def test_nothing_goes_back_to_where_a_step_has_shown_that_it_does_not_fit():
+    footprint, total = trained(), LAYERS * WEIGHT
+    allowed = Allowed(now=Held("ssd", "ssd", 2 * WEIGHT), refused=frozenset({Held("ssd", staying=FIRST_TWO)}))
+    tried = list(ways(footprint, machine(), allowed))
+    all_of_them = list(ways(footprint, machine(), dataclasses.replace(allowed, refused=frozenset())))
+    gone = [one for one in all_of_them if one not in tried]
+    assert gone
+    assert all(one.weights_bytes >= total and one.staying >= FIRST_TWO for one in gone)
+    assert [one for one in tried if one.weights_bytes >= total]  # with less state next to all weights
+    here = dataclasses.replace(allowed, refused=frozenset({Held("ssd", "ssd", WEIGHT)}))
+    assert next(iter(ways(footprint, machine(), here))) == allowed.now
+
+
 def test_parts_of_weights_are_as_large_as_the_window_of_a_small_budget():
     assert part_bytes(4 << 20) == state_window(4 << 20) == (4 << 20) // 32
     assert part_bytes(1 << 20) == 64 << 10  # smaller ones would not be worth their transfer
