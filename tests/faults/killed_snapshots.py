@@ -219,15 +219,13 @@ def progress(folder: Path) -> tuple[int, int] | None:
     return begin, last
 
 
-def wait_for_steps(folder: Path, pid: int, count: int) -> None:
-    """Until the training has gone on by that many steps, or has ended."""
-    before = progress(folder)
+def wait_for_another(folder: Path, pid: int, killed: int) -> None:
+    """Until the training has another snapshot process than the ``killed`` one, with a snapshot; or has ended."""
     begin = time.monotonic()
     while time.monotonic() < begin + 60:
-        now = progress(folder)
-        if now is not None and now[1] >= (before or now)[1] + count:
+        held = held_by(folder / "run")
+        if held is not None and held["pid"] != killed and held["snapshots"]:
             return
-        before = before or now
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.005)
@@ -279,7 +277,7 @@ def main(count: int, seed: int = 0, kind: str = "trainer") -> int:
                 forgiven = forgiven or progress(folder) is None
                 kill(held["pid"])
             if held is not None and target == "snapshot process":  # the trainer goes on, and has another one started
-                wait_for_steps(folder, pid, 2)
+                wait_for_another(folder, pid, held["pid"])
                 time.sleep(chance.uniform(0.0, LONGEST_S / 4))
             kill(pid)
             os.waitpid(pid, 0)
