@@ -187,6 +187,8 @@ class Footprint:
         passing_bytes: How much of ``base_bytes`` is for what is on its way: at most moments less of it is used.
         idle: Segments, as half-open ranges, in which so many of these bytes cannot be used, however slow a tier is.
         elementwise: The same step with all blocks recomputing their elementwise operations; None where that cannot be chosen.
+        looks_at_gradients: Whether something does before the optimizer steps, so that those that had left memory are back.
+        accumulates: Whether gradients are there when it begins, in memory or on a tier: those of earlier micro-batches.
     """
 
     segments: tuple[Segment, ...]
@@ -218,6 +220,8 @@ class Footprint:
     idle: tuple[tuple[int, int, int], ...] = ()
     elementwise: "Footprint | None" = None
     step_share: float = 0.0
+    accumulates: bool = False
+    looks_at_gradients: bool = False
 
     @functools.cached_property
     def plain(self) -> "Footprint":

@@ -392,7 +392,7 @@ def _with_state(found: Footprint, held: Held, now: Held, footprint: Footprint, b
     found = dataclasses.replace(
         found,
         segments=changed.segments,
-        gradient_bytes=max(0, found.gradient_bytes - trained),
+        gradient_bytes=max(0, found.gradient_bytes - (0 if found.looks_at_gradients else trained)),
         optimizer_step_s=changed.optimizer_step_s,
     )
     found.computes_like(changed)
@@ -424,12 +424,11 @@ def _with_gradients(footprint: Footprint, key: tuple[bool, frozenset[str], froze
     trained = {unit: one.trained_bytes for unit, one in footprint.weights.items() if one.trained_bytes}
     all_trained = sum(trained.values())
     small = max(0, footprint.gradient_bytes - sum(nbytes for unit, nbytes in trained.items() if unit not in had_left))
-    accumulates = footprint.segments[0].gradient_bytes > small
     segments = list(footprint.segments)
     more = [0] * (len(segments) + 1)  # of gradients that stay, from this segment on
     for unit, nbytes in trained.items():
         stayed, stays = bool(had_left) and unit not in had_left, unit not in left
-        more[0 if accumulates else uses[unit].last + 1] += (stays - stayed) * nbytes
+        more[0 if footprint.accumulates else uses[unit].last + 1] += (stays - stayed) * nbytes
     for index, (one, there) in enumerate(zip(footprint.segments, itertools.accumulate(more), strict=False)):
         if had_left:
             gradients = min(one.gradient_bytes + there, small + all_trained)

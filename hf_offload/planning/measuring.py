@@ -57,6 +57,7 @@ class _MicroBatch:
     blocks: tuple[BlockSpan, ...]
     peak_live_bytes: int
     skipped_blocks: tuple[str, ...]
+    accumulates: bool
     has_backward: bool
     walks_again: bool
     small_bytes: int
@@ -99,14 +100,14 @@ class StepMeter(StepRecorder):
         self._min_bytes = 0
         self._clock = self._now()
         self._optimizer_hooks: list[RemovableHandle] = []
-        self._optimizing = False
+        self._optimizing = self._back = False
         self._before_optimizing = (0, 0, 0)  # live bytes, those of the running segment, the peak
         self._optimizer_s = 0.0
         self._optimizer_bytes = 0
         self._missing_state_bytes: dict[int, int] = {}  # by optimizer's id
         self._micro_batches: list[_MicroBatch] = []
         self.running = False
-        self._begun = False
+        self._begun = self._accumulates = False
         self._on_stack = False
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -168,10 +169,14 @@ class StepMeter(StepRecorder):
             if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device == self._device:
                 self.see(tensor.untyped_storage())
         if is_next:
+            self._see_gradients()
             self.end_segment()
             if self._begun:
                 self._close_micro_batch()
             self._begun = True
+            self._accumulates = any(
+                has_gradient(parameter) for parameter in self.model.parameters() if parameter.is_leaf
+            )
             self.segments.clear()
             self._times.clear()
             self._records.clear()
@@ -212,7 +217,15 @@ class StepMeter(StepRecorder):
         skipped = tuple(sorted(self._blocks - self._left.keys()))
         self._micro_batches.append(
             _MicroBatch(
-                segments, saved, blocks, self.peak_live_bytes, skipped, has_backward, walks_again, self._small_bytes
+                segments,
+                saved,
+                blocks,
+                self.peak_live_bytes,
+                skipped,
+                self._accumulates,
+                has_backward,
+                walks_again,
+                self._small_bytes,
             )
         )
 
@@ -332,6 +345,7 @@ class StepMeter(StepRecorder):
             self.know(state.untyped_storage())  # it was there before
         if is_elsewhere(optimizer, self._find_elsewhere()):
             return  # this step goes on
+        self._back = self._see_gradients() > 0 or self._back
         self.end_segment()
         self._optimizing = True
         self._before_optimizing = (self._live, self._most, self.peak_live_bytes)
@@ -426,6 +440,8 @@ class StepMeter(StepRecorder):
             min_bytes=self._min_bytes,
             small_bytes=found.small_bytes,
             skipped_blocks=found.skipped_blocks,
+            accumulates=found.accumulates,
+            looks_at_gradients=self._back,
         )
 
     def _saved(self) -> Iterator[Saved]:

@@ -140,10 +140,7 @@ class StepRecorder(Follower):
             for part in {tensor, *parts_of(tensor)}:
                 if has_storage(part):
                     self.know(part.untyped_storage())
-            gradient = gradient_of(tensor) if tensor.is_leaf else None
-            if gradient is not None and gradient.layout is torch.strided:
-                self.see(gradient.untyped_storage())  # kept from the step before, or from another micro-batch
-                self._add_gradient(tensor)
+        self._see_gradients()  # kept from the step before, or from another micro-batch
         for name, unit in find_units(self.model).items():
             enter, leave = InertInCopies(partial(self._enter, name)), InertInCopies(partial(self._leave, name))
             self._handles.append(unit.module.register_forward_pre_hook(enter))
@@ -192,16 +189,36 @@ class StepRecorder(Follower):
 
     def _count_gradient(self, parameter: torch.Tensor) -> None:
         self._reached.add(id(parameter))
-        if gradient_of(parameter) is None:  # or in a file: asked for, it would come back to memory
-            self._used_up.add(id(parameter))
-        else:
+        if gradient_of(parameter) is not None:
             self._add_gradient(parameter)
+            return
+        # Or it is in a file: asked for, it would come back to memory.
+        self._used_up.add(id(parameter))
+        if id(parameter) in self._in_memory:
+            self._in_memory.discard(id(parameter))
+            self._gradients -= nbytes_of(parameter)
 
     def _add_gradient(self, parameter: torch.Tensor) -> None:
         """It is in memory. Another one is added to it."""
         if id(parameter) not in self._in_memory:
             self._in_memory.add(id(parameter))
             self._gradients += nbytes_of(parameter)
+
+    def _see_gradients(self) -> int:
+        """Count those in memory; returns how many bytes of them had left it, and came back, for clipping or the like."""
+        back = 0
+        for parameter in self.model.parameters():
+            gradient = gradient_of(parameter) if parameter.is_leaf else None
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            self.see(gradient.untyped_storage())
+            self._add_gradient(parameter)
+            if id(parameter) in self._used_up:
+                self._used_up.discard(id(parameter))
+                back += nbytes_of(parameter)
+        if back:
+            self._reach(self._live, self.elsewhere())
+        return back
 
     @property
     def changed_blocks(self) -> frozenset[str]:

@@ -89,12 +89,17 @@ class Break:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A training: rows of every micro-batch of each step, and what breaks off, by number of step and micro-batch."""
+    """A training: rows of every micro-batch of each step, and what breaks off, by number of step and micro-batch; the
+    optimizer, the share of the budget in what it takes in memory, whether it clips, and whether zeros take the place of
+    gradients.
+    """
 
     rows: tuple[tuple[int, ...], ...]
     breaks: dict[tuple[int, int], Break]
     kind: str
     share: float
+    clips: bool = False
+    zeros: bool = False
 
     @classmethod
     def random(cls, seed: int) -> "Program":
@@ -118,7 +123,8 @@ class Program:
                     throws_gradients_away=is_clean or at > forward or rng.random() < 0.5,
                     holds_loss=not is_clean and rng.random() < 0.5,
                 )
-        return cls(rows, breaks, rng.choice(("adamw", "sgd")), rng.choice((0.75, 0.6, 0.5, 0.4, 0.3)))
+        kind, share = rng.choice(("adamw", "sgd")), rng.choice((0.75, 0.6, 0.5, 0.4, 0.3))
+        return cls(rows, breaks, kind, share, clips=rng.random() < 0.3, zeros=rng.random() < 0.3)
 
 
 def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -182,17 +188,22 @@ class Training:
             except (_BrokenOff, KeyboardInterrupt):
                 assert stop is not None, "nothing else breaks off"
                 if stop.throws_gradients_away:
-                    self.optimizer.zero_grad()
+                    self._zero_grad()
                 if stop.then == "repeat":
                     self._step(step, repeated=True)
                 if stop.then != "go on":
                     return
+        if self.program.clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._zero_grad()
         self._held.clear()
         self.steps += 1
         if self.session is not None:
             self.session.end_step()
+
+    def _zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=not self.program.zeros)
 
     def _micro_batch(self, inputs: Tensor, stop: Break | None) -> None:
         _moments.set((itertools.count(), stop))
@@ -257,7 +268,8 @@ def run(seed: int) -> list[str]:
     if isinstance(without, str):
         return [f"without what breaks off, {without}"]
     found = _within(program, without.budget)
-    is_clean = all(one.is_clean for one in program.breaks.values())
+    # With zeros, a step is taken of what goes on, before the next forward lets go of what broke off.
+    is_clean = all(one.is_clean and not (program.zeros and one.then == "go on") for one in program.breaks.values())
     if isinstance(found, str):
         return [found if is_clean else LeftOut("what is held takes more than the budget")]
     for one in (without, found) if is_clean else (without,):

@@ -223,12 +223,15 @@ def test_what_graphs_hold_that_are_still_alive_is_counted_in_a_step_that_is_meas
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_on_a_tier_stay_there_in_the_next_micro_batch(set_to_none, tmp_path):
-    """To know the situation, nothing asks for ``.grad``, which would bring it to memory."""
+@pytest.mark.parametrize("clips", [True, False])
+def test_gradients_on_a_tier_stay_there_in_the_next_micro_batch(set_to_none, clips, tmp_path):
+    """To know the situation, nothing asks for ``.grad``, which would bring it to memory. Where clipping has done so, zeros
+    that take its place leave again.
+    """
     model = net()
     optimizer = adamw(model)
     weights = sum(p.nbytes for p in model.parameters())
-    session = attached(model, tmp_path, int(2.5 * weights), optimizer)
+    session = attached(model, tmp_path, int((3.2 if clips else 2.5) * weights), optimizer)
     seen = []
     model.blocks[0].register_forward_pre_hook(
         lambda *args: seen.append(sum(p.nbytes for p in model.parameters() if gradient_of(p) is not None))
@@ -236,6 +239,8 @@ def test_gradients_on_a_tier_stay_there_in_the_next_micro_batch(set_to_none, tmp
     for _ in range(4):
         for _ in range(3):
             model(batch(16)).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
         session.end_step()
@@ -245,6 +250,95 @@ def test_gradients_on_a_tier_stay_there_in_the_next_micro_batch(set_to_none, tmp
     model(batch(16)).backward()
     assert situation_of(model, (batch(16),), {}).gradient_bytes == weights
     session.detach()
+
+
+def test_a_zero_that_is_added_to_zeros_is_positive_and_takes_no_zeros(tmp_path, monkeypatch):
+    """As autograd adds them. ``-0.0`` is equal to ``0.0``, but not after a division."""
+    model = net()
+    weight = model.blocks[0].up.weight
+    weight.register_hook(lambda gradient: gradient * -0.0)
+    optimizer = adamw(model)
+    session = attach(model, OffloadConfig(tier="ssd", optimizer="ssd", directory=tmp_path, min_bytes=4096))
+    session.prepare_optimizer(optimizer)
+    model(batch()).backward()
+    signs = [weight.grad.signbit().any()]
+    optimizer.zero_grad(set_to_none=False)
+    monkeypatch.setattr(torch, "zeros", raising(AssertionError("there is no need for zeros")))
+    model(batch()).backward()
+    signs.append(weight.grad.signbit().any())
+    session.detach()
+    assert signs == [True, False]
+
+
+def test_zeros_in_memory_that_others_hold_stay_theirs(tmp_path):
+    model = net()
+    weight = model.blocks[0].up.weight
+    optimizer = adamw(model)
+    session = attach(model, OffloadConfig(tier="ssd", optimizer="ssd", directory=tmp_path, min_bytes=4096))
+    session.prepare_optimizer(optimizer)
+    model(batch()).backward()
+    held = weight.grad
+    assert not held._is_view()  # as in memory: another tensor would hold its memory
+    optimizer.zero_grad(set_to_none=False)
+    assert not held.any()
+    assert weight.grad is held
+    session.detach()
+
+
+def test_gradients_of_earlier_micro_batches_are_known_wherever_they_are(tmp_path):
+    model = net()
+    optimizer = adamw(model)
+    session = attach(model, OffloadConfig(tier="ssd", optimizer="ssd", directory=tmp_path, min_bytes=64))
+    session.prepare_optimizer(optimizer)
+    meter = StepMeter(model, lambda: 0, lambda: 0.0, lambda: 0)
+    meter.begin()
+    for _ in range(2):
+        meter.begin_forward([batch()], True)
+        model(batch()).backward()
+    meter.end()
+    footprints = [meter.footprint(number) for number in range(2)]
+    session.detach()
+    assert [one.accumulates for one in footprints] == [False, True]
+    assert footprints[1].segments[0].gradient_bytes == 0
+
+
+def test_gradients_that_are_looked_at_before_the_step_are_measured(tmp_path):
+    """They are back in memory then, all at once, and leave again in the next backward."""
+    live, weights = [], sum(p.nbytes for p in net().parameters())
+    for clips in (False, True):
+        model = net()
+        optimizer = adamw(model)
+        session = attach(model, OffloadConfig(tier="ssd", optimizer="ssd", directory=tmp_path, min_bytes=64))
+        session.prepare_optimizer(optimizer)
+        meter = StepMeter(model, lambda: 0, lambda: 0.0, lambda: 0)
+        meter.begin()
+        for _ in range(2):
+            meter.begin_forward([batch()], True)
+            model(batch(1)).backward()
+            assert meter._gradients == 0
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        meter.end()
+        footprints = [meter.footprint(number) for number in range(2)]
+        session.detach()
+        assert footprints[1].looks_at_gradients == clips
+        assert footprints[1].gradient_bytes == (weights if clips else 0)
+        assert footprints[1].segments[0].gradient_bytes == (weights if clips else 0)
+        live.append(footprints[0].segments[-1].live_bytes)
+    assert live[1] >= max(weights, live[0] + 1)
+
+
+@pytest.mark.parametrize("budget", [2.6, 3.0, 3.4])
+def test_gradients_that_are_looked_at_before_the_step_are_part_of_the_plan(budget, tmp_path, caplog):
+    model = net()
+    optimizer = adamw(model)
+    session = attached(model, tmp_path, int(budget * sum(p.nbytes for p in model.parameters())), optimizer)
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        uneven_steps(model, optimizer, lambda step: (16,), session, clips=True)
+    assert session.planned.footprint.looks_at_gradients
+    session.detach()
+    assert not [one for one in caplog.messages if one.startswith("A step took")]
 
 
 def in_turn(step):
@@ -259,7 +353,7 @@ def by_chance(seed):
     return drawn.__getitem__
 
 
-def uneven_steps(model, optimizer, lengths, session=None):
+def uneven_steps(model, optimizer, lengths, session=None, clips=False):
     """Losses and weights of steps with micro-batches of these lengths."""
     losses = []
     for step in range(_STEPS):
@@ -267,6 +361,8 @@ def uneven_steps(model, optimizer, lengths, session=None):
             loss = model(batch(length))
             loss.backward()
             losses.append(loss.item())
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if session is not None:

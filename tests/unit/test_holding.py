@@ -225,15 +225,13 @@ UNITS = st.sets(st.sampled_from([f"layers.{index}" for index in range(4)])).map(
 @given(now=UNITS, then=UNITS, accumulates=st.booleans(), keeps_gradients=st.booleans())
 def test_what_comes_back_or_leaves_is_as_if_it_had_always_been_there(now, then, accumulates, keeps_gradients):
     footprint = trained(4)
-    if (
-        accumulates and now
-    ):  # gradients of all are there from the beginning; where none stays, no measured step shows it
+    if accumulates:  # gradients of all are there from the beginning
         more = footprint.gradient_bytes
         segments = [
             dataclasses.replace(one, live_bytes=one.live_bytes - one.gradient_bytes + more, gradient_bytes=more)
             for one in footprint.segments
         ]
-        footprint = dataclasses.replace(footprint, segments=tuple(segments))
+        footprint = dataclasses.replace(footprint, segments=tuple(segments), accumulates=True)
     before, after = (Held("ssd", keeps_gradients=keeps_gradients, staying=units) for units in (now, then))
     measured = hold(footprint, before, 2000 * MB, on_host=False)
     measured = dataclasses.replace(measured, transfers=(), transfer_windows={}, transfer_spares={})
@@ -242,6 +240,14 @@ def test_what_comes_back_or_leaves_is_as_if_it_had_always_been_there(now, then, 
         assert getattr(changed, name) == getattr(expected, name)
     for one, other in zip(changed.segments, expected.segments, strict=True):
         assert (one.live_bytes, one.gradient_bytes) == (other.live_bytes, other.gradient_bytes)
+
+
+@pytest.mark.parametrize(("now", "then"), [({"layers.0"}, set()), (set(), {"layers.0"})])
+def test_gradients_that_are_looked_at_before_the_step_are_all_there_wherever_they_were(now, then):
+    before, after = (Held("ssd", staying=frozenset(units)) for units in (now, then))
+    measured = hold(trained(4), before, 2000 * MB, False)
+    measured = dataclasses.replace(measured, transfers=(), gradient_bytes=4 * WEIGHT, looks_at_gradients=True)
+    assert hold(measured, after, 2000 * MB, False, before).gradient_bytes == 4 * WEIGHT
 
 
 @pytest.mark.parametrize("at_once", [False, True])

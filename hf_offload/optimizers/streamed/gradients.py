@@ -77,9 +77,7 @@ class Gradients:
         parts = record.parts_of(gradient)
         if before is not None:
             for number, part in enumerate(parts):
-                earlier = before.part(number, last=True, factors=before.factors)
-                torch.add(earlier, part, out=part)  # what autograd's own accumulation computes
-                del earlier
+                before.add_to(number, part)
         norm = norm_of(gradient, 2.0) if self.wants_norms else None
         stored: list[Stored | None] = [Stored(self.store, as_bytes(part)) for part in parts]
         return StoredGradient(stored, record.sizes, gradient.dtype, gradient.device, norm)
@@ -121,8 +119,25 @@ class Gradients:
         with self._lock, signals_deferred:
             parameter, gradient = record.parameter_ref(), record.gradient
             if parameter is not None and gradient is not None:
-                nothing = StoredGradient([None] * len(record.sizes), record.sizes, record.dtype, parameter.device)
-                record.gradient = nothing if zeros else None
+                record.gradient = _zeros(record, record.dtype, parameter.device) if zeros else None
+                record.refresh(parameter)
+
+    @torch._disable_dynamo
+    def zero(self, record: Record) -> None:
+        """Drop the gradient for zeros, which take no memory: that in memory, too, unless others hold it."""
+        self.replace(record, zeros=True)
+        parameter = record.parameter_ref()
+        gradient = None if parameter is None else gradient_of(parameter)
+        if self.store is None or parameter is None or gradient is None:
+            return
+        if gradient.layout != torch.strided or not gradient.is_contiguous() or gradient.requires_grad:
+            return
+        with self._lock, signals_deferred:
+            set_gradient(parameter, None)
+            if _references(gradient) > _own_references():
+                set_gradient(parameter, gradient)
+            else:
+                record.gradient = _zeros(record, gradient.dtype, gradient.device)
                 record.refresh(parameter)
 
     def norm(self, record: Record, norm_type: float) -> Tensor:
@@ -158,6 +173,10 @@ def _accumulated(earlier: Tensor, arrived: Tensor | None) -> Tensor:
         with torch.enable_grad():
             return earlier + arrived
     return earlier.add_(arrived)
+
+
+def _zeros(record: Record, dtype: torch.dtype, device: torch.device) -> StoredGradient:
+    return StoredGradient([None] * len(record.sizes), record.sizes, dtype, device)
 
 
 def _finish(record: Record) -> None:

@@ -168,6 +168,13 @@ class StoredGradient:
             gradient = stored.take(last).view(self._dtype).to(self._device)
         return scaled(gradient, factors[self._applied[number] :])
 
+    def add_to(self, number: int, arrived: Tensor) -> None:
+        """Add one part to one that has ``arrived``, flat, as autograd accumulates gradients. It is gone from here then."""
+        if self._parts[number] is None and not self.factors:
+            arrived.add_(0.0)  # which makes 0.0 of -0.0, as the zeros would, and takes no memory for them
+        else:
+            torch.add(self.part(number, last=True, factors=self.factors), arrived, out=arrived)
+
     def load(self, number: int) -> None:
         """Wait until a part is in host memory: :meth:`part` then waits for nothing."""
         stored = self._parts[number]
@@ -211,6 +218,9 @@ class LostGradient:
         )
 
     def part(self, number: int, last: bool, factors: tuple[Tensor, ...]) -> Tensor:
+        raise self.error
+
+    def add_to(self, number: int, arrived: Tensor) -> None:
         raise self.error
 
     def load(self, number: int) -> None:
@@ -352,7 +362,8 @@ class Record:
     def whole(self, gradient: "Gradient", last: bool) -> Tensor:
         """A gradient in one piece, in memory."""
         parts = [gradient.part(number, last, gradient.factors) for number in range(len(self.sizes))]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return flat.view(self.shape).data  # no view, which would hold the flat one
 
     @property
     def has_gradient(self) -> bool:

@@ -323,10 +323,13 @@ class Streaming:
         )
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Drop all gradients on the tier."""
+        """Drop all gradients on the tier, and those in memory that zeros take the place of."""
         for record in self.records:
             record.drop_gradient()
-            self.gradients.replace(record, zeros=not set_to_none)
+            if set_to_none:
+                self.gradients.replace(record, zeros=False)
+            else:
+                self.gradients.zero(record)
 
     # -- steps ----------------------------------------------------------------------------------------------------------
 
