@@ -298,8 +298,10 @@ class StepRecorder(Follower):
         key = id(storage)
         if key in self._known:
             return False
-        # Weights that come and go are a part of what is there all the time.
-        nbytes = storage.nbytes() if counts and not whereabouts.has(storage) else 0
+        # Weights that come and go are a part of what is there all the time. A mapped file, such as a state dict's, may be
+        # dropped by the system.
+        counts = counts and not whereabouts.has(storage) and storage.filename is None
+        nbytes = storage.nbytes() if counts else 0
         self._live += nbytes
         self._seen[key] = self._note_end(storage, nbytes)
         return True
