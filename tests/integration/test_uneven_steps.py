@@ -72,6 +72,13 @@ def attached(model, tmp_path, budget="100MiB", optimizer=None):
     return session
 
 
+def streamed(model, tmp_path, optimizer):
+    """All of its weights' gradients and state are on a drive."""
+    session = attach(model, OffloadConfig(tier="ssd", optimizer="ssd", directory=tmp_path, min_bytes=64))
+    session.prepare_optimizer(optimizer)
+    return session
+
+
 def raising(error):
     def hook(*args):
         raise error
@@ -258,8 +265,7 @@ def test_a_zero_that_is_added_to_zeros_is_positive_and_takes_no_zeros(tmp_path, 
     weight = model.blocks[0].up.weight
     weight.register_hook(lambda gradient: gradient * -0.0)
     optimizer = adamw(model)
-    session = attach(model, OffloadConfig(tier="ssd", optimizer="ssd", directory=tmp_path, min_bytes=4096))
-    session.prepare_optimizer(optimizer)
+    session = streamed(model, tmp_path, optimizer)
     model(batch()).backward()
     signs = [weight.grad.signbit().any()]
     optimizer.zero_grad(set_to_none=False)
@@ -274,8 +280,7 @@ def test_zeros_in_memory_that_others_hold_stay_theirs(tmp_path):
     model = net()
     weight = model.blocks[0].up.weight
     optimizer = adamw(model)
-    session = attach(model, OffloadConfig(tier="ssd", optimizer="ssd", directory=tmp_path, min_bytes=4096))
-    session.prepare_optimizer(optimizer)
+    session = streamed(model, tmp_path, optimizer)
     model(batch()).backward()
     held = weight.grad
     assert not held._is_view()  # as in memory: another tensor would hold its memory
@@ -288,8 +293,7 @@ def test_zeros_in_memory_that_others_hold_stay_theirs(tmp_path):
 def test_gradients_of_earlier_micro_batches_are_known_wherever_they_are(tmp_path):
     model = net()
     optimizer = adamw(model)
-    session = attach(model, OffloadConfig(tier="ssd", optimizer="ssd", directory=tmp_path, min_bytes=64))
-    session.prepare_optimizer(optimizer)
+    session = streamed(model, tmp_path, optimizer)
     meter = StepMeter(model, lambda: 0, lambda: 0.0, lambda: 0)
     meter.begin()
     for _ in range(2):
@@ -308,8 +312,7 @@ def test_gradients_that_are_looked_at_before_the_step_are_measured(tmp_path):
     for clips in (False, True):
         model = net()
         optimizer = adamw(model)
-        session = attach(model, OffloadConfig(tier="ssd", optimizer="ssd", directory=tmp_path, min_bytes=64))
-        session.prepare_optimizer(optimizer)
+        session = streamed(model, tmp_path, optimizer)
         meter = StepMeter(model, lambda: 0, lambda: 0.0, lambda: 0)
         meter.begin()
         for _ in range(2):
