@@ -112,7 +112,7 @@ class Store:
 
     def _wait_for_room(self) -> None:
         while self._writing:
-            alive = [each for reference in self._writing if (each := reference()) is not None and each.is_being_written]
+            alive = [each for reference in self._writing if (each := reference()) is not None and not each.has_ended()]
             if sum(each.nbytes for each in alive) <= self.window_bytes // 2:
                 return
             del alive
@@ -218,11 +218,31 @@ class Stored:
         """Whether its bytes are on the tier only, and nothing reads them yet."""
         return self._held is not None and self._buffer is None and self._loaded is None and self._read is None
 
+    def has_ended(self) -> bool:
+        """Whether no write goes on. One that has ended well has left memory then: those that wait for it are woken before its
+        callback runs, and on a busy machine that takes as long as several operations of the next module.
+        """
+        write = self._write
+        if write is None or not write.done():
+            return write is None
+        self._leave()
+        return True
+
     def wait_until_written(self) -> None:
         """Wait for the tier. A write that fails leaves the bytes in memory."""
         if self._write is not None:
             self._store.wait_until_done(self._write)
+            self._leave()
             self._note_failure()
+
+    def _leave(self) -> None:
+        """Let the memory go if the write has ended well, and no caller has taken it."""
+        with signals_deferred, self._store.lock:
+            buffer = self._buffer
+            if buffer is not None and not self._taken and self._is_written():
+                self._buffer = None
+                self._store._recycle(buffer)
+            del buffer  # under the lock: a thread that finds that it has left goes on to use its memory
 
     def read_ahead(self) -> bool:
         """Begin to read what is on the tier, if there is room in the window; false if there is none."""
@@ -395,12 +415,7 @@ class _Written:
         if future.exception() is not None:
             stored._store._failed.append(stored)
             return
-        store = stored._store
-        with signals_deferred, store.lock:
-            buffer = stored._buffer
-            if buffer is not None and not stored._taken:
-                stored._buffer = None
-                store._recycle(buffer)
+        stored._leave()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
