@@ -13,6 +13,7 @@ from hf_offload import OffloadConfig, OffloadTrainingArguments, attach, offload_
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.plan.plan import Placement
 from hf_offload.planning.measuring import StepMeter
+from hf_offload.planning.pace import StepClock
 from tests.helpers.activation_heavy_models import ROWS, TOKENS, batch, build
 from tests.helpers.live_bytes import live_bytes_of_steps, peak_bytes_in_use
 from tests.helpers.tables import rows
@@ -148,7 +149,14 @@ def test_the_allocator_sees_the_peak_that_was_measured(tmp_path):
     assert fixed + in_use == pytest.approx(measured, rel=0.05)
 
 
-def test_the_prediction_follows_the_pace_of_steps_that_nobody_looks_at(tmp_path):
+def test_the_prediction_follows_the_pace_of_steps_that_nobody_looks_at(tmp_path, monkeypatch):
+    honest = StepClock.stop
+
+    def quick(clock):  # however busy the machine is: a pace above that of a measured step is not taken from one step
+        times = honest(clock)
+        return times and (times[0], times[1] / 100)
+
+    monkeypatch.setattr(StepClock, "stop", quick)
     model = model_of("gpt2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with offload_activations(model, auto("1GiB", tmp_path)) as session:
@@ -160,7 +168,7 @@ def test_the_prediction_follows_the_pace_of_steps_that_nobody_looks_at(tmp_path)
             session.end_step()
             predicted.append(session.forecast.step_s)
             pace.append(session.planned.pace)
-        assert pace[1] != 1.0
+        assert pace[1] < 1.0
         assert predicted[2] == pytest.approx(pace[1] * predicted[1])
 
 
