@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.streamed import StreamedSetting, check_streamable, streaming_of
-from hf_offload.optimizers.streamed.trial import state_per_weight
+from hf_offload.optimizers.streamed import StreamedSetting, check_streamable, state_per_weight, streaming_of
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.choosing import choose
 from hf_offload.plan.fitting import least_memory

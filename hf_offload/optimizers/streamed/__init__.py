@@ -5,6 +5,7 @@ from hf_offload.optimizers.streamed.optimizer import (
     StreamedState,
     check_streamable,
     clip_grad_norm_,
+    state_per_weight,
     stream,
     streaming_of,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "clip_grad_norm_",
     "gradient_of",
     "has_gradient",
+    "state_per_weight",
     "stream",
     "streaming_of",
 ]

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.streamed.clipping import clip_stored
 from hf_offload.optimizers.streamed.held import shares_memory
 from hf_offload.optimizers.streamed.kept import kept_state
+from hf_offload.optimizers.streamed.known import state_per_weight as state_per_weight_of
+from hf_offload.optimizers.streamed.known import steps_by_weight, steps_in_parts
 from hf_offload.optimizers.streamed.parts import joined
 from hf_offload.optimizers.streamed.record import Record
 from hf_offload.optimizers.streamed.saved import StateFiles
-from hf_offload.optimizers.streamed.shadow import Shadow, make_shadow, options_of
+from hf_offload.optimizers.streamed.shadow import Shadow, make_shadow, options_of, step_of
 from hf_offload.optimizers.streamed.streaming import Streaming
-from hf_offload.optimizers.streamed.trial import Traits, traits_of
 from hf_offload.parameters.demand import ask_in_transforms
 from hf_offload.parameters.scripts import ask_in_scripts
 from hf_offload.parameters.unasked import ask_everywhere
@@ -85,8 +86,10 @@ def stream(
     without this. ``open_tier`` opens the tier of an account, ``names`` are those of parameters, by their id. Unless it
     ``must_stream``, parameters whose gradients turn out to be sparse stay in memory.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for a class whose parameters do not step independently of each
-    other.
+    An optimizer of a class that is not :mod:`known <hf_offload.optimizers.streamed.known>` steps as a whole.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for an optimizer of a memory mode, for one whose ``step`` was
+    replaced, and unless it ``must_stream`` for one that steps as a whole.
     """
     present = _streamed.get(optimizer)
     if present is not None:
@@ -101,25 +104,26 @@ def stream(
             f"{names.get(id(twice), 'A parameter')} is in two optimizers whose state is to be streamed: give each parameter "
             "to one optimizer."
         )
-    traits = check_streamable(optimizer)
-    gradients = gradients and not traits.sets_gradients
+    whole = not steps_by_weight(optimizer, kind)
+    check_streamable(optimizer, must_stream)
     resident = StreamedState()
     streaming = Streaming(
-        Shadow(optimizer, kind, traits.own),
+        Shadow(optimizer, kind),
         Store(storage, open_tier(OPTIMIZER_STATE), OPTIMIZER_STATE, window_bytes),
         Store(storage, open_tier(GRADIENTS), GRADIENTS, window_bytes) if gradients else None,
         resident,
         smallest_bytes=smallest_bytes,
         part_bytes=part_bytes,
         lazy=lazy and gradients,
-        all_step=traits.sets_gradients,
         must_stream=must_stream,
-        own=traits.own,
+        whole=whole,
     )
     resident.streaming = streaming
     streaming.entries.replace(optimizer.state)
     dict.update(resident, optimizer.state)
-    streaming.add(_named(parameters, names), traits.cuts, state_holders=2)  # optimizer.state is another one yet
+    streaming.add(
+        _named(parameters, names), steps_in_parts(kind), state_holders=2
+    )  # optimizer.state is another one yet
     storage.members.add(streaming)
     optimizer.state = resident
     _keep_scheduler(optimizer, extend(optimizer, StreamedOptimizer))
@@ -132,13 +136,29 @@ def stream(
     return streaming
 
 
-def check_streamable(optimizer: Optimizer) -> Traits:
-    """How the state of ``optimizer`` can be streamed.
-
-    Raises :class:`~hf_offload.errors.OffloadConfigError` where it cannot.
+def check_streamable(optimizer: Optimizer, must_stream: bool = False) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` where the state of ``optimizer`` cannot be streamed, or, unless it
+    ``must_stream``, needs all memory in each step nonetheless.
     """
-    _check_step(optimizer)
-    return traits_of(optimizer, type(optimizer))
+    kind = type(optimizer)
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise OffloadConfigError(
+            f"The step of this {kind.__name__} was replaced by {step!r}, which would not be called any more: "
+            "prepare the optimizer first, and replace its step then."
+        )
+    if kind.__module__.startswith("hf_offload."):
+        raise OffloadConfigError(f"{kind.__name__} decides about all weights together.")
+    if not must_stream and not steps_by_weight(optimizer, kind):
+        raise OffloadConfigError(
+            f"{kind.__name__} is not known to step each weight by itself, so its step needs all state in memory. With "
+            "optimizer='ssd' or 'ram', state is on a tier between steps."
+        )
+
+
+def state_per_weight(optimizer: Optimizer) -> float:
+    """Bytes of state for each byte of a large weight, whether ``optimizer`` is streamed or not."""
+    return state_per_weight_of(optimizer, type(optimizer) if streaming_of(optimizer) is None else _own_class(optimizer))
 
 
 def _first_streamed(parameters: list[nn.Parameter]) -> nn.Parameter | None:
@@ -150,15 +170,6 @@ def _first_streamed(parameters: list[nn.Parameter]) -> nn.Parameter | None:
 def _named(parameters: list[nn.Parameter], names: dict[int, str]) -> Iterator[tuple[str, nn.Parameter]]:
     for number, parameter in enumerate(parameters):
         yield names.get(id(parameter), f"parameter {number}"), parameter
-
-
-def _check_step(optimizer: Optimizer) -> None:
-    step = vars(optimizer).get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        raise OffloadConfigError(
-            f"The step of this {type(optimizer).__name__} was replaced by {step!r}, which would not be called any more: "
-            "prepare the optimizer first, and replace its step then."
-        )
 
 
 def _keep_scheduler(optimizer: Optimizer, _: Undo[Any]) -> None:
@@ -185,16 +196,15 @@ class StreamedOptimizer(Optimizer):
         """A step, to be completed when parameters are used next; see
         :class:`~hf_offload.optimizers.streamed.streaming.Streaming`.
         """
-        loss, own = None, _streamed[self].own
-        if closure is not None and own is not None and not own.takes_closure:
-            raise OffloadError(
-                f"The step of {_own_class(self).__name__} does not call its closure once, before anything else, so it cannot "
-                "be streamed with one: call step() without a closure, after backward, or set optimizer='none'."
-            )
+        streaming = _streamed[self]
+        if streaming.whole:
+            with streaming.in_whole(self.state):
+                return step_of(_own_class(self))(self, *([] if closure is None else [closure]))
+        loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _streamed[self].step(self)
+        streaming.step(self)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -204,9 +214,13 @@ class StreamedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of the optimizer's own class. State on disk is copied to files that are mapped into memory;
-        placeholders stand for it inside of :func:`~hf_offload.storage.kept.keeping`.
+        placeholders stand for it inside of :func:`~hf_offload.storage.kept.keeping`. That of a class which steps as a whole
+        comes to memory.
         """
         streaming = _streamed[self]
+        if streaming.whole:
+            streaming.damage.check_states(streaming.records)
+            return super().state_dict()
         streaming.damage.check_states(streaming.records)
         streaming.finish()
         files = _mapped_files(streaming)
@@ -227,8 +241,11 @@ class StreamedOptimizer(Optimizer):
         return whole.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the optimizer's own class, one parameter after the other."""
+        """Load a state dict of the optimizer's own class, one parameter after the other, unless it steps as a whole."""
         streaming = _streamed[self]
+        if streaming.whole:
+            self._load_whole(state_dict)
+            return
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -267,22 +284,24 @@ class StreamedOptimizer(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def _load_whole(self, state_dict: dict[str, Any]) -> None:
+        """Load by the class's own code, which finds a plain state in memory."""
+        present: StreamedState = vars(self)["state"]
+        vars(self)["state"] = collections.defaultdict(dict, present.items())
+        try:
+            super().load_state_dict(state_dict)
+            loaded = vars(self)["state"]
+        finally:
+            vars(self)["state"] = present
+        present.replace(loaded)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, whose parameters are streamed, too."""
         super().add_param_group(param_group)
         streaming = _streamed.get(self)
         if streaming is not None:
-            try:
-                traits = traits_of(self, _own_class(self))
-                if traits.sets_gradients and streaming.streams_gradients:
-                    raise OffloadConfigError(
-                        "With the options of the new group, the optimizer sets gradients itself: add the group before the "
-                        "optimizer is prepared."
-                    )
-            except OffloadConfigError:
-                self.param_groups.pop()
-                raise
-            streaming.add(_named(self.param_groups[-1]["params"], {}), traits.cuts)
+            parameters = self.param_groups[-1]["params"]
+            streaming.add(_named(parameters, {}), steps_in_parts(_own_class(self)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         present = vars(self).get("state")

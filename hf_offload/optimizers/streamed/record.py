@@ -2,7 +2,6 @@
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.optimizers.streamed.given import GivenStates
-from hf_offload.optimizers.streamed.own_step import captured
 from hf_offload.optimizers.streamed.shadow import CUT_ELEMENTS, pieces
 from hf_offload.parameters.contexts import StepContext
 from hf_offload.parameters.demand import demanded
@@ -236,14 +234,6 @@ class LostGradient:
 Gradient = StoredGradient | LostGradient
 
 
-def groups_around(
-    group: dict[str, Any], around: tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]
-) -> list[dict[str, Any]]:
-    """The ``group`` where it is among others with these options, which are without parameters."""
-    before, after = ([{**captured(options), "params": []} for options in others] for others in around)
-    return [*before, group, *after]
-
-
 def scaled(gradient: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
     """``gradient``, multiplied in place as ``torch.nn.utils.clip_grad_norm_`` does it."""
     for factor in factors:
@@ -255,8 +245,7 @@ def scaled(gradient: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
 class Update:
     """A step that has been taken and not computed yet.
 
-    ``gradient`` is None where it is in the parameter's ``.grad``. ``around`` are the options of the groups before and after
-    that of the parameter, where a step may look at them. ``done`` is the number of parts that are updated. While it
+    ``gradient`` is None where it is in the parameter's ``.grad``. ``done`` is the number of parts that are updated. While it
     ``waits``, one change has been counted.
     """
 
@@ -264,13 +253,8 @@ class Update:
     options: dict[str, Any]
     gradient: Gradient | None
     factors: tuple[Tensor, ...]
-    around: tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]] = ((), ())
     done: int = 0
     waits: bool = False
-
-    def groups(self, target: Tensor) -> list[dict[str, Any]]:
-        """The optimizer's groups for a step of the parameter's ``target`` alone."""
-        return groups_around({**self.options, "params": [target]}, self.around)
 
     def begin_to_wait(self, parameter: nn.Parameter) -> None:
         """The parameter counts as changed from now on: backward of older graphs is an error."""

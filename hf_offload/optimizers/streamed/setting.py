@@ -151,7 +151,7 @@ class StreamedSetting:
     def update_in_backward(self, in_backward: bool, unless: Callable[[], bool] | None = None) -> None:
         """See :meth:`hf_offload.session.OffloadSession.update_in_backward`."""
         for streaming in list(self._streamings):
-            streaming.in_backward = in_backward and streaming.streams_gradients and streaming.own is None
+            streaming.in_backward = in_backward and streaming.streams_gradients and not streaming.whole
             streaming.unless = unless
             if streaming.in_backward:
                 logger.info(
@@ -193,14 +193,15 @@ class StreamedSetting:
 
     def _tell(self, streaming: Streaming, optimizer: Optimizer, compiled: bool) -> None:
         why = "gradients stay in memory, for several processes reduce them there"
-        if self._alone:
-            why = "gradients stay in memory, for the optimizer's class sets them itself"
         if compiled:
             why = "gradients stay in memory, where compiled code expects them"
         if streaming.streams_gradients:
             why = "gradients leave memory in backward, and each weight is updated when it is next used"
-        if streaming.streams_gradients and streaming.own is not None:
-            why = "gradients leave memory in backward; its class is not PyTorch's, so each weight is updated in step(), whole"
+        if streaming.whole:
+            why = (
+                "all of it comes back for each step, and gradients, too: its class is not one of those that are known to "
+                "update each weight by itself"
+            )
         logger.info(
             "The state of %s (%d of its weights are large enough) goes to %s; %s.",
             type(optimizer).__name__,

@@ -13,8 +13,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_offload.optimizers.streamed.own_step import ChangedByStep, OwnStep, captured, values_in
-
 CUT_ELEMENTS = 4096
 """Parameters are cut at multiples of this: no kernel's vectors, and no page of any dtype, then lie across a cut."""
 _NOT_OPTIONS = ("params", "param_names")
@@ -24,61 +22,31 @@ _NOT_ATTRIBUTES = ("step", "param_groups", "state")
 class Shadow:
     """Steps of ``optimizer`` with other parameters, options and state. It does not keep the optimizer.
 
-    Hooks on the optimizer's steps are not the shadow's: they belong to a step as a whole. ``own`` is the step of a class that
-    is not known: what it changes beyond weights and their state is an error then.
+    Hooks on the optimizer's steps are not the shadow's: they belong to a step as a whole.
     """
 
-    def __init__(self, optimizer: Optimizer, kind: type[Optimizer], own: OwnStep | None = None):
-        self._own = own
+    def __init__(self, optimizer: Optimizer, kind: type[Optimizer]):
         self._optimizer = make_shadow(optimizer, kind)
         self._hooks = _without_hooks(optimizer)
-        self._step: Callable[..., Any] = getattr(kind.step, "__wrapped__", kind.step)
+        self._step = step_of(kind)
 
     def step(
         self,
         groups: list[dict[str, Any]],
         state: Mapping[Tensor, dict[str, Any]],
         attributes: Mapping[str, Any],
-        *arguments: Any,
     ) -> dict[Tensor, dict[str, Any]]:
-        """One step of the parameters in ``groups``, from ``state``, with these attributes; returns the new state.
-
-        Raises :class:`~hf_offload.optimizers.streamed.own_step.ChangedByStep`.
-        """
+        """One step of the parameters in ``groups``, from ``state``, with these attributes; returns the new state."""
         inner = self._optimizer
-        outside = None if self._own is None else self._own.present()
-        before = None if self._own is None else (sorted(values_in(attributes)), list(map(_options_in, groups)))
         inner.__dict__ = {**self._hooks, **attributes}
         inner.param_groups = groups
         inner.state = collections.defaultdict(dict, state)
         try:
-            self._step(inner, *arguments)
-            if self._own is not None and before is not None and outside is not None:
-                self._check_unchanged(before, groups, self._own.unlike(outside))
+            self._step(inner)
             return inner.state
         finally:
             inner.param_groups = []
             inner.state = collections.defaultdict(dict)
-
-    def _check_unchanged(self, before: Any, groups: list[dict[str, Any]], outside: str | None) -> None:
-        inner = self._optimizer
-        now = {
-            name: value for name, value in vars(inner).items() if name not in _NOT_ATTRIBUTES and not _holds_hooks(name)
-        }
-        attributes, options = before
-        parameters = {id(p) for group in groups for p in group["params"]}
-        what = outside
-        if attributes != sorted(values_in(now)):
-            what = "an attribute of its own"
-        if inner.param_groups is not groups or options != list(map(_options_in, groups)):
-            what = "its parameter groups"
-        if any(id(key) not in parameters for key in inner.state):
-            what = "state that is not a parameter's"
-        if what is not None:
-            raise ChangedByStep(
-                f"The step of {type(inner).__name__} has changed {what}, which counts for all parameters together, and is "
-                "streamed, one parameter after the other: go on from the last checkpoint with optimizer='none'."
-            )
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -96,6 +64,12 @@ class Shadow:
         finally:
             inner.param_groups = []
             inner.state = collections.defaultdict(dict)
+
+
+def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The step that ``kind`` defines, without the hooks that PyTorch wraps around it."""
+    step: Callable[..., Any] = getattr(kind.step, "__wrapped__", kind.step)
+    return step
 
 
 def make_shadow(optimizer: Optimizer, kind: type[Optimizer]) -> Optimizer:
@@ -138,8 +112,13 @@ def names_of(group: Mapping[str, Any], chosen: Iterable[int]) -> dict[str, list[
     return {} if names is None else {"param_names": [names[number] for number in chosen]}
 
 
-def _options_in(group: Mapping[str, Any]) -> Any:
-    return [*map(id, group["params"])], values_in({name: value for name, value in group.items() if name != "params"})
+def captured(value: Any) -> Any:
+    """A copy of an option, as deep as lists, tuples and dictionaries go; tensors are cloned."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(captured, value))
+    return {name: captured(each) for name, each in value.items()} if type(value) is dict else value
 
 
 def pieces(tensor: Tensor, elements: int) -> list[Tensor]:

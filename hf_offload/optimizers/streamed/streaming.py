@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -30,8 +30,7 @@ from hf_offload.optimizers.streamed.entries import Entries
 from hf_offload.optimizers.streamed.gradients import Gradients, watch_gradients
 from hf_offload.optimizers.streamed.held import is_held
 from hf_offload.optimizers.streamed.order import UpdateOrder
-from hf_offload.optimizers.streamed.own_step import OwnStep
-from hf_offload.optimizers.streamed.record import Record, Update, groups_around, part_elements
+from hf_offload.optimizers.streamed.record import Record, Update, part_elements
 from hf_offload.optimizers.streamed.shadow import Shadow, attributes_of, names_of, options_of
 from hf_offload.optimizers.streamed.states import States
 from hf_offload.parameters.contexts import StepContext, is_outside, outside
@@ -57,9 +56,8 @@ class Streaming:
         smallest_bytes: Smaller parameters are not streamed.
         part_bytes: Size of the parts that parameters are cut into; None leaves them whole.
         lazy: Whether updates wait for the next use of their parameter.
-        all_step: Whether a step is one of parameters without a gradient, too.
         must_stream: Whether a gradient that cannot be streamed is an error. If not, its parameter is streamed no more.
-        own: The step of a class that is not known, which is computed within ``step()``, with all groups.
+        whole: Whether the optimizer's own ``step()`` runs as it is, on all gradients and state in memory.
 
     Attributes:
         in_backward: Whether each parameter is updated as soon as it has a gradient, from the options of that moment. The
@@ -77,20 +75,18 @@ class Streaming:
         smallest_bytes: int,
         part_bytes: int | None = PART_BYTES,
         lazy: bool = True,
-        all_step: bool = False,
         must_stream: bool = True,
-        own: OwnStep | None = None,
+        whole: bool = False,
     ):
         self.in_backward = False
         self.unless: Callable[[], bool] | None = None
         self._has_asked = False
-        self.lazy = lazy and own is None
-        self.own = own
+        self.lazy = lazy and not whole
+        self.whole = whole
         self._shadow = shadow
         self._resident = resident
         self._smallest_bytes = smallest_bytes
         self._part_bytes = part_bytes
-        self._all_step = all_step
         self._must_stream = must_stream
         self._lock = threading.RLock()
         self.states = States(state_store, self._lock)
@@ -311,7 +307,7 @@ class Streaming:
 
     def _let_sparse_stay(self, record: Record, parameter: nn.Parameter) -> None:
         """A gradient is sparse: if it was not asked for that it leaves, it stays in memory, and the state with it."""
-        if self._must_stream:
+        if self._must_stream and not self.whole:
             raise OffloadError(
                 f"The gradient of {record.name} is sparse, which cannot be streamed: make the embedding with sparse=False, "
                 "or set optimizer='none'."
@@ -342,8 +338,6 @@ class Streaming:
         """
         with signals_deferred, self._handled(OPTIMIZER_STATE), self._lock, torch.no_grad():
             self.damage.check_step(self.records)
-            if self.own is not None:
-                self.own.check(optimizer)
             self.finish()
             self._has_asked = False
             context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
@@ -372,12 +366,34 @@ class Streaming:
                 self._finish(record, contextlib.nullcontext())
             self._order.read_ahead(None, all_states=self.in_backward)
 
+    @contextlib.contextmanager
+    def in_whole(self, state: dict[Any, dict[str, Any]]) -> Iterator[None]:
+        """All gradients and all of the optimizer's ``state`` are in memory inside the block, and state leaves it afterwards.
+
+        Raises :class:`~hf_offload.errors.StorageError` if something cannot be read: nothing has changed then.
+        """
+        with self._handled(OPTIMIZER_STATE):
+            self.damage.check_step(self.records)
+            for record in self.records:
+                self.gradients.reveal(record)
+            for parameter in self.parameters():
+                state.get(parameter)
+        try:
+            yield
+        finally:
+            with self._handled(OPTIMIZER_STATE), self._lock:
+                for record in self.records:
+                    parameter = record.parameter_ref()
+                    if parameter is not None:
+                        self._match_layout(record, parameter)
+                        self._move_state(record, parameter)
+
     def _take_over(self, parameters: Iterable[nn.Parameter]) -> None:
         """Layouts and states are what the user has made of them. This may wait for a drive, and changes no value yet."""
         for parameter in parameters:
             record = self.record_of(parameter)
             gradient = gradient_of(parameter)
-            if record is None and (gradient is not None or self._all_step):
+            if record is None and gradient is not None:
                 staying = self.known_record_of(parameter)
                 if staying is not None:
                     staying.given.step()
@@ -388,7 +404,7 @@ class Streaming:
                 record.state_stays = False
                 self._match_layout(record, parameter)
                 self.gradients.join(record)
-                if gradient_of(parameter) is not None or record.gradient is not None or self._all_step:
+                if gradient_of(parameter) is not None or record.gradient is not None:
                     record.given.step()
                     self._move_state(record, parameter)
                     if record.state_stays:
@@ -397,14 +413,13 @@ class Streaming:
     def _note(self, groups: list[dict[str, Any]], context: StepContext) -> list[tuple[Record, nn.Parameter, Update]]:
         noted: list[tuple[Record, nn.Parameter, Update]] = []
         small: list[dict[str, Any]] = []
-        held: list[list[dict[str, Any]]] = []
-        all_options = [options_of(group) for group in groups]
-        for place, (group, options) in enumerate(zip(groups, all_options, strict=True)):
-            around = ((), ()) if self.own is None else (all_options[:place], all_options[place + 1 :])
+        held: list[dict[str, Any]] = []
+        for group in groups:
+            options = options_of(group)
             staying: list[int] = []
             for number, parameter in enumerate(group["params"]):
                 record = self.record_of(parameter)
-                if self._all_step or gradient_of(parameter) is not None or (record is not None and record.has_gradient):
+                if gradient_of(parameter) is not None or (record is not None and record.has_gradient):
                     self.entries.add(parameter)
                 if record is None:
                     staying.append(number)
@@ -412,19 +427,19 @@ class Streaming:
                 record.check_step(options)
                 its_options = {**options, **names_of(group, [number])}
                 if record.state_stays:
-                    held.append(groups_around({**its_options, "params": [parameter]}, around))
-                elif gradient_of(parameter) is not None or (self._all_step and record.gradient is None):
-                    noted.append((record, parameter, Update(context, its_options, None, (), around)))
+                    held.append({**its_options, "params": [parameter]})
+                elif gradient_of(parameter) is not None:
+                    noted.append((record, parameter, Update(context, its_options, None, ())))
                 elif record.gradient is not None:
-                    update = Update(context, its_options, record.gradient, record.gradient.factors, around)
+                    update = Update(context, its_options, record.gradient, record.gradient.factors)
                     noted.append((record, parameter, update))
-            if staying or self.own is not None:
+            if staying:
                 its_parameters = [group["params"][number] for number in staying]
                 small.append({**options, **names_of(group, staying), "params": its_parameters})
-        if any(group["params"] for group in small):
+        if small:
             self._step_in_memory(small, context)
         for one in held:  # a large one at a time
-            self._step_in_memory(one, context)
+            self._step_in_memory([one], context)
         return noted
 
     def _step_in_memory(self, groups: list[dict[str, Any]], context: StepContext) -> None:
@@ -502,7 +517,9 @@ class Streaming:
             try:
                 its_state = {} if before is None else {target: dict(before)}
                 counted = parameter._version
-                after = self._shadow.step(update.groups(target), its_state, update.context.attributes).get(target)
+                after = self._shadow.step(
+                    [{**update.options, "params": [target]}], its_state, update.context.attributes
+                ).get(target)
                 changes = parameter._version - counted
             except Exception:
                 self._give_up(update.context)
