@@ -198,7 +198,7 @@ class StreamedOptimizer(Optimizer):
         """
         streaming = _streamed[self]
         if streaming.whole:
-            with streaming.in_whole(self.state):
+            with streaming.all_in_memory(self.state):
                 return step_of(_own_class(self))(self, *([] if closure is None else [closure]))
         loss = None
         if closure is not None:

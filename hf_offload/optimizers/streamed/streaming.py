@@ -367,7 +367,7 @@ class Streaming:
             self._order.read_ahead(None, all_states=self.in_backward)
 
     @contextlib.contextmanager
-    def in_whole(self, state: dict[Any, dict[str, Any]]) -> Iterator[None]:
+    def all_in_memory(self, state: dict[Any, dict[str, Any]]) -> Iterator[None]:
         """All gradients and all of the optimizer's ``state`` are in memory inside the block, and state leaves it afterwards.
 
         Raises :class:`~hf_offload.errors.StorageError` if something cannot be read: nothing has changed then.
@@ -376,8 +376,8 @@ class Streaming:
             self.damage.check_step(self.records)
             for record in self.records:
                 self.gradients.reveal(record)
-            for parameter in self.parameters():
-                state.get(parameter)
+            for trained in self.parameters():
+                state.get(trained)
         try:
             yield
         finally:
