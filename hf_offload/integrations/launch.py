@@ -121,6 +121,8 @@ def launch(arguments: Sequence[str]) -> None:
     chosen = launch_command_parser().parse_args(list(arguments))
     if chosen.no_python:
         raise OffloadConfigError("--no_python starts a program that is not Python, which cannot be offloaded: drop it.")
+    if not chosen.module and not Path(chosen.training_script).is_file():
+        raise OffloadConfigError(f"hf-offload launch: no such file: {chosen.training_script}")
     script = ["-m", chosen.training_script] if chosen.module else [chosen.training_script]
     chosen.training_script_args = [*script, *chosen.training_script_args]
     chosen.training_script, chosen.module = "hf_offload.run", True

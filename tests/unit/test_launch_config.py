@@ -47,6 +47,12 @@ def test_shipped_files_are_accelerates_own_and_ours(name, tmp_path):
     assert f"--config_file {name} " in find_config(name).read_text().replace("\n", " ")
 
 
+def test_a_script_that_is_not_there_is_one_line():
+    for arguments in (["nope.py", "--x"], ["--num_processes", "1", "nope.py"]):
+        refused = CliRunner().invoke(app, ["launch", *arguments])
+        assert (refused.exit_code, refused.stderr) == (2, "hf-offload launch: no such file: nope.py\n")
+
+
 def test_all_ways_to_train_are_shipped():
     assert set(shipped_configs()) == {"single", "ddp", "fsdp2", "zero2", "zero3", "context_parallel"}
 
