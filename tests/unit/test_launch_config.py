@@ -253,12 +253,12 @@ def check_values(step, started):
     assert {"distributed_type", "num_processes", "use_cpu", "mixed_precision", "fsdp_config", "nonsense"} <= refused
 
 
-def test_a_value_of_any_kind_is_launched_or_refused_with_the_users_file(started, tmp_path, monkeypatch):
+def test_a_value_of_any_kind_is_launched_or_refused_with_the_users_file(started, tmp_path):
     check_values(13, started)
 
 
 @pytest.mark.full
-def test_every_value_of_every_key_is_launched_or_refused_with_the_users_file(started, tmp_path, monkeypatch):
+def test_every_value_of_every_key_is_launched_or_refused_with_the_users_file(started, tmp_path):
     check_values(1, started)
 
 
@@ -273,7 +273,7 @@ def test_every_value_of_every_key_is_launched_or_refused_with_the_users_file(sta
         ("gpu_ids: 1", "mine.yaml: gpu_ids=1 is not text."),
     ],
 )
-def test_wrong_fields_of_accelerates_own_name_the_file_and_the_field(text, part, started, tmp_path, monkeypatch):
+def test_wrong_fields_of_accelerates_own_name_the_file_and_the_field(text, part, started, tmp_path):
     Path("mine.yaml").write_text(f"distributed_type: NO\n{text}\n")
     with pytest.raises(OffloadConfigError) as refused:
         launch(["--config_file", "mine.yaml", "train.py"])
@@ -290,7 +290,7 @@ def test_accelerates_mistakes_and_ours_come_together(started, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(("text", "number"), [("no", "false"), ("off", "false"), ("yes", "true"), ("on", "true")])
-def test_what_is_false_in_accelerates_yaml_is_false_here(text, number, launched, tmp_path, monkeypatch):
+def test_what_is_false_in_accelerates_yaml_is_false_here(text, number, launched, tmp_path):
     Path("mine.yaml").write_text(f"distributed_type: NO\nsame_network: {text}\nuse_cpu: {text}\n")
     launch(["--config_file", "mine.yaml", "train.py"])
     ((_, config, _),) = launched
