@@ -6,7 +6,13 @@ happened, where, and what to do about it.
 
 
 class OffloadError(RuntimeError):
-    """Base class of the package's errors."""
+    """Base class of the package's errors.
+
+    Attributes:
+        exit_code: How a command or a launched script ends that raises it: 1 for an error on the way, 2 for a refusal.
+    """
+
+    exit_code = 1
 
 
 class OffloadConfigError(OffloadError, ValueError):
@@ -16,6 +22,7 @@ class OffloadConfigError(OffloadError, ValueError):
         problems: The single errors, if the message lists several.
     """
 
+    exit_code = 2
     problems: tuple[str, ...] = ()
 
 
@@ -24,6 +31,8 @@ class OffloadPlanError(OffloadError):
 
     ``smallest_bytes`` is the smallest budget that would do, where it is known.
     """
+
+    exit_code = 2
 
     def __init__(self, message: str, smallest_bytes: int | None = None):
         super().__init__(message)

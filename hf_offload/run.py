@@ -7,27 +7,25 @@ Whatever the script prepares with an ``Accelerator``, its own or the Trainer's, 
 ``HF_OFFLOAD_*`` say (:mod:`hf_offload.settings.environment`). ``-m`` in front of a name runs a module.
 """
 
+import builtins
+import importlib.util
 import logging
 import os
 import runpy
 import sys
+import types
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import typer
-
-from hf_offload.cli.console import clear_errors, visible_log
-from hf_offload.cli.exit_codes import EXIT_REFUSED
-from hf_offload.errors import OffloadConfigError
+from hf_offload.autoload import exit_from_script, exit_with, show_log, switch_on
+from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.parents import end_with_parent
-from hf_offload.settings.environment import AUTOLOAD_VARIABLE
+from hf_offload.settings.environment import AUTOLOAD_VARIABLE, settings_with
+from hf_offload.settings.schema import OffloadConfig
 
-if TYPE_CHECKING:
-    from hf_offload.integrations.accelerate import switch_on
+logger = logging.getLogger("hf_offload.run")
 
-logger = logging.getLogger(__name__)
-
-_USAGE = "Usage: python -m hf_offload.run [-m] SCRIPT [ARGUMENTS]..."
+_COMMAND = "python -m hf_offload.run"
+_USAGE = f"Usage: {_COMMAND} [-m] SCRIPT [ARGUMENTS]..."
 
 
 def main() -> None:
@@ -35,49 +33,66 @@ def main() -> None:
     end_with_parent()
     arguments = sys.argv[1:]
     if arguments[:1] in (["-h"], ["--help"]):
-        typer.echo(f"{_USAGE}\n\n{__doc__}")
+        sys.stdout.write(f"{_USAGE}\n\n{__doc__}\n")
         return
     is_module = arguments[:1] == ["-m"]
     program, *rest = arguments[is_module:] or [""]
     os.environ.pop(AUTOLOAD_VARIABLE, None)  # it would try to switch on a second time
-    first = os.environ.get("RANK", "0") == "0"
-    with visible_log(logging.INFO if first else logging.WARNING):
-        try:
-            with clear_errors():
-                switch = _switch_on(program, is_module)
-        except typer.Exit as refused:
-            sys.exit(refused.exit_code or EXIT_REFUSED)
-        try:
-            sys.argv = [program, *rest]
-            if is_module:
-                runpy.run_module(program, run_name="__main__", alter_sys=True)
-            else:
-                sys.path[0] = str(Path(program).resolve().parent)
-                runpy.run_path(program, run_name="__main__")
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                from hf_offload.snapshots import ended
+    try:
+        config = _checked(program, is_module)
+    except OffloadError as error:
+        exit_with(error)
+    show_log()
+    switch = switch_on(config)
+    sys.argv = [program, *rest]
+    try:
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            _run_file(program)
+    except OffloadError as error:
+        _note_exit(error.exit_code)
+        exit_from_script(error)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _note_exit(end.code)
+            raise
+    if not switch.offloaded_models:
+        logger.warning(
+            "Nothing was offloaded: %s prepared no model for training with an Accelerator or a Trainer. In a loop of "
+            "plain PyTorch, use hf_offload.offload_activations().",
+            program,
+        )
+    switch.report()
+    switch.off()
 
-                ended.note_exit(end.code)
-                raise
-        if not switch.offloaded_models:
-            logger.warning(
-                "Nothing was offloaded: %s prepared no model for training with an Accelerator or a Trainer. In a loop of "
-                "plain PyTorch, use hf_offload.offload_activations().",
-                program,
-            )
-        switch.report()
-        switch.off()
 
-
-def _switch_on(program: str, is_module: bool) -> "switch_on":
+def _checked(program: str, is_module: bool) -> OffloadConfig:
     if not program:
         raise OffloadConfigError(f"There is nothing to run. {_USAGE}")
+    if is_module and importlib.util.find_spec(program.partition(".")[0]) is None:
+        raise OffloadConfigError(f"{_COMMAND}: no module named {program}")
     if not is_module and not Path(program).is_file():
-        raise OffloadConfigError(f"There is no script {program!r}. {_USAGE}")
-    from hf_offload.integrations.accelerate import OffloadPlugin, switch_on
+        raise OffloadConfigError(f"{_COMMAND}: no such file: {program}")
+    return settings_with({}, "The process")[0]
 
-    return switch_on(OffloadPlugin())
+
+def _run_file(program: str) -> None:
+    """As ``python program``: unlike :mod:`runpy`, with the name of the file as given in ``sys.argv`` and whole in
+    ``__file__``, and with a module that stays until the process ends.
+    """
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(program).resolve().parent)
+    script = sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(script).update(__file__=str(Path(program).absolute()), __builtins__=builtins)
+    exec(compile(Path(program).read_bytes(), program, "exec"), vars(script))
+
+
+def _note_exit(code: object) -> None:
+    """A script that fails leaves its snapshot."""
+    ended = sys.modules.get("hf_offload.snapshots.ended")
+    if ended is not None:
+        ended.note_exit(code)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_REFUSED
+from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.errors import OffloadError
 
 _UNLIMITED_WIDTH = 10_000
@@ -125,37 +125,27 @@ def clear_errors() -> Iterator[None]:
         # Paths may hold bytes that no terminal shows.
         text = str(error).encode(errors="backslashreplace").decode()
         messages().print(f"[bold red]{escape(text)}[/]", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_REFUSED) from error
+        raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt as error:
         messages().print("[yellow]Stopped.[/]")
         raise typer.Exit(EXIT_INTERRUPTED) from error
 
 
-def show_log(level: int = logging.INFO) -> logging.Handler | None:
-    """Show the package's log from now on; other libraries keep their own settings.
-
-    Returns None if it is shown already: one command may run inside another.
-    """
+@contextlib.contextmanager
+def visible_log() -> Iterator[None]:
+    """Show the package's log while a command runs, unless it is shown already; other libraries keep their own settings."""
     log = logging.getLogger("hf_offload")
-    if any(isinstance(handler, RichHandler) for handler in log.handlers):
-        return None
+    if log.handlers:
+        yield
+        return
+    level, propagate = log.level, log.propagate
     handler = RichHandler(console=messages(), show_path=False, show_time=False)
     log.addHandler(handler)
-    log.setLevel(level)
+    log.setLevel(logging.INFO)
     log.propagate = False
-    return handler
-
-
-@contextlib.contextmanager
-def visible_log(shown: int = logging.INFO) -> Iterator[None]:
-    """Show the package's log while a command runs."""
-    log = logging.getLogger("hf_offload")
-    level, propagate = log.level, log.propagate
-    handler = show_log(shown)
     try:
         yield
     finally:
-        if handler is not None:
-            log.removeHandler(handler)
-            log.setLevel(level)
-            log.propagate = propagate
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate

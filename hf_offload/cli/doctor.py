@@ -104,10 +104,16 @@ EFFECTS = (
     Effect(
         "hf_offload.run, command launch, HF_OFFLOAD_AUTOLOAD=1",
         "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown; with the variable, "
-        "accelerate's reader of config files also accepts the section hf_offload_config, and a summary is logged at exit",
+        "accelerate's reader of config files also accepts the section hf_offload_config, a summary is logged at exit, and "
+        "sys.excepthook shows the package's errors as their message",
         {
             "hf_offload.run": _ACCELERATOR,
-            "autoload": (*_ACCELERATOR, "accelerate.commands.config.config_args.BaseConfig.process_config", "atexit"),
+            "autoload": (
+                *_ACCELERATOR,
+                "accelerate.commands.config.config_args.BaseConfig.process_config",
+                "atexit",
+                "sys.hooks",
+            ),
         },
     ),
 )

@@ -387,41 +387,6 @@ def attached_accelerators() -> list[OffloadedAccelerator]:
     return list(_attached.values())
 
 
-# -- scripts that do not mention offloading ---------------------------------------------------------------------------
-
-
-class switch_on:
-    """Attach ``plugin`` to every Accelerator that is made from now on, until :meth:`off`.
-
-    A script's own plugin or callback takes precedence. Used by ``python -m hf_offload.run`` and the like, not by scripts.
-    """
-
-    def __init__(self, plugin: OffloadPlugin):
-        self._made: list[OffloadedAccelerator] = []
-        self._original = original = Accelerator.__init__
-
-        @functools.wraps(original)
-        def make(accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
-            original(accelerator, *args, **kwargs)
-            if accelerator not in _attached:
-                self._made.append(OffloadedAccelerator(accelerator, plugin.config, ENVIRONMENT))
-
-        self._replacement = make
-        Accelerator.__init__ = make  # type: ignore[method-assign]
-
-    @property
-    def offloaded_models(self) -> int:
-        """How many models have been offloaded so far."""
-        return sum(made.offloaded_models for made in self._made)
-
-    def report(self, together: bool = True) -> None:
-        """Log what was offloaded through each of them, as :meth:`OffloadedAccelerator.report` does."""
-        for made in self._made:
-            made.report(together)
-
-    def off(self) -> None:
-        """Restore everything. Idempotent."""
-        if Accelerator.__init__ is self._replacement:  # otherwise another library has wrapped it since
-            Accelerator.__init__ = self._original  # type: ignore[method-assign]
-        for made in self._made:
-            made.detach()
+def offload_by_environment(accelerator: Accelerator, config: OffloadConfig) -> OffloadedAccelerator | None:
+    """Offload with an accelerator of a script that does not mention offloading. None if it does: that takes precedence."""
+    return None if accelerator in _attached else OffloadedAccelerator(accelerator, config, ENVIRONMENT)

@@ -11,7 +11,7 @@ import tempfile
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hf_offload
 from hf_offload.errors import OffloadConfigError
@@ -118,9 +118,13 @@ def launch(arguments: Sequence[str]) -> None:
         raise OffloadConfigError(
             "There is nothing to run: name a script, as in `hf-offload launch train.py --epochs 3`."
         )
-    chosen = launch_command_parser().parse_args(list(arguments))
+    parser = launch_command_parser()
+    parser.error = _refuse_option  # type: ignore[method-assign]  # which prints all options of accelerate
+    chosen = parser.parse_args(list(arguments))
     if chosen.no_python:
         raise OffloadConfigError("--no_python starts a program that is not Python, which cannot be offloaded: drop it.")
+    if not chosen.module and not Path(chosen.training_script).is_file():
+        raise OffloadConfigError(f"hf-offload launch: no such file: {chosen.training_script}")
     script = ["-m", chosen.training_script] if chosen.module else [chosen.training_script]
     chosen.training_script_args = [*script, *chosen.training_script_args]
     chosen.training_script, chosen.module = "hf_offload.run", True
@@ -143,6 +147,10 @@ def launch(arguments: Sequence[str]) -> None:
         return
     with _file_with(dump_yaml(config)) as chosen.config_file:
         _launch(chosen, str(path))
+
+
+def _refuse_option(message: str) -> NoReturn:
+    raise OffloadConfigError(f"hf-offload launch: {message} (`accelerate launch --help` lists all options)")
 
 
 def checked_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:

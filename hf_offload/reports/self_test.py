@@ -7,6 +7,7 @@ algorithms, so that a difference is the engine's.
 import contextlib
 import dataclasses
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +68,7 @@ def run_checks(
         on_start(name)
         begin = time.perf_counter()
         try:
-            with _deterministic():
+            with _deterministic(), _quiet():
                 passed, detail = True, check()
         except Exception as error:  # whatever fails on an unknown device is a result
             passed, detail = False, f"{type(error).__name__}: {error}"
@@ -86,6 +87,18 @@ def _deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    # A warning is advice for a training: here, RAM may be moved to RAM on purpose.
+    log = logging.getLogger("hf_offload")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------------

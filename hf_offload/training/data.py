@@ -30,6 +30,14 @@ _READERS = {
     ".rst": "text",
     ".txt": "text",
 }
+_PROMPT, _MORE_OF_PROMPT = "instruction", "input"
+"""Columns of files in the format of Alpaca: what the second one holds, if anything, belongs to the prompt."""
+_CONVERSATIONS = {
+    "messages": "data.messages_column=messages",
+    "conversations": "data.messages_column=conversations",
+    "instruction": "data.prompt_column=instruction data.answer_column=output",
+}
+"""Columns that usual files of conversations have: the settings that read them."""
 _TEXT = ("string", "large_string", "string_view")
 _NO_PROGRAM_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -113,9 +121,14 @@ def _with_columns(
         raise OffloadConfigError(f"There are no rows in {what}.")
     for column in columns:
         if column not in there:
+            offers = [_CONVERSATIONS[name] for name in there if name in _CONVERSATIONS and data.text_column is None]
+            offer = f" If these are conversations, set {offers[0]}." if offers and column == "text" else ""
             raise OffloadConfigError(
                 f"The column {shown(column)} is not in {what}.{nearest(column, there)} It has: {listed(there, column)}."
+                f"{offer}"
             )
+    if data.prompt_column == _PROMPT and _MORE_OF_PROMPT in there and _MORE_OF_PROMPT not in columns:
+        rows = rows.map(_with_input, fn_kwargs={"what": what}, remove_columns=[_MORE_OF_PROMPT])
     for column in data.text_columns():
         kind = getattr((rows.features or {}).get(column), "dtype", None)
         if column in columns and column != data.messages_column and rows.features is not None and kind not in _TEXT:
@@ -123,6 +136,15 @@ def _with_columns(
                 f"The column {shown(column)} of {what} holds {kind_of(rows.features[column])}: text is needed."
             )
     return rows
+
+
+def _with_input(row: dict[str, Any], what: str) -> dict[str, str]:
+    texts = [row[_PROMPT], row[_MORE_OF_PROMPT]]
+    if not all(text is None or isinstance(text, str) for text in texts):
+        raise OffloadConfigError(
+            f"The columns {_PROMPT} and {_MORE_OF_PROMPT} of {what} hold {shown(texts)}: text is needed."
+        )
+    return {_PROMPT: "\n\n".join(text for text in texts if text)}
 
 
 def kind_of(feature: Any) -> str:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipes import Recipe
-from hf_offload.training.data import load_parts
+from hf_offload.settings.shown import cropped
+from hf_offload.training.data import column_names, load_parts
 from hf_offload.training.tasks.classes import find_labels
 from hf_offload.training.tasks.table import find_task
-from hf_offload.training.tasks.task import Setup, Task
+from hf_offload.training.tasks.task import Setup, Task, logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,9 @@ def prepare_data(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", cache_dir
     """Load the recipe's rows and make rows for its task of them, which ``datasets`` keeps in ``cache_dir``."""
     task, data = find_task(recipe), recipe.data
     rows, held_back = load_parts(data, data.columns(), cache_dir)
+    unread = [column for column in column_names(rows) if column not in data.columns()]
+    if unread:
+        logger.info(f"Not read: the columns {', '.join(map(cropped, unread))} of the training data.")
     if task.pads and tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise OffloadConfigError("The tokenizer has neither a token for padding nor one for the end of text.")

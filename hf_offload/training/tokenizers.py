@@ -102,4 +102,4 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
     elif isinstance(value, list):
         for turn in value:
-            yield from _texts(turn.get("content") if isinstance(turn, dict) else None)
+            yield from _texts(turn.get("content", turn.get("value")) if isinstance(turn, dict) else None)

@@ -23,7 +23,8 @@ from hf_offload import (
     OffloadTrainingArguments,
     attach,
 )
-from hf_offload.integrations.accelerate import attached_accelerators, switch_on
+from hf_offload.autoload import switch_on
+from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.session import attached_session
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
@@ -410,7 +411,7 @@ def test_the_switch(plugin, monkeypatch):
 @pytest.fixture
 def switched(plugin):
     original = Accelerator.__init__
-    switch = switch_on(plugin)
+    switch = switch_on(plugin.config)
     yield switch
     switch.off()
     assert Accelerator.__init__ is original
@@ -441,7 +442,7 @@ def trained(tmp_path, arguments=TrainingArguments, callbacks=(), **settings):
 @pytest.mark.parametrize("settings", [{}, {"eval_strategy": "steps", "eval_steps": 1}, {"auto_find_batch_size": True}])
 def test_trainers_of_scripts_that_know_nothing(settings, plugin, tmp_path):
     expected = trained(tmp_path, **settings)
-    switch = switch_on(plugin)
+    switch = switch_on(plugin.config)
     found = trained(tmp_path, **settings)
     switch.off()
     assert switch.offloaded_models == 1

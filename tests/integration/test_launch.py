@@ -1,5 +1,6 @@
 """Unmodified scripts in processes of their own: hf_offload.run, hf-offload launch, and plain accelerate launch."""
 
+import json
 import os
 import re
 import subprocess
@@ -203,7 +204,8 @@ def test_a_script_that_prepares_nothing_is_told_and_its_log_shows_every_line_onc
     ("command", "variables", "part"),
     [
         ((), {}, "nothing to run"),
-        (("nowhere.py",), {}, "There is no script 'nowhere.py'"),
+        (("nowhere.py",), {}, "python -m hf_offload.run: no such file: nowhere.py\n"),
+        (("-m", "nowhere.to_be_found"), {}, "python -m hf_offload.run: no module named nowhere.to_be_found\n"),
         (("train.py",), {"HF_OFFLOAD_TIER": "tape"}, "HF_OFFLOAD_TIER='tape' is unknown"),
     ],
 )
@@ -244,6 +246,91 @@ def test_wrong_settings_of_a_plain_launch_are_one_message(place, section, variab
     assert message.startswith("hf_offload, which HF_OFFLOAD_AUTOLOAD switches on: ")
     assert part in message
     assert not any("hf_offload/" in line for line in rest)  # what follows is accelerate's, on a script that failed
+
+
+# What the process is at the script's first line, and what it draws after it has seeded all generators.
+STATE = """
+import sys
+modules = sorted(sys.modules)
+names = ("__name__", "__file__", "__package__", "__spec__", "__doc__", "__builtins__")
+main = {name: repr(globals()[name]) for name in names}
+import json, locale, logging, multiprocessing, os, random, signal, threading, warnings
+process = {
+    "argv": sys.argv, "path": sys.path, "main": main, "is main": vars(sys.modules["__main__"]) is globals(),
+    "hooks": [repr(hook) for hook in (sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook)],
+    "filters": repr(warnings.filters), "handlers": [repr(signal.getsignal(number)) for number in signal.valid_signals()],
+    "locale": locale.setlocale(locale.LC_ALL), "start method": multiprocessing.get_start_method(allow_none=True),
+    "environment": {name: value for name, value in os.environ.items() if name != "HF_OFFLOAD_AUTOLOAD"},
+    "threads": threading.active_count(), "root log": repr(logging.getLogger().handlers), "limit": sys.getrecursionlimit(),
+}
+random.seed(0)
+import torch, numpy
+numpy.random.seed(0)
+torch.manual_seed(0)
+from accelerate import Accelerator
+from transformers import Trainer, TrainingArguments
+accelerator = Accelerator()
+model = accelerator.prepare(torch.nn.Linear(2, 2))
+model(torch.ones(2)).sum().backward()
+import rich.console, typer
+drawn = [random.random(), numpy.random.rand(), torch.rand(()).item()]
+print(json.dumps([modules, process, drawn]))
+"""
+
+
+def test_a_launched_script_finds_the_process_that_plain_python_gives_it(place):
+    """Its arguments, paths, hooks and environment, and the generators of Python, NumPy and PyTorch, that draw the same."""
+    (place / "scripts").mkdir()
+    (place / "scripts" / "state.py").write_text(STATE)
+    settings = {"HF_OFFLOAD_TIER": "ssd", "HF_OFFLOAD_DIRECTORY": str(place / "tier"), "HF_OFFLOAD_MIN_BYTES": "0"}
+
+    def found(*command, **variables):
+        done = run(place, *command, "scripts/state.py", "--a", **settings, **variables)
+        assert done.returncode == 0, done.stderr
+        return (*json.loads(done.stdout), done.stderr)
+
+    modules, process, drawn, _ = found()
+    its_modules, its_process, its_draws, log = found("-m", "hf_offload.run")
+    assert "Nothing was offloaded" not in log
+    others = {name.partition(".")[0] for name in set(its_modules) - set(modules)}
+    assert others - sys.stdlib_module_names == {"hf_offload"}
+    assert its_process == process
+    assert its_draws == drawn
+    modules, process, autoloaded_draws, log = found(HF_OFFLOAD_AUTOLOAD="1")
+    assert "Offloading activations" in log
+    assert autoloaded_draws == drawn
+
+
+REFUSED = r"""
+from accelerate import Accelerator
+from hf_offload import OffloadConfigError, StorageError
+
+def train():
+    Accelerator()
+    raise {error}("the drive\nis a tape")
+
+train()
+"""
+
+
+def test_an_error_of_the_package_ends_a_launched_script_with_its_message(place):
+    """And with the exit code that is documented. Errors of others keep their traceback."""
+    for error, code in (("StorageError", 1), ("OffloadConfigError", 2)):
+        (place / "refused.py").write_text(REFUSED.format(error=error))
+        message = f"{place / 'refused.py'}, line 7: the drive\nis a tape\n"
+        variables = {"HF_OFFLOAD_DIRECTORY": str(place / "tier")}
+        done = run(place, "-m", "hf_offload.run", "refused.py", **variables)
+        assert (done.returncode, done.stderr) == (code, message)
+        done = run(place, "refused.py", HF_OFFLOAD_AUTOLOAD="1", **variables)
+        assert (done.returncode, done.stderr) == (code, message)
+    launched = run(place, "-m", "hf_offload", "launch", "refused.py", **variables)
+    assert launched.returncode == 2
+    assert launched.stderr.endswith(f"\n{message}The script ended with exit code 2.\n")
+    assert "Traceback" not in launched.stderr
+    (place / "refused.py").write_text(REFUSED.format(error="ValueError"))
+    done = run(place, "refused.py", HF_OFFLOAD_AUTOLOAD="1", **variables)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
 
 
 def test_help(monkeypatch, capsys):

@@ -15,8 +15,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from typer.testing import CliRunner
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, OffloadTrainingArguments, attach
+from hf_offload.autoload import switch_on
 from hf_offload.cli.main import app
-from hf_offload.integrations.accelerate import attached_accelerators, switch_on
+from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.two_losses import mezo_of
 from hf_offload.optimizers.mezo import LOG_FILE, MeZO, MezoLog, replay
@@ -265,7 +266,7 @@ def in_the_environment(config):
     with pytest.MonkeyPatch.context() as patched:
         for name, value in variables_for(config).items():
             patched.setenv(name, value)
-        switch = switch_on(OffloadPlugin())
+        switch = switch_on(OffloadPlugin().config)
         try:
             return with_accelerator(Accelerator(cpu=True))
         finally:
@@ -654,7 +655,7 @@ def test_a_trainer_that_makes_its_own_step_is_refused(tmp_path):
 def test_a_trainer_in_the_environment_is_shown_the_arguments(tmp_path, monkeypatch):
     for name, value in variables_for({"tier": "none", "memory_mode": "mezo"}).items():
         monkeypatch.setenv(name, value)
-    switch = switch_on(OffloadPlugin())
+    switch = switch_on(OffloadPlugin().config)
     try:
         args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", max_grad_norm=0)
         run = Trainer(tiny_model("llama"), args, train_dataset=ExampleDataset("llama", 8))

@@ -10,7 +10,8 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainingArguments
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, OffloadTrainingArguments, attach
-from hf_offload.integrations.accelerate import attached_accelerators, switch_on
+from hf_offload.autoload import switch_on
+from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.settings.environment import variables_for
 from hf_offload.settings.memory_modes import memory_mode
 from hf_offload.settings.recipes import load_recipe
@@ -98,7 +99,7 @@ def environment(config):
     with pytest.MonkeyPatch.context() as patched:
         for name, value in variables_for(config).items():
             patched.setenv(name, value)
-        switch = switch_on(OffloadPlugin())
+        switch = switch_on(OffloadPlugin().config)
         try:
             return with_accelerator(Accelerator(cpu=True))
         finally:
@@ -138,7 +139,7 @@ def test_a_trainer_that_knows_nothing_of_it_has_the_bits_of_the_flag_and_resumes
     for name, value in variables_for({"memory_mode": "galore", "memory_mode_kwargs": SETTINGS["galore"]}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HF_OFFLOAD_TIER", "none")
-    switch = switch_on(OffloadPlugin())
+    switch = switch_on(OffloadPlugin().config)
     try:
         for resume in (None, str(tmp_path / "checkpoint-2")):
             assert all(map(torch.equal, run(TrainingArguments, resume), expected))

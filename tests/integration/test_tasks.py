@@ -317,12 +317,19 @@ def test_streaming_conversations():
             {"data": {"files": None, "hub": "no/such", "validation": None}, "evaluation": {"metrics": None}},
             "hf download",
         ),
+        (
+            "text",
+            {"data": {"files": "sharegpt.jsonl"}},
+            "If these are conversations, set data.messages_column=conversations.",
+        ),
         ("masked", {"data": {"tokenizer": BPE}}, "the tokenizer has no mask token"),
         ("prompts", {"data": {"validation": 0.001}}, "that share of 40 rows is less than one row"),
     ],
 )
 def test_what_cannot_be_had_is_told_in_one_message(folder, name, sections, part):
     (folder / "odd.jsonl").write_text('{"messages": "hello"}\n')
+    turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hello"}]
+    (folder / "sharegpt.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
     message = mistake(name, **sections)
     assert part in message
     assert len(message) < 900
@@ -357,6 +364,27 @@ def test_rows_without_an_answer_are_left_out_and_counted(folder, caplog):
     result = run_recipe(recipe("prompts"))
     assert "2 of 42 rows of the training data are left out" in caplog.text
     assert all(0 < loss < 100 for loss in result.losses)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_input_of_alpaca_files_belongs_to_the_prompt_and_columns_that_are_not_read_are_named(folder, caplog, streaming):
+    from hf_offload.training.data import load_parts
+    from hf_offload.training.prepare import prepare_data
+
+    lines = [
+        {"id": 1, "instruction": "Sort.", "input": "b a", "output": "a b", "source": "x"},
+        {"id": 2, "instruction": "Greet.", "input": "", "output": "Hello."},
+    ]
+    (folder / "alpaca.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    columns = {"prompt_column": "instruction", "answer_column": "output", "validation": None, "streaming": streaming}
+    made = recipe("prompts", data={"files": "alpaca.jsonl", **columns}, evaluation={"metrics": None})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "words")
+    tokenizer.eos_token = "[SEP]"
+    with caplog.at_level("INFO", "hf_offload"):
+        train, _ = load_parts(made.data, made.data.columns(), folder / "cache")
+        prepare_data(made, tokenizer, folder / "cache")
+    assert [row["instruction"] for row in train] == ["Sort.\n\nb a", "Greet."]
+    assert caplog.text.count("Not read: the columns id, source of the training data.") == 1
 
 
 def test_a_model_that_mixes_packed_conversations_is_refused():

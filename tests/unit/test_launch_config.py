@@ -27,6 +27,13 @@ from hf_offload.integrations.launch import (
 from hf_offload.settings.yaml_text import dump_yaml
 
 
+@pytest.fixture(autouse=True)
+def script(tmp_path, monkeypatch):
+    """A script to launch, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+
 @pytest.fixture
 def clean():
     """The environment as it was, whatever a test writes there."""
@@ -45,6 +52,19 @@ def test_shipped_files_are_accelerates_own_and_ours(name, tmp_path):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
     ClusterConfig.from_yaml_file(tmp_path / "c.yaml")  # raises for unknown keys
     assert f"--config_file {name} " in find_config(name).read_text().replace("\n", " ")
+
+
+def test_a_script_that_is_not_there_is_one_line():
+    for arguments in (["nope.py", "--x"], ["--num_processes", "1", "nope.py"]):
+        refused = CliRunner().invoke(app, ["launch", *arguments])
+        assert (refused.exit_code, refused.stderr) == (2, "hf-offload launch: no such file: nope.py\n")
+
+
+def test_a_wrong_option_of_accelerate_is_one_line():
+    refused = CliRunner().invoke(app, ["launch", "--num_processes", "x", "train.py"])
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("hf-offload launch: argument --num_processes/--num-processes: invalid int value")
+    assert refused.stderr.count("\n") == 1
 
 
 def test_all_ways_to_train_are_shipped():
@@ -233,14 +253,12 @@ def check_values(step, started):
     assert {"distributed_type", "num_processes", "use_cpu", "mixed_precision", "fsdp_config", "nonsense"} <= refused
 
 
-def test_a_value_of_any_kind_is_launched_or_refused_with_the_users_file(started, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_value_of_any_kind_is_launched_or_refused_with_the_users_file(started, tmp_path):
     check_values(13, started)
 
 
 @pytest.mark.full
-def test_every_value_of_every_key_is_launched_or_refused_with_the_users_file(started, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_every_value_of_every_key_is_launched_or_refused_with_the_users_file(started, tmp_path):
     check_values(1, started)
 
 
@@ -255,8 +273,7 @@ def test_every_value_of_every_key_is_launched_or_refused_with_the_users_file(sta
         ("gpu_ids: 1", "mine.yaml: gpu_ids=1 is not text."),
     ],
 )
-def test_wrong_fields_of_accelerates_own_name_the_file_and_the_field(text, part, started, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_wrong_fields_of_accelerates_own_name_the_file_and_the_field(text, part, started, tmp_path):
     Path("mine.yaml").write_text(f"distributed_type: NO\n{text}\n")
     with pytest.raises(OffloadConfigError) as refused:
         launch(["--config_file", "mine.yaml", "train.py"])
@@ -264,7 +281,6 @@ def test_wrong_fields_of_accelerates_own_name_the_file_and_the_field(text, part,
 
 
 def test_accelerates_mistakes_and_ours_come_together(started, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("num_machines: few\nuse_cup: true\n")
     monkeypatch.setenv("HF_OFFLOAD_TIER", "tape")
     with pytest.raises(OffloadConfigError, match="4 errors in the settings") as refused:
@@ -274,8 +290,7 @@ def test_accelerates_mistakes_and_ours_come_together(started, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(("text", "number"), [("no", "false"), ("off", "false"), ("yes", "true"), ("on", "true")])
-def test_what_is_false_in_accelerates_yaml_is_false_here(text, number, launched, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_false_in_accelerates_yaml_is_false_here(text, number, launched, tmp_path):
     Path("mine.yaml").write_text(f"distributed_type: NO\nsame_network: {text}\nuse_cpu: {text}\n")
     launch(["--config_file", "mine.yaml", "train.py"])
     ((_, config, _),) = launched
