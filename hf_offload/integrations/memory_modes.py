@@ -19,6 +19,7 @@ from hf_offload.memory_modes.applied import check_settings
 from hf_offload.memory_modes.protocol import MemoryMode
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.schema import OffloadConfig
+from hf_offload.surgery import extend
 
 
 def watch_trainers() -> None:
@@ -95,6 +96,8 @@ class MemoryModeCallback(TrainerCallback):
         """Let ``trainer``, which has been made, train as the mode does."""
         if not self._mode.uses_gradients:
             train_without_gradients(trainer)
+        elif self._mode.updates_in_backward():
+            extend(trainer, None, _LogsNoGradientNorm)
 
     def _optimizer_factory(self) -> Callable[..., Any]:
         return self._make_optimizer
@@ -147,6 +150,13 @@ class MemoryModeCallback(TrainerCallback):
         if self._end is not None:
             self._end()
             self._end = None
+
+
+class _LogsNoGradientNorm(Trainer):
+    """For updates in backward: by the time of the log the gradients are gone, and the norm of none is 0."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return None
 
 
 class _Prepared:

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,9 @@ def mezo_of(optimizer: Any) -> MeZO | None:
 class _EvaluatesTwice(Trainer):
     """Right in front of :class:`~transformers.Trainer`, so that a subclass's ``training_step`` may do more around it.
 
-    Micro-batches of an accumulated step are collected: both losses are those of all of them.
+    Micro-batches of an accumulated step are collected: both losses are those of all of them. One without labels (all -100),
+    whose loss is NaN, counts as 0 in both, as its gradient does with backward: where a step has no others, weight decay alone
+    changes weights. The loss of such a step is NaN, which the Trainer leaves out of its log.
     """
 
     _collected: list[Any]
@@ -80,11 +82,29 @@ class _EvaluatesTwice(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
+        labelled = [self._has_labels(batch) for batch in batches]
+        lost = False
+
+        def closure() -> list[Tensor]:
+            nonlocal lost
+            found = self._losses(model, batches, num_items_in_batch)
+            for place, loss in enumerate(found):
+                if not labelled[place] and loss.isnan():
+                    lost, found[place] = True, torch.zeros_like(loss)
+            return found
+
         with self._collecting_for_training():
-            losses = optimizer.evaluate(
-                lambda: self._losses(model, batches, num_items_in_batch), sums=self._is_scaled(num_items_in_batch)
-            )
-        return losses.to(self.args.device)
+            losses = optimizer.evaluate(closure, sums=self._is_scaled(num_items_in_batch))
+        return (torch.full_like(losses, torch.nan) if lost else losses).to(self.args.device)
+
+    def _has_labels(self, batch: Any) -> bool:
+        """Whether any label of ``batch`` counts, or it has none that are known here."""
+        labels = batch.get("shift_labels", batch.get("labels")) if isinstance(batch, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return True
+        if "shift_labels" not in batch and getattr(self, "_loss_shifts_labels", False):
+            labels = labels[..., 1:]
+        return bool((labels != -100).any())
 
     @contextlib.contextmanager
     def _collecting_for_training(self) -> Iterator[None]:

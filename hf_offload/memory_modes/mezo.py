@@ -27,7 +27,8 @@ _MOVES = 3
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mezo(MemoryMode):
     """MeZO (Malladi et al., NeurIPS 2023, arXiv 2305.17333): two forward passes a step, no graph, no gradients, no state.
-    Trains all weights that require gradients.
+    Trains all weights that require gradients. In the Trainer, a batch without labels (all -100) does what it does with other
+    optimizers: training goes on, and weight decay alone changes weights. In a loop of your own its loss, NaN, is an error.
 
     Args:
         eps: How far weights go in a random direction, and in the opposite one.

@@ -228,6 +228,10 @@ def test_update_in_backward_is_the_same_update(tmp_path):
     inner = trainer(tmp_path, "galore", settings | {"update_in_backward": True}, max_grad_norm=0)
     inner.train()
     assert same(usual.model, inner.model)
+    logged = [["grad_norm" in entry for entry in run.state.log_history if "loss" in entry] for run in (usual, inner)]
+    assert all(logged[0])
+    assert len(logged[1]) == len(logged[0])
+    assert not any(logged[1])  # of gradients that are gone the norm would be 0
     assert not any(parameter._post_accumulate_grad_hooks for parameter in inner.model.parameters())
 
 

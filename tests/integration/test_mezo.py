@@ -144,6 +144,45 @@ def test_a_loss_of_ones_own_is_averaged_too(tmp_path):
     assert halves == pytest.approx(run(per_device_train_batch_size=4), rel=1e-5)
 
 
+@pytest.mark.parametrize("labels", ["none", "one, shifted away"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_batch_without_labels_changes_no_weight(labels, micro_batches, tmp_path):
+    """Its loss is NaN and its gradient 0: other optimizers go on, too."""
+    settings = SETTINGS | {"restore": "pristine"}
+    run = trainer(tmp_path, memory_mode_kwargs=settings, gradient_accumulation_steps=micro_batches, weight_decay=0)
+    data = [dict(row, labels=row["labels"].clone()) for row in run.train_dataset]
+    of_a_step = 2 * micro_batches
+    for row in data[of_a_step : 2 * of_a_step]:
+        row["labels"][(0 if labels == "none" else 1) :] = -100
+    run.train_dataset = data
+    passed = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            passed.append(weights(model))
+
+    run.add_callback(Look())
+    run.train()
+    changes = [not same(one, other) for one, other in itertools.pairwise(passed)]
+    assert changes == [False, *[True] * (STEPS - 2)]
+    assert [row.gradient == 0 for row in mezo_of(run.optimizer).log.rows] == [False, True, *[False] * (STEPS - 2)]
+    assert torch.tensor(losses(run)).isfinite().all()
+
+
+def test_a_micro_batch_without_labels_leaves_the_others_their_part(tmp_path):
+    def gradient_of(rows, **others):
+        run = trainer(tmp_path, kind=Plain, max_steps=1, **others)
+        run.model_accepts_loss_kwargs = False
+        run.train_dataset = rows
+        run.train()
+        return mezo_of(run.optimizer).log.rows[0].gradient
+
+    rows = list(ExampleDataset("llama", 4))
+    for row in rows[2:]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    assert gradient_of(rows, gradient_accumulation_steps=2) == pytest.approx(gradient_of(rows[:2]) / 2, rel=1e-3)
+
+
 def test_a_training_that_ended_within_a_step_leaves_no_micro_batch_behind(tmp_path):
     class Stop(TrainerCallback):
         def on_substep_end(self, args, state, control, **kwargs):

@@ -221,7 +221,7 @@ def test_adapters(targets, no_logits):
 # -- the Trainer -------------------------------------------------------------------------------------------------------
 
 
-def trained(tmp_path, name="llama", callbacks=(), **options):
+def trained(tmp_path, name="llama", callbacks=(), data=None, **options):
     settings = {
         "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none",
         "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2, "disable_tqdm": True,
@@ -229,7 +229,7 @@ def trained(tmp_path, name="llama", callbacks=(), **options):
     trainer = Trainer(
         model_of(name),
         OffloadTrainingArguments(**settings | options),
-        train_dataset=ExampleDataset(name, 16),
+        train_dataset=data or ExampleDataset(name, 16),
         eval_dataset=ExampleDataset(name, 4),
         callbacks=list(callbacks),
     )
@@ -247,6 +247,21 @@ def test_the_trainers_flag(tmp_path, options, no_logits):
     trainer, found = trained(tmp_path, tiled_loss="on", **options)
     assert found == pytest.approx(expected, rel=2e-3 if options.get("bf16") else 1e-4)
     assert "forward" not in trainer.model.lm_head.__dict__
+
+
+@pytest.mark.parametrize("labels", ["none", "one, shifted away"])
+def test_batches_without_labels_change_no_weight(tmp_path, labels):
+    """transformers divides their loss by 0."""
+    data = [dict(row, labels=row["labels"].clone()) for row in ExampleDataset("llama", 6)]
+    for row in (data[1], data[4]):
+        row["labels"][(0 if labels == "none" else 1) :] = -100
+    found = []
+    for tiled in ("off", "on"):
+        trainer, _ = trained(tmp_path, data=data, per_device_train_batch_size=1, max_steps=6, tiled_loss=tiled)
+        found.append(dict(trainer.model.named_parameters()))
+    for name, expected in found[0].items():
+        assert expected.isfinite().all()
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-2, atol=1e-3)
 
 
 def test_the_trainers_own_label_smoothing_gets_true_logits(tmp_path):

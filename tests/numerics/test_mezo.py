@@ -575,7 +575,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(value):
     model = tiny_model("llama")
     before = weights(model)
     optimizer = MeZO(model.parameters(), model, restore="pristine")
-    with pytest.raises(OffloadError, match=r"Step 1 of MeZO: the losses are (nan|inf)"):
+    with pytest.raises(OffloadError, match=r"Step 1 of MeZO: the losses are (nan|inf) .* not finite.*all are -100"):
         optimizer.step(lambda: torch.tensor(value))
     after = weights(model)
     assert all(torch.equal(before[key], after[key]) for key in before)

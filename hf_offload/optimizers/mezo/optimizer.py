@@ -134,8 +134,8 @@ class MeZO(Optimizer):
 
         ``closure`` returns the loss, or a list of losses of micro-batches, which are averaged, or added up with ``sums``.
 
-        Raises :class:`~hf_offload.errors.OffloadError` for a loss that is not one finite number, and where another process
-        has raised an error.
+        Raises :class:`~hf_offload.errors.OffloadError` for a loss that is not one finite number, such as the mean over a
+        batch without labels, and where another process has raised an error.
         """
         if self._is_evaluating:
             raise OffloadError("A closure of MeZO has called its step() or evaluate(): return the loss alone.")
@@ -289,8 +289,9 @@ class MeZO(Optimizer):
     def _check_losses(self, first: Tensor, second: Tensor) -> None:
         if not (math.isfinite(first.item()) and math.isfinite(second.item())):
             raise OffloadError(
-                f"Step {len(self.log.rows)} of MeZO: the losses are {first.item()} and {second.item()}. The weights "
-                "have gone back, and no update was made. Lower the learning rate, or eps."
+                f"Step {len(self.log.rows)} of MeZO: the losses are {first.item()} and {second.item()}, which is not finite. "
+                "The weights have gone back, and no update was made. If no label of the batch counts (all are -100), leave "
+                "the batch out; otherwise lower the learning rate, or eps."
             )
         if first.dtype in _NARROW and len(self.log.rows) == 1:
             logger.warning(

@@ -87,7 +87,7 @@ class TiledHead(ReplacedForward):
         if isinstance(width, int):
             return width, autocast or hidden.dtype
         with signals_deferred, torch.no_grad():
-            one = self.own_forward(hidden.detach()[..., :1, :].reshape(1, -1)[:1, : hidden.shape[-1]])
+            one = self.own_forward(hidden.detach()[..., :1, :].reshape(-1, hidden.shape[-1])[:1])
         return one.shape[-1], one.dtype
 
     def _check_tile(self, projection: HeadProjection, tokens: int) -> None:

@@ -1,7 +1,13 @@
 """Cross-entropy from hidden states, a few tokens at a time: the logits of all tokens never exist.
 
 The gradients of hidden states and head are computed in one pass, as in Liger's fused linear cross-entropy (Hsu et al. 2024,
-arXiv 2410.10989): the three matrix products of the usual way, and nothing computed twice. Backward only scales them.
+arXiv 2410.10989): the three matrix products of the usual way, and nothing computed twice. Backward multiplies them by the
+gradient of the loss.
+
+Note: tokens without a label
+    Their part of the gradient is 0, also where the gradient of the loss is infinite or NaN, as after a division by a count of
+    labels that is 0. A product of the two would be NaN, so backward leaves these tokens out. Of the others, and of the head,
+    a gradient of the loss that is not finite makes NaN, as the backward of PyTorch's softmax does.
 """
 
 import dataclasses
@@ -72,6 +78,11 @@ class HeadProjection:
         """The logits ``[..., vocabulary]`` of rows of hidden states ``[..., hidden]``."""
         return self.finished(self.project(rows))
 
+    @property
+    def wide(self) -> torch.dtype:
+        """In which losses are computed: 32 bits, or the dtype of the logits where that has more."""
+        return torch.promote_types(self.dtype, torch.float)
+
     def _autocast(self, tensor: Tensor) -> torch.autocast:
         return torch.autocast(tensor.device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
@@ -137,7 +148,7 @@ def _by_rows(hidden: Tensor, labels: Tensor, rule: _Rule) -> Tensor:
     rows = rule.projection.tile_rows(len(hidden))
     pieces = zip(hidden.split(rows), labels.split(rows), strict=True)
     losses = [checkpoint(piece, part, targets) for part, targets in pieces]
-    return torch.cat(losses).to(rule.projection.dtype) if losses else hidden.new_zeros(0)
+    return torch.cat(losses).to(rule.projection.dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -145,8 +156,10 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, rule: _Rule, hidden: Tensor, labels: Tensor, *parameters: Tensor) -> Tensor:
         projection = rule.projection
         rows_wanted, wanted = ctx.needs_input_grad[1], any(ctx.needs_input_grad)
-        counted = (labels != rule.ignore_index).sum()
-        share = 1.0 / widened(counted.clamp(min=1)) if rule.reduction == "mean" else widened(counted.new_ones(()))
+        ctx.labelled = labels != rule.ignore_index
+        counted = ctx.labelled.sum()
+        divisor = counted.clamp(min=1) if rule.reduction == "mean" else torch.ones_like(counted)
+        share = 1.0 / divisor.to(projection.wide)
         # The share is in the gradient of the logits before that is rounded, but for powers of two, which change no digit.
         scale, ctx.left = share, None
         if torch.float16 in (projection.autocast, hidden.dtype):
@@ -156,9 +169,9 @@ class _CrossEntropy(torch.autograd.Function):
         sums = [WideSum(parameter) for parameter in parameters] if wanted else []
         with signals_deferred:
             tile = _linear_tile(rule, parameters) if projection.linear is not None else _any_tile(rule, parameters)
-        total = widened(hidden.new_zeros(()))
+        total = hidden.new_zeros((), dtype=projection.wide)
         step = projection.tile_rows(len(hidden))
-        for begin in range(0, len(hidden), step):
+        for begin in range(0, max(1, len(hidden)), step):
             end = begin + step
             rows, targets = hidden[begin:end], labels[begin:end]
             with signals_deferred:
@@ -181,10 +194,12 @@ class _CrossEntropy(torch.autograd.Function):
             )
         again = torch._C._autograd._get_current_graph_task_keep_graph()
         factor = widened(outer) if ctx.left is None else widened(outer) * ctx.left
+        factor = factor.where(factor.isfinite(), torch.nan)
         rows = ctx.rows_gradient
         if rows is not None:
-            rows = (rows * factor).to(ctx.rows_dtype)
-        weights = [one.scaled(factor, in_place=not again) for one in ctx.sums]
+            rows = (rows * factor.to(rows.dtype).where(ctx.labelled.unsqueeze(1), 1)).to(ctx.rows_dtype)
+        factor = factor.where(ctx.labelled.any(), 1)
+        weights = [one.scaled(factor, in_place=not again) if one.is_used else None for one in ctx.sums]
         if not again:
             ctx.taken, ctx.sums, ctx.rows_gradient = True, [], None
         return None, rows, None, *weights
@@ -213,13 +228,13 @@ def _linear_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
             rows = rows.detach().to(dtype)
             raw = nn.functional.linear(rows, weight, bias)
         if projection.only_casts:
-            logits = widened(raw)
+            logits = raw.to(projection.wide)
             del raw
             loss = _cross_entropy_(logits, labels, rule, scale)
             if scale is None:
                 return loss, None
             # Tensor cores want 16 bits, and give 32; elsewhere both factors are widened for that, and this one is wide.
-            gradient = logits.to(dtype) if logits.is_cuda else logits
+            gradient = logits if dtype.itemsize == 2 and not logits.is_cuda else logits.to(dtype)
         else:
             loss, gradients = _by_autograd(rule, raw, labels, scale, [raw])
             if gradients is None:
@@ -231,7 +246,7 @@ def _linear_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
             if of_weight is not None:
                 sums[of_weight].add_product(gradient, rows)
             if of_bias is not None:
-                sums[of_bias].add(gradient.sum(0, dtype=torch.float))
+                sums[of_bias].add(gradient.sum(0, dtype=wide_dtype(gradient)))
             return loss, product(gradient, weight) if rows_wanted else None
 
     return tile

@@ -1,5 +1,6 @@
 """Sums of many products, more precise than the tensor that holds them."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -15,10 +16,11 @@ class WideSum:
     """A sum of many parts, in the memory of one that may be too coarse for it.
 
     In 16 bits it is kept in 24 while it grows: the upper 16 and the next 8 bits of a 32-bit number, in two tensors. The first
-    of them becomes the result.
+    of them becomes the result. ``is_used`` says whether there was any part.
     """
 
     def __init__(self, like: Tensor):
+        self.is_used = False
         self._dtype = like.dtype
         self._is_planned = isinstance(like, FakeTensor)
         kind = torch.int16 if like.dtype in _HALF and not self._is_planned else like.dtype
@@ -27,6 +29,7 @@ class WideSum:
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add ``left.T @ right``."""
+        self.is_used = True
         if self._is_planned:  # the same arithmetic and memory, in fewer operations
             self._sum.addmm_(left.t().to(self._dtype), right.to(self._dtype))
         elif self._next is None and left.dtype == right.dtype == self._dtype:
@@ -37,6 +40,7 @@ class WideSum:
 
     def add(self, value: Tensor) -> None:
         """Add a tensor of the same shape."""
+        self.is_used = True
         for block in _blocks(self._sum):
             self._write(block, self._read(block).add_(value[block]))
 
@@ -62,7 +66,8 @@ class WideSum:
         if self._next is None or self._is_planned:
             self._sum[block] = wide
             return
-        wide.view(torch.int32).add_(0x80)  # rounds to the 24 bits that are taken
+        # Rounds to the 24 bits that are taken. NaN gets other bits first: CUDA's has all of them set, and would become -0.
+        wide.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32).add_(0x80)
         self._sum[block] = _pieces(wide, torch.int16)[..., 1]
         self._next[block] = _pieces(wide, torch.uint8)[..., 1]
 
