@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.checkpointing import in_recompute
 from hf_offload.optimizers.streamed import gradient_of
 from hf_offload.parameters.changes import count_changes_of_lists
 from hf_offload.parameters.saved import whereabouts
@@ -167,8 +168,8 @@ class StepRecorder(Follower):
             self.unwatch()
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # a recompute
+        if in_recompute():
+            return
         self.end_segment()
         self._stack.append(self.unit)
         self.unit = name
@@ -180,7 +181,7 @@ class StepRecorder(Follower):
             self._boundary[name] = sum(nbytes_of(tensor) for tensor in tensors if tensor.is_floating_point())
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1 or not self._stack:
+        if in_recompute() or not self._stack:
             return
         self.end_segment()
         if name in self._blocks:

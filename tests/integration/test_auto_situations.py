@@ -309,6 +309,52 @@ def test_a_graph_that_is_walked_again_stays_within_the_budget_that_is_named(back
     assert session.stats.steps[-1].offloaded_bytes == 0
 
 
+def _grad_cache(model, hidden):
+    """Gradients of the embeddings first; those of the weights a part at a time, in a backward hook."""
+    parts, states, embeddings = hidden.chunk(4), [], []
+    with torch.no_grad():
+        for part in parts:
+            states.append(torch.get_rng_state())
+            embeddings.append(model(part))
+    leaf = torch.cat(embeddings).requires_grad_()
+    F.cross_entropy(leaf[:64] @ leaf.T, torch.arange(64)).backward()
+
+    def backward_of_parts(gradient):
+        for part, state, cached in zip(parts, states, leaf.grad.chunk(4), strict=True):
+            torch.set_rng_state(state)
+            with torch.enable_grad():
+                (torch.dot(model(part).flatten(), cached.flatten()) * gradient).backward()
+
+    loss = torch.ones((), requires_grad=True) * 1
+    loss.register_hook(backward_of_parts)
+    loss.backward()
+
+
+def test_forwards_in_a_backward_hook_are_offloaded_within_the_budget(tmp_path):
+    def under(budget):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        session = attach(model, OffloadConfig(tier="none") if budget is None else auto(tmp_path, budget))
+        for step in range(3):
+            torch.manual_seed(step)
+            _grad_cache(model, batch(1024))
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+        session.detach()
+        return [parameter.detach() for parameter in model.parameters()], session
+
+    expected, _ = under(None)
+    found, plenty = under("100MiB")
+    assert is_same(expected, found)
+    assert plenty.stats.steps[0].offloaded_bytes > 4 << 20  # while it is measured
+    assert plenty.forecast.peak_bytes == pytest.approx(plenty.forecast.measured_peak_bytes, rel=0.02)
+    budget = plenty.forecast.peak_bytes * 3 // 4
+    found, session = under(budget)
+    assert is_same(expected, found)
+    assert session.forecast.measured_peak_bytes <= session.forecast.peak_bytes <= budget
+
+
 def _steps_with_penalties(config, steps, has_penalty):
     """The weights, and of every step how many bytes moved, and what was forecast."""
     model = net()
