@@ -368,19 +368,19 @@ class OffloadSession:
         with as_plain(list(parameters.values()), changed=True):
             yield
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` for all parameters of the model, bit for bit, without bringing gradients that
-        have left memory back. Returns the norm before clipping.
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``torch.nn.utils.clip_grad_norm_``, bit for bit, without bringing gradients that have left memory back. Takes
+        ``(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False)``; without ``parameters``, all of the model are
+        clipped. Returns the norm before clipping.
 
         Raises :class:`~hf_offload.errors.OffloadError` in a memory mode that has no gradients.
         """
         if self._mode is not None:
             self._mode.check_gradients("clip_grad_norm_")
-        model = self._model()
-        parameters = [] if model is None else list(model.parameters())
-        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        if "parameters" not in kwargs and (not args or isinstance(args[0], (int, float))):
+            model = self._model()
+            args = [] if model is None else list(model.parameters()), *args
+        return clip_grad_norm_(*args, **kwargs)
 
     def snapshots(self, folder: str | os.PathLike[str], *, resume: bool | None = None, **objects: Any) -> LoopSnapshots:
         """A block that takes a snapshot every ``config.snapshot_steps`` steps, of the model and of ``objects`` with a
