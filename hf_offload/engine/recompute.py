@@ -24,7 +24,7 @@ from hf_offload.errors import RecomputeError
 from hf_offload.generators import python_and_numpy, set_python_and_numpy
 from hf_offload.structure.block_state import inputs_read_again, is_entered_again, read_by, rewritten_name
 from hf_offload.structure.effects import blocking_argument
-from hf_offload.surgery import InertInCopies
+from hf_offload.surgery import EagerHook
 
 
 class Recompute:
@@ -51,8 +51,8 @@ class Recompute:
             block = self._blocks[name]
             switch = _Switch(name, self._frozen.setdefault(name, frozenset(_frozen(block))))
             self._handles[name] = [
-                block.register_forward_pre_hook(InertInCopies(switch.on), with_kwargs=True),
-                block.register_forward_hook(InertInCopies(switch.off), always_call=True),
+                block.register_forward_pre_hook(EagerHook(switch.on), with_kwargs=True),
+                block.register_forward_hook(EagerHook(switch.off), always_call=True),
             ]
 
     def remove(self) -> None:

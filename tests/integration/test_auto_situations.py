@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -259,6 +260,56 @@ def test_a_model_that_is_compiled_after_all_is_refused_as_one_that_was_before(co
         train(model, session=session, forward=forward)
     session.detach()
     torch.compiler.reset()
+
+
+def _wide(hidden):
+    """64 times the memory for a moment."""
+    return hidden.repeat(64, 1).view(64, *hidden.shape).sum(0)
+
+
+HIGHER_ORDER = {
+    "cond": lambda block, hidden: torch.cond(
+        hidden.sum() > 0, lambda x: _wide(block(x)), lambda x: -block(x), (hidden,)
+    ),
+    "map": lambda block, hidden: map_rows(lambda row: _wide(block(row[None])).squeeze(0), hidden),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch's own, where it compiles
+@pytest.mark.parametrize("operator", HIGHER_ORDER)
+def test_what_higher_order_operators_run_is_measured(operator, tmp_path):
+    """``torch.cond`` and the like, of which a dispatch mode has to say that it knows them."""
+
+    def trained(**options):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model.forward = lambda hidden: HIGHER_ORDER[operator](model[1], model[0](hidden))
+        with offload_activations(model, OffloadConfig(**options)) as session:
+            return train(model, steps=3, session=session), session
+
+    expected, _ = trained(tier="none")
+    found, session = trained(tier="auto", directory=tmp_path, memory_budget="100MiB", min_bytes=1024)
+    assert is_same(expected, found)
+    assert session.stats.steps[0].offloaded_bytes > 0
+    rows = 1 if operator == "map" else 64
+    assert session.most_measured_bytes > 64 * rows * WIDTH * 4
+
+
+def test_a_compiled_function_stays_compiled_in_a_measured_step(tmp_path):
+    """It may have other bits than the function itself."""
+
+    def doubled(graph, inputs):
+        return lambda *args: [2 * one for one in graph.forward(*args)]
+
+    def trained(config):
+        torch.compiler.reset()
+        model, function = net(), torch.compile(torch.sin, backend=doubled)
+        model.forward = lambda hidden: model.blocks[0](function(hidden))
+        with offload_activations(model, config) as session:
+            return train(model, session=session)
+
+    assert is_same(trained(OffloadConfig(tier="none")), trained(auto(tmp_path)))
 
 
 def _gradient_penalty(model, hidden):
