@@ -16,7 +16,13 @@ from hf_offload.engine.device import device_of, open_device
 from hf_offload.engine.hooks import Engine
 from hf_offload.engine.phases import Phases
 from hf_offload.engine.stats import OffloadStats
-from hf_offload.engine.unsupported import check_eager, check_no_graphs, check_one_process_per_device, trains_anything
+from hf_offload.engine.unsupported import (
+    check_eager,
+    check_no_graphs,
+    check_no_other_offloading,
+    check_one_process_per_device,
+    trains_anything,
+)
 from hf_offload.engine.watch import ModelWatch
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.former_names import FormerName, renamed_arguments
@@ -68,6 +74,8 @@ def attach(
     """
     config = unless_disabled(config)
     check_one_process_per_device(model)
+    if config.tier != "none":
+        check_no_other_offloading(model)
     _detach_former(model, run_id, owner)
     session = OffloadSession(model, config, run_id, owner)
     try:
