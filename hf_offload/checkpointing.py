@@ -1,10 +1,12 @@
-"""PyTorch's activation checkpointing, in sections that no signal handler interrupts.
+"""PyTorch's activation checkpointing: whether a forward is a recompute, and runs that no signal handler interrupts.
 
 It switches autocast, hooks of saved tensors and generators, when a function runs and when it runs again. Ctrl-C in the midst
 of that would leave them switched (``interrupts.py``): with autocast's nesting one too deep, every later step would read casts
 of weights as they were before the optimizer's.
 """
 
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from torch.utils import checkpoint as _torch
 
 from hf_offload.interrupts import signals_deferred
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -34,3 +38,20 @@ def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
     with signals_deferred:
         return _torch.checkpoint(run, *args, use_reentrant=False, **options)
+
+
+def in_recompute() -> bool:
+    """Whether PyTorch's activation checkpointing runs a forward again in this thread, inside of a backward.
+
+    Any other forward inside of a backward (in a hook, as GradCache has it, or in a function's own backward) is an ordinary
+    one, whose graph has a backward of its own.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
+        code = frame.f_code
+        if code.co_name in ("recompute_fn", "backward") and code.co_filename == _torch.__file__:
+            return True
+        frame = frame.f_back
+    return False

@@ -16,7 +16,13 @@ from hf_offload.engine.device import device_of, open_device
 from hf_offload.engine.hooks import Engine
 from hf_offload.engine.phases import Phases
 from hf_offload.engine.stats import OffloadStats
-from hf_offload.engine.unsupported import check_eager, check_no_graphs, check_one_process_per_device, trains_anything
+from hf_offload.engine.unsupported import (
+    check_eager,
+    check_no_graphs,
+    check_no_other_offloading,
+    check_one_process_per_device,
+    trains_anything,
+)
 from hf_offload.engine.watch import ModelWatch
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.former_names import FormerName, renamed_arguments
@@ -68,6 +74,8 @@ def attach(
     """
     config = unless_disabled(config)
     check_one_process_per_device(model)
+    if config.tier != "none":
+        check_no_other_offloading(model)
     _detach_former(model, run_id, owner)
     session = OffloadSession(model, config, run_id, owner)
     try:
@@ -368,19 +376,19 @@ class OffloadSession:
         with as_plain(list(parameters.values()), changed=True):
             yield
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` for all parameters of the model, bit for bit, without bringing gradients that
-        have left memory back. Returns the norm before clipping.
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``torch.nn.utils.clip_grad_norm_``, bit for bit, without bringing gradients that have left memory back. Takes
+        ``(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False)``; without ``parameters``, all of the model are
+        clipped. Returns the norm before clipping.
 
         Raises :class:`~hf_offload.errors.OffloadError` in a memory mode that has no gradients.
         """
         if self._mode is not None:
             self._mode.check_gradients("clip_grad_norm_")
-        model = self._model()
-        parameters = [] if model is None else list(model.parameters())
-        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        if "parameters" not in kwargs and (not args or isinstance(args[0], (int, float))):
+            model = self._model()
+            args = [] if model is None else list(model.parameters()), *args
+        return clip_grad_norm_(*args, **kwargs)
 
     def snapshots(self, folder: str | os.PathLike[str], *, resume: bool | None = None, **objects: Any) -> LoopSnapshots:
         """A block that takes a snapshot every ``config.snapshot_steps`` steps, of the model and of ``objects`` with a

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
 T = TypeVar("T")
@@ -119,3 +120,12 @@ class InertInCopies:
 
     def __reduce__(self) -> tuple[type["InertInCopies"], tuple[()]]:
         return InertInCopies, ()
+
+
+class EagerHook(InertInCopies):
+    """The same, which calls nothing in a function that is being compiled, either."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return None if torch.compiler.is_compiling() else super().__call__(*args, **kwargs)

@@ -156,6 +156,15 @@ class Engine:
     def unit(self, name: str) -> None:
         self._thread.unit = name
 
+    @property
+    def backward(self) -> int:
+        """Autograd's number of the backward in which this thread has entered the hooks; -1 outside of any."""
+        return self._thread.backward
+
+    @backward.setter
+    def backward(self, number: int) -> None:
+        self._thread.backward = number
+
     def begin_forward(self) -> None:
         """Another forward of the whole model begins: its inputs may be buffers that have been filled again."""
         self._forward += 1
@@ -169,7 +178,7 @@ class Engine:
             self.operation_ended()
         if not is_plain(tensor) or tensor.device != self._device.torch_device or tensor.is_inference():
             return _keep(tensor)
-        if self.closed or torch._C._current_graph_task_id() != -1:
+        if self.closed or torch._C._current_graph_task_id() != self._thread.backward:
             # Saved in a recompute, or for a double backward: needed again at once.
             return self._keep(tensor)
         nbytes = tensor.nbytes
@@ -380,6 +389,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.unit = "the model"
+        self.backward = -1
         self.operation = -1  # autograd numbers its nodes, and an operation makes its own before it saves anything
         self.unfinished: list[weakref.ref[Record]] = []
 

@@ -5,9 +5,14 @@ Note: scopes
     trainer, module hooks do: on the model, and on every :class:`~transformers.modeling_layers.GradientCheckpointingLayer`
     in it, for trainers that call inner modules and never the model itself. A forward that raises something that is no
     ``Exception`` (Ctrl-C) runs no forward hook, so an exit can be missing: a thread's stack is unwound at the model's
-    next forward and when the session ends. Whether a forward is a recompute inside backward is asked of autograd itself.
+    next forward and when the session ends.
+
+Note: forwards inside of backward
+    A recompute of activation checkpointing enters nothing: what it saves is needed at once. Any other forward inside of a
+    backward enters hooks of its own, which take what that very backward runs and nothing of one inside of it.
 """
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.checkpointing import in_recompute
 from hf_offload.engine.hooks import Engine
 from hf_offload.interrupts import signals_deferred
 
@@ -43,16 +49,14 @@ class Phases:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Offload what this thread saves inside the ``with`` block."""
-        depth, scoped = self._depth, self._scoped
+        depth = len(self._pushed)
         try:
             with signals_deferred:
-                self._push()
-                self._thread.scoped = scoped + 1
+                self._push(is_scope=True)
             yield
             self._engine.operation_ended()
         finally:
             with signals_deferred:
-                self._thread.scoped = scoped
                 self._unwind(depth)
 
     # -- by module hooks ----------------------------------------------------------------------------------------------
@@ -88,7 +92,7 @@ class Phases:
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
         """A forward of the whole model begins in this thread."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_recompute():
             return
         self._engine.begin_forward()
         if self._on_forward is not None and torch.is_grad_enabled():
@@ -96,44 +100,39 @@ class Phases:
 
     def enter(self, unit: str, root: bool) -> None:
         """A module's forward begins in this thread."""
-        if torch._C._current_graph_task_id() != -1:
-            return  # a recompute: what it saves is needed at once
-        if root:
-            self._unwind(self._scoped)  # an earlier forward may have ended without its hook
-        if self._depth == 0 and _in_others_hooks():
+        if in_recompute():
+            return
+        backward = torch._C._current_graph_task_id()
+        if root and backward == -1:
+            self._unwind_forwards()
+        enters = not self._pushed or self._engine.backward != backward
+        if enters and _in_others_hooks():
             return  # activation checkpointing, of this module or around the whole model: theirs must stay innermost
         with signals_deferred:
+            if enters:
+                self._push()
             self._units.append(self._engine.unit)
             self._engine.unit = unit
-            if self._depth == 0:
-                self._push()
 
     def leave(self, root: bool) -> None:
         """A module's forward ended, maybe by an exception."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_recompute():
             return
         if root and self._on_forward_end is not None and torch.is_grad_enabled():
             self._on_forward_end()
-        if not self._units:
-            return
+        if not self._units or self._engine.backward != torch._C._current_graph_task_id():
+            return  # it was not entered
         with signals_deferred:
             self._engine.unit = self._units.pop()
-            if not self._units:
-                self._unwind(self._scoped)
+            if len(self._units) == self._pushed[-1].units:
+                if not self._pushed[-1].is_scope:
+                    self._unwind(len(self._pushed) - 1)
                 self._engine.operation_ended()
 
     # -- the thread's stack -------------------------------------------------------------------------------------------
 
     @property
-    def _depth(self) -> int:
-        return len(self._pushed)
-
-    @property
-    def _scoped(self) -> int:
-        return getattr(self._thread, "scoped", 0)
-
-    @property
-    def _pushed(self) -> list[torch.autograd.graph.saved_tensors_hooks]:
+    def _pushed(self) -> list["_Pushed"]:
         if not hasattr(self._thread, "pushed"):
             self._thread.pushed = []
         return self._thread.pushed
@@ -144,28 +143,51 @@ class Phases:
             self._thread.units = []
         return self._thread.units
 
-    def _push(self) -> None:
+    def _push(self, is_scope: bool = False) -> None:
+        hooks = None
         refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-        if refusal is not None:
-            if not self._warned:
-                self._warned = True
-                logger.warning("What a forward saves here stays in memory: %s", refusal)
-            return
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        hooks.__enter__()
-        self._pushed.append(hooks)
+        if refusal is None:
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            hooks.__enter__()
+        elif not self._warned:
+            self._warned = True
+            logger.warning("What a forward saves here stays in memory: %s", refusal)
+        self._pushed.append(_Pushed(hooks, is_scope, self._engine.backward, len(self._units)))
+        self._engine.backward = torch._C._current_graph_task_id()
 
     def _unwind(self, depth: int) -> None:
         """Leave all hooks above ``depth``. Those that are no longer on top of autograd's stack have been left already."""
         with signals_deferred:
-            while self._depth > depth:
-                hooks = self._pushed.pop()
+            while len(self._pushed) > depth:
+                pushed = self._pushed.pop()
                 top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-                if top is not None and top[0] is self._pack:
-                    hooks.__exit__()
-            if self._units:
-                self._engine.unit = self._units[0]
-                self._units.clear()
+                if pushed.hooks is not None and top is not None and top[0] is self._pack:
+                    pushed.hooks.__exit__()
+                self._engine.backward = pushed.backward
+                self._leave_units(pushed.units)
+
+    def _unwind_forwards(self) -> None:
+        """Leave what forwards inside of the innermost ``with`` block have entered: they have ended without their hooks."""
+        with signals_deferred:
+            scopes = [index for index, pushed in enumerate(self._pushed, 1) if pushed.is_scope]
+            self._unwind(max(scopes, default=0))
+            self._leave_units(self._pushed[-1].units if self._pushed else 0)
+
+    def _leave_units(self, count: int) -> None:
+        """All but the outermost ``count``."""
+        if len(self._units) > count:
+            self._engine.unit = self._units[count]
+            del self._units[count:]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pushed:
+    """What was entered, None where hooks are disabled, and what was there before: ``Engine.backward``, and how many units."""
+
+    hooks: torch.autograd.graph.saved_tensors_hooks | None
+    is_scope: bool
+    backward: int
+    units: int
 
 
 class _ModuleHook:

@@ -15,17 +15,16 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from hf_offload.checkpointing import checkpoint
+from hf_offload.checkpointing import checkpoint, in_recompute
 from hf_offload.errors import RecomputeError
 from hf_offload.generators import python_and_numpy, set_python_and_numpy
 from hf_offload.structure.block_state import inputs_read_again, is_entered_again, read_by, rewritten_name
 from hf_offload.structure.effects import blocking_argument
-from hf_offload.surgery import InertInCopies
+from hf_offload.surgery import EagerHook
 
 
 class Recompute:
@@ -52,8 +51,8 @@ class Recompute:
             block = self._blocks[name]
             switch = _Switch(name, self._frozen.setdefault(name, frozenset(_frozen(block))))
             self._handles[name] = [
-                block.register_forward_pre_hook(InertInCopies(switch.on), with_kwargs=True),
-                block.register_forward_hook(InertInCopies(switch.off), always_call=True),
+                block.register_forward_pre_hook(EagerHook(switch.on), with_kwargs=True),
+                block.register_forward_hook(EagerHook(switch.off), always_call=True),
             ]
 
     def remove(self) -> None:
@@ -79,7 +78,7 @@ class _Switch:
     def on(self, block: Any, args: Any, kwargs: Any) -> None:
         """A pre-hook."""
         self.off(block)  # an interrupted call has not done it
-        if torch._C._current_graph_task_id() != -1:
+        if in_recompute():
             return
         if blocking_argument(args, kwargs) or not self._frozen.issubset(_frozen(block)):
             return
@@ -109,7 +108,7 @@ def _checkpointed(name: str, block: nn.Module, forward: Any, *args: Any) -> Any:
     modes = [mode for mode in _get_current_function_mode_stack() if is_entered_again(mode)]
 
     def in_context(*args: Any) -> Any:
-        if torch._C._current_graph_task_id() == -1:
+        if not in_recompute():
             return forward(*args)
         with ExitStack() as stack:
             for mode in modes:

@@ -19,6 +19,17 @@ def check_one_process_per_device(model: nn.Module) -> None:
         )
 
 
+def check_no_other_offloading(model: nn.Module) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for PyTorch's ``offload_wrapper``."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OffloadWrapper":
+            raise OffloadConfigError(
+                f"{name or 'The model'} is in PyTorch's offload_wrapper (accelerate's activation_checkpointing_offload=True), "
+                "which moves the same tensors as hf_offload: set activation_checkpointing_offload=False, or drop the offload "
+                "settings. Activation checkpointing alone works together with hf_offload."
+            )
+
+
 def check_eager(model: nn.Module, compiled: bool = False) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` if a part of ``model`` is compiled, or ``compiled`` says so."""
     if compiled or any(

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.checkpointing import in_recompute
 from hf_offload.optimizers.streamed import has_gradient
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
@@ -261,7 +262,7 @@ class StepMeter(StepRecorder):
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         super()._leave(name, module, args, output)
-        if name in self._blocks and torch._C._current_graph_task_id() == -1:
+        if name in self._blocks and not in_recompute():
             own = [(key, count) for key, (block, count) in self._small_saved.items() if block == name]
             self._small_alone[name] = sum(self._seen[key].nbytes for key, count in own if self._is_alone(key, count))
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch._ops import HigherOrderOperator
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.checkpointing import in_recompute
 from hf_offload.optimizers.streamed import gradient_of
 from hf_offload.parameters.changes import count_changes_of_lists
 from hf_offload.parameters.saved import whereabouts
@@ -24,7 +26,7 @@ from hf_offload.planning.workspace import workspace_bytes
 from hf_offload.storage.handling import Handling
 from hf_offload.structure.effects import Effects
 from hf_offload.structure.units import find_blocks, find_units
-from hf_offload.surgery import InertInCopies
+from hf_offload.surgery import EagerHook
 from hf_offload.tensors import has_storage, nbytes_of, parts_of
 from hf_offload.transforms.tiling.head import head_name
 
@@ -142,7 +144,7 @@ class StepRecorder(Follower):
                     self.know(part.untyped_storage())
         self._see_gradients()  # kept from the step before, or from another micro-batch
         for name, unit in find_units(self.model).items():
-            enter, leave = InertInCopies(partial(self._enter, name)), InertInCopies(partial(self._leave, name))
+            enter, leave = EagerHook(partial(self._enter, name)), EagerHook(partial(self._leave, name))
             self._handles.append(unit.module.register_forward_pre_hook(enter))
             self._handles.append(unit.module.register_forward_hook(leave, always_call=True))
         self._handles += self._effects.watch(find_blocks(self.model))
@@ -167,8 +169,8 @@ class StepRecorder(Follower):
             self.unwatch()
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # a recompute
+        if in_recompute():
+            return
         self.end_segment()
         self._stack.append(self.unit)
         self.unit = name
@@ -180,7 +182,7 @@ class StepRecorder(Follower):
             self._boundary[name] = sum(nbytes_of(tensor) for tensor in tensors if tensor.is_floating_point())
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1 or not self._stack:
+        if in_recompute() or not self._stack:
             return
         self.end_segment()
         if name in self._blocks:
@@ -227,8 +229,17 @@ class StepRecorder(Follower):
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled function stays compiled in a measured step, and has the same bits as in others."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._run_higher_order(func, args, kwargs)
         with self._bookkeeping():
             shared = self._effects.before(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -238,6 +249,27 @@ class StepRecorder(Follower):
         with self._bookkeeping():
             self._after(func, args, kwargs, result, shared)
         return result
+
+    def _run_higher_order(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+        """An operator that is called with functions (``torch.cond``, ``scan``): what these run is seen, and its results."""
+        args, kwargs = tree_map(self._seeing, (args, kwargs))
+        result = func(*args, **kwargs)
+        if self._model_ref() is not None and self.is_recording:
+            with self._bookkeeping():
+                self._clean_up()
+                self._see_results([leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)], frozenset())
+                self._reach(self._live, self.elsewhere())
+        return result
+
+    def _seeing(self, argument: Any) -> Any:
+        if not callable(argument) or isinstance(argument, torch.Tensor):
+            return argument
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return argument(*args, **kwargs)
+
+        return run
 
     def _bookkeeping(self) -> contextlib.AbstractContextManager[None]:
         """What runs in it is neither compute, nor what moving bytes takes."""
@@ -251,9 +283,18 @@ class StepRecorder(Follower):
     def _after(self, func: Any, args: Any, kwargs: Any, result: Any, shared: frozenset[int]) -> None:
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self._clean_up()
-        fresh = False
         # lift_fresh wraps memory that belongs to something else, such as a buffer that was shifted to a wanted address.
-        counts = func is not torch.ops.aten.lift_fresh.default
+        fresh = self._see_results(results, shared, func is not torch.ops.aten.lift_fresh.default)
+        needed = self._live + (workspace_bytes(func, args, results) if fresh and self._device.type == "cpu" else 0)
+        if fresh and self._adds_up_gradients(func, args, kwargs, results):
+            self._sum = _Sum(id(args[0].untyped_storage()), needed, self.elsewhere(), results[0].nbytes)
+        else:
+            self._reach(needed, self.elsewhere())
+        self.ran(func, args, kwargs, result, results, fresh)
+
+    def _see_results(self, results: Sequence[torch.Tensor], shared: frozenset[int], counts: bool = True) -> bool:
+        """Returns whether there are new storages among them."""
+        fresh = False
         for tensor in results:
             if tensor.layout is torch.strided and self.see(
                 tensor.untyped_storage(), counts and tensor.device == self._device
@@ -261,12 +302,7 @@ class StepRecorder(Follower):
                 fresh = True
                 if id(tensor.untyped_storage()) not in shared:
                     self._effects.made(id(tensor.untyped_storage()))
-        needed = self._live + (workspace_bytes(func, args, results) if fresh and self._device.type == "cpu" else 0)
-        if fresh and self._adds_up_gradients(func, args, kwargs, results):
-            self._sum = _Sum(id(args[0].untyped_storage()), needed, self.elsewhere(), results[0].nbytes)
-        else:
-            self._reach(needed, self.elsewhere())
-        self.ran(func, args, kwargs, result, results, fresh)
+        return fresh
 
     def _reach(self, needed: int, elsewhere: int, spared: int = 0) -> None:
         self._most_measured = max(self._most_measured, needed - elsewhere)

@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from hf_offload.checkpointing import in_recompute
 from hf_offload.structure.block_state import changed_name, inputs_read_again, read_by, rewritten_name, state_of
 from hf_offload.structure.reach import MOST_LEVELS, PLAIN, UNKNOWN
-from hf_offload.surgery import InertInCopies
+from hf_offload.surgery import EagerHook
 from hf_offload.tensors import are_transformed, can_be_followed, has_storage
 
 # What a layer of transformers empties before it is checkpointed.
@@ -101,11 +102,11 @@ class Effects:
         """Follow the calls of these blocks until the handles are removed."""
         for name, block in blocks.items():
             enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
-            yield block.register_forward_pre_hook(InertInCopies(enter), with_kwargs=True)
-            yield block.register_forward_hook(InertInCopies(leave), with_kwargs=True, always_call=True)
+            yield block.register_forward_pre_hook(EagerHook(enter), with_kwargs=True)
+            yield block.register_forward_hook(EagerHook(leave), with_kwargs=True, always_call=True)
 
     def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch._C._current_graph_task_id() != -1 or not block.training:
+        if in_recompute() or not block.training:
             return
         self._block, self._writes = name, ""
         self._own.clear()
@@ -115,7 +116,7 @@ class Effects:
             self._note(f"its code reaches {UNKNOWN} ({why})")
 
     def _leave(self, name: str, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1 or self._block != name:
+        if in_recompute() or self._block != name:
             return
         if self._state and name not in self.found:
             changed = changed_name(self._state, state_of(block, (args, kwargs), values=True))

@@ -148,6 +148,45 @@ def test_a_recompute_enters_no_hooks(config):
     session.detach()
 
 
+@pytest.mark.parametrize("scoped", [False, True])
+@pytest.mark.parametrize("tier", ["ssd", "ram"])
+def test_a_forward_in_a_backward_hook_is_offloaded(tier, scoped, tmp_path):
+    """One whose graph is alive meanwhile, of a model that is called in a hook of its own output."""
+
+    def train(model):
+        hidden = model(torch.ones(64, 32))
+        second = []
+
+        def again(gradient):
+            with torch.enable_grad():
+                second.append(model(hidden.detach() + gradient).square())
+                moved.append(session and session.stats.step.offloaded_bytes)
+                second[0].sum().backward()
+
+        hidden.register_hook(again)
+        moved.append(session and session.stats.step.offloaded_bytes)
+        hidden.square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32), nn.GELU())
+
+    session, moved = None, []
+    expected = train(network())
+    model = network()
+    directory = tmp_path if tier == "ssd" else None
+    session, moved = attach(model, OffloadConfig(tier=tier, directory=directory, min_bytes=1024)), []
+    with session.scope() if scoped else contextlib.nullcontext():
+        found = train(model)
+        assert no_hooks_on_autograd() != scoped
+    assert no_hooks_on_autograd()
+    assert all(map(torch.equal, expected, found))
+    first, second = moved
+    assert second - first >= 2 * 64 * 256 * 4
+    session.detach()
+
+
 def test_an_interrupted_forward_is_unwound_by_detach(config):
     model = tiny_gpt2()
     session = attach(model, config)

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from transformers import Trainer, TrainingArguments
 
 from hf_offload import (
@@ -390,6 +391,15 @@ def test_what_cannot_be_offloaded_is_refused_by_name(kind, part, plugin, monkeyp
     with pytest.raises(OffloadConfigError, match=part):
         plugin.attach(accelerator)
     assert attached_accelerators() == []
+
+
+def test_offloading_of_fsdp2_is_refused_by_name(plugin, tmp_path):
+    """``activation_checkpointing_offload=True`` does this to every layer."""
+    model = tiny_model("gpt2")
+    model.transformer.h[0] = offload_wrapper(checkpoint_wrapper(model.transformer.h[0]))
+    with pytest.raises(OffloadConfigError, match=r"^transformer\.h\.0 is in .*activation_checkpointing_offload=False"):
+        plugin.accelerator(cpu=True).prepare(model)
+    attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=tmp_path, min_bytes=1)).detach()
 
 
 def test_a_budget_for_a_compiled_model_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -261,6 +262,56 @@ def test_a_model_that_is_compiled_after_all_is_refused_as_one_that_was_before(co
     torch.compiler.reset()
 
 
+def _wide(hidden):
+    """64 times the memory for a moment."""
+    return hidden.repeat(64, 1).view(64, *hidden.shape).sum(0)
+
+
+HIGHER_ORDER = {
+    "cond": lambda block, hidden: torch.cond(
+        hidden.sum() > 0, lambda x: _wide(block(x)), lambda x: -block(x), (hidden,)
+    ),
+    "map": lambda block, hidden: map_rows(lambda row: _wide(block(row[None])).squeeze(0), hidden),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch's own, where it compiles
+@pytest.mark.parametrize("operator", HIGHER_ORDER)
+def test_what_higher_order_operators_run_is_measured(operator, tmp_path):
+    """``torch.cond`` and the like, of which a dispatch mode has to say that it knows them."""
+
+    def trained(**options):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model.forward = lambda hidden: HIGHER_ORDER[operator](model[1], model[0](hidden))
+        with offload_activations(model, OffloadConfig(**options)) as session:
+            return train(model, steps=3, session=session), session
+
+    expected, _ = trained(tier="none")
+    found, session = trained(tier="auto", directory=tmp_path, memory_budget="100MiB", min_bytes=1024)
+    assert is_same(expected, found)
+    assert session.stats.steps[0].offloaded_bytes > 0
+    rows = 1 if operator == "map" else 64
+    assert session.most_measured_bytes > 64 * rows * WIDTH * 4
+
+
+def test_a_compiled_function_stays_compiled_in_a_measured_step(tmp_path):
+    """It may have other bits than the function itself."""
+
+    def doubled(graph, inputs):
+        return lambda *args: [2 * one for one in graph.forward(*args)]
+
+    def trained(config):
+        torch.compiler.reset()
+        model, function = net(), torch.compile(torch.sin, backend=doubled)
+        model.forward = lambda hidden: model.blocks[0](function(hidden))
+        with offload_activations(model, config) as session:
+            return train(model, session=session)
+
+    assert is_same(trained(OffloadConfig(tier="none")), trained(auto(tmp_path)))
+
+
 def _gradient_penalty(model, hidden):
     hidden = hidden.clone().requires_grad_()
     loss = model(hidden).square().mean()
@@ -307,6 +358,52 @@ def test_a_graph_that_is_walked_again_stays_within_the_budget_that_is_named(back
     found, session = under("100MiB")
     assert is_same(expected, found)
     assert session.stats.steps[-1].offloaded_bytes == 0
+
+
+def _grad_cache(model, hidden):
+    """Gradients of the embeddings first; those of the weights a part at a time, in a backward hook."""
+    parts, states, embeddings = hidden.chunk(4), [], []
+    with torch.no_grad():
+        for part in parts:
+            states.append(torch.get_rng_state())
+            embeddings.append(model(part))
+    leaf = torch.cat(embeddings).requires_grad_()
+    F.cross_entropy(leaf[:64] @ leaf.T, torch.arange(64)).backward()
+
+    def backward_of_parts(gradient):
+        for part, state, cached in zip(parts, states, leaf.grad.chunk(4), strict=True):
+            torch.set_rng_state(state)
+            with torch.enable_grad():
+                (torch.dot(model(part).flatten(), cached.flatten()) * gradient).backward()
+
+    loss = torch.ones((), requires_grad=True) * 1
+    loss.register_hook(backward_of_parts)
+    loss.backward()
+
+
+def test_forwards_in_a_backward_hook_are_offloaded_within_the_budget(tmp_path):
+    def under(budget):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        session = attach(model, OffloadConfig(tier="none") if budget is None else auto(tmp_path, budget))
+        for step in range(3):
+            torch.manual_seed(step)
+            _grad_cache(model, batch(1024))
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+        session.detach()
+        return [parameter.detach() for parameter in model.parameters()], session
+
+    expected, _ = under(None)
+    found, plenty = under("100MiB")
+    assert is_same(expected, found)
+    assert plenty.stats.steps[0].offloaded_bytes > 4 << 20  # while it is measured
+    assert plenty.forecast.peak_bytes == pytest.approx(plenty.forecast.measured_peak_bytes, rel=0.02)
+    budget = plenty.forecast.peak_bytes * 3 // 4
+    found, session = under(budget)
+    assert is_same(expected, found)
+    assert session.forecast.measured_peak_bytes <= session.forecast.peak_bytes <= budget
 
 
 def _steps_with_penalties(config, steps, has_penalty):

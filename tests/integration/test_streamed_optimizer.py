@@ -205,6 +205,37 @@ def test_an_optimizer_that_is_not_prepared_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["none", "ssd"])
+def test_clipping_takes_what_pytorch_s_takes(place, tmp_path):
+    calls = [
+        lambda session, model: session.clip_grad_norm_(1e-3),
+        lambda session, model: session.clip_grad_norm_(max_norm=1e-3, norm_type=2.0),
+        lambda session, model: session.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda session, model: session.clip_grad_norm_(parameters=list(model.parameters()), max_norm=1e-3),
+        lambda session, model: session.clip_grad_norm_(model.lm_head.weight, 1e-3),
+    ]
+    plain = [
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda model: nn.utils.clip_grad_norm_(model.lm_head.weight, 1e-3),
+    ]
+    tokens = torch.arange(64).reshape(2, 32)
+    expected = []
+    for clip in plain:
+        model = gpt2()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        expected.append((clip(model), [one.grad for one in model.parameters()]))
+    for clip, (norm, gradients) in zip(calls, [expected[0]] * 4 + expected[1:], strict=True):
+        model = gpt2()
+        directory = None if place == "none" else tmp_path
+        config = OffloadConfig(tier="none", optimizer=place, min_bytes=SMALLEST, directory=directory)
+        session = attach(model, config)
+        session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        assert torch.equal(clip(session, model), norm)
+        assert all(map(torch.equal, [one.grad for one in model.parameters()], gradients))
+        session.detach()
+
+
+@pytest.mark.parametrize("place", ["none", "ssd"])
 def test_a_plan_for_a_budget_counts_what_stays_in_memory(place, tmp_path):
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

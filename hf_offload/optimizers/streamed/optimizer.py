@@ -53,9 +53,10 @@ def _streamings() -> list[Streaming]:
 
 
 def clip_grad_norm_(
-    parameters: list[nn.Parameter], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_``, bit for bit, that leaves gradients of streamed optimizers where they are."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     streamings = [one for one in _streamings() if one.streams_gradients]
     if not streamings:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_offload.checkpointing import in_recompute
 from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
@@ -70,7 +71,7 @@ class TiledHead(ReplacedForward):
         """Logits to come, of hidden states ``[..., hidden]``."""
         hidden = args[0] if args else None
         plain = len(args) == 1 and not kwargs and isinstance(hidden, Tensor) and hidden.dim() > 1
-        if not plain or not self.module.training or not torch.is_grad_enabled() or _in_backward():
+        if not plain or not self.module.training or not torch.is_grad_enabled() or in_recompute():
             return self.own_forward(*args, **kwargs)
         assert isinstance(hidden, Tensor)
         if not hidden.requires_grad and not any(one.requires_grad for one in self.module.parameters()):
@@ -101,10 +102,6 @@ class TiledHead(ReplacedForward):
                 f"tile_bytes={format_bytes(tile_bytes)} holds the logits of all {tokens} tokens of a batch "
                 f"({format_bytes(4 * projection.vocabulary * tokens)}), so nothing would be cut: set less, or unset it."
             )
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _is_shard_of_its_own(head: nn.Module) -> bool:
