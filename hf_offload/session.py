@@ -24,7 +24,7 @@ from hf_offload.engine.unsupported import (
     trains_anything,
 )
 from hf_offload.engine.watch import ModelWatch
-from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.errors import OffloadConfigError, OffloadError, OffloadPlanError
 from hf_offload.former_names import FormerName, renamed_arguments
 from hf_offload.interrupts import signals_deferred
 from hf_offload.memory_modes.applied import AppliedMode, apply_mode
@@ -242,7 +242,13 @@ class OffloadSession:
         return self._storage.wear.report()
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool = False) -> None:
-        """The model's forward begins, with these inputs."""
+        """The model's forward begins, with these inputs. Without gradients, it is not part of a step: all processes need not
+        run it.
+        """
+        if not torch.is_grad_enabled():
+            if self._automatic is not None:
+                self._automatic.begin_evaluation(args, kwargs, compiled)
+            return
         self.end_pending_step()
         if self.must_stop:
             raise OffloadError(
@@ -257,7 +263,7 @@ class OffloadSession:
     def end_forward(self) -> None:
         """The model's forward has ended, in this thread."""
         if self._automatic is not None:
-            self._automatic.end_forward()
+            (self._automatic.end_forward if torch.is_grad_enabled() else self._automatic.end_evaluation)()
 
     @property
     def plan(self) -> Plan:
@@ -280,6 +286,13 @@ class OffloadSession:
         the first one.
         """
         return None if self._automatic is None else self._automatic.most_measured_bytes
+
+    @property
+    def most_evaluated_bytes(self) -> int | None:
+        """With tier ``auto``: the highest measured peak of evaluation and generation, which are forwards without gradients
+        outside of a micro-batch; None before the first one. Plans are made for training alone.
+        """
+        return None if self._automatic is None else self._automatic.most_evaluated_bytes
 
     @property
     def tiled(self) -> list[str]:
@@ -462,7 +475,10 @@ class OffloadSession:
         model = self._model()  # it stays until the step has ended
         # The garbage collector may have come to one process and not to the others, and they would wait for its part.
         if together and all(self.ranks.gather(model is not None)):
-            self.end_pending_step()
+            try:
+                self.end_pending_step()
+            except OffloadPlanError as error:
+                logger.warning("%s", error)  # no step comes that would need a plan
         elif self._stepped:
             self._end_counters()
 

@@ -68,9 +68,8 @@ class Phases:
         on_forward: Callable[[tuple[Any, ...], Any, bool], None] | None,
         on_forward_end: Callable[[], None] | None = None,
     ) -> None:
-        """Follow the model's forwards from now on. ``on_forward`` gets the inputs of every forward of the whole model with
-        gradients, and whether that is compiled; ``on_forward_end`` is called in the same thread when it has ended, unless by
-        Ctrl-C.
+        """Follow the model's forwards from now on. ``on_forward`` gets the inputs of every forward of the whole model, and
+        whether that is compiled; ``on_forward_end`` is called in the same thread when it has ended, unless by Ctrl-C.
         """
         self._on_forward, self._on_forward_end = on_forward, on_forward_end
         with signals_deferred:
@@ -95,7 +94,7 @@ class Phases:
         if in_recompute():
             return
         self._engine.begin_forward()
-        if self._on_forward is not None and torch.is_grad_enabled():
+        if self._on_forward is not None:
             self._on_forward(args, kwargs, compiled)
 
     def enter(self, unit: str, root: bool) -> None:
@@ -118,7 +117,7 @@ class Phases:
         """A module's forward ended, maybe by an exception."""
         if in_recompute():
             return
-        if root and self._on_forward_end is not None and torch.is_grad_enabled():
+        if root and self._on_forward_end is not None:
             self._on_forward_end()
         if not self._units or self._engine.backward != torch._C._current_graph_task_id():
             return  # it was not entered

@@ -93,6 +93,11 @@ class AutomaticPlan:
         """The highest peak of all steps that were measured; None before the first one."""
         return self._feedback.most_measured_bytes
 
+    @property
+    def most_evaluated_bytes(self) -> int | None:
+        """The highest peak of evaluation that was measured; None before the first one."""
+        return self._feedback.most_evaluated_bytes
+
     def _apply(self, plan: Plan) -> None:
         with signals_deferred:
             self.plan = plan
@@ -121,6 +126,15 @@ class AutomaticPlan:
     def end_forward(self) -> None:
         """The model's forward has ended, in this thread."""
         self._feedback.end_forward()
+
+    def begin_evaluation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
+        """A forward of the model without gradients begins."""
+        if not compiled:
+            self._feedback.begin_evaluation(args, kwargs)
+
+    def end_evaluation(self) -> None:
+        """It has ended."""
+        self._feedback.end_evaluation()
 
     def end_step(self) -> None:
         """A step has ended."""

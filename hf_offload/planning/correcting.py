@@ -26,8 +26,11 @@ def say(ranks: Ranks, level: int, message: str, *values: object) -> None:
 def corrected_plan(known: Known, peak_bytes: int, terms: Terms) -> Known | None:
     """Another plan for the same micro-batch, if its step broke the budget, or if another is faster by what was measured.
 
-    Where ``known`` stays, its prediction is corrected.
+    Where ``known`` stays, its prediction is corrected. Where no plan fits, it stays.
     """
+    if known.exceeds:
+        follow_pace(known, terms)
+        return None
     # The first step was a cold one: caches, the allocator's heap and page tables have been filled since.
     # And what is looked at is slowed down by looking, so the pace is that of steps that were not.
     footprint = known.footprint.at_pace(known.pace)

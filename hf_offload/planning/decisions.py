@@ -19,7 +19,15 @@ from hf_offload.plan.search import may_gain
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.correcting import corrected_plan, follow_pace, say
 from hf_offload.planning.graphs import WalkedGraphs
-from hf_offload.planning.known import Known, Terms, find_known, known_by_simulating, known_with_more_state
+from hf_offload.planning.known import (
+    Known,
+    Terms,
+    find_known,
+    known_as_measured,
+    known_by_simulating,
+    known_exceeding,
+    known_with_more_state,
+)
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.moved import moving_all, not_behind, windows_to_measure
@@ -64,7 +72,9 @@ class Decisions:
     the micro-batch that needs most has them, and others are planned around that; where a plan moves them, the next step is
     measured. A plan that waits or recomputes has two more steps measured, for recompute of elementwise
     operations as another choice (:class:`~hf_offload.planning.trial.Trial`). Where no plan fits, ``on_infeasible`` is called
-    to change the model so that it needs less; if it has, the next step is measured, too.
+    to change the model so that it needs less; if it has, the next step is measured, too. If it has not, the run ends
+    with an error, unless a whole step has had plans before: then what does not fit runs under the plan that needs the least
+    memory, with a warning.
 
     Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan.
 
@@ -110,6 +120,8 @@ class Decisions:
         self._most_demanding: Situation | None = None
         self._pace = Pace()
         self._in_force: Known | None = None
+        self._has_planned = self._has_warned = False
+        self._refused: dict[Situation, OffloadPlanError] = {}  # before there was a plan
         self.planned: Known | None = None
         self._last: Situation | None = None
         self._repeated = 0
@@ -197,7 +209,7 @@ class Decisions:
         try:
             other, _ = self._in_place(lambda: known_with_more_state(known, more, self._terms_for(known.situation)))
         except OffloadPlanError:
-            return None  # it is measured, and refused if need be
+            return None  # it is measured
         if other is None:
             return None
         self._log(logging.INFO, "Optimizer state has grown by %s: planning again.", format_bytes(more))
@@ -214,7 +226,7 @@ class Decisions:
     def after_step(self, played: Sequence[Played], meter: StepMeter | None, times: tuple[float, float]) -> None:
         """What becomes of the plans after a step of these micro-batches, with its seconds and those of its compute.
 
-        Raises :class:`~hf_offload.errors.OffloadPlanError` after a measured step if the budget is too small.
+        Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small for the first plan of the run.
         """
         if meter is not None and self._plan_measured(played, meter):
             return
@@ -251,9 +263,7 @@ class Decisions:
         if not found:
             return False
         again = {
-            situation
-            for situation, metered in found.items()
-            if any(self._ranks.gather(meter.has_backward(metered) and meter.walks_again(metered)))
+            situation for situation, metered in found.items() if any(self._ranks.gather(meter.walks_again(metered)))
         }
         needed = [
             situation
@@ -266,29 +276,39 @@ class Decisions:
         self._look_at_changes(meter, found)
         needed.sort(key=lambda situation: situation.demand, reverse=True)
         plans: dict[Situation, Known] = {}
-        refusal: OffloadPlanError | None = None
+        refused: dict[Situation, OffloadPlanError] = {}
         for situation in needed:
-            metered = found[situation]
-            if not any(self._ranks.gather(meter.has_backward(metered))):
-                continue
             try:
-                known, has_moved = self._find_measured(situation, played, meter, metered)
+                known, has_moved = self._find_measured(situation, played, meter, found[situation])
                 if has_moved:
                     return True
                 if known is not None:
                     plans[situation] = known
             except OffloadPlanError as error:
-                if refusal is None or (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
-                    refusal = error
-        if refusal is not None:
+                refused[situation] = error
+        if refused:
+            # A step that was measured again may have been a smaller one than the one that was refused before it.
+            self._refused = refused if self._has_planned else self._refused | refused
+            most, refusal = max(self._refused.items(), key=lambda one: one[1].smallest_bytes or 0)
             if not self._unsure.isdisjoint(found):
                 self._log(logging.INFO, "Measuring again: blocks were changed before their backward, maybe only once.")
                 self._windows = windows_for(meter.footprint(found[needed[0]]))[-1]  # nothing fits as it is
                 return True
-            if not self._on_infeasible():
-                raise refusal
-            self._measure_again(str(refusal))
-            return True
+            if self._on_infeasible():
+                self._measure_again(str(refusal))
+                return True
+            if not self._has_planned:
+                text = f"{refusal} That is for batches with {most.largest_input}: larger ones need more."
+                raise OffloadPlanError(text, refusal.smallest_bytes)
+            plans |= {one: self._exceeding(one, played, meter, found[one]) for one in refused}
+            self._log(
+                logging.INFO if self._has_warned else logging.WARNING,
+                "Batches with %s do not fit the budget, which had room for those before. They run under the plan that needs "
+                "the least memory, and may exceed the budget. %s",
+                most.largest_input,
+                refusal,
+            )
+            self._has_warned = True
         if not plans:
             return True
         for situation, known in plans.items():
@@ -298,6 +318,7 @@ class Decisions:
         for one in played:
             if one.known is None:
                 one.known = find_known(self._known, one.situation)
+        self._has_planned = self._has_planned or len(plans) == len(needed)
         self.planned = max(plans.values(), key=lambda one: one.prediction.peak_bytes)
         all_known = [one.known for one in played if one.known is not None]
         self.planned.prediction.step_s = _predicted_s(all_known, self.planned)
@@ -316,16 +337,31 @@ class Decisions:
         """The plan for a micro-batch that was measured, None if it has to be measured again; and whether weights or state
         were moved.
         """
-        footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
-        footprint = self._model_state.with_weights(self._present_model, footprint)
+        footprint = self._footprint(meter, metered)
         if not any(self._ranks.gather(meter.walks_again(metered))):
             if self._graphs.goes_on_waiting(situation, footprint, self._terms):
                 return None, False
             return self._simulated(situation, footprint)
         self._trial.give_up(situation)
-        plan = next(one.plan for one in played if one.metered == metered and one.plan is not None)
-        peak = max(self._ranks.gather(meter.peak_bytes(metered)))
+        plan, peak = self._as_measured(played, meter, metered)
         return self._graphs.find_known(situation, footprint, self._terms, plan, peak), False
+
+    def _exceeding(self, situation: Situation, played: Sequence[Played], meter: StepMeter, metered: int) -> Known:
+        """The plan for a micro-batch that no plan fits."""
+        footprint = self._footprint(meter, metered)
+        if any(self._ranks.gather(meter.walks_again(metered))):
+            plan, peak = self._as_measured(played, meter, metered)
+            return known_as_measured(situation, footprint, self._terms, plan, peak, exceeds=True)
+        return known_exceeding(situation, self._trial.joined(situation, footprint) or footprint, self._terms)
+
+    def _footprint(self, meter: StepMeter, metered: int) -> Footprint:
+        footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
+        return self._model_state.with_weights(self._present_model, footprint)
+
+    def _as_measured(self, played: Sequence[Played], meter: StepMeter, metered: int) -> tuple[Plan, int]:
+        """The plan under which a micro-batch was measured, and its peak."""
+        plan = next(one.plan for one in played if one.metered == metered and one.plan is not None)
+        return plan, max(self._ranks.gather(meter.peak_bytes(metered)))
 
     def _simulated(self, situation: Situation, measured: Footprint) -> tuple[Known | None, bool]:
         footprint = self._trial.joined(situation, measured)
@@ -371,7 +407,7 @@ class Decisions:
     def _check_peak(self, known: Known, peak: int) -> None:
         """Was it within the budget, and was compute as fast as in the first step?"""
         known.prediction.measured_peak_bytes = peak
-        if known.plan is not None:
+        if known.plan is not None or known.exceeds:
             return
         if self._correct(known, peak):
             return

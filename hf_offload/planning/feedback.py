@@ -20,6 +20,7 @@ from hf_offload.planning.overhead import Overhead
 from hf_offload.planning.pace import StepClock
 from hf_offload.planning.situation import situation_of, tensors_in
 from hf_offload.ranks import Ranks
+from hf_offload.settings.sizes import format_bytes
 
 _MOST_PLAYED = 1024
 
@@ -32,6 +33,7 @@ class Feedback:
 
     Attributes:
         most_measured_bytes: The highest peak of all steps that were measured; None before the first one.
+        most_evaluated_bytes: The same of evaluation: forwards without gradients outside of a micro-batch.
     """
 
     def __init__(
@@ -49,19 +51,23 @@ class Feedback:
         self._model_state = model_state
         self._overhead = overhead
         self._ranks = ranks
-        self._state = OptimizerState(model)
         self._meter: StepMeter | None = None
+        self._evaluating: StepMeter | None = None
+        self._evaluated_elements = 0
         self._excess = Excess(decisions.budget_bytes)
         self._forward = OneForward()
         self._played: list[Played] = []  # of the running step
         self._clock = StepClock(overhead.seconds)
+        self._state = OptimizerState(model, self._clock.mark_end)
         self.most_measured_bytes: int | None = None
+        self.most_evaluated_bytes: int | None = None
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward of the whole model begins, with these inputs.
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` while one runs in another thread.
         """
+        self.end_evaluation()  # of one that Ctrl-C has ended
         is_broken_off = self._forward.begin() or (self._meter is not None and self._meter.is_broken_off)
         if any(self._ranks.gather(is_broken_off)):
             self._give_step_up()
@@ -87,15 +93,7 @@ class Feedback:
             if self._meter is None and not self._ranks.connected and not StepMeter.can_begin():
                 played.is_measured = False  # another step will do
             if self._meter is None and played.is_measured:
-                self._meter = StepMeter(
-                    model,
-                    self._engine.resident_bytes,
-                    self._overhead.seconds,
-                    self._state.nbytes,
-                    self._state.elsewhere,
-                )
-                self._engine.observer = self._meter
-                self._meter.begin(self._engine.resident_storages())
+                self._engine.observer = self._meter = self._begin_measuring(model)
             if self._meter is not None:
                 self._meter.begin_forward(tensors_in((args, dict(kwargs))), is_next)
                 played.metered = self._meter.micro_batches - 1
@@ -104,18 +102,72 @@ class Feedback:
         """A forward has ended in this thread."""
         self._forward.end()
 
+    def begin_evaluation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A forward of the whole model without gradients begins. It is measured for its figure if it is larger than those
+        before: twice as large, for generation has a longer row each time.
+        """
+        self.end_evaluation()
+        if self._forward.is_running:
+            return  # it is a part of that one
+        if self._meter is not None:
+            self._meter.begin_evaluation(tensors_in((args, dict(kwargs))))
+            return
+        elements = sum(tensor.numel() for tensor in tensors_in((args, dict(kwargs))))
+        if elements < 2 * self._evaluated_elements or self._engine.awaits_backward or not StepMeter.can_begin():
+            return
+        self._evaluated_elements = max(1, elements)
+        model = self._model()
+        assert model is not None, "a forward has a model"
+        with signals_deferred:
+            self._evaluating = self._begin_measuring(model)
+            self._evaluating.begin_evaluation(tensors_in((args, dict(kwargs))))
+
+    def end_evaluation(self) -> None:
+        """A forward without gradients has ended."""
+        with signals_deferred:
+            meter, self._evaluating = self._evaluating, None
+            if meter is not None:
+                meter.end()
+                self._note_evaluation(meter.evaluated_bytes)
+
+    def _begin_measuring(self, model: nn.Module) -> StepMeter:
+        overhead, state = self._overhead, self._state
+        meter = StepMeter(model, self._engine.resident_bytes, overhead.seconds, state.nbytes, state.elsewhere)
+        meter.begin(self._engine.resident_storages())
+        return meter
+
+    def _note_evaluation(self, found: int | None) -> None:
+        if found is None:
+            return
+        budget, before = self._decisions.budget_bytes, self.most_evaluated_bytes or 0
+        self.most_evaluated_bytes = max(before, found)
+        if before <= budget < found:
+            say(
+                self._ranks,
+                logging.WARNING,
+                "Evaluation took %s, %s more than the budget of %s: plans are made for training alone. Smaller evaluation "
+                "batches take less.",
+                format_bytes(found),
+                format_bytes(found - budget),
+                format_bytes(budget),
+            )
+
     def end_step(self) -> None:
         """A training step has ended.
 
-        Raises :class:`~hf_offload.errors.OffloadPlanError` after a measured step if the budget is too small.
+        Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small for the first plan of the run.
         """
         times = self._clock.stop()
         meter = self._stop_measuring()
         self._overhead.end_step(is_measured=meter is not None)
         if times is None:
             return
-        peaks = () if meter is None else self._peaks(meter)
-        excess = self._excess_of(peaks)
+        peaks = self._peaks(meter)
+        measured = [
+            (one, one.known, peaks[one.metered])
+            for one in self._played
+            if one.metered is not None and one.metered < len(peaks)
+        ]
         self._model_state.let_few_stay(False)
         try:
             self._decisions.after_step(self._played, meter, times)
@@ -123,30 +175,31 @@ class Feedback:
             raise self._excess.refusal(error, max(peaks, default=0)) from None
         finally:
             self._overhead.begin_step()
-        for message in excess:  # else an error has said it
+        # What the decisions have not said themselves.
+        within = [one for one in measured if one[0].known is None or not one[0].known.exceeds]
+        for message in self._excess.of_step((played.situation, known, peak) for played, known, peak in within):
             say(self._ranks, logging.WARNING, "%s", message)
 
     def _give_step_up(self) -> None:
         """A forward or backward was broken off, by an error or by Ctrl-C: how much such a micro-batch needs, and how long it
         takes, is not known. What comes next is a step by itself, whether it is the same one again or another.
         """
-        meter = self._stop_measuring()
-        if meter is not None:
-            self._peaks(meter)
-        self._clock.stop()
         self._played = []
+        self._peaks(self._stop_measuring())
+        self._clock.stop()
         self._model_state.let_few_stay(False)
 
     def close(self) -> None:
         """Stop observing, whatever happened."""
+        self.end_evaluation()
         self._stop_measuring()
         self._state.close()
 
     def leave_thread(self) -> None:
         """The model has gone in the middle of whatever this thread does: stop looking at it. Takes no lock."""
-        meter = self._meter
-        if meter is not None:
-            meter.leave()
+        for meter in (self._meter, self._evaluating):
+            if meter is not None:
+                meter.leave()
 
     def _stop_measuring(self) -> StepMeter | None:
         with signals_deferred:
@@ -154,16 +207,24 @@ class Feedback:
             if meter is not None:
                 meter.end()
                 self._engine.observer = None
+                self._note_evaluation(meter.evaluated_bytes)
             return meter
 
-    def _peaks(self, meter: StepMeter) -> Sequence[int]:
-        """Of all micro-batches that were measured, the most that any process has taken."""
-        own = tuple(map(meter.taken_bytes, range(meter.micro_batches)))
-        peaks = [max(one) for one in zip(*self._ranks.gather(own), strict=True)]
-        self.most_measured_bytes = max([self.most_measured_bytes or 0, *peaks])
+    def _peaks(self, meter: StepMeter | None) -> Sequence[int]:
+        """Of all micro-batches that were measured, the most that any process has taken. Those without a backward were
+        forwards for their results alone: evaluation, which is taken out of the step.
+        """
+        if meter is None:
+            return ()
+        own = tuple((meter.taken_bytes(one), meter.has_backward(one)) for one in range(meter.micro_batches))
+        found = [tuple(zip(*each, strict=True)) for each in zip(*self._ranks.gather(own), strict=True)]
+        peaks = [max(taken) for taken, _ in found]
+        measured = {one.metered for one in self._played if one.known is None and one.is_measured}
+        evaluated = {one for one, (_, has_backward) in enumerate(found) if one in measured and not any(has_backward)}
+        self._played = [one for one in self._played if one.metered not in evaluated]
+        for number, peak in enumerate(peaks):
+            if number in evaluated:
+                self._note_evaluation(peak)
+            else:
+                self.most_measured_bytes = max(self.most_measured_bytes or 0, peak)
         return peaks
-
-    def _excess_of(self, peaks: Sequence[int]) -> list[str]:
-        """What is to be said of those over the budget."""
-        played = [one for one in self._played if one.metered is not None and one.metered < len(peaks)]
-        return self._excess.of_step((one.situation, one.known, peaks[one.metered or 0]) for one in played)

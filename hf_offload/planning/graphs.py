@@ -11,7 +11,14 @@ from hf_offload.plan.plan import Plan
 from hf_offload.plan.planner import windows_for
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.correcting import say
-from hf_offload.planning.known import Known, Terms, known_as_measured, known_if_kept, written_if_moved
+from hf_offload.planning.known import (
+    Known,
+    Terms,
+    check_as_measured,
+    known_as_measured,
+    known_if_kept,
+    written_if_moved,
+)
 from hf_offload.planning.moved import moving_all
 from hf_offload.planning.situation import Situation
 from hf_offload.settings.sizes import format_bytes
@@ -87,4 +94,5 @@ class WalkedGraphs:
             # What it needs then does not depend on how fast the tier is at the moment.
             self._narrow[situation] = moving_all(self._safest, windows_for(footprint)[-1])
             return None
-        return known_as_measured(situation, footprint, terms, plan, peak_bytes, limit)
+        check_as_measured(footprint, terms, plan, peak_bytes)
+        return known_as_measured(situation, footprint, terms, plan, peak_bytes)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.choosing import find_choice
+from hf_offload.plan.fitting import least_memory
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import IN_MEMORY, Held, moved_bytes
@@ -70,6 +71,7 @@ class Known:
         pace: Time of compute as a ratio to what was measured at first.
         followed: Predicted time as a ratio to what it was when another plan was looked for last.
         held: Where weights, gradients and state are to be.
+        exceeds: Whether it does not fit the budget, which no plan does.
     """
 
     situation: Situation
@@ -84,6 +86,7 @@ class Known:
     followed: float = 1.0
     plan: Plan | None = None
     held: Held = IN_MEMORY
+    exceeds: bool = False
 
     def is_for(self, situation: Situation) -> bool:
         """Whether it was made for ``situation``, and not for a larger one."""
@@ -149,6 +152,16 @@ def known_by_simulating(
     return known
 
 
+def known_exceeding(situation: Situation, footprint: Footprint, terms: Terms) -> Known:
+    """The plan that needs the least memory, for a budget that none fits into. Weights and state stay where they are."""
+    allowed = dataclasses.replace(terms.allowed, must_stay=True)
+    choice = terms.ranks.first(lambda: least_memory(footprint, terms.hardware, terms.budget_bytes, allowed))
+    problem, solution = choice.problem, choice.solution
+    known = _known(situation, footprint, problem, solution, peak_of(problem, solution), 0, 0)
+    known.held, known.exceeds = choice.held, True
+    return known
+
+
 def peak_of(problem: Problem, solution: Solution) -> int:
     """What a step is predicted to need; what has to be there for it may be more."""
     placements = solution.placements
@@ -176,16 +189,25 @@ def known_as_measured(
     terms: Terms,
     plan: Plan,
     peak_bytes: int,
-    written_bytes: int | None = None,
+    exceeds: bool = False,
 ) -> Known:
     """The plan of a micro-batch whose graph backward walks more than once: that under which it was measured.
 
     How long a tensor is needed then, and how often it is loaded, is known of that plan alone.
-
-    Raises :class:`~hf_offload.errors.OffloadPlanError` if it needed more than the budget, or wrote more to drives than
-    ``written_bytes``.
     """
     problem = terms.problem(footprint)
+    all_alike = problem.play(dict.fromkeys(footprint.units, plan.default), problem.windows[0], "measured")
+    timeline = dataclasses.replace(all_alike.timeline, peak_bytes=peak_bytes, must_fit_bytes=peak_bytes)
+    known = _known(situation, footprint, problem, dataclasses.replace(all_alike, timeline=timeline), peak_bytes, 0, 0)
+    known.plan, known.exceeds = plan, exceeds
+    return known
+
+
+def check_as_measured(footprint: Footprint, terms: Terms, plan: Plan, peak_bytes: int) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadPlanError` if a micro-batch with this peak, measured under ``plan``, does not
+    fit the budget, or writes more to drives than a step may.
+    """
+    problem, written_bytes = terms.problem(footprint), terms.allowed.written_bytes
     written = written_if_moved(footprint, plan)
     if written_bytes is not None and written > written_bytes:
         # What is on its way when most is alive differs from step to step.
@@ -206,11 +228,6 @@ def known_as_measured(
             "backward for all losses of a graph.",
             least,
         )
-    all_alike = problem.play(dict.fromkeys(footprint.units, plan.default), problem.windows[0], "measured")
-    timeline = dataclasses.replace(all_alike.timeline, peak_bytes=peak_bytes, must_fit_bytes=peak_bytes)
-    known = _known(situation, footprint, problem, dataclasses.replace(all_alike, timeline=timeline), peak_bytes, 0, 0)
-    known.plan = plan
-    return known
 
 
 def written_if_moved(footprint: Footprint, plan: Plan) -> int:
@@ -230,7 +247,8 @@ def known_with_more_state(known: Known, nbytes: int, terms: Terms) -> Known:
     )
     if known.plan is not None:
         peak = known.prediction.peak_bytes + nbytes
-        return known_as_measured(known.situation, footprint, terms, known.plan, peak, terms.allowed.written_bytes)
+        check_as_measured(footprint, terms, known.plan, peak)
+        return known_as_measured(known.situation, footprint, terms, known.plan, peak)
     return known_by_simulating(
         known.situation, footprint, terms, less=known.correction_bytes, corrections=known.corrections
     )

@@ -70,6 +70,12 @@ class StepMeter(StepRecorder):
     ``resident_bytes`` says how many bytes of saved tensors the engine holds in memory, ``waited_s`` how long it has kept the
     training waiting in all: neither is the model's doing. ``state_bytes`` says how many the optimizers hold, ``elsewhere``
     which weights are another session's, by their ids.
+
+    A step ends with the last optimizer's step: what follows before the next forward with gradients is not part of it. Nor is
+    evaluation, a forward without gradients while no backward is awaited, and what follows it until training goes on.
+
+    Attributes:
+        evaluated_bytes: Once measuring has ended: most bytes of tensors alive at once in evaluation, None without any.
     """
 
     def __init__(
@@ -108,6 +114,9 @@ class StepMeter(StepRecorder):
         self._missing_state_bytes: dict[int, int] = {}  # by optimizer's id
         self._micro_batches: list[_MicroBatch] = []
         self.running = False
+        self._is_paused = False
+        self._evaluated_live: int | None = None
+        self.evaluated_bytes: int | None = None
         self._begun = self._accumulates = False
         self._on_stack = False
 
@@ -145,6 +154,8 @@ class StepMeter(StepRecorder):
                 self.end_segment()
             self._close_micro_batch()
             self._state_bytes = self._find_state_bytes()
+            if self._evaluated_live is not None:
+                self.evaluated_bytes = self._base_bytes() + self._evaluated_live
 
     def leave(self) -> None:
         """See no backward any more, and take the mode off this thread's stack if it is on top of it. For a model that has
@@ -166,9 +177,8 @@ class StepMeter(StepRecorder):
 
     def begin_forward(self, inputs: Iterable[torch.Tensor], is_next: bool) -> None:
         """A forward of the whole model begins with ``inputs``; ``is_next``: that of the next micro-batch."""
-        for tensor in inputs:
-            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device == self._device:
-                self.see(tensor.untyped_storage())
+        self._see_inputs(inputs)
+        self._resume()
         if is_next:
             self._see_gradients()
             self.end_segment()
@@ -193,6 +203,37 @@ class StepMeter(StepRecorder):
             self.backward = False
             self.peak_live_bytes = self._live
 
+    def _see_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
+        for tensor in inputs:
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device == self._device:
+                self.see(tensor.untyped_storage())
+
+    def begin_evaluation(self, inputs: Iterable[torch.Tensor]) -> None:
+        """A forward without gradients begins. What comes is not part of the step until training goes on, unless the backward
+        of this micro-batch is still to come: the forward may be of a reference that its loss is compared with.
+        """
+        if self._begun and not self._has_backward:
+            return
+        self._pause()
+        self._see_inputs(inputs)
+        self._evaluated_live = max(self._evaluated_live or 0, self._live)
+
+    def _pause(self) -> None:
+        if not self._is_paused:
+            self.end_segment()
+            self._is_paused, self._effects.is_watching = True, False
+
+    def _resume(self) -> None:
+        if self._is_paused:
+            self._is_paused, self._effects.is_watching = False, True
+            self._clean_up()
+            self._most = self._most_measured = self._live - self.elsewhere()
+            self.elapsed()
+
+    @property
+    def _has_backward(self) -> bool:
+        return self.backward or bool(self._reached)
+
     def _close_micro_batch(self) -> None:
         # Weights that had no part in this micro-batch may have one in the next: a layer that was skipped, an expert.
         missing = sum(
@@ -200,7 +241,7 @@ class StepMeter(StepRecorder):
             for parameter in self.model.parameters()
             if parameter.requires_grad and not has_gradient(parameter) and id(parameter) not in self._reached
         )
-        has_backward = self.backward or bool(self._reached)
+        has_backward = self._has_backward
         self._reached.clear()
         segments = tuple(
             dataclasses.replace(segment, live_bytes=segment.live_bytes + missing) if segment.backward else segment
@@ -260,7 +301,13 @@ class StepMeter(StepRecorder):
             first, count = self._small_saved.get(key, (block, 0))
             self._small_saved[key] = block if first == block else None, count + 1
 
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        if not self._is_paused:
+            super()._enter(name, module, args)
+
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_paused:
+            return
         super()._leave(name, module, args, output)
         if name in self._blocks and not in_recompute():
             own = [(key, count) for key, (block, count) in self._small_saved.items() if block == name]
@@ -273,6 +320,7 @@ class StepMeter(StepRecorder):
 
     def asked(self, record: ObservedRecord) -> None:
         """Backward is about to use a saved tensor."""
+        self._resume()
         times, known = self._times.get(id(record)), self._records.get(id(record))
         now = self.end_segment()
         if not self.backward:
@@ -289,7 +337,20 @@ class StepMeter(StepRecorder):
 
     # -- what the recorder asks ---------------------------------------------------------------------------------------
 
+    def _count_gradient(self, parameter: torch.Tensor) -> None:
+        self._resume()
+        super()._count_gradient(parameter)
+
+    def _reach(self, needed: int, elsewhere: int, spared: int = 0) -> None:
+        if not self._is_paused:
+            super()._reach(needed, elsewhere, spared)
+        elif self._evaluated_live is not None:
+            self._evaluated_live = max(self._evaluated_live, needed)
+
     def end_segment(self) -> int:
+        if self._is_paused:
+            self._clean_up()
+            return len(self.segments)
         now = super().end_segment()
         still = []
         for reference, times in self._held:
@@ -346,6 +407,7 @@ class StepMeter(StepRecorder):
             self.know(state.untyped_storage())  # it was there before
         if is_elsewhere(optimizer, self._find_elsewhere()):
             return  # this step goes on
+        self._resume()
         self._back = self._see_gradients() > 0 or self._back
         self.end_segment()
         self._optimizing = True
@@ -376,6 +438,8 @@ class StepMeter(StepRecorder):
         for state in state_of(optimizer):
             self.forget(state.untyped_storage())  # what has come is counted as state from now on
         self._most = self._most_measured = self._live - self.elsewhere()
+        if torch._C._current_graph_task_id() == -1:
+            self._pause()  # what comes before the next step is a part of none
 
     @property
     def is_over(self) -> bool:

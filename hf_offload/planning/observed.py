@@ -53,6 +53,11 @@ class OneForward:
         self._handled = 0  # id of the error that this thread was handling then
         self._is_broken_off = False
 
+    @property
+    def is_running(self) -> bool:
+        """Whether one runs now."""
+        return self._thread is not None
+
     def begin(self) -> bool:
         """A forward begins in this thread. Returns whether the one before it was broken off.
 

@@ -1,7 +1,7 @@
 """How much memory optimizers hold: whichever steps, and whenever what it keeps comes."""
 
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -16,14 +16,15 @@ from hf_offload.tensors import nbytes_of
 
 class OptimizerState:
     """The state, on the device of ``model``, of all optimizers that step from now on, until :meth:`close`. That of weights
-    which are another session's is not part of it.
+    which are another session's is not part of it. ``on_step`` is called after each of their steps.
 
     Momenta come with an optimizer's first step, which may be later than the first step of a run: a gradient scaler leaves
     steps out, a second optimizer begins later.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, on_step: Callable[[], None]):
         self._model = weakref.ref(model)
+        self._on_step = on_step
         self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         # No callbacks: Ctrl-C would get lost in one that is not of C (see interrupts.py).
         self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
@@ -58,6 +59,8 @@ class OptimizerState:
 
     def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
+        if not is_elsewhere(optimizer, self.elsewhere()):
+            self._on_step()
 
 
 def state_of(optimizer: torch.optim.Optimizer, elsewhere: Container[int] = ()) -> Iterator[torch.Tensor]:

@@ -20,22 +20,33 @@ class StepClock:
     def __init__(self, waited_s: Callable[[], float]):
         self._all_waited_s = waited_s
         self._began_s: float | None = None
-        self._waited_s = 0.0
+        self._ended_s: float | None = None
+        self._waited_s = self._all_waited_at_end_s = 0.0
 
     def start(self) -> bool:
         """A step begins now, unless one is running. Whether it does."""
         if self._began_s is not None:
             return False
         self._began_s, self._waited_s = time.perf_counter(), self._all_waited_s()
+        self._ended_s = None
         return True
 
+    def mark_end(self) -> None:
+        """An optimizer has stepped: the step has ended, unless another one does."""
+        self._ended_s, self._all_waited_at_end_s = time.perf_counter(), self._all_waited_s()
+
     def stop(self) -> tuple[float, float] | None:
-        """Seconds of the step that ends now, and of its compute; None where none was running."""
+        """Seconds of the step, and of its compute, until the last optimizer stepped, or until now if none did; None where no
+        step was running.
+        """
         began, self._began_s = self._began_s, None
         if began is None:
             return None
-        seconds = time.perf_counter() - began
-        return seconds, seconds - (self._all_waited_s() - self._waited_s)
+        if self._ended_s is None:
+            self.mark_end()
+        assert self._ended_s is not None
+        seconds = self._ended_s - began
+        return seconds, seconds - (self._all_waited_at_end_s - self._waited_s)
 
 
 class Pace:

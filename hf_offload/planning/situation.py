@@ -49,6 +49,16 @@ class Situation:
         return sum(math.prod(shape) for shapes in self.forwards for _, shape in shapes if _is_shape(shape))
 
     @property
+    def largest_input(self) -> str:
+        """Name and shape of the input with the most numbers, as ``input_ids of 4 x 512``."""
+        found = [one for shapes in self.forwards for one in shapes if _is_shape(one[1]) and one[1]]
+        if not found:
+            return "the same inputs"
+        path, shape = max(found, key=lambda one: math.prod(one[1]))
+        name = path.partition(":")[0].lstrip(".")
+        return f"{'inputs' if name.isdigit() else name} of {' x '.join(map(str, shape))}"
+
+    @property
     def demand(self) -> tuple[int, int]:
         """By this, one that needs more memory comes after one that needs less."""
         return self.elements, self.gradient_bytes

@@ -97,6 +97,7 @@ class Effects:
         self._writes = ""
         self._own: set[int] = set()  # ids of storages that the running call has made
         self._calls: list[_Call] = []  # whose backward has not begun
+        self.is_watching = True
 
     def watch(self, blocks: Mapping[str, nn.Module]) -> Iterator[RemovableHandle]:
         """Follow the calls of these blocks until the handles are removed."""
@@ -106,7 +107,7 @@ class Effects:
             yield block.register_forward_hook(EagerHook(leave), with_kwargs=True, always_call=True)
 
     def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if in_recompute() or not block.training:
+        if in_recompute() or not block.training or not self.is_watching:
             return
         self._block, self._writes = name, ""
         self._own.clear()

@@ -13,6 +13,7 @@ from benchmarks.budgets.meter import Meter
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
 from tests.budgets.models import batch, build, loss
+from tests.helpers.heard import listening, named_later
 
 STEPS = 7
 # How far a prediction may be off: of runs that keep or recompute, and of others.
@@ -185,7 +186,8 @@ class Outcome:
 def budgets(name: str, scenario: Scenario, shares: list[float], directory: Any) -> Iterator[Outcome]:
     """For each share of what activations take, the run under that budget.
 
-    A budget that is refused is replaced by the smallest that the refusal names.
+    A budget that is refused is replaced by the smallest that the refusal names, and one that later steps do not fit by the
+    one that the warning names.
     """
     keep = train(name, scenario, OffloadConfig(tier="none"))
     most = max(keep.peaks[1:])
@@ -199,12 +201,16 @@ def budgets(name: str, scenario: Scenario, shares: list[float], directory: Any) 
         # What is needed can grow in later steps: where layers are unfrozen, for one.
         found, named, refused_times = None, budget, 0
         while found is None and refused_times < 5:
-            try:
-                found = run(named)
-            except OffloadPlanError as error:
-                refused, named = named, error.smallest_bytes or 0
+            refused = named
+            with listening() as heard:
+                try:
+                    found = run(named)
+                    later = named_later(heard)
+                except OffloadPlanError as error:
+                    later = error.smallest_bytes or 0
+            if later is not None:
+                found, named = None, later
                 refused_times += 1
-                if named <= refused:
-                    raise
+                assert named > refused, heard
         assert found is not None, f"{named} is named, and refused as the others before"
         yield Outcome(share, named, keep, found, refused_times)

@@ -6,13 +6,11 @@ training in memory; where gradients are thrown away, and nothing is held, it has
 without what broke off. ``--seed N`` repeats one.
 """
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
 import gc
 import itertools
-import logging
 import random
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_offload import OffloadConfig
 from hf_offload.errors import OffloadPlanError
 from hf_offload.session import OffloadSession, attach
+from tests.helpers.heard import listening, named_later
 from tests.helpers.seed_search import LeftOut, try_seeds
 
 _WIDTH = 128
@@ -232,31 +231,6 @@ def _in_memory(rows: tuple[tuple[int, ...], ...], kind: str) -> int:
     return training.most
 
 
-class _Listener(logging.Handler):
-    """Hears what is said of steps over the budget."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.heard: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def _listening() -> Iterator[list[str]]:
-    logger, listener, disabled = logging.getLogger("hf_offload"), _Listener(), logging.root.manager.disable
-    logging.disable(logging.NOTSET)
-    logger.addHandler(listener)
-    propagates, logger.propagate = logger.propagate, False
-    try:
-        yield listener.heard
-    finally:
-        logger.removeHandler(listener)
-        logger.propagate = propagates
-        logging.disable(disabled)
-
-
 def run(seed: int) -> list[str]:
     """What went wrong with the program of ``seed``: nothing, as a rule."""
     program = Program.random(seed)
@@ -289,10 +263,10 @@ class _Found:
 
 
 def _within(program: Program, budget: int) -> _Found | str:
-    """What the program does with a budget: that, or one that a refusal in the first steps names; else what went wrong."""
+    """What the program does with a budget: that, or one that a refusal or a warning names; else what went wrong."""
     for _ in range(_PATIENCE):
         training = Training(program, _config(budget))
-        with _listening() as heard:
+        with listening() as heard:
             try:
                 weights = training.run()
             except OffloadPlanError as error:
@@ -300,6 +274,10 @@ def _within(program: Program, budget: int) -> _Found | str:
                     return f"refused in step {training.steps} with {budget} bytes: {error}"
                 budget = int(1.02 * max(budget, error.smallest_bytes or 0))
                 continue
+        named = named_later(heard)
+        if named is not None:
+            budget = int(1.02 * max(budget, named))
+            continue
         return _Found(budget, training.losses, weights, [one for one in heard if one.startswith("A step took")])
     return f"refused with {budget} bytes, which refusals named"
 

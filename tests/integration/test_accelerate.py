@@ -408,6 +408,34 @@ def test_a_budget_for_a_compiled_model_is_refused(tmp_path):
         accelerator.prepare(tiny_model("gpt2"))
 
 
+def test_evaluation_between_steps_of_a_loop_is_not_planned_for(tmp_path, machine_with_drive, short_search):
+    """Optimizers end steps here, and the next forward of training comes after the evaluation."""
+    machine_with_drive(1e9)
+
+    def run(evaluates):
+        plugin = OffloadPlugin(tier="auto", directory=tmp_path, memory_budget="8MiB", min_bytes=64)
+        accelerator = plugin.accelerator(cpu=True)
+
+        def after_step(step):
+            model = accelerator._models[0]
+            if evaluates:
+                model.eval()
+                with torch.no_grad():
+                    model(**{name: value.repeat(64, 1) for name, value in tiny_batch("gpt2").items()})
+                model.train()
+
+        found = loop(accelerator, together, after_step=after_step)
+        session = session_of(accelerator)
+        return found, session.most_measured_bytes, session.most_evaluated_bytes
+
+    (expected, without, nothing), (found, during, evaluated) = run(False), run(True)
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+    assert nothing is None
+    assert evaluated > 2 * without
+    assert during == pytest.approx(without, rel=0.05)
+
+
 def test_the_switch(plugin, monkeypatch):
     monkeypatch.setenv("HF_OFFLOAD_DISABLE", "1")
     accelerator = plugin.accelerator(cpu=True)
@@ -457,6 +485,20 @@ def test_trainers_of_scripts_that_know_nothing(settings, plugin, tmp_path):
     switch.off()
     assert switch.offloaded_models == 1
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_evaluation_of_a_trainer_is_not_planned_for(tmp_path, machine_with_drive, short_search):
+    machine_with_drive(1e9)
+    peaks = []
+    for settings in ({}, {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 12}):
+        switch = switch_on(OffloadPlugin(tier="auto", directory=tmp_path, memory_budget="8MiB", min_bytes=64))
+        trained(tmp_path, **settings)
+        (session,) = [session for made in switch._made for session in made.sessions]
+        peaks.append((session.most_measured_bytes, session.most_evaluated_bytes))
+        switch.off()
+    assert peaks[0][1] is None
+    assert peaks[1][1] > 0
+    assert peaks[1][0] == pytest.approx(peaks[0][0], rel=0.05)
 
 
 def test_training_arguments_go_before_the_environment(switched, tmp_path, caplog):

@@ -295,6 +295,17 @@ class GivenClock:
         return self._now_s
 
 
+def test_the_clock_of_a_step_stops_with_the_optimizer(monkeypatch):
+    """Evaluation, saving and what else comes before the step is said to have ended are no part of its time."""
+    monkeypatch.setattr("hf_offload.planning.pace.time", SlowClock())
+    waited_s = iter([1.0, 2.0])
+    clock = StepClock(lambda: next(waited_s))
+    assert clock.start()
+    clock.mark_end()
+    assert clock.stop() == (2e6, 2e6 - 1)  # from 2e6 to 4e6
+    assert clock.stop() is None
+
+
 def test_a_run_of_slow_steps_does_not_stay_the_prediction(tmp_path, monkeypatch, no_overhead):
     slow, usual = [1000.0] * 3, [1.0] * 4
     monkeypatch.setattr("hf_offload.planning.pace.time", GivenClock([1.0] * 3 + slow + usual))

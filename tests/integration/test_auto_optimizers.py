@@ -116,8 +116,14 @@ def test_state_that_comes_later_is_within_the_budget(make_step, tmp_path):
     assert last.fixed_bytes == pytest.approx(state_bytes(net(), 3), rel=0.01)
     assert last.peak_bytes == pytest.approx(last.measured_peak_bytes, rel=0.03)
     assert last.measured_peak_bytes <= fixed + 10 * MIB
-    with pytest.raises(OffloadPlanError):
-        train(make_step, fixed - 2 * MIB, tmp_path)
+
+
+@pytest.mark.parametrize("make_step", [late, another])
+def test_state_that_comes_after_the_first_plan_ends_no_run(make_step, tmp_path, caplog):
+    _, expected = train(make_step, None, tmp_path)
+    _, weights = train(make_step, state_bytes(net(), 4) - 2 * MIB, tmp_path)
+    assert all(map(torch.equal, weights, expected))
+    assert sum(one.startswith("Batches with inputs of 512 x 256 do not fit") for one in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("rows", [ROWS, 64])  # with few rows, gradients would be most of what a step adds
@@ -143,7 +149,7 @@ def by_history(model):
     return torch.optim.LBFGS(model.parameters(), max_iter=1, history_size=3)
 
 
-def test_state_under_one_weights_name_is_not_expected_of_all(tmp_path):
+def test_state_under_one_weights_name_is_not_expected_of_all(tmp_path, caplog):
     """LBFGS keeps the history of all weights under its first, in lists."""
 
     def run(budget):
@@ -166,8 +172,9 @@ def test_state_under_one_weights_name_is_not_expected_of_all(tmp_path):
     forecast = run(state_bytes(net(), 12))
     # Weights; a direction, a gradient before, and a history of three pairs.
     assert forecast.fixed_bytes == pytest.approx(state_bytes(net(), 1 + 2 + 6), rel=0.02)
-    with pytest.raises(OffloadPlanError):
-        run(state_bytes(net(), 8))
+    assert "do not fit" not in caplog.text
+    run(state_bytes(net(), 8))
+    assert "do not fit" in caplog.text
 
 
 class Sparse(nn.Module):

@@ -216,3 +216,50 @@ def test_recompute_drops_what_is_too_small_to_move(tmp_path, caplog):
     assert session.forecast.measured_peak_bytes <= least
     _, (text,) = first_steps(tmp_path, caplog, Scans(), rows, int(0.8 * least), **settings)
     assert "too small" in text
+
+
+def test_only_the_first_plan_ends_a_run(tmp_path, caplog):
+    """The budget that a refusal names is for batches like the first. A longer one has a warning, and the run goes on."""
+
+    def run(lengths, budget=None):
+        torch.manual_seed(0)
+        model = Custom()
+        optimizer = torch.optim.AdamW(model.parameters())
+        config = OffloadConfig(tier="auto", memory_budget=budget, directory=tmp_path, min_bytes=1024)
+        with offload_activations(model, config if budget else OffloadConfig(tier="none")) as session:
+            session.prepare_optimizer(optimizer)
+            for length in lengths:
+                rows = torch.randn(length, 32, generator=torch.Generator().manual_seed(length))
+                model(rows).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                session.end_step()
+        return [parameter.detach().clone() for parameter in model.parameters()], session
+
+    lengths = [4096, 2048, 8192, 8192, 4096, 8192, 12288]
+    with pytest.raises(
+        OffloadPlanError, match="for batches with inputs of 4096 x 32: larger ones need more"
+    ) as refused:
+        run(lengths, 1 << 20)
+    expected, _ = run(lengths)
+    caplog.clear()
+    found, session = run(lengths, refused.value.smallest_bytes)
+    assert all(map(torch.equal, found, expected))
+    assert len(session.stats.steps) == len(lengths)
+    (said,) = [record.getMessage() for record in caplog.records if "do not fit the budget" in record.getMessage()]
+    assert said.startswith("Batches with inputs of 8192 x 32 do not fit the budget")
+    assert f"A memory budget of {format_bytes(refused.value.smallest_bytes)} is too small" in said
+    assert re.search(r"the least this run can do with is \d+ MiB, [\d.]+ MiB more", said)
+    assert not [one for one in caplog.messages if one.startswith("A step took")]
+
+
+def test_a_step_that_is_the_last_needs_no_plan(tmp_path, caplog):
+    model = Custom()
+    config = OffloadConfig(tier="auto", memory_budget="64KiB", directory=tmp_path, min_bytes=1024, **IN_MEMORY)
+    session = attach(model, config)
+    model(torch.randn(2048, 32)).backward()
+    session.optimizer_stepped()
+    with caplog.at_level(logging.WARNING, "hf_offload"):
+        session.finish()
+    session.detach()
+    assert "too small" in caplog.text
