@@ -8,7 +8,6 @@ from typing import Any
 
 import hf_offload
 from hf_offload.settings.environment import READERS
-from hf_offload.settings.renamed import RENAMED
 from hf_offload.settings.schema import OffloadConfig, argument
 from hf_offload.settings.values import DRIVES, MODEL, MOVING, help_of
 
@@ -56,10 +55,7 @@ def settings_page() -> str:
         ]
         head = ["| setting | training argument | default | unit | meaning |", "|---|---|---|---|---|"]
         parts.append("\n".join([f"## {heading}\n", *head, *rows]) + "\n")
-    old = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
-    head = ["They work for one version, with a warning, and so do the variables.\n", "| old | new |", "|---|---|"]
-    parts.append("\n".join(["## Old names\n", *head, *old]))
-    return "\n".join(parts) + "\n"
+    return "\n".join(parts)
 
 
 def page() -> str:

@@ -80,12 +80,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    from hf_offload.former_names import warn_renamed
-    from hf_offload.settings.renamed import RENAMED
-
-    if RENAMED.get(name) in _HOMES:
-        warn_renamed(name, RENAMED[name])
-        return __getattr__(RENAMED[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

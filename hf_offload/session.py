@@ -25,7 +25,6 @@ from hf_offload.engine.unsupported import (
 )
 from hf_offload.engine.watch import ModelWatch
 from hf_offload.errors import OffloadConfigError, OffloadError, OffloadPlanError
-from hf_offload.former_names import FormerName, renamed_arguments
 from hf_offload.interrupts import signals_deferred
 from hf_offload.memory_modes.applied import AppliedMode, apply_mode
 from hf_offload.optimizers.streamed import clip_grad_norm_
@@ -58,7 +57,6 @@ ENVIRONMENT = "the environment"
 _attached: "weakref.WeakKeyDictionary[nn.Module, OffloadSession]" = weakref.WeakKeyDictionary()
 
 
-@renamed_arguments(training="run_id", by="owner")
 def attach(
     model: nn.Module, config: OffloadConfig, run_id: object = None, owner: str = "attach or offload_activations"
 ) -> "OffloadSession":
@@ -152,9 +150,6 @@ class OffloadSession:
         self._snapshots_expected: Expected | None = None
 
     _plan: Plan
-    training = FormerName("run_id")
-    by = FormerName("owner")
-    lean = FormerName("rematerialized")
 
     def _apply(self, model: nn.Module) -> None:
         """The memory mode, transforms of what it has made of the model, the plan, the engine with its storage, and hooks."""

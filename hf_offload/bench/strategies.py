@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.former_names import warn_renamed
-from hf_offload.reports.formats import FORMER_STRATEGIES, REFERENCE
+from hf_offload.reports.formats import REFERENCE
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.recipes import Recipe, load_recipe
 from hf_offload.settings.schema import DRIVE_SETTINGS, TIER_ALIASES
@@ -214,13 +213,10 @@ def strategy_names() -> list[str]:
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of that name; ``ours:ssd@64MiB`` fixes the read-ahead, ``ours:auto@20GiB`` the budget. Former names warn.
+    """The strategy of that name; ``ours:ssd@64MiB`` fixes the read-ahead, ``ours:auto@20GiB`` the budget.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` with the nearest name if there is none.
     """
-    if name in FORMER_STRATEGIES:
-        warn_renamed(f"The strategy {name!r}", repr(FORMER_STRATEGIES[name]))
-        name = FORMER_STRATEGIES[name]
     family, at, window = name.partition("@")
     kind, colon, tier = family.partition(":")
     family = f"ours:{TIER_ALIASES.get(tier, tier)}" if kind == "ours" and colon else family

@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 
 from hf_offload.cli.console import clear_errors, loading_torch, messages, output, print_table, spinner
 from hf_offload.cli.exit_codes import EXIT_REFUSED
-from hf_offload.cli.former_plan import with_current_options
 from hf_offload.cli.options import Given, Json, OptionGroup, Overrides, fields_of, with_options
 from hf_offload.cli.plan_tables import levers_table, modes_table, orders_table, plan_tables
 from hf_offload.errors import OffloadConfigError
@@ -59,14 +58,13 @@ Measure = Annotated[
 
 
 class PlanGroup(TyperGroup):
-    """``plan MODEL`` is short for ``plan run MODEL``; options of former versions are understood."""
+    """``plan MODEL`` is short for ``plan run MODEL``."""
 
     def complete(self, words: list[str]) -> list[str]:
         """``words`` with the name of a command in front."""
         if not words or words[0] in (*self.commands, "--help"):
             return words
-        with clear_errors():
-            return with_current_options(words, DEFAULT, lambda text: messages().print(f"[yellow]{escape(text)}[/]"))
+        return [DEFAULT, *words]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As every group does, once :meth:`complete` has looked at them."""

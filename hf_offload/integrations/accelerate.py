@@ -25,7 +25,6 @@ from hf_offload.memory_modes.applied import apply_mode
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
 from hf_offload.settings.environment import FIELDS, settings_with, variable
 from hf_offload.settings.memory_modes import NONE
-from hf_offload.settings.renamed import with_current_names
 from hf_offload.settings.schema import OffloadConfig, with_checked
 from hf_offload.settings.shown import cropped, shown
 from hf_offload.snapshots.loops import LoopSnapshots
@@ -57,7 +56,6 @@ class OffloadPlugin:
     """
 
     def __init__(self, **settings: Any):
-        settings = with_current_names(settings, FIELDS)
         self.config, found = settings_with(settings, "OffloadPlugin")
         for field in sorted(settings.keys() & found.keys()):
             if settings[field] != found[field]:

@@ -10,18 +10,14 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.former_names import FormerName, add_former_name, called_from, warn_renamed
 from hf_offload.integrations.trainer import OffloadCallback, refuse_conflicts
 from hf_offload.settings.environment import FIELDS, READERS
 from hf_offload.settings.load import collect_errors, naming
 from hf_offload.settings.memory_modes import NONE
-from hf_offload.settings.renamed import old_names, with_current_names
 from hf_offload.settings.schema import OffloadConfig, argument
 from hf_offload.settings.values import help_of
 
 REPORT_NAME = "hf_offload"
-
-_OLD = old_names([argument(field) for field in FIELDS])
 
 # The Trainer builds its callbacks from the names in `report_to`: this is how the arguments alone switch offloading on.
 INTEGRATION_TO_CALLBACK.setdefault(REPORT_NAME, OffloadCallback)
@@ -37,13 +33,6 @@ def _fields() -> Iterator[tuple[str, Any, Any]]:
             argument(field.name),
             kind | None if default is None else kind,
             dataclasses.field(default=default, metadata={"help": text}),
-        )
-    for old, new in _OLD.items():
-        # Neither shown nor compared: the new one is.
-        yield (
-            old,
-            str | None,
-            dataclasses.field(default=None, repr=False, compare=False, metadata={"help": f"Now {new}."}),
         )
 
 
@@ -72,12 +61,9 @@ class OffloadArguments(_Declared):
             )
 
     def __post_init__(self) -> None:
-        with collect_errors("training arguments") as check:
-            with check:
-                self._take_old_names()
-            with check:
-                config = self.offload_config()
-                mode = config.mode()
+        with collect_errors("training arguments") as check, check:
+            config = self.offload_config()
+            mode = config.mode()
         settings: Any = getattr(self, argument("memory_mode_kwargs"))
         if isinstance(settings, Mapping):  # every parser and tracker understands text
             setattr(self, argument("memory_mode_kwargs"), json.dumps(settings, default=os.fspath))
@@ -107,14 +93,6 @@ class OffloadArguments(_Declared):
         if state.get(argument("memory_mode"), NONE) != NONE:
             _watch_trainers()
 
-    def _take_old_names(self) -> None:
-        names = [argument(field) for field in FIELDS]
-        old = {name: value for name in _OLD if (value := self.__dict__[name]) is not None}
-        given = {name: value for name in names if (value := getattr(self, name)) is not getattr(type(self), name)}
-        for name, value in with_current_names({**given, **old}, names).items():
-            setattr(self, name, value)
-        self.__dict__.update(dict.fromkeys(old))
-
     def _value(self, field: str) -> Any:
         value = getattr(self, argument(field))
         return READERS[field].from_text(value) if isinstance(value, str) else value
@@ -123,37 +101,6 @@ class OffloadArguments(_Declared):
         """The settings these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all errors at once."""
         with naming(OffloadConfig, {field: argument(field) for field in FIELDS}):
             return OffloadConfig(**{field: self._value(field) for field in FIELDS})
-
-
-class _FormerArgument(FormerName):
-    """The former name of a training argument. As parsers have to know it, it is a field, too: what is given by it to the
-    constructor is kept until ``__post_init__``, and code that lists all fields finds nothing there.
-    """
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None:
-            return self
-        if called_from(_LIST_FIELDS):
-            return None
-        warn_renamed(self._former, self._now)
-        return getattr(instance, self._now)
-
-    def __set__(self, instance: Any, value: Any) -> None:  # called by OffloadArguments.__setattr__
-        name = self._former.rpartition(".")[2]
-        if name not in instance.__dict__:
-            replaces = value is not None and called_from(["dataclasses"], stacklevel=4)  # as the new one is given, too
-            instance.__dict__[name] = None if replaces else value
-            if not replaces:
-                return
-        warn_renamed(self._former, self._now, stacklevel=3)
-        setattr(instance, self._now, value)
-
-
-_LIST_FIELDS = (dataclasses.__name__, TrainingArguments.__module__)
-"""Modules whose code passes on the value of each field by its name: ``asdict``, ``replace``, ``to_dict``."""
-
-for _old, _new in _OLD.items():
-    add_former_name(OffloadArguments, _old, _FormerArgument(_new))
 
 
 def _watch_trainers() -> None:

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import hf_offload
 from hf_offload.errors import OffloadConfigError
 from hf_offload.parents import parent_variables
-from hf_offload.settings.environment import FIELDS, settings_with, variable, variables_for
+from hf_offload.settings.environment import settings_with, variable, variables_for
 from hf_offload.settings.load import choose, collect_errors
-from hf_offload.settings.renamed import with_current_names
 from hf_offload.settings.shown import cropped, listed, nearest, shown
 from hf_offload.settings.text_files import is_file, parse_json, read_text
 from hf_offload.settings.values import expand
@@ -87,7 +86,6 @@ def take_section(config: dict[str, Any], where: str, environ: Mapping[str, str] 
         return {}
     if not isinstance(section, dict):
         raise OffloadConfigError(f"{where}: {SECTION} is not a mapping of settings, such as `tier: ssd`.")
-    section = with_current_names(section, FIELDS, f"{where}, section {SECTION}")
     _, found = settings_with(section, f"{where}, section {SECTION}", environ, environment_first=True)
     for field in section.keys() & found.keys():
         if variables_for({field: section[field]}) != variables_for({field: found[field]}):

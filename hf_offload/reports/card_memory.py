@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.reports.formats import FORMER_STRATEGIES, REFERENCE, markdown_table
+from hf_offload.reports.formats import REFERENCE, markdown_table
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import parse_json, read_text
 from hf_offload.training.report import TRAINER_BATCH, TrainingReport
@@ -39,11 +39,7 @@ class Comparison:
         try:
             values = parse_json(read_text(path, "The comparison"), str(path))
             return cls(
-                rows=[
-                    {**row, "strategy": FORMER_STRATEGIES.get(row["strategy"], row["strategy"])}
-                    for row in values["rows"]
-                    if row["rounds"]
-                ],
+                rows=[row for row in values["rows"] if row["rounds"]],
                 machine=values["machine"],
                 rounds=values["rounds"],
                 overrides=values["overrides"],

@@ -12,8 +12,6 @@ from hf_offload.training.report import ModelFacts
 
 REFERENCE = "baseline"
 """The strategy that a benchmark compares the others with: no offloading."""
-FORMER_STRATEGIES = {"keep": REFERENCE, "ours:lean": "ours:elementwise", "ours:ssd+lean": "ours:ssd+elementwise"}
-"""Former name of a strategy -> its name. Files of earlier versions have them."""
 
 
 def flat(row: Any) -> dict[str, Any]:

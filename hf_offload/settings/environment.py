@@ -13,7 +13,6 @@ from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import choose, collect_errors, from_mapping, naming
-from hf_offload.settings.renamed import old_names, with_current_names
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, nearest, shown
 from hf_offload.settings.values import Reader, reader_of
@@ -69,11 +68,10 @@ def check_variables(environ: Mapping[str, str] | None = None) -> None:
     """
     environ = os.environ if environ is None else environ
     known = [variable(field) for field in FIELDS]
-    old = [variable(name) for name in old_names(FIELDS)]
     with collect_errors("environment") as check:
         for name in sorted(environ):
             with check:
-                if name.startswith(PREFIX) and name not in (*_OTHERS, *known, *old):
+                if name.startswith(PREFIX) and name not in (*_OTHERS, *known):
                     raise OffloadConfigError(f"The variable {cropped(name)} is not a setting.{nearest(name, known)}")
         for name in SWITCHES:
             with check:
@@ -104,7 +102,7 @@ def settings_with(
     Raises :class:`~hf_offload.errors.OffloadConfigError` for all errors of both, those that do not take effect included.
     """
     environ = os.environ if environ is None else environ
-    given, found = with_current_names(given, FIELDS, where), _values(environ)
+    found = _values(environ)
     both = given.keys() & found.keys()
     losing, merged = (given, {**given, **found}) if environment_first else (found, {**found, **given})
     of_environment = {field: variable(field) for field in found if environment_first or field not in given}
@@ -123,13 +121,11 @@ def settings_with(
 
 def variables_for(settings: Mapping[str, Any]) -> dict[str, str]:
     """The variables that :func:`settings_from` reads back as ``settings``; ``None`` is left out."""
-    given = with_current_names(settings, FIELDS)
     return {
-        variable(field): READERS[field].to_text(field, value) for field, value in given.items() if value is not None
+        variable(field): READERS[field].to_text(field, value) for field, value in settings.items() if value is not None
     }
 
 
 def _values(environ: Mapping[str, str]) -> dict[str, Any]:
-    texts = {name: environ.get(variable(name), "").strip() for name in (*FIELDS, *old_names(FIELDS))}
-    given = with_current_names({name: text for name, text in texts.items() if text}, FIELDS, shown=variable)
-    return {field: READERS[field].from_text(given[field]) for field in FIELDS if field in given}
+    texts = {field: environ.get(variable(field), "").strip() for field in FIELDS}
+    return {field: READERS[field].from_text(text) for field, text in texts.items() if text}

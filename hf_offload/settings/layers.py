@@ -17,7 +17,6 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.recipe_files import layer_names, read_yaml, recipe_names, recipe_roots, shipped_name
 from hf_offload.settings.recipe_meta import META
-from hf_offload.settings.renamed import with_current_names
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, listed, shown
 from hf_offload.settings.text_files import is_file
@@ -156,8 +155,6 @@ def _read(
                 _read(base, (*above, path), tree, origins, files)
     left_out = (BASE, META) if above else (BASE,)
     sections = {key: value for key, value in content.items() if key not in left_out}
-    if isinstance(sections.get("offload"), dict):  # before they are merged: another layer may use the new name
-        sections["offload"] = with_current_names(sections["offload"], _OFFLOAD, f"{path}: offload")
     _merge(sections, tree, origins, path, ())
     files.append(path)
 

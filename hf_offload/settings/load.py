@@ -7,7 +7,6 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.renamed import with_current_names
 from hf_offload.settings.shown import listed, nearest, shown
 
 __all__ = ["choose", "collect_errors", "from_mapping", "names_of", "naming", "nearest"]
@@ -98,8 +97,6 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """Build the dataclass ``cls`` from ``values``; unknown keys and wrong values are reported together, with ``where``."""
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     with collect_errors(where) as check:
-        with check:
-            values = with_current_names(values, names, where)
         for key in values:
             with check:
                 if key not in names:

@@ -10,7 +10,6 @@ from hf_offload.settings.evaluation import EvaluationRecipe, Generation
 from hf_offload.settings.recipe_data import DataRecipe, HubData
 from hf_offload.settings.recipe_model import ModelRecipe
 from hf_offload.settings.recipe_training import training_reader
-from hf_offload.settings.renamed import with_current_names
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shapes import ModelShape
@@ -42,8 +41,6 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise OffloadConfigError(
             f"{shown(override)} is not an override: write section.key=value, such as training.max_steps=3."
         )
-    if parents == ["offload"]:
-        (last,) = with_current_names({last: text}, list(OffloadConfig.__dataclass_fields__), "offload")
     value = _value([*parents, last], text, shown(override))
     where = tree
     for depth, part in enumerate(parents):

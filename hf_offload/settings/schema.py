@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.former_names import FormerName
 from hf_offload.settings.elementwise import RecomputeElementwiseConfig, recompute_elementwise
 from hf_offload.settings.memory_modes import MODES, NONE, memory_mode, read_mode_name, read_mode_settings
-from hf_offload.settings.renamed import takes_old_names
 from hf_offload.settings.sampling import SampledLinearConfig, sampled_linear
 from hf_offload.settings.values import (
     ALWAYS,
@@ -63,7 +61,6 @@ def snapshots_held(config: "OffloadConfig") -> int:
 
 
 @described
-@takes_old_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """Settings of one offloaded run.
@@ -382,8 +379,6 @@ class OffloadConfig:
     def plans_elementwise(self) -> bool:
         """Whether a plan may choose it for blocks: where nothing is said about it."""
         return self.recompute_elementwise is None
-
-    lean = FormerName("elementwise")
 
     def smallest_bytes(self, on_host: bool) -> int:
         """Bytes of the smallest tensor that is moved; ``on_host``, the model is in RAM itself."""

@@ -25,7 +25,6 @@ from hf_offload.cli.plan import PlanGroup
 from hf_offload.integrations.launch import find_config
 from hf_offload.settings.environment import DISABLE_VARIABLE, FIELDS, variable
 from hf_offload.settings.recipes import read_recipe
-from hf_offload.settings.renamed import RENAMED
 from tests.helpers.loaded_processes import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -291,11 +290,6 @@ def test_the_page_of_the_installation_names_every_extra_for_users():
         "test",
         "dev",
     }
-
-
-def test_the_changelog_names_what_was_renamed():
-    text = (ROOT / "CHANGELOG.md").read_text()
-    assert not [old for old, new in RENAMED.items() if f"| `{old}` | `{new}` |" not in text]
 
 
 def test_commands_are_found():

@@ -214,39 +214,6 @@ def test_a_command_has_only_the_options_that_it_reads(command, options):
         assert (result.exit_code, f"No such option: {option}" in result.stderr) == (2, True)
 
 
-def test_options_of_former_versions_say_what_they_are_now(tmp_path):
-    small = [*LLAMA, "--sequence", "256", *CARD]
-    picture = tmp_path / "orders.png"
-    old_names = ["--budget=2GiB", "--lean", "norms", "--tiled-loss", "--tiled-mlp"]
-    new_names = ["--memory-budget=2GiB", "--recompute-elementwise", "norms", "--tiled-loss", "on", "--tiled-mlp", "on"]
-    names = ["--memory-mode", "none,lora"]
-    for former, command, now, warnings in (
-        (["--modes", *names], ["modes"], names, ["--modes is the command `hf-offload plan modes`"]),
-        (["--order", "--timeline", str(picture)], ["order"], [], ["--order is the command `hf-offload plan order`"]),
-        (old_names, [], new_names, ["--budget is called --memory-budget", "--tiled-loss takes a value now"]),
-    ):
-        old, current = run(*small, *former, "--json"), run(*command, *small, *now, "--json")
-        assert (old.exit_code, current.exit_code) == (0, 0), (old.stderr, current.stderr)
-        assert old.stdout == current.stdout
-        assert all(warning in " ".join(old.stderr.split()) for warning in warnings)
-        assert "now" not in current.stderr.split()
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(("former", "now"), [("--budget", "--memory-budget"), ("--cards", "--gpus")])
-def test_an_option_by_both_of_its_names_is_refused(former, now):
-    result = run(*LLAMA, former, "1GiB", f"{now}=2GiB")
-    assert result.exit_code == 2
-    assert f"{former} is the old name of {now}, which is given as well" in " ".join(result.stderr.split())
-
-
-def test_former_options_of_levers(monkeypatch):
-    monkeypatch.setattr("hf_offload.forecast.levers.PIECES", (8, 2))
-    old = run(*LLAMA, "--levers", "--cards", "l4", "--pcie", "5GB/s", "--json")
-    assert list(json.loads(old.stdout)["levers"][0]["tokens"]) == ["l4"]
-    assert "--cards is called --gpus now" in " ".join(old.stderr.split())
-
-
 def test_a_setting_is_an_option_by_its_declaration():
     """Its help, how it is read, and what is refused are those of the declaration."""
     shown = " ".join(run("run", "--help").stdout.replace("│", " ").split())

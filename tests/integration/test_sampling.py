@@ -1,10 +1,8 @@
 """Sampled linear layers in real models: what is converted, what is saved, and what they live with."""
 
 import copy
-import importlib
 import logging
 import pickle
-import sys
 import weakref
 
 import peft
@@ -396,10 +394,3 @@ def test_the_models_own_mask_says_what_is_padding():
         model(batch["input_ids"], labels=batch["labels"])
         assert draws._weights(torch.zeros(2, 24, 32)) is None
     assert not model._forward_pre_hooks
-
-
-def test_the_former_module_of_measure_errors_warns(monkeypatch):
-    monkeypatch.delitem(sys.modules, "hf_offload.sampling.diagnostics", raising=False)
-    with pytest.warns(FutureWarning, match="from hf_offload import measure_errors"):
-        former = importlib.import_module("hf_offload.sampling.diagnostics")
-    assert former.measure_errors is measure_errors

@@ -86,7 +86,6 @@ def every_function():
     return found
 
 
-@pytest.mark.filterwarnings("ignore:hf_offload.sampling.diagnostics has moved:FutureWarning")
 def test_every_function_of_the_package_is_here():
     assert {name.partition(",")[0] for name in FUNCTIONS} | ELSEWHERE == every_function()
 

@@ -28,7 +28,6 @@ from hf_offload.settings.memory_modes import MODES, memory_mode
 from hf_offload.settings.recipe_data import DataRecipe, HubData
 from hf_offload.settings.recipe_model import ModelRecipe
 from hf_offload.settings.recipes import load_recipe
-from hf_offload.settings.renamed import RENAMED
 from hf_offload.settings.shapes import ModelShape
 from hf_offload.settings.yaml_text import dump_yaml, parse_yaml
 
@@ -193,7 +192,7 @@ KEYS += [
 ]
 KEYS += [f"training.{name}" for name in training_fields()]
 OF_CLASSES = [(kind, field.name) for kind in SECTIONS.values() for field in dataclasses.fields(kind)]
-ARGUMENT_NAMES = [field.name for field in dataclasses.fields(OffloadArguments) if field.name not in RENAMED]
+ARGUMENT_NAMES = [field.name for field in dataclasses.fields(OffloadArguments)]
 MODE_SETTINGS = [
     "rank",
     "alpha",

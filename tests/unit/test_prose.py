@@ -48,18 +48,6 @@ NAMES = {
 }
 """Pattern of the name of a class, function, argument or variable -> what to call it."""
 
-ACCEPTED = {
-    "hf_offload/settings/renamed.py": r"lean_activations|LeanConfig|at_disk_write_limit|disk_rated",
-    "hf_offload/settings/schema.py": r"lean",
-    "hf_offload/session.py": r"lean",
-    "hf_offload/cli/former_plan.py": r"lean",
-    "docs/api.md": r"lean_activations|at_disk_write_limit|disk_rated",
-    "docs/settings.md": r"lean_activations|LeanConfig|at_disk_write_limit|disk_rated",
-    "CHANGELOG.md": r"lean_activations|lean|LeanConfig|at_disk_write_limit|disk_rated",
-    "hf_offload/reports/formats.py": r"lean",
-}
-"""File -> old names that stand there on purpose: they are still accepted, with a warning."""
-
 
 def searched() -> list[str]:
     files = [*ROOT.glob("*.md"), ROOT / "model_cards" / "make.sh", *(ROOT / "docs").glob("*.md")]
@@ -100,14 +88,12 @@ def names(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def found(path: Path) -> list[str]:
-    accepted = ACCEPTED.get(path.relative_to(ROOT).as_posix())
     return [
         f"{path.relative_to(ROOT)}:{line}: {match[0]!r} in {text[max(0, match.start() - 40) : match.end() + 40]!r}: {better}"
         for words, places in ((WORDS, texts(path)), (NAMES, names(path)))
         for line, text in places
         for pattern, better in words.items()
         for match in re.finditer(pattern, text)
-        if not (accepted and re.fullmatch(accepted, match[0]))
     ]
 
 
