@@ -18,6 +18,7 @@ from hf_offload.engine.phases import Phases
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.engine.unsupported import (
     check_eager,
+    check_initialized,
     check_no_graphs,
     check_no_other_offloading,
     check_one_process_per_device,
@@ -74,6 +75,8 @@ def attach(
     check_one_process_per_device(model)
     if config.tier != "none":
         check_no_other_offloading(model)
+    if config.tier == "auto":
+        check_initialized(model)
     _detach_former(model, run_id, owner)
     session = OffloadSession(model, config, run_id, owner)
     try:

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hf_offload.errors import OffloadConfigError
 
@@ -24,9 +25,19 @@ def check_no_other_offloading(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).__name__ == "OffloadWrapper":
             raise OffloadConfigError(
-                f"{name or 'The model'} is in PyTorch's offload_wrapper (accelerate's activation_checkpointing_offload=True), "
-                "which moves the same tensors as hf_offload: set activation_checkpointing_offload=False, or drop the offload "
-                "settings. Activation checkpointing alone works together with hf_offload."
+                f"{name or 'The model'} is in PyTorch's offload_wrapper (accelerate's activation_checkpointing_offload=True),"
+                " which moves the same tensors as hf_offload: set activation_checkpointing_offload=False, or drop the "
+                "offload settings. Activation checkpointing alone works together with hf_offload."
+            )
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for lazy modules that have not run."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise OffloadConfigError(
+                f"{name} gets its shape in the first forward, and tier='auto' plans with the shapes of all weights: run a "
+                "forward before attaching, or set tier='ssd' or tier='ram'."
             )
 
 

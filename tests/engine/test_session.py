@@ -187,6 +187,26 @@ def test_a_forward_in_a_backward_hook_is_offloaded(tier, scoped, tmp_path):
     session.detach()
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+def test_lazy_modules(config, tmp_path):
+    def trained(config=None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(64), nn.GELU(), nn.LazyLinear(8))
+        session = config and attach(model, config)
+        for _ in range(2):
+            model(torch.ones(64, 32)).square().sum().backward()
+        moved = session and session.stats.total.offloaded_bytes
+        if session:
+            session.detach()
+        return [parameter.grad for parameter in model.parameters()], moved
+
+    found, moved = trained(config)
+    assert all(map(torch.equal, found, trained()[0]))
+    assert moved > 0
+    with pytest.raises(OffloadConfigError, match=r"^0\.weight gets its shape in the first forward.*run a forward"):
+        trained(OffloadConfig(tier="auto", directory=tmp_path))
+
+
 def test_an_interrupted_forward_is_unwound_by_detach(config):
     model = tiny_gpt2()
     session = attach(model, config)
