@@ -70,7 +70,6 @@ def levers_table(workload: "Workload", machines: "Sequence[Hardware]", found: "S
         ("in addition", *(machine.name for machine in machines)),
         f"Predicted; 90 % of a GPU's memory. Loss in {PIECES[0]} pieces, MLPs in {PIECES[1]}. -: weights, gradients and "
         "optimizer state alone do not fit. What the blocks' inputs may take of RAM and disk: --ram and --disk.",
-        fold=True,
     )
     for one in found:
         table.add_row(escape(one.lever), *(f"{tokens:,}" if tokens else "-" for tokens in one.tokens))
@@ -84,7 +83,6 @@ def orders_table(title: str, orders: "Sequence[Order]") -> Table:
         ("", "no order beats", "peak", "of the first", "peak in"),
         "GiB, predicted. No order beats: weights, optimizer state, and the largest operation's operands and results, or the "
         "gradients that wait for the optimizer.",
-        fold=True,
     )
     first = orders[0].timeline.peak_bytes
     for one in orders:

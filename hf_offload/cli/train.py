@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, loading_torch, output, visible_log
+from hf_offload.cli.console import clear_errors, loading_torch, print_table, visible_log
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.cli.options import Overrides
 from hf_offload.settings.overrides import text_override
@@ -74,6 +74,6 @@ def train(
         table.add_row("waited", f"{result.offload['stall_s']:.2f} s")
     if report is not None:
         table.add_row("report", str(report))
-    output().print(table)
+    print_table(table)
     if not result.completed:
         raise typer.Exit(EXIT_INTERRUPTED)

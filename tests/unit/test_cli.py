@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -67,6 +68,30 @@ def test_a_column_of_sentences_is_never_a_ladder_of_words(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert reason in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("justify", ["left", "right"])
+@pytest.mark.parametrize("columns", [40, 60, 79, 80, 81, 100])
+def test_no_table_is_cut_however_narrow_the_terminal(columns, justify, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for longer in range(40):
+        name, sentence = "LlamaForCausalLM" + "x" * longer, "tiled loss and MLP"
+        table = Table(title="Title")
+        table.add_column("", no_wrap=True)
+        for heading in ("no order beats", "peak", "of the first"):
+            table.add_column(heading, justify=justify, no_wrap=columns % 20 == 0)
+        table.add_column("peak in")
+        table.add_row(sentence, "35,072", "13.19", "1.000", name)
+        print_table(table)
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= max(columns, len(name) + 6)
+        assert {"35,072", "13.19", "1.000"} <= {*shown.replace(", ", " ").replace("│", " ").split()}
+        assert (sentence in shown, name in shown.replace("\n", "").replace(" ", "")) == (True, True)
+
+
+def test_no_command_prints_a_table_in_another_way():
+    for file in (ROOT / "hf_offload" / "cli").glob("*.py"):
+        assert file.name == "console.py" or ".print(table" not in file.read_text()
 
 
 def commands(command, *words):
