@@ -177,13 +177,16 @@ def _unit_table(forecast: "Forecast") -> Table:
 
 
 def _alternative_table(forecast: "Forecast") -> Table:
+    over = ["too little"] if any(row.over for row in forecast.rows) else []
     table = make_table(
         "Predicted, with the same placement for every unit, and with the plan (auto)",
-        ("", "peak", "fits", "step", "waiting", "moved", "batch", "tokens"),
-        "peak, moved: GiB. baseline: no offloading. ram, ssd: everything that is saved is moved there. recompute: activation "
-        "checkpointing of every block; +ram, +ssd: the blocks' inputs are moved there. elementwise: recompute of elementwise "
-        "operations alone, in every block; +ram, +ssd: what is still saved is moved there. batch, tokens: the largest batch "
-        "and the longest rows that fit (*: the model takes no longer ones).",
+        ("", "peak", "fits", "step", "waiting", "moved", "batch", "tokens", *over),
+        "peak, moved: GiB. too little: GiB by which the budget of memory, or the room of a tier, is too small. baseline: no "
+        "offloading. ram, ssd: everything that is saved is moved there. recompute: activation checkpointing of every block; "
+        "+ram, +ssd: the blocks' inputs are moved there. elementwise: recompute of elementwise operations alone, in every "
+        "block; +ram, +ssd: what is still saved is moved there. batch, tokens: the largest batch and the longest rows that "
+        "fit (*: the model takes no longer ones).",
+        left=over,
     )
     for row in forecast.rows:
         timeline = row.timeline
@@ -194,7 +197,8 @@ def _alternative_table(forecast: "Forecast") -> Table:
         length = "?" if row.longest_sequence is None else str(row.longest_sequence)
         if row.longest_sequence is not None and row.longest_sequence == forecast.sequence_limit:
             length += "*"
-        table.add_row(row.name, *cells, str(row.largest_batch), length)
+        why = ", ".join(f"{_gib(nbytes)} {name}" for name, nbytes in row.over.items())
+        table.add_row(row.name, *cells, str(row.largest_batch), length, *([why] if over else []))
     return table
 
 

@@ -105,8 +105,9 @@ class _FourBitLinear(nn.Module):
     def __init__(self, layer: nn.Linear, nbytes: int):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight: Any = nn.Parameter(torch.empty(nbytes, dtype=torch.uint8), requires_grad=False)
-        self.weight.quant_state = SimpleNamespace(shape=layer.weight.shape)  # as bitsandbytes says what is packed
+        packed: Any = nn.Parameter(torch.empty(nbytes, dtype=torch.uint8), requires_grad=False)
+        packed.quant_state = SimpleNamespace(shape=layer.weight.shape)  # as bitsandbytes says what is packed
+        self.weight = packed
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:

@@ -222,6 +222,9 @@ WRONG_SETTINGS = [
     ["plan", "gpt/demo", "--timeline", "/proc"],
     ["plan", "gpt/demo", "--html", "/proc/x.html"],
     ["train", "gpt/demo", "--report", "/proc/x.html"],
+    ["train", "gpt/demo", "--report", "run.pdf"],
+    ["plan", "gpt/demo", "--html", "plan.json"],
+    ["plan", "gpt/demo", "--plot", "plot.svg"],
     ["plan", "gpt/demo", "--memory-budget", "much"],
     ["plan", "gpt/demo", "--batch", "0"],
     ["plan", "gpt/demo", "--dtype", "int8"],
@@ -322,6 +325,16 @@ def test_output_to_a_full_device_is_one_line_of_error(words):
     assert (
         done.stderr == "The output cannot be written: No space left on device. Free some space, or write elsewhere.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [("pl", "plan"), ("plan o", "order"), ("plan llama-1b --dt", "--dtype"), ("train --res", "--resume")],
+)
+def test_a_shell_completes_commands_and_options(line, found):
+    asked = {"COMP_WORDS": f"hf-offload {line}", "COMP_CWORD": str(len(line.split()))}
+    environment = {"_HF_OFFLOAD_COMPLETE": "complete_bash"} | asked
+    assert CliRunner().invoke(app, [], prog_name="hf-offload", env=environment).stdout.split() == [found]
 
 
 def test_what_is_installed_starts_there():
