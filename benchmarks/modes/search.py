@@ -18,7 +18,7 @@ from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.reports.formats import json_text
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.memory_modes import NONE, memory_mode
-from hf_offload.training.report import write_whole
+from hf_offload.settings.text_files import write_whole
 
 PERIOD = 100
 """Steps after which each of MODES has refreshed everything once, and begins a turn."""

@@ -23,7 +23,8 @@ from hf_offload.bench.strategies import find_strategy
 from hf_offload.errors import OffloadConfigError
 from hf_offload.parents import bound
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.training.report import WARMUP_STEPS, ModelFacts, TrainingReport, describe_model, write_whole
+from hf_offload.settings.text_files import write_whole
+from hf_offload.training.report import WARMUP_STEPS, ModelFacts, TrainingReport, describe_model
 from hf_offload.training.run import run_recipe
 
 DONE = "done"
@@ -106,8 +107,7 @@ def run_cell(spec: CellSpec, environment: Mapping[str, str]) -> CellResult:
     """
     if not find_strategy(spec.strategy).is_installed:
         return CellResult(NOT_INSTALLED, f"{find_strategy(spec.strategy).package} is not installed")
-    spec.spec_path.parent.mkdir(parents=True, exist_ok=True)
-    spec.spec_path.write_text(json.dumps(dataclasses.asdict(spec), indent=1) + "\n", encoding="utf-8")
+    write_whole(spec.spec_path, json.dumps(dataclasses.asdict(spec), indent=1) + "\n")
     spec.result_path.unlink(missing_ok=True)
     command = bound([sys.executable, "-m", "hf_offload.bench.cell", str(spec.spec_path)])
     with spec.log_path.open("w", encoding="utf-8") as log:

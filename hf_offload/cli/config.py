@@ -12,6 +12,7 @@ from hf_offload.integrations.launch import SECTION, default_config, find_config,
 from hf_offload.settings.load import from_mapping
 from hf_offload.settings.outputs import check_output_file
 from hf_offload.settings.schema import TIERS, TILED, OffloadConfig
+from hf_offload.settings.text_files import write_whole
 from hf_offload.settings.yaml_text import dump_yaml
 
 _STARTS = {
@@ -42,8 +43,7 @@ def config(
         target = file or default_config()
         check_output_file(target, "--config_file")
         values = _ask()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(dump_yaml(values), encoding="utf-8")
+        write_whole(target, dump_yaml(values))
         chosen = "" if file is None else f" --config_file {target}"
         output().print(
             f"Wrote {target}. Start with:\n  hf-offload launch{chosen} train.py", highlight=False, soft_wrap=True

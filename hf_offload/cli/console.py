@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.errors import OffloadError
@@ -52,50 +54,55 @@ def loading_torch() -> Iterator[None]:
             gc.enable()
 
 
-def make_table(
-    title: str, columns: Sequence[str], caption: str = "", *, left: Sequence[str] = (), fold: bool = False
-) -> Table:
+def make_table(title: str, columns: Sequence[str], caption: str = "", *, left: Sequence[str] = ()) -> Table:
     """A table of numbers behind a first column of names; the columns ``left`` hold words, and the last of them whole
-    sentences. With ``fold``, the other columns give way where the terminal is narrow. Print it with :func:`print_table`.
+    sentences. Print it with :func:`print_table`.
     """
     table = Table(title=escape(title), box=SIMPLE_HEAD, caption=caption or None, caption_justify="left")
     table.add_column(escape(columns[0]), no_wrap=True)
     for name in columns[1:]:
         sentences = name in left and name == columns[-1]
-        table.add_column(
-            escape(name),
-            justify="left" if name in left else "right",
-            no_wrap=not fold and not sentences,
-            overflow="fold",
-        )
+        table.add_column(escape(name), justify="left" if name in left else "right", no_wrap=not sentences)
     return table
 
 
 def print_table(table: Table) -> None:
-    """Print results with all names whole: where the terminal is too narrow for the columns, each row becomes a paragraph."""
+    """Print any table of a command. Nothing is cut: only columns that may wrap are narrowed, no further than to their
+    longest word, and where that is still too wide for the terminal, each row becomes a paragraph.
+    """
     console = output()
-    for column in table.columns:
-        if not column.no_wrap:  # Rich narrows such columns to less than a word
-            cells = [str(cell) for cell in (column.header, *column.cells)]
-            words = max((len(word) for cell in cells for word in cell.split()), default=0)
-            sentences = min(_SENTENCE_WIDTH, max(map(len, cells))) if column.justify == "left" else 0
-            column.min_width = max(words, sentences)
+    natural = [_width_of(column, str.splitlines) for column in table.columns]
+    for column, width in zip(table.columns, natural, strict=True):
+        column.width = width  # Rich fits columns without a width into the terminal by cutting them
+        if not column.no_wrap:
+            sentences = min(_SENTENCE_WIDTH, width) if column.justify == "left" else 0
+            column.width = max(_width_of(column, str.split), sentences)
     unlimited = console.options.update(max_width=_UNLIMITED_WIDTH)
-    if Measurement.get(console, unlimited, table).minimum <= console.width:
+    spare = console.width - Measurement.get(console, unlimited, table).maximum
+    if spare >= 0:
+        for column, width in zip(table.columns, natural, strict=True):
+            wider = min(spare, width - (column.width or 0))
+            column.width, spare = (column.width or 0) + wider, spare - wider
         console.print(table, highlight=False)
         return
     if table.title:
         console.print(table.title, highlight=False)
-    headers = [str(column.header) for column in table.columns]
+    headers = [f"{column.header}: " if column.header else "" for column in table.columns]
     for name, *values in zip(*(column.cells for column in table.columns), strict=True):
         console.print(f"  {name}", highlight=False, soft_wrap=True)
         named = (
-            f"{header}: {value}" for header, value in zip(headers[1:], values, strict=True) if value not in ("", "-")
+            f"{header}{value}" for header, value in zip(headers[1:], values, strict=True) if value not in ("", "-")
         )
         console.print(Padding(", ".join(named), (0, 0, 0, 6)), highlight=False)
     if table.caption:
         console.print(f"\n{table.caption}", highlight=False)
     console.print()
+
+
+def _width_of(column: Column, split: Callable[[str], list[str]]) -> int:
+    """Characters of the longest of the parts, words or lines, that ``split`` makes of a column's header and cells."""
+    texts = (Text.from_markup(str(cell)).plain for cell in (column.header, *column.cells))
+    return max((cell_len(part) for text in texts for part in split(text)), default=0)
 
 
 def progress_bar(*, counted: bool = True) -> Progress:

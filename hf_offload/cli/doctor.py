@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_offload.allocator import best_allocator
-from hf_offload.cli.console import clear_errors, loading_torch, output, progress_bar, spinner
+from hf_offload.cli.console import clear_errors, loading_torch, output, print_table, progress_bar, spinner
 from hf_offload.cli.exit_codes import EXIT_PROBLEM
 from hf_offload.settings.sizes import format_bytes
 
@@ -191,7 +191,7 @@ def _check(directories: list[Path], json: bool) -> None:
         for check in checks:
             verdict = "[green]passed[/]" if check.passed else "[bold red]failed[/]"
             table.add_row(verdict, escape(check.name), escape(check.detail), f"{check.seconds:.1f} s")
-        output().print(table, highlight=False)
+        print_table(table)
         verdict = "[green]Everything works on this device.[/]" if passed else "[bold red]Do not train with it here.[/]"
         output().print(verdict, "" if passed else "Please report the lines above, with `hf-offload doctor --json`.")
     if not passed:
@@ -202,7 +202,7 @@ def _show(machine: "Machine") -> None:
     device = machine.device
     table = Table(title="This machine", show_header=False)
     table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    table.add_column()
     free = f"{_size(device.free_bytes)} of {_size(device.total_bytes)} free"
     table.add_row("device", escape(f"{device.name} ({device.type}): {free}"))
     available = f"{_size(machine.ram_available_bytes)} of {_size(machine.ram_total_bytes)} available"
@@ -226,7 +226,7 @@ def _show(machine: "Machine") -> None:
     table.add_row("versions", ", ".join(f"{name} {version or '-'}" for name, version in machine.versions.items()))
     for heading, lines in _HEADINGS.items():
         table.add_row(heading, "\n".join(lines))
-    output().print(table, highlight=False)
+    print_table(table)
 
 
 def _written(directory: Path) -> list[str]:

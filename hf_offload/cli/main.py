@@ -22,7 +22,6 @@ app = typer.Typer(
     name="hf-offload",
     help="Train with activations in RAM or on NVMe drives, with gradients that are exact to the last bit.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

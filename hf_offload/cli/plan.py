@@ -91,8 +91,12 @@ def run(
     directory: Directories = None,
     measure: Measure = False,
     recompute: Annotated[bool, typer.Option(help="Whether blocks may be recomputed in backward.")] = True,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the step time over the budget.")] = None,
-    timeline: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the memory of the planned step.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot the step time over the budget, as PNG.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot the memory of the planned step, as PNG.")
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all of it as one page for a browser, with both plots.")
     ] = None,
@@ -220,7 +224,9 @@ def order(
     overrides: Overrides = None,
     directory: Directories = None,
     measure: Measure = False,
-    timeline: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the memory of all orders.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot the memory of all orders, as PNG.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compare orders of a step's operations without offloading: the peak of each, and what no order can beat."""
@@ -282,7 +288,7 @@ def _read(
         for option, path in (pictures or {}).items():
             with check:
                 if path is not None:
-                    check_output_file(path, option)
+                    check_output_file(path, option, ".html" if option == "--html" else ".png")
     with loading_torch():
         from transformers.utils import logging as transformers_log
 

@@ -70,7 +70,6 @@ def levers_table(workload: "Workload", machines: "Sequence[Hardware]", found: "S
         ("in addition", *(machine.name for machine in machines)),
         f"Predicted; 90 % of a GPU's memory. Loss in {PIECES[0]} pieces, MLPs in {PIECES[1]}. -: weights, gradients and "
         "optimizer state alone do not fit. What the blocks' inputs may take of RAM and disk: --ram and --disk.",
-        fold=True,
     )
     for one in found:
         table.add_row(escape(one.lever), *(f"{tokens:,}" if tokens else "-" for tokens in one.tokens))
@@ -84,7 +83,6 @@ def orders_table(title: str, orders: "Sequence[Order]") -> Table:
         ("", "no order beats", "peak", "of the first", "peak in"),
         "GiB, predicted. No order beats: weights, optimizer state, and the largest operation's operands and results, or the "
         "gradients that wait for the optimizer.",
-        fold=True,
     )
     first = orders[0].timeline.peak_bytes
     for one in orders:
@@ -179,13 +177,16 @@ def _unit_table(forecast: "Forecast") -> Table:
 
 
 def _alternative_table(forecast: "Forecast") -> Table:
+    over = ["too little"] if any(row.over for row in forecast.rows) else []
     table = make_table(
         "Predicted, with the same placement for every unit, and with the plan (auto)",
-        ("", "peak", "fits", "step", "waiting", "moved", "batch", "tokens"),
-        "peak, moved: GiB. baseline: no offloading. ram, ssd: everything that is saved is moved there. recompute: activation "
-        "checkpointing of every block; +ram, +ssd: the blocks' inputs are moved there. elementwise: recompute of elementwise "
-        "operations alone, in every block; +ram, +ssd: what is still saved is moved there. batch, tokens: the largest batch "
-        "and the longest rows that fit (*: the model takes no longer ones).",
+        ("", "peak", "fits", "step", "waiting", "moved", "batch", "tokens", *over),
+        "peak, moved: GiB. too little: GiB by which the budget of memory, or the room of a tier, is too small. baseline: no "
+        "offloading. ram, ssd: everything that is saved is moved there. recompute: activation checkpointing of every block; "
+        "+ram, +ssd: the blocks' inputs are moved there. elementwise: recompute of elementwise operations alone, in every "
+        "block; +ram, +ssd: what is still saved is moved there. batch, tokens: the largest batch and the longest rows that "
+        "fit (*: the model takes no longer ones).",
+        left=over,
     )
     for row in forecast.rows:
         timeline = row.timeline
@@ -196,7 +197,8 @@ def _alternative_table(forecast: "Forecast") -> Table:
         length = "?" if row.longest_sequence is None else str(row.longest_sequence)
         if row.longest_sequence is not None and row.longest_sequence == forecast.sequence_limit:
             length += "*"
-        table.add_row(row.name, *cells, str(row.largest_batch), length)
+        why = ", ".join(f"{_gib(nbytes)} {name}" for name, nbytes in row.over.items())
+        table.add_row(row.name, *cells, str(row.largest_batch), length, *([why] if over else []))
     return table
 
 

@@ -23,7 +23,7 @@ from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_files import find_recipe, recipe_names, shipped_name
 from hf_offload.settings.recipe_meta import META, PREDICTED, PROGRAM, read_meta
 from hf_offload.settings.shown import listed, shown
-from hf_offload.settings.text_files import is_folder, read_text
+from hf_offload.settings.text_files import is_folder, read_text, write_whole
 from hf_offload.settings.yaml_text import parse_yaml, set_entry
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ def copy(
             raise OffloadConfigError(f"{path} exists already: name another file, or replace it with --force.")
         text = _with_merged_layers(source) if merged else _with_shipped_layers(source)
         former = [name, shipped_name(source) or name]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(read_meta(name).renamed(text, former, str(path)), encoding="utf-8")
+        write_whole(path, read_meta(name).renamed(text, former, str(path)))
         output().print(f"Wrote {path}. Train with:\n  {PROGRAM} train {path}", highlight=False, soft_wrap=True)
 
 
@@ -168,7 +167,7 @@ def predict(
                         text = set_entry(
                             read_text(path, "The recipe"), (META, PREDICTED), found.written.given, str(path)
                         )
-                        path.write_text(text, encoding="utf-8")
+                        write_whole(path, text)
                 except OffloadError as error:
                     wrong += 1
                     messages().print(

@@ -20,7 +20,7 @@ def main() -> None:
         sys.stderr.write("Stopped.\n")
         sys.exit(EXIT_INTERRUPTED)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         sys.stderr.write(
             f"{error.filename or 'The output'} cannot be written: {error.strerror}. Free some space, or write elsewhere.\n"

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_offload.cli.console import clear_errors, loading_torch, output, visible_log
+from hf_offload.cli.console import clear_errors, loading_torch, print_table, visible_log
 from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.cli.options import Overrides
 from hf_offload.settings.overrides import text_override
@@ -30,8 +30,8 @@ def train(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Measure memory, and write losses, times and memory to this JSON file; if its name ends in .html, it is "
-            "a page for a browser, with the plan and the drive's life.",
+            help="Measure memory, and write losses, times and memory: to a file that ends in .json, or as a page for a "
+            "browser, with the plan and the drive's life, to one that ends in .html.",
         ),
     ] = None,
     resume: Annotated[
@@ -50,7 +50,7 @@ def train(
 
         given = [*([] if data_dir is None else ["--data-dir", str(data_dir)]), *(["--resume"] if resume else [])]
         command = shlex.join(["hf-offload", "train", recipe, *(overrides or []), *given])
-        if report is None or report.suffix != ".html":
+        if report is None or report.suffix.lower() != ".html":
             result = run_recipe(loaded, report=report, resume=resume, command=command)
         else:
             from hf_offload.reports.run_page import ReportCallback, write_report
@@ -74,6 +74,6 @@ def train(
         table.add_row("waited", f"{result.offload['stall_s']:.2f} s")
     if report is not None:
         table.add_row("report", str(report))
-    output().print(table)
+    print_table(table)
     if not result.completed:
         raise typer.Exit(EXIT_INTERRUPTED)

@@ -134,7 +134,8 @@ def _row(workload: Workload, footprint: Footprint, hardware: Hardware, budget: i
 
         return largest(fits, workload.batch, _MOST_ROWS)
 
-    kept = uniform(make_problem(footprint, hardware, budget), Placement.KEEP)
+    problem = make_problem(footprint, hardware, budget)
+    kept = uniform(problem, Placement.KEEP)
     if kept is None:
         raise OffloadPlanError(f"{workload.name} has nothing that could be kept: there is no step to count.")
     peak = kept.timeline.peak_bytes
@@ -145,7 +146,7 @@ def _row(workload: Workload, footprint: Footprint, hardware: Hardware, budget: i
         state_bytes=footprint.state_bytes,
         activation_bytes=peak - footprint.base_bytes - footprint.gradient_bytes + footprint.buffer_bytes,
         peak_bytes=peak,
-        fits=peak <= budget,
+        fits=problem.fits(kept),
         largest_batch=reach(Placement.KEEP),
         # Without backward, nothing is saved and nothing recomputed.
         largest_batch_recomputed=reach(Placement.RECOMPUTE if footprint.saved else Placement.KEEP),

@@ -26,7 +26,7 @@ from hf_offload.plan.footprint import Footprint, Saved
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.structure.units import find_units
-from hf_offload.tensors import byte_span, nbytes_of
+from hf_offload.tensors import byte_span, nbytes_of, parameter_count
 
 Cost = Callable[[int, int, torch.dtype], float]
 """(floating-point operations, bytes read and written, dtype) of one operation -> seconds."""
@@ -136,7 +136,7 @@ def bytes_of_weights(model: nn.Module, optimizer: OptimizerNeeds, *, update_in_b
     trained = [nbytes_of(tensor) for tensor in model.parameters() if tensor.requires_grad]
     gradients = max(trained, default=0) if update_in_backward else sum(trained) * optimizer.has_backward
     return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": parameter_count(model),
         "base_bytes": weights + optimizer.state_bytes + optimizer.buffer_bytes,
         "gradient_bytes": max(gradients, optimizer.gradient_bytes),
         "weights": unit_weights(model, find_units(model), optimizer.state_bytes),

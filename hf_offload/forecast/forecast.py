@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
@@ -36,13 +36,16 @@ _BUDGETS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One way to train. ``timeline`` is None where nothing fits; ``longest_sequence`` where lengths could not be compared."""
+    """One way to train. ``timeline`` is None where nothing fits; ``longest_sequence`` where lengths could not be compared.
+    ``over`` says what does not fit, memory or a tier, and by how many bytes.
+    """
 
     name: str
     fits: bool
     timeline: Timeline | None
     largest_batch: int
     longest_sequence: int | None
+    over: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +156,7 @@ class Forecast:
                 {
                     "name": row.name,
                     "fits": row.fits,
+                    "over_bytes": dict(row.over),
                     "largest_batch": row.largest_batch,
                     "longest_sequence": row.longest_sequence,
                 }
@@ -198,16 +202,18 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
     in_memory = problem = problem_for(here)
     allowed = dataclasses.replace(workload.allowed, may_recompute=may_recompute)
     held, solution, refused = Held(), None, None
+    short_of: Mapping[str, int] = {}
     used = _used_by_a_run(workload, hardware)
     choice = choose(here, used, budget_bytes, allowed)
     if choice is None:
         least, error = refuse(here, used, budget_bytes, allowed)
         held, problem, refused = least.held, least.problem, str(error)
+        short_of = least.problem.over(least.solution)
     else:
         held, problem, solution = choice.held, choice.problem, choice.solution
     short = next((place for place, nbytes in missing.items() if nbytes > 0), None)
     if short is not None:
-        solution = None
+        solution, short_of = None, {"ram" if short == "RAM" else "ssd": missing[short]}
         needed = snapshots_bytes if short == "RAM" else kept_bytes
         refused = (
             f"Snapshots need {format_bytes(needed)} of {short}, {format_bytes(missing[short])} more than there are. "
@@ -239,7 +245,8 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         timeline = None if alternative.solution is None else alternative.solution.timeline
         if placement is None:
             timeline = None if solution is None else solution.timeline
-        rows.append(Row(alternative.name, alternative.fits, timeline, *reach(fits)))
+        over = short_of if placement is None or alternative.solution is None else in_memory.over(alternative.solution)
+        rows.append(Row(alternative.name, alternative.fits, timeline, *reach(fits), over))
     return Forecast(
         workload=workload,
         hardware=hardware,

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_offload.settings.load import choose
-from hf_offload.settings.recipes import DTYPES, TASKS
+from hf_offload.settings.recipes import DTYPE_ALIASES, DTYPES, TASKS
 from hf_offload.settings.schema import TIER_ALIASES, TIERS, OffloadConfig
 from hf_offload.settings.values import MODEL, Reader, one_of, read_fields, setting, text, whole
 
-AUTOCAST = ("no", "bf16", "fp16")
+AUTOCAST = ("no", "bfloat16", "float16")
 
+_SPELLINGS = "bfloat16 (bf16), float16 (fp16)"
 _OF_MODES = ("memory_mode", "memory_mode_kwargs")
 PLANNED = (
     "memory_budget",
@@ -48,8 +49,10 @@ class WorkloadOptions:
     image_size: int | None = setting(
         None, whole(1), "Pixels of a side of an image. Default: as the model's configuration says."
     )
-    dtype: str | None = setting(None, one_of(DTYPES), f"Of the weights: {', '.join(DTYPES)}.")
-    autocast: str | None = setting(None, one_of(AUTOCAST), "Mixed precision: bf16, fp16 or no, as in the Trainer.")
+    dtype: str | None = setting(
+        None, one_of(DTYPES, DTYPE_ALIASES), f"Of the weights: {_SPELLINGS}, or float32 (fp32)."
+    )
+    autocast: str | None = setting(None, one_of(AUTOCAST, DTYPE_ALIASES), f"Mixed precision: {_SPELLINGS}, or no.")
     task: str | None = setting(
         None, Reader(_task), f"{', '.join(TASKS)}, or a class such as ViTForImageClassification."
     )

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _HUB_TIMEOUT_S = 3.0
-_AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -52,7 +51,9 @@ def find_workload(
     if is_folder(folder):
         found = _from_folder(source, folder)
     elif folder.suffix in (".yaml", ".yml") or source in recipe_names() or preset in recipe_names():
-        found = _from_recipe(preset if preset in recipe_names() else source, overrides, settings or {})
+        recipe = preset if preset in recipe_names() else source
+        found = _from_recipe(recipe, overrides, settings or {})
+        found = found if recipe == source else dataclasses.replace(found, name=source)
         overrides, settings = (), None
     else:
         known = known_model(source)
@@ -66,7 +67,7 @@ def find_workload(
     changes["dtype"] = None if asked.dtype is None else getattr(torch, asked.dtype)
     found = dataclasses.replace(found, **{name: value for name, value in changes.items() if value is not None})
     if asked.autocast is not None:
-        found = dataclasses.replace(found, autocast=_AUTOCAST[asked.autocast])
+        found = dataclasses.replace(found, autocast=None if asked.autocast == "no" else getattr(torch, asked.autocast))
     if task is not None and sequence is None and folder.suffix not in (".yaml", ".yml"):
         found = dataclasses.replace(found, sequence=min(found.sequence, found.longest or found.sequence))
     if asked.memory_mode is not None or asked.memory_mode_kwargs is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -104,7 +105,9 @@ class _FourBitLinear(nn.Module):
     def __init__(self, layer: nn.Linear, nbytes: int):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight = nn.Parameter(torch.empty(nbytes, dtype=torch.uint8), requires_grad=False)
+        packed: Any = nn.Parameter(torch.empty(nbytes, dtype=torch.uint8), requires_grad=False)
+        packed.quant_state = SimpleNamespace(shape=layer.weight.shape)  # as bitsandbytes says what is packed
+        self.weight = packed
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ _DEFAULT_PCIE = 20e9
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """A number and its source: ``"measured"``, ``"given"``, ``"data sheet"`` or ``"default"``."""
+    """A number and its source: ``"measured"``, ``"given"``, ``"default"``, or what it was taken from, in words."""
 
     value: float
     source: str
@@ -40,8 +40,8 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """Published figures of an accelerator: memory, dense 16-bit and 32-bit matrix rates with 32-bit sums, memory bandwidth
-    and one direction of its link to the host.
+    """An accelerator: the memory that its driver reports, and from its data sheet dense 16-bit and 32-bit matrix rates with
+    32-bit sums, memory bandwidth, and one direction of its link to the host.
     """
 
     memory_bytes: int
@@ -51,18 +51,22 @@ class Card:
     link_bytes_per_s: float
 
 
-# NVIDIA's data sheets; without sparsity. The single-precision rate is TF32's where the card has it.
+_MIB = 1 << 20
+
+# Memory as nvidia-smi prints it, in MiB: with error correction on where the card has it. A card of "24 GB" has 24 GiB, not
+# 24e9 bytes. `torch.cuda.get_device_properties` reports up to 3 % less, since the driver keeps a part: BUDGET_SHARE allows
+# for it. Rates are those of NVIDIA's data sheets, without sparsity; single precision is TF32 where the card has it.
 CARDS: Mapping[str, Card] = {
-    "t4": Card(16 * 10**9, 65e12, 8.1e12, 320e9, 16e9),
-    "a10": Card(24 * 10**9, 125e12, 62.5e12, 600e9, 32e9),
-    "l4": Card(24 * 10**9, 121e12, 60e12, 300e9, 32e9),
-    "rtx3090": Card(24 * 10**9, 71e12, 35.6e12, 936e9, 32e9),
-    "rtx4090": Card(24 * 10**9, 165e12, 82.6e12, 1008e9, 32e9),
-    "l40s": Card(48 * 10**9, 362e12, 183e12, 864e9, 32e9),
-    "a100-40gb": Card(40 * 10**9, 312e12, 156e12, 1555e9, 32e9),
-    "a100-80gb": Card(80 * 10**9, 312e12, 156e12, 2039e9, 32e9),
-    "h100-80gb": Card(80 * 10**9, 989e12, 495e12, 3350e9, 64e9),
-    "h200": Card(141 * 10**9, 989e12, 495e12, 4800e9, 64e9),
+    "t4": Card(15_360 * _MIB, 65e12, 8.1e12, 320e9, 16e9),
+    "a10": Card(23_028 * _MIB, 125e12, 62.5e12, 600e9, 32e9),
+    "l4": Card(23_034 * _MIB, 121e12, 60e12, 300e9, 32e9),
+    "rtx3090": Card(24_576 * _MIB, 71e12, 35.6e12, 936e9, 32e9),
+    "rtx4090": Card(24_564 * _MIB, 165e12, 82.6e12, 1008e9, 32e9),
+    "l40s": Card(46_068 * _MIB, 362e12, 183e12, 864e9, 32e9),
+    "a100-40gb": Card(40_960 * _MIB, 312e12, 156e12, 1555e9, 32e9),
+    "a100-80gb": Card(81_920 * _MIB, 312e12, 156e12, 2039e9, 32e9),
+    "h100-80gb": Card(81_559 * _MIB, 989e12, 495e12, 3350e9, 64e9),
+    "h200": Card(143_771 * _MIB, 989e12, 495e12, 4800e9, 64e9),
 }
 
 
@@ -208,15 +212,15 @@ def describe_hardware(
                 )
     assert memory is not None
     if tflops is not None:
-        half, single = Measurement(tflops * 1e12, "given"), Measurement(tflops * 0.5e12, "given")
+        half, single = Measurement(tflops * 1e12, "given"), Measurement(tflops * 0.5e12, "half of the given rate")
     else:
         assert card is not None
-        half = Measurement(card.half_flops_per_s * _MATMUL_SHARE, "data sheet")
-        single = Measurement(card.single_flops_per_s * _MATMUL_SHARE, "data sheet")
+        half = _share(_MATMUL_SHARE, card.half_flops_per_s, 1e12, "TFLOP/s")
+        single = _share(_MATMUL_SHARE, card.single_flops_per_s, 1e12, "TFLOP/s")
     if rates["memory_bandwidth"] is not None:
         bandwidth = Measurement(rates["memory_bandwidth"][0], "given")
     elif card is not None:
-        bandwidth = Measurement(card.memory_bytes_per_s * _MEMORY_SHARE, "data sheet")
+        bandwidth = _share(_MEMORY_SHARE, card.memory_bytes_per_s, 1e9, "GB/s")
     else:
         # Cards of one generation have about this many FLOPs per byte.
         bandwidth = Measurement(half.value / 100, "default")
@@ -224,7 +228,7 @@ def describe_hardware(
     if link is not None:
         pcie_figures = Measurement(link[0], "given"), Measurement(link[1], "given")
     elif card is not None:
-        pcie_figures = (Measurement(card.link_bytes_per_s * _MEMORY_SHARE, "data sheet"),) * 2
+        pcie_figures = (_share(_MEMORY_SHARE, card.link_bytes_per_s, 1e9, "GB/s"),) * 2
     else:
         pcie_figures = (Measurement(_DEFAULT_PCIE, "default"),) * 2
     drive = rates["ssd"]
@@ -255,14 +259,19 @@ def describe_hardware(
     )
 
 
+def _share(share: float, rate: float, unit: float, name: str) -> Measurement:
+    """The part of a data sheet's rate that training reaches."""
+    return Measurement(share * rate, f"{share * 100:.0f} % of the data sheet's {rate / unit:g} {name}")
+
+
 def _card(gpu: str) -> tuple[Card | None, Measurement]:
     key = gpu.strip().lower().replace(" ", "")
     if key in CARDS:
-        return CARDS[key], Measurement(CARDS[key].memory_bytes, "data sheet")
+        return CARDS[key], Measurement(CARDS[key].memory_bytes, "nvidia-smi")
     if re.match(r"[0-9.]", key):
         size = parse_bytes(gpu, "gpu")
         if not 1 << 30 <= size <= 1 << 40:
-            raise OffloadConfigError(f"gpu={gpu!r} is not the memory of a GPU: give something like 24GB.")
+            raise OffloadConfigError(f"gpu={gpu!r} is not the memory of a GPU: give something like 24GiB.")
         return None, Measurement(size, "given")
     choose("gpu", key, CARDS)
     raise AssertionError

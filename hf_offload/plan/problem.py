@@ -122,6 +122,13 @@ class Problem:
         """Whether memory, even where the tier stops writing for a while, and every tier stay within their limits."""
         return solution.timeline.must_fit_bytes <= self.limit_bytes and self.has_room(solution)
 
+    def over(self, solution: Solution) -> dict[str, int]:
+        """What does not fit, memory or tiers, and by how many bytes its budget or room is too small."""
+        short = smallest_budget(solution.timeline.must_fit_bytes) - self.budget_bytes
+        memory = {} if solution.timeline.must_fit_bytes <= self.limit_bytes else {"memory": short}
+        tiers = {tier: nbytes - self.room_bytes.get(tier, 0) for tier, nbytes in solution.timeline.tier_bytes.items()}
+        return memory | {tier: nbytes for tier, nbytes in tiers.items() if nbytes > 0}
+
     def has_room(self, solution: Solution) -> bool:
         """Whether every tier stays within its limit."""
         return all(nbytes <= self.room_bytes.get(tier, 0) for tier, nbytes in solution.timeline.tier_bytes.items())

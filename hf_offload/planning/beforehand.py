@@ -7,7 +7,7 @@ from torch import nn
 from hf_offload.plan.footprint import Footprint, Segment
 from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.structure.units import find_units
-from hf_offload.tensors import nbytes_of
+from hf_offload.tensors import nbytes_of, parameter_count
 
 
 def footprint_beforehand(
@@ -47,7 +47,7 @@ def footprint_beforehand(
         blocks=(),
         units={name: unit.block for name, unit in units.items()},
         kinds={name: unit.kind for name, unit in units.items()},
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameter_count(model),
         base_bytes=sum(nbytes_of(tensor) for tensor in {*model.parameters(), *model.buffers()}) + there,
         gradient_bytes=gradient_bytes,
         optimizer_step_bytes=step_bytes,

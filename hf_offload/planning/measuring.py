@@ -21,7 +21,7 @@ from hf_offload.planning.optimizer_state import is_elsewhere, missing_state, sta
 from hf_offload.planning.other_threads import follow_backward, let_backward_go, put_back
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.residency.setting import residency_of
-from hf_offload.tensors import nbytes_of
+from hf_offload.tensors import nbytes_of, parameter_count
 
 # Share of the saved bytes up to which it may be that another backward needs them again, and is not looked at.
 _AGAIN = 0.02
@@ -493,7 +493,7 @@ class StepMeter(StepRecorder):
             blocks=found.blocks,
             units=self.units,
             kinds=self.kinds,
-            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            parameters=parameter_count(self.model),
             base_bytes=self._base_bytes() + missing,
             gradient_bytes=gradients,
             optimizer_step_bytes=max(0, self._optimizer_bytes),

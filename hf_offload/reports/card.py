@@ -15,6 +15,7 @@ from hf_offload.settings.load import collect_errors
 from hf_offload.settings.memory_modes import NONE, mode_class
 from hf_offload.settings.outputs import check_output_folder
 from hf_offload.settings.shown import cropped, shown
+from hf_offload.settings.text_files import write_whole
 from hf_offload.settings.yaml_text import dump_yaml
 from hf_offload.training.report import TrainingReport
 
@@ -119,7 +120,7 @@ def write_card(report: TrainingReport, facts: CardFacts, comparison_path: Path |
     if beside is not None and MEMORY_PLOT in plots:
         (folder / MEMORY_PLOT).write_bytes(beside.read_bytes())
     card = folder / CARD_FILE
-    card.write_text(text, encoding="utf-8")
+    write_whole(card, text)
     return card
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_offload.settings.text_files import write_whole
 from hf_offload.training.report import ModelFacts
 
 REFERENCE = "baseline"
@@ -52,7 +53,6 @@ def json_text(values: Mapping[str, Any]) -> str:
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     """Write files from their names to their texts into ``folder``; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write_whole(folder / name, text)
     return [folder / name for name in texts]

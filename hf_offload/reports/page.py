@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_offload.reports.charts import Chart, interactive, svg
-from hf_offload.training.report import write_whole
+from hf_offload.settings.text_files import write_whole
 
 if TYPE_CHECKING:
     import rich.table

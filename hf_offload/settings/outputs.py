@@ -21,9 +21,13 @@ def check_output_folder(path: str | os.PathLike[str], option: str, *files: str) 
         _refuse(path, option, problem and f"{name} is to lie in it, and {problem}", advice)
 
 
-def check_output_file(path: str | os.PathLike[str], option: str) -> None:
-    """The same of a file, and of the folder it is to lie in."""
+def check_output_file(path: str | os.PathLike[str], option: str, *endings: str) -> None:
+    """The same of a file, and of the folder it is to lie in. Its name ends in one of ``endings``, if any are given."""
     _refuse(path, option, _problem(path, is_file=True), "name a file that can be written.")
+    if endings and Path(path).suffix.lower() not in endings:
+        raise OffloadConfigError(
+            f"{option}={shown(os.fspath(path))} is no format that can be written: end the name in {' or '.join(endings)}."
+        )
 
 
 def _refuse(path: str | os.PathLike[str], option: str, problem: str | None, advice: str) -> None:

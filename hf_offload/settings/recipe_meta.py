@@ -23,7 +23,7 @@ PROGRAM = "hf-offload"
 class Machine:
     """A machine with one GPU, in words: the options of ``hf-offload plan`` that describe it."""
 
-    gpu: str | None = setting(None, text(), "A GPU such as rtx4090, or the size of its memory, such as 24GB.")
+    gpu: str | None = setting(None, text(), "A GPU such as rtx4090, or the size of its memory, such as 24GiB.")
     tflops: float | None = setting(None, number(above=0), "What the GPU reaches in matrix multiplication in 16 bits.")
     memory_bandwidth: str | None = setting(None, text(), "Of the GPU's memory, such as 900GB/s.")
     pcie: str | None = setting(None, text(), "Bandwidth between GPU and RAM, such as 25GB/s.")

@@ -18,6 +18,7 @@ TASKS = {
     "sequence-classification": "model for sequence classification",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"} | {f"torch.{name}": name for name in DTYPES}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class ModelRecipe:
     architecture: str | None = setting(None, text())
     config: Mapping[str, Any] = setting({}, mapping("of configuration fields"))
     task: str = setting("causal-lm", one_of(TASKS))
-    dtype: str = setting("float32", one_of(DTYPES))
+    dtype: str = setting("float32", one_of(DTYPES, DTYPE_ALIASES))
     attention: str | None = setting(None, text())
     shape: ModelShape | Mapping[str, Any] | None = setting(
         None, section(ModelShape, "with of, architecture and config")

@@ -22,7 +22,7 @@ from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_data import RANDOM_TOKENS, DataRecipe, HubData
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
 from hf_offload.settings.recipe_meta import META, MetaRecipe
-from hf_offload.settings.recipe_model import DTYPES, TASKS, ModelRecipe
+from hf_offload.settings.recipe_model import DTYPE_ALIASES, DTYPES, TASKS, ModelRecipe
 from hf_offload.settings.recipe_training import training_value
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
@@ -30,6 +30,7 @@ from hf_offload.settings.shown import shown
 
 __all__ = [
     "DTYPES",
+    "DTYPE_ALIASES",
     "RANDOM_TOKENS",
     "TASKS",
     "DataRecipe",

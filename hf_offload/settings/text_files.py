@@ -1,7 +1,8 @@
-"""The one way to open a file of text."""
+"""The one way to read and to write a file of text."""
 
 import codecs
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,25 @@ def check_text(path: Path, what: str) -> None:
         ) from error
     except OSError as error:
         raise OffloadConfigError(f"{what} {cropped(str(path))} cannot be read: {reason_of(error)}.") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text`` to a temporary file and rename it to ``path``, which is therefore complete whenever it exists.
+
+    Raises ``OSError`` that names ``path``; nothing is left behind then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = Path(os.path.realpath(path))
+    is_device = target.exists() and not target.is_file()  # such as /dev/stdout
+    unfinished = target if is_device else target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        if not is_device:
+            unfinished.replace(target)
+    except OSError as error:
+        if not is_device:
+            unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def parse_json(text: str, where: str) -> Any:

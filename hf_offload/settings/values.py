@@ -36,6 +36,7 @@ class Reader:
         kind: The type of the value where it is not read from text.
         unit: What a number counts, such as ``"bytes"``.
         splits: Whether commas separate values in a text that came from a variable or an argument.
+        choices: The words to choose from, where it is one of some.
     """
 
     read: Callable[[str, Any], Any]
@@ -43,6 +44,7 @@ class Reader:
     kind: type = str
     unit: str = ""
     splits: bool = False
+    choices: tuple[str, ...] = ()
 
     def __call__(self, name: str, value: Any) -> Any:
         return self.read(name, value)
@@ -195,7 +197,7 @@ def one_of(allowed: Iterable[str], aliases: Mapping[str, str] | None = None, *, 
         choose(name, value, allowed, aliases)
         return str(value)
 
-    return Reader(read, NEVER if on_off else ALWAYS)
+    return Reader(read, NEVER if on_off else ALWAYS, choices=allowed)
 
 
 def flag() -> Reader:

@@ -15,7 +15,8 @@ import torch
 from hf_offload.errors import OffloadConfigError
 from hf_offload.planning.machine import device_name
 from hf_offload.settings.shown import cropped
-from hf_offload.settings.text_files import parse_json, read_text
+from hf_offload.settings.text_files import parse_json, read_text, write_whole
+from hf_offload.tensors import parameter_count
 from hf_offload.versions import find_versions
 
 TRAINER_BATCH = 8
@@ -105,14 +106,6 @@ class ModelFacts:
         )
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to a temporary file and rename it to ``path``, which is therefore complete whenever it exists."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
-
-
 def median_after_warmup(times_s: Sequence[float], warmup_steps: int = WARMUP_STEPS) -> float | None:
     """Median of the times after the first ``warmup_steps``; of all of them when there are no others."""
     return statistics.median(times_s[warmup_steps:] or times_s) if times_s else None
@@ -148,7 +141,7 @@ def describe_model(model: torch.nn.Module) -> ModelFacts:
         dropout="/".join(f"{rate:g}" for rate in sorted(rates)) or "0",
         attention=config._attn_implementation,
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameter_count(model),
     )
 
 

@@ -15,10 +15,11 @@ from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.settings.recipes import RANDOM_TOKENS, Recipe
 from hf_offload.settings.shown import LONGEST, cropped
 from hf_offload.settings.text_files import reason_of
+from hf_offload.tensors import parameter_count
 from hf_offload.training.arguments import build_arguments
 from hf_offload.training.metrics import FROM_LOSS, check_installed, choose_likeliest, make_compute
 from hf_offload.training.model import build_model
-from hf_offload.training.places import check_places, nothing_to_resume
+from hf_offload.training.places import check_places, naming_full, nothing_to_resume
 from hf_offload.training.prepare import Prepared, prepare_data
 from hf_offload.training.random_tokens import RandomTokens
 from hf_offload.training.report import TrainingReport, describe_machine, describe_versions, parameter_digest
@@ -87,8 +88,9 @@ def run_recipe(
     set_seed(arguments.seed)
     tokenizer, prepared = None, None
     if recipe.data.source != RANDOM_TOKENS:
-        tokenizer = build_tokenizer(recipe.data, recipe.model.name, recipe.cache_dir)
-        prepared = prepare_data(recipe, tokenizer, recipe.cache_dir)
+        with naming_full(recipe.cache_dir):
+            tokenizer = build_tokenizer(recipe.data, recipe.model.name, recipe.cache_dir)
+            prepared = prepare_data(recipe, tokenizer, recipe.cache_dir)
         if not evaluate:  # only now: a share that is held back is neither trained on nor seen by a trained tokenizer
             prepared = dataclasses.replace(prepared, validation=None)
     # Again, so that weights and dropout do not depend on whether the tokenizer had to be trained first.
@@ -103,9 +105,9 @@ def run_recipe(
     meter = MemoryMeter() if measure or report is not None else None
     if meter is not None:
         meter.install(trainer)
-    completed = True
+    completed, output = True, recipe.output_dir
     try:
-        with _beginning(recipe, recording) if checkpoint is None else contextlib.nullcontext():
+        with _beginning(recipe, recording) if checkpoint is None else contextlib.nullcontext(), naming_full(output):
             trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
         if checkpoint is None or recording.step_losses or isinstance(error, OffloadError):
@@ -128,7 +130,8 @@ def run_recipe(
         )
     metrics = _evaluate(trainer) if completed and prepared is not None and prepared.validation is not None else None
     if completed and save and prepared is not None:
-        trainer.save_model()
+        with naming_full(output):
+            trainer.save_model()
         logger.info(f"Saved in {recipe.output_dir}.")
     result = _describe(recipe, trainer, model, recording, offloading, meter, completed=completed, metrics=metrics)
     result.command = command
@@ -248,7 +251,7 @@ def _describe(
         losses=losses,
         losses_hex=[loss.hex() for loss in losses],
         parameters_sha256=parameter_digest(model),
-        parameter_count=sum(parameter.numel() for parameter in model.parameters()),
+        parameter_count=parameter_count(model),
         step_times_s=meter.step_times_s if meter is not None else [],
         memory=dataclasses.asdict(meter.record) if meter is not None and meter.record is not None else None,
         offload=stats.total.as_dict() if stats is not None else None,

@@ -392,6 +392,13 @@ def test_the_table_of_the_longest_rows_is_of_its_file():
     assert [row.split(" | ")[1:] for row in re.findall(r"^\| (.*) \|$", section, re.MULTILINE)[1:]] == expected
 
 
+def test_the_number_of_deliberate_breakages_is_that_of_their_page():
+    rows = re.findall(r"^\| `\w+` \|.*$", (ROOT / "docs" / "mutations.md").read_text(), re.MULTILINE)
+    noticed = sum("**nobody**" not in row for row in rows)
+    said = f"| deliberate breakages, one rule each | {noticed} of {len(rows)} noticed |"
+    assert said in (ROOT / "docs" / "reliability.md").read_text()
+
+
 def test_the_choice_between_checkpointing_and_a_drive_leaves_no_measurement_out():
     """The table holds every comparison there is with the figures of its file; the README and the ranges repeat the table."""
     ways = ("recompute", "ours:ssd")

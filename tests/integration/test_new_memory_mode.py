@@ -3,18 +3,19 @@
 import dataclasses
 import inspect
 import json
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from torch import nn
 from transformers import Trainer
 from typer.testing import CliRunner
 
 from hf_offload import OffloadConfigError, OffloadTrainingArguments
 from hf_offload.cli.main import app
 from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
-from hf_offload.optimizers.param_groups import decay_groups
+from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
 from hf_offload.settings.memory_modes import MODES, Entry
 from hf_offload.settings.values import number, setting
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
@@ -32,10 +33,10 @@ class Momentum(MemoryMode):
 
     momentum: float = setting(0.9, number(at_least=0, at_most=1))
 
-    def optimizer(self, model, *, weight_decay, lr, **adam):
-        return torch.optim.SGD(decay_groups(model, weight_decay), lr=lr, momentum=self.momentum)
+    def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(decay_groups(model, weight_decay), lr=adam["lr"], momentum=self.momentum)
 
-    def state_bytes(self, model):
+    def state_bytes(self, model: nn.Module) -> int:
         return sum(one.nbytes for one in trained_parameters(model))
 
 

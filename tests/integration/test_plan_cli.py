@@ -68,6 +68,11 @@ def test_a_budget_decides():
     assert result.exit_code == 0
     assert set(tight["placements"].values()) != {"keep"}
     assert tight["predicted"][-1]["peak_bytes"] <= budget
+    over = {row["name"]: row["over_bytes"] for row in tight["predicted"]}
+    assert [row["name"] for row in tight["predicted"] if not row["fits"]] == [name for name in over if over[name]]
+    more = budget + over["baseline"]["memory"]
+    found, _ = run_json("gpt2-small", *SMALL, *CARD, "--batch", "8", "--sequence", "512", "--memory-budget", str(more))
+    assert found["predicted"][0]["fits"]
 
     # Without recompute of whole blocks, that of elementwise operations is the fastest that fits.
     budget = (peaks["baseline"] + peaks["elementwise"]) // 2

@@ -20,6 +20,7 @@ from hf_offload.optimizers.blockwise import BlockwiseConfig, deepest_turn
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.holding import Held, hold, least_weights, moved_bytes
 from hf_offload.settings.memory_modes import memory_mode, mode_names
+from hf_offload.tensors import parameter_count
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import _ARCHITECTURES, tiny_batch, tiny_model
 from tests.helpers.torchao_optimizers import optimizer_of
@@ -327,6 +328,13 @@ def test_what_is_saved_with_weights_in_4_bits_is_what_lora_saves():
     assert sum(one.nbytes for one in quantised.saved) == sum(one.nbytes for one in lora.saved)
     plain = count_workload(shape, CARD)
     assert sum(one.nbytes for one in quantised.saved) != sum(one.nbytes for one in plain.saved)
+
+
+def test_weights_in_4_bits_count_as_the_parameters_that_they_are():
+    shape = workload_of("llama", torch.bfloat16)
+    lora, quantised = (count_workload(shape.in_mode(mode, RANK), CARD) for mode in ("lora", "qlora"))
+    prepared = memory_mode("qlora", RANK).prepare(tiny_model("llama", dropout=0.0).bfloat16())
+    assert quantised.parameters == parameter_count(prepared) == lora.parameters
 
 
 BLOCKS = ["model.layers.0", "model.layers.1"]

@@ -1,4 +1,4 @@
-"""docs/published.md and docs/choosing.md: the commands there give the figures there."""
+"""docs/published.md, docs/choosing.md and docs/measured_plans.md: the commands there give the figures there."""
 
 import json
 import re
@@ -28,6 +28,35 @@ def test_a_command_gives_the_figure_of_its_row(model, training):
     result = CliRunner().invoke(app, shlex.split(f"{command.replace('TARGETS', TARGETS)} {MACHINE}"))
     rows = {row["name"]: row["peak_bytes"] for row in json.loads(result.stdout)["predicted"]}
     assert rows[placement] / 2**30 == pytest.approx(float(figure), abs=0.051)
+
+
+@pytest.mark.full
+def test_the_table_by_drive_is_what_the_command_predicts():
+    page = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
+    command, table = re.search(
+        r"that `hf-offload (plan \S+ --gpu \S+ --batch 4)` predicts.*?---\|\n(.*?)\n\n", page, re.S
+    ).groups()
+    content = json.loads(CliRunner().invoke(app, [*shlex.split(command), "--json"]).stdout)
+    steps = {row["name"]: f"{row['step_s']:.3g}" for row in content["predicted"]}
+    names = {
+        "activation checkpointing": "recompute",
+        f"`auto`, budget of {content['budget_bytes'] / 2**30:.2f} GiB": "auto",
+    }
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()]
+    assert len(rows) == 4
+    assert rows == [[name, steps[names.get(name, name.strip("`"))]] for name, _ in rows]
+
+
+@pytest.mark.full
+def test_the_table_of_orders_is_what_the_command_prints():
+    page = (Path(__file__).parents[2] / "docs" / "measured_plans.md").read_text()
+    command, table = re.search(r"`hf-offload (plan order [^`]+)`:\n\n(.*?)\n\n", page, re.DOTALL).groups()
+    orders = json.loads(CliRunner().invoke(app, [*shlex.split(command), "--json"]).stdout)["orders"]
+    expected = []
+    for one in orders:
+        sizes = [f"{one[name] / 2**30:.2f}" for name in ("bound_bytes", "peak_bytes")]
+        expected.append([one["order"], *sizes, f"{one['peak_bytes'] / orders[0]['peak_bytes']:.3f}"])
+    assert [row.strip("| ").split(" | ") for row in table.splitlines()[2:]] == expected
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -67,6 +68,30 @@ def test_a_column_of_sentences_is_never_a_ladder_of_words(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert reason in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("justify", ["left", "right"])
+@pytest.mark.parametrize("columns", [40, 60, 79, 80, 81, 100])
+def test_no_table_is_cut_however_narrow_the_terminal(columns, justify, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for longer in range(40):
+        name, sentence = "LlamaForCausalLM" + "x" * longer, "tiled loss and MLP"
+        table = Table(title="Title")
+        table.add_column("", no_wrap=True)
+        for heading in ("no order beats", "peak", "of the first"):
+            table.add_column(heading, justify=justify, no_wrap=columns % 20 == 0)
+        table.add_column("peak in")
+        table.add_row(sentence, "35,072", "13.19", "1.000", name)
+        print_table(table)
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= max(columns, len(name) + 6)
+        assert {"35,072", "13.19", "1.000"} <= {*shown.replace(", ", " ").replace("│", " ").split()}
+        assert (sentence in shown, name in shown.replace("\n", "").replace(" ", "")) == (True, True)
+
+
+def test_no_command_prints_a_table_in_another_way():
+    for file in (ROOT / "hf_offload" / "cli").glob("*.py"):
+        assert file.name == "console.py" or ".print(table" not in file.read_text()
 
 
 def commands(command, *words):
@@ -197,6 +222,9 @@ WRONG_SETTINGS = [
     ["plan", "gpt/demo", "--timeline", "/proc"],
     ["plan", "gpt/demo", "--html", "/proc/x.html"],
     ["train", "gpt/demo", "--report", "/proc/x.html"],
+    ["train", "gpt/demo", "--report", "run.pdf"],
+    ["plan", "gpt/demo", "--html", "plan.json"],
+    ["plan", "gpt/demo", "--plot", "plot.svg"],
     ["plan", "gpt/demo", "--memory-budget", "much"],
     ["plan", "gpt/demo", "--batch", "0"],
     ["plan", "gpt/demo", "--dtype", "int8"],
@@ -297,6 +325,16 @@ def test_output_to_a_full_device_is_one_line_of_error(words):
     assert (
         done.stderr == "The output cannot be written: No space left on device. Free some space, or write elsewhere.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [("pl", "plan"), ("plan o", "order"), ("plan llama-1b --dt", "--dtype"), ("train --res", "--resume")],
+)
+def test_a_shell_completes_commands_and_options(line, found):
+    asked = {"COMP_WORDS": f"hf-offload {line}", "COMP_CWORD": str(len(line.split()))}
+    environment = {"_HF_OFFLOAD_COMPLETE": "complete_bash"} | asked
+    assert CliRunner().invoke(app, [], prog_name="hf-offload", env=environment).stdout.split() == [found]
 
 
 def test_what_is_installed_starts_there():

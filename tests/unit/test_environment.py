@@ -1,5 +1,7 @@
 """Settings as environment variables."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -18,22 +20,10 @@ from hf_offload.settings.environment import (
 )
 from hf_offload.settings.recipes import read_recipe
 
-EXAMPLES = {
-    "tier": "auto",
-    "optimizer": "ram",
-    "params": "ram",
-    "directory": ["/a", "/b c"],
-    "verify": "checksum",
-    "on_disk_write_limit": "stop",
-    "tiled_loss": "on",
-    "tiled_mlp": ["mlp", "h.0.mlp"],
-    "sampled_linear": {"ratio": 0.3, "targets": ["mlp", "q_proj"]},
-    "recompute_elementwise": ["norms", "dropout"],
-    "memory_mode": "lora",
-    "memory_mode_kwargs": {"rank": 4},
-    "snapshot_dir": "/a b",
-    "snapshot_parity": 1,
-}
+LIKELY = [
+    "/a b", ["mlp", "h.0.mlp"], ["norms", "dropout"], {"ratio": 0.3, "targets": ["mlp", "q_proj"]}, {"rank": 4}, "lora",
+]  # fmt: skip
+"""Values that are tried where the declaration of a setting does not tell one that it takes."""
 NEEDED = {
     "max_step_write_bytes": {"tier": "auto"},
     "memory_budget": {"tier": "auto"},
@@ -45,12 +35,23 @@ NEEDED = {
 }
 
 
+def example_of(field, others):
+    """A value of ``field`` that is none of its default."""
+    reader, default = READERS[field], getattr(OffloadConfig(**others), field)
+    known = reader.choices or ("4MiB",) * (reader.unit == "bytes") or {int: (2, 1), float: (0.5,), bool: (not default,)}
+    for value in known.get(reader.kind, LIKELY) if isinstance(known, dict) else known:
+        with contextlib.suppress(OffloadConfigError):
+            if getattr(OffloadConfig(**others | {field: value}), field) != default:
+                return value
+    raise AssertionError(f"LIKELY has no value for {field}")
+
+
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_setting_goes_through_a_variable(field):
-    value = EXAMPLES.get(field, "4MiB" if READERS[field].unit == "bytes" else 2)
+    others = {"tier": "ssd"} | NEEDED.get(field, {})
+    value = example_of(field, others)
     found = settings_from(variables_for({field: value}))
     assert set(found) == {field}
-    others = {"tier": "ssd"} | NEEDED.get(field, {})
     config = OffloadConfig(**others | found)
     assert config == OffloadConfig(**others | {field: value})
     assert settings_from(variables_for({field: getattr(config, field)}))[field] is not None

@@ -17,19 +17,37 @@ from hf_offload.planning.ranks import hardware_of_all
 from hf_offload.ranks import Ranks
 
 
+@pytest.mark.parametrize(
+    ("card", "mib"),
+    [("rtx3090", 24576), ("rtx4090", 24564), ("a100-40gb", 40960), ("h100-80gb", 81559), ("h200", 143771)],
+)
+def test_a_card_has_the_memory_that_its_driver_reports(card, mib):
+    found = describe_hardware(card).memory_bytes
+    assert (found.value, found.source) == (mib << 20, "nvidia-smi")
+
+
 def test_a_card_brings_its_figures():
     found = describe_hardware("RTX4090", ssd="4GB/s,6GB/s", ram="64GB")
-    assert found.memory_bytes.value == 24e9
-    assert found.memory_bytes.source == "data sheet"
     assert (found.store_bytes_per_s["ssd"].value, found.load_bytes_per_s["ssd"].value) == (4e9, 6e9)
     assert found.room == {"ram": 64 * 10**9, "ssd": 10**12}
     assert found.room_bytes["ram"].source == "given"
     assert found.room_bytes["ssd"].source == "default"
 
 
+def test_a_rate_says_which_share_of_the_data_sheet_it_is():
+    found = describe_hardware("rtx4090")
+    rates = found.flops_per_s["bfloat16"], found.memory_bytes_per_s, found.store_bytes_per_s["ram"]
+    assert [(one.value, one.source) for one in rates] == [
+        (82.5e12, "50 % of the data sheet's 165 TFLOP/s"),
+        (756e9, "75 % of the data sheet's 1008 GB/s"),
+        (24e9, "75 % of the data sheet's 32 GB/s"),
+    ]
+
+
 def test_what_is_given_replaces_the_card():
     found = describe_hardware("rtx4090", tflops=80, pcie="12GB/s", memory_bandwidth="500GB/s")
     assert found.flops_per_s["bfloat16"].value == 80e12
+    assert found.flops_per_s["float32"].source == "half of the given rate"
     assert found.store_bytes_per_s["ram"].value == 12e9
     assert found.memory_bytes_per_s.value == 500e9
 

@@ -1,6 +1,7 @@
 """Where results cannot be written, that is an error before the work begins, which names the option."""
 
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from benchmarks.__main__ import app as benchmarks
 from hf_offload import OffloadConfigError
 from hf_offload.cli.main import app
 from hf_offload.settings.outputs import check_output_file, check_output_folder
+from hf_offload.settings.text_files import write_whole
 
 LONG = "x" * 256
 
@@ -87,6 +89,7 @@ AS_NOBODY = """
 import os, sys
 from hf_offload import OffloadConfigError
 from hf_offload.settings.outputs import check_output_file, check_output_folder
+from hf_offload.settings.text_files import write_whole
 if os.geteuid() == 0:
     os.seteuid(54321)
 for check in (check_output_file, check_output_folder):
@@ -205,3 +208,30 @@ def test_every_file_that_is_written_is_checked_first(tmp_path, command, option, 
     assert result.stdout == ""  # `config` asks nothing
     assert f"{option}=" in result.stderr
     assert "cannot be written to" in " ".join(result.stderr.split())
+
+
+def test_a_text_that_does_not_fit_leaves_nothing_and_the_error_names_its_file(tmp_path):
+    path = tmp_path / "run.html"
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, former[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            write_whole(path, "x" * 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert (raised.value.filename, list(tmp_path.iterdir())) == (str(path), [])
+
+
+def test_a_text_is_written_through_links_and_to_devices(place):
+    write_whole(place / "dangling", "text")
+    assert ((place / "later").read_text(), (place / "dangling").is_symlink()) == ("text", True)
+    (place / "null").symlink_to(os.devnull)
+    write_whole(place / "null", "text")
+    assert Path(os.devnull).is_char_device()
+
+
+@pytest.mark.parametrize("name", ["run.pdf", "run", "json"])
+def test_an_ending_of_another_format_is_refused(place, name):
+    with pytest.raises(OffloadConfigError, match=r"--report=.* end the name in \.json or \.html"):
+        check_output_file(place / name, "--report", ".json", ".html")
+    check_output_file(place / "run.HTML", "--report", ".json", ".html")

@@ -130,3 +130,14 @@ def test_a_name_of_the_hub_that_is_known_needs_no_hub():
     assert (found.name, found.config.num_hidden_layers, found.dtype) == ("Qwen/Qwen3-8B", 36, torch.bfloat16)
     assert find_workload("roberta-base").task == "masked-lm"
     assert find_workload("t5-small").task == "seq2seq-lm"
+
+
+@pytest.mark.parametrize("spelling", ["bfloat16", "bf16", "torch.bfloat16"])
+def test_a_dtype_is_taken_in_every_usual_spelling(spelling):
+    found = find_workload("gpt2-small", [f"model.dtype={spelling}"], autocast=spelling)
+    assert (found.dtype, found.autocast) == (torch.bfloat16, torch.bfloat16)
+    assert find_workload("gpt2-small", dtype="fp32", autocast="no").autocast is None
+
+
+def test_a_model_is_called_what_the_user_calls_it():
+    assert [find_workload(name).name for name in ("llama-1b", "bench/llama-1b")] == ["llama-1b", "bench/llama-1b"]
