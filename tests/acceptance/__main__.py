@@ -97,9 +97,11 @@ def main(
         ours = _deepspeed(work, console) if deepspeed and only is None else True
     found = tables(only)
     (output / "acceptance.json").write_text(json.dumps([dataclasses.asdict(suite) for suite in suites], indent=1))
-    (output / "torch_tables.json").write_text(json.dumps([vars(tally) for tally in found], indent=1))
+    (output / "torch_tables.json").write_text(json.dumps(found, indent=1))
     console.print(_table(suites), report(found))
-    differences = [each for one in (*suites, *found) for each in one.differences]
+    differences = [each for suite in suites for each in suite.differences]
+    counts = (one for arms in found.values() for one in arms.values())
+    differences += [text for one in counts for text in one if text.startswith("differs")]
     for difference in differences:
         console.print(f"[red]{escape(difference)}[/]", soft_wrap=True)
     console.print(f"wrote {output / 'acceptance.json'} and {output / 'torch_tables.json'}")

@@ -6,7 +6,6 @@ derivatives, and derivatives of these. Weights leave memory after each use, and 
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import itertools
 import tempfile
@@ -31,43 +30,29 @@ Attach = Callable[[nn.Module, Path], OffloadSession]
 Run = Callable[[Attach | None, Path], Any]
 
 
-@dataclasses.dataclass
-class Tally:
-    """What came of the cases of one table in one arm."""
-
-    table: str
-    arm: str
-    cases: int = 0
-    same: int = 0
-    refused: "Counter[str]" = dataclasses.field(default_factory=Counter)
-    failing: "Counter[str]" = dataclasses.field(default_factory=Counter)
-    differences: list[str] = dataclasses.field(default_factory=list)
+KINDS = ("same bits", "refused by name", "raises in memory, too", "differs")
 
 
-def compare(title: str, table: Iterable[tuple[str, Run]], arms: dict[str, Attach]) -> list[Tally]:
-    """Run each case without offloading and in every arm."""
-    tallies = {arm: Tally(title, arm) for arm in arms}
+def compare(table: Iterable[tuple[str, Run]], arms: dict[str, Attach]) -> dict[str, "Counter[str]"]:
+    """Run each case without offloading and in every arm. Returns how many cases of each arm came to the same."""
+    found: dict[str, Counter[str]] = {arm: Counter() for arm in arms}
     with tempfile.TemporaryDirectory(prefix="hf_offload-tables-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, run in table:
             plain = _outcome(run, None, Path(folder))
             for arm, put in arms.items():
-                _count(tallies[arm], name, plain, _outcome(run, put, Path(folder)), run)
-    return list(tallies.values())
+                found[arm][_compared(name, plain, _outcome(run, put, Path(folder)))] += 1
+    return found
 
 
-def _count(tally: Tally, name: str, plain: Any, found: Any, run: Run) -> None:
-    tally.cases += 1
+def _compared(name: str, plain: Any, found: Any) -> str:
     if isinstance(plain, Exception) and isinstance(found, Exception):
-        tally.failing[_text(plain)[:60]] += 1
-    elif isinstance(found, OffloadConfigError) or "cannot be streamed" in str(found)[:100]:
-        tally.refused[" ".join(str(found).split()[:12])] += 1
-    elif not isinstance(plain, Exception) and found == plain:
-        tally.same += 1
-    elif not isinstance(plain, Exception) and _outcome(run, None, Path()) != plain:
-        tally.failing["differs from run to run"] += 1
-    else:
-        tally.differences.append(f"{tally.arm}, {name}: {_text(found)}; without offloading: {_text(plain)}")
+        return f"raises in memory, too: {_text(plain)[:60]}"
+    if isinstance(found, OffloadConfigError) or "cannot be streamed" in str(found)[:100]:
+        return f"refused by name: {' '.join(str(found).split()[:12])}"
+    if not isinstance(plain, Exception) and found == plain:
+        return "same bits"
+    return f"differs: {name}: {_text(found)}; without offloading: {_text(plain)}"
 
 
 def _outcome(run: Run, put: Attach | None, folder: Path) -> Any:
@@ -90,9 +75,6 @@ def _attached(put: Attach | None, model: nn.Module, folder: Path) -> Iterator[Of
     finally:
         if session:
             session.detach()
-
-
-# ------------------------------------------------------------------------------------------------------------- optimizers
 
 
 OPTIMIZER_ARMS: dict[str, Attach] = {
@@ -156,21 +138,14 @@ def _train(
         return tree_map_only(Tensor, bits, [logged, model.state_dict(), optimizer.state_dict()])
 
 
-# ---------------------------------------------------------------------------------------------------------------- modules
-
-
-def _activations(model: nn.Module, folder: Path) -> OffloadSession:
-    return attach(model, OffloadConfig(tier="ssd", min_bytes=0, read_ahead_bytes=0, directory=folder))
-
-
-def _activations_and_weights(model: nn.Module, folder: Path) -> OffloadSession:
-    return parked(model, folder, tier="ssd", min_bytes=0, read_ahead_bytes=0)
-
-
 MOST_INPUTS = 32
 """Of one module, dtype and mode: some have hundreds, of which every so many is taken."""
 
-MODULE_ARMS: dict[str, Attach] = {"activations": _activations, "activations and weights": _activations_and_weights}
+READ_BACK: dict[str, Any] = {"tier": "ssd", "min_bytes": 0, "read_ahead_bytes": 0}
+MODULE_ARMS: dict[str, Attach] = {
+    "activations": lambda model, folder: attach(model, OffloadConfig(directory=folder, **READ_BACK)),
+    "activations and weights": lambda model, folder: parked(model, folder, **READ_BACK),
+}
 
 
 def modules() -> Iterator[tuple[str, Run]]:
@@ -236,25 +211,16 @@ def _derivatives(info: Any, sample: Any, dtype: torch.dtype, training: bool, put
         return [found, [bits(one) for one in (*module.buffers(), *module.parameters())]]
 
 
-# ----------------------------------------------------------------------------------------------------------------- report
-
-
-def tables(only: str | None = None) -> list[Tally]:
+def tables(only: str | None = None) -> dict[str, dict[str, "Counter[str]"]]:
     """Both tables in their arms, or those whose names have ``only`` in them."""
     made = {"torch optimizers": (optimizers, OPTIMIZER_ARMS), "torch modules": (modules, MODULE_ARMS)}
-    return [
-        tally
-        for title, (cases, arms) in made.items()
-        if only is None or only in title
-        for tally in compare(title, cases(), arms)
-    ]
+    return {name: compare(cases(), arms) for name, (cases, arms) in made.items() if only is None or only in name}
 
 
-def report(tallies: list[Tally]) -> Table:
-    table = Table(title="torch's own tables, in memory and offloaded")
-    for name in ("table", "offloaded", "cases", "same bits", "refused by name", "raise in memory, too", "differ"):
-        table.add_column(name, justify="left" if name in ("table", "offloaded") else "right")
-    for one in tallies:
-        numbers = (one.cases, one.same, one.refused.total(), one.failing.total(), len(one.differences))
-        table.add_row(one.table, one.arm, *map(str, numbers))
+def report(found: dict[str, dict[str, "Counter[str]"]]) -> Table:
+    table = Table("table", "offloaded", *KINDS, title="torch's own tables, in memory and offloaded")
+    for name, arms in found.items():
+        for arm, counts in arms.items():
+            sums = (sum(n for text, n in counts.items() if text.startswith(kind)) for kind in KINDS)
+            table.add_row(name, arm, *map(str, sums))
     return table

@@ -53,6 +53,7 @@ def _make_model(script: str, checkout: Path, hub: Path) -> None:
     from scripts.generate_tiny_models import _common
 
     made: list[Any] = []
+    kind = script.rpartition(".")[2].partition("_for_")[0]
 
     def tokenizer(name: str, **_: Any) -> Any:
         made.append(_tokenizer(name, checkout))
@@ -62,7 +63,6 @@ def _make_model(script: str, checkout: Path, hub: Path) -> None:
         return transformers.GenerationConfig(eos_token_id=made[-1].eos_token_id, pad_token_id=made[-1].pad_token_id)
 
     def config(*_: Any, **settings: Any) -> Any:
-        kind = script.rpartition(".")[2].partition("_for_")[0]
         return transformers.AutoConfig.for_model(kind, vocab_size=len(made[-1]), **settings)
 
     def push(model: Any, tokenizer: Any, generation_config: Any, prefix: str, suffix: str | None = None) -> None:
@@ -73,13 +73,13 @@ def _make_model(script: str, checkout: Path, hub: Path) -> None:
         for part in (model, tokenizer, generation_config):
             part.save_pretrained(repository / "snapshots" / COMMIT)
 
-    patches = [(_common, name, mock.DEFAULT) for name in dir(_common) if re.match("check|print|smoke", name)]
-    patches += [(_common, "push_to_hub", push), (transformers.AutoTokenizer, "from_pretrained", tokenizer)]
-    patches += [(transformers.GenerationConfig, "from_pretrained", generation_config)]
-    patches += [(transformers.AutoConfig, "from_pretrained", config)]
-    with contextlib.ExitStack() as stack:
-        for where, name, instead in patches:
-            stack.enter_context(mock.patch.object(where, name, instead))
+    unused = {name: mock.DEFAULT for name in dir(_common) if re.match("check_|print_|smoke_", name)}
+    with (
+        mock.patch.multiple(_common, push_to_hub=push, **unused),
+        mock.patch.object(transformers.AutoTokenizer, "from_pretrained", tokenizer),
+        mock.patch.object(transformers.GenerationConfig, "from_pretrained", generation_config),
+        mock.patch.object(transformers.AutoConfig, "from_pretrained", config),
+    ):
         transformers.set_seed(0)
         importlib.import_module(script)
 
