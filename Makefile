@@ -42,8 +42,8 @@ faults: $(STAMP)  ## Nothing lost, nothing left behind: 200 runs killed, 2,000 r
 	$(BIN)/python -m tests.faults.load --gigabytes 100 --quota-gigabytes 4
 	$(BIN)/python -m tests.faults.load --gigabytes 5 --quota-gigabytes 1 --threads 16 --processes 4
 
-acceptance: $(STAMP)  ## accelerate's and PEFT's own tests, without and with offloading (some twelve minutes; needs a package index)
-	$(BIN)/python -m tests.acceptance
+acceptance: $(STAMP)  ## Tests of accelerate, PEFT and, with TRL=<checkout>, TRL, and torch's tables, without and with offloading (half an hour; needs a package index)
+	$(BIN)/python -m tests.acceptance $(if $(TRL),--trl $(TRL))
 
 mutations: $(STAMP)  ## Breaks the engine on purpose, rule by rule; a test has to notice each; docs/mutations.md (an hour)
 	$(BIN)/python -m tests.mutations --output docs/mutations.md

@@ -1,7 +1,8 @@
-"""``make acceptance``: accelerate's and PEFT's own tests, without and with offloading, compared test by test.
+"""``make acceptance``: tests of accelerate, PEFT and TRL, and torch's own tables, without and with offloading.
 
-Their source distributions are downloaded with pip into a temporary folder, where DeepSpeed is installed,
-too, for the tests of ours that need it.
+Source distributions of accelerate and PEFT are downloaded with pip into a temporary folder, where DeepSpeed is installed,
+too, for the tests of ours that need it. TRL's source distribution has no tests: ``--trl`` names a checkout, whose TRL is
+then the one that is tested.
 """
 
 import dataclasses
@@ -21,6 +22,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tests.acceptance.torch_tables import report, tables
+
 ROOT = Path(__file__).resolve().parents[2]
 ACCELERATE = (
     "accelerator", "grad_sync", "hooks", "kwargs_handlers", "optimizer", "scheduler", "state_checkpointing", "cpu",
@@ -31,6 +34,7 @@ NEEDED = (
     "parameterized", "diffusers", "importlib_metadata", "zipp", "requests", "charset-normalizer", "urllib3", "idna",
     "certifi", "scikit-learn", "joblib", "threadpoolctl", "cloudpickle", "narwhals",
 )  # fmt: skip
+TRL = ("sft", "dpo", "reward", "kto", "grpo", "rloo")
 PEFT = "test_only_params_are_updated or test_training_custom_models or test_parameters_after_loading_model"
 
 
@@ -65,6 +69,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Where to write every test's outcome.")] = Path("runs/acceptance"),
     only: Annotated[str | None, typer.Option(help="Run the suites whose names have this in them.")] = None,
     deepspeed: Annotated[bool, typer.Option(help="Install DeepSpeed for the tests of ours that need it.")] = True,
+    trl: Annotated[Path | None, typer.Option(help="A checkout of TRL, whose trainers' tests are run, too.")] = None,
 ) -> None:
     """Run other projects' own tests without and with offloading, and compare the outcome of each."""
     console = Console()
@@ -75,24 +80,35 @@ def main(
         suites = [Suite("accelerate", name, [f"tests/test_{name}.py"]) for name in ACCELERATE] + [
             Suite("peft", "custom_models", ["tests/test_custom_models.py"], PEFT)
         ]
+        if trl is not None:
+            suites += [Suite("trl", name, [f"tests/test_{name}_trainer.py"]) for name in TRL]
         suites = [suite for suite in suites if only is None or only in f"{suite.project} {suite.name}"]
-        sources = {project: _source(project, work) for project in sorted({suite.project for suite in suites})}
+        projects = sorted({suite.project for suite in suites})
+        sources = {project: _source(project, work) for project in projects if project != "trl"}
+        if trl is not None and "trl" in projects:
+            sources["trl"] = trl.resolve()
+            script = str(ROOT / "tests/acceptance/trl_hub.py")
+            subprocess.run([sys.executable, script, str(trl), str(work / "trl")], check=True)
         for suite in suites:
             for kind in ("plain", "offloaded"):
                 with console.status(f"{suite.project} {suite.name}, {kind}"):
                     _run(suite, kind, sources[suite.project], work)
             console.print(_line(suite), highlight=False)
         ours = _deepspeed(work, console) if deepspeed and only is None else True
+    found = tables(only)
     (output / "acceptance.json").write_text(json.dumps([dataclasses.asdict(suite) for suite in suites], indent=1))
-    console.print(_table(suites))
-    for suite in suites:
-        for difference in suite.differences:
-            console.print(f"[red]{escape(difference)}[/]", soft_wrap=True)
-    console.print(f"wrote {output / 'acceptance.json'}")
+    (output / "torch_tables.json").write_text(json.dumps(found, indent=1))
+    console.print(_table(suites), report(found))
+    differences = [each for suite in suites for each in suite.differences]
+    counts = (one for arms in found.values() for one in arms.values())
+    differences += [text for one in counts for text in one if text.startswith("differs")]
+    for difference in differences:
+        console.print(f"[red]{escape(difference)}[/]", soft_wrap=True)
+    console.print(f"wrote {output / 'acceptance.json'} and {output / 'torch_tables.json'}")
     silent = [project for project in sources if not sum(suite.packed for suite in suites if suite.project == project)]
     if silent:
         console.print(f"[red]Nothing was packed in the tests of {', '.join(silent)}: offloading was not on.[/]")
-    if silent or not ours or any(suite.differences for suite in suites):
+    if silent or not ours or differences:
         raise typer.Exit(1)
 
 
@@ -143,6 +159,9 @@ def _run(suite: Suite, kind: str, source: Path, work: Path) -> None:
     ]
     command += ["-k", suite.chosen] if suite.chosen else []
     command += ["-p", "offloaded"] if kind == "offloaded" else []
+    if suite.project == "trl":
+        environment["HF_HOME"] = str(work / "trl")
+        command += ["-p", "trl_hub"]
     log = work / f"{suite.project}-{suite.name}-{kind}.log"
     with log.open("w") as file:
         subprocess.run(command, cwd=source, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)

@@ -9,7 +9,8 @@ from hf_offload.session import OffloadSession
 
 def parked(model: nn.Module, folder, params: str = "ssd", **settings) -> OffloadSession:
     """Weights of ``model`` leave memory after each use."""
-    session = attach(model, OffloadConfig(tier="none", params=params, min_bytes=1, directory=folder, **settings))
+    settings = {"tier": "none", "min_bytes": 1, **settings}
+    session = attach(model, OffloadConfig(params=params, directory=folder, **settings))
     session.residency.limit_bytes = 1
     return session
 
