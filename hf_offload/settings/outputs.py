@@ -26,7 +26,7 @@ def check_output_file(path: str | os.PathLike[str], option: str, *endings: str) 
     _refuse(path, option, _problem(path, is_file=True), "name a file that can be written.")
     if endings and Path(path).suffix.lower() not in endings:
         raise OffloadConfigError(
-            f"{option}={shown(os.fspath(path))} is no format that can be written: end the name in {' or '.join(endings)}."
+            f"{option}={shown(os.fspath(path))} is not written in that format: end the name in {' or '.join(endings)}."
         )
 
 

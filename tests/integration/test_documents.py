@@ -65,6 +65,8 @@ def understand(words, app=app):
         if not words:
             return
         name, *words = command.complete(words) if isinstance(command, PlanGroup) else words
+        if any(name in option.opts for option in command.params):
+            return
         assert name in command.commands, f"there is no command {name}"
         command = command.commands[name]
     if command.name == "launch":
