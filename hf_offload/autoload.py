@@ -60,7 +60,8 @@ class _Wait:
     def end(self) -> None:
         """Wait no longer."""
         if self in sys.meta_path:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            # Another list: Python may be going through this one, and would leave out the finder behind this.
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
 
 class switch_on:

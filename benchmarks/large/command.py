@@ -83,13 +83,13 @@ def _run(shape: Shape, folder: str, limit: int, seconds: float) -> dict[str, Any
     before = _roofline(shape, folder)
     expected = forecast(shape, before)
     if expected.total_written_bytes > limit:
-        raise OffloadError(
+        raise OffloadConfigError(
             f"About {expected.total_written_bytes / 1e9:.0f} GB would be written, and --most-written allows "
             f"{limit / 1e9:.0f} GB: take fewer --steps."
         )
     free = shutil.disk_usage(folder).free
     if expected.room_bytes > free:
-        raise OffloadError(
+        raise OffloadConfigError(
             f"The run needs {expected.room_bytes / 1e9:.0f} GB of disk space, and {folder} has {free / 1e9:.0f} GB: name "
             "another --directory."
         )

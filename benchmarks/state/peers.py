@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.state.ways import IN_MEMORY, LEARNING_RATE, MAX_NORM, Loop, train_in_torch
-from hf_offload.errors import OffloadError
+from hf_offload.errors import OffloadConfigError
 from hf_offload.session import OffloadSession
 
 
@@ -21,7 +21,7 @@ def _package(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0]:
             raise
-        raise OffloadError(f"{error.name} is not installed: docs/benchmarks.md says how.") from error
+        raise OffloadConfigError(f"{error.name} is not installed: docs/benchmarks.md says how.") from error
 
 
 def train_with_deepspeed(

@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.state.peers import train_with_deepspeed
 from benchmarks.state.ways import LAZY, Loop, train_in_torch
 from hf_offload import OffloadConfig
-from hf_offload.errors import OffloadError
+from hf_offload.errors import OffloadConfigError
 from hf_offload.session import OffloadSession
 
 FULL, LORA, FORWARD = TASKS = ("full", "lora", "forward")
@@ -67,13 +67,13 @@ _PREPARED: dict[str, Callable[[nn.Module, Path], nn.Module]] = {ACCELERATE: _wit
 
 
 def prepared(model: nn.Module, way: str, task: str, folder: Path) -> nn.Module:
-    """The model as ``way`` wants it. Raises :class:`~hf_offload.errors.OffloadError` where it cannot do the task."""
+    """The model as ``way`` wants it. Raises :class:`~hf_offload.errors.OffloadConfigError` where it cannot do the task."""
     if way not in _PREPARED:
         if way == DEEPSPEED and task == FORWARD:
-            raise OffloadError(f"{way} is measured with --tasks {FULL} or {LORA}.")
+            raise OffloadConfigError(f"{way} is measured with --tasks {FULL} or {LORA}.")
         return model
     if task != FORWARD:
-        raise OffloadError(f"{way} does not train: it is measured with --tasks {FORWARD}.")
+        raise OffloadConfigError(f"{way} does not train: it is measured with --tasks {FORWARD}.")
     return _PREPARED[way](model, folder)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_offload.errors import OffloadError
+from hf_offload.errors import OffloadConfigError
 from hf_offload.training.report import WARMUP_STEPS, TrainingReport
 
 SHOWN_STEPS = 3
@@ -35,11 +35,11 @@ def _colour(name: str) -> str:
 
 
 def require_matplotlib() -> None:
-    """Raise :class:`OffloadError` now rather than after a long measurement."""
+    """Raise :class:`OffloadConfigError` now rather than after a long measurement."""
     try:
         import matplotlib  # noqa: F401  only whether it is there
     except ImportError as error:
-        raise OffloadError("Plots need matplotlib: pip install 'hf-offload[bench]'.") from error
+        raise OffloadConfigError("Plots need matplotlib: pip install 'hf-offload[bench]'.") from error
 
 
 @contextlib.contextmanager

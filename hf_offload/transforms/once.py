@@ -10,9 +10,9 @@ from torch import Tensor
 from hf_offload.errors import SavedTensorModifiedError
 
 _MESSAGE = (
-    b"A gradient of a gradient (create_graph=True) goes through a module that recomputes elementwise operations in backward, "
-    b"or samples its input, which gives first gradients alone. Set recompute_elementwise='off' (with tier='auto', a plan may "
-    b"have chosen it), and leave sampled_linear out."
+    b"A gradient of a gradient (create_graph=True) goes through a tiled loss, or a module that recomputes elementwise "
+    b"operations in backward or samples its input, which give first gradients alone. Set tiled_loss='off' and "
+    b"recompute_elementwise='off' (with tier='auto', a plan may have chosen them), and leave sampled_linear out."
 )
 
 

@@ -491,7 +491,7 @@ def test_evaluation_of_a_trainer_is_not_planned_for(tmp_path, machine_with_drive
     machine_with_drive(1e9)
     peaks = []
     for settings in ({}, {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 12}):
-        switch = switch_on(OffloadPlugin(tier="auto", directory=tmp_path, memory_budget="8MiB", min_bytes=64))
+        switch = switch_on(OffloadPlugin(tier="auto", directory=tmp_path, memory_budget="8MiB", min_bytes=64).config)
         trained(tmp_path, **settings)
         (session,) = [session for made in switch._made for session in made.sessions]
         peaks.append((session.most_measured_bytes, session.most_evaluated_bytes))

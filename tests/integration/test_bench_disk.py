@@ -183,7 +183,7 @@ def test_a_fio_that_fails_is_an_error_that_quotes_it(directory, monkeypatch, tmp
     fio.chmod(0o700)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     result = run("-d", directory, *SMALL)
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "exit status 1): no engine psync" in " ".join(result.stderr.split())
     assert list(directory.iterdir()) == []
 

@@ -583,7 +583,7 @@ def test_ctrl_c_before_anything_finished(recipe, monkeypatch):
 def test_nothing_that_finished_is_an_error(recipe, monkeypatch):
     fake_runner(monkeypatch, {"": CRASH})
     result = bench(recipe)
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "No run finished" in said(result)
 
 

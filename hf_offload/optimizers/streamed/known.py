@@ -61,7 +61,7 @@ def state_per_weight(optimizer: Optimizer, kind: type[Optimizer]) -> float:
     shadow, most = Shadow(optimizer, kind), 0.0
     attributes = shadow.attributes
     for group in optimizer.param_groups:
-        examples = [p for p in group["params"] if p.is_floating_point() or p.is_complex()]
+        examples = [p for p in group["params"] if p.requires_grad]
         if not examples:
             continue
         weight = torch.zeros(_LARGE, dtype=examples[0].dtype, device=examples[0].device)

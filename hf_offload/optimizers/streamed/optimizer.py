@@ -198,9 +198,10 @@ class StreamedOptimizer(Optimizer):
         :class:`~hf_offload.optimizers.streamed.streaming.Streaming`.
         """
         streaming = _streamed[self]
-        if streaming.whole:
+        own = _own_class(self)
+        if streaming.whole or not steps_by_weight(self, own):  # options for single weights may have come since
             with streaming.all_in_memory(self.state):
-                return step_of(_own_class(self))(self, *([] if closure is None else [closure]))
+                return step_of(own)(self, *([] if closure is None else [closure]))
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 CUT_ELEMENTS = 4096
 """Parameters are cut at multiples of this: no kernel's vectors, and no page of any dtype, then lie across a cut."""
+_WITH_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
+"""Of the function that PyTorch wraps around the step of each class when one of it is first made."""
 _NOT_OPTIONS = ("params", "param_names")
 _NOT_ATTRIBUTES = ("step", "param_groups", "state")
 
@@ -68,8 +70,8 @@ class Shadow:
 
 def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
     """The step that ``kind`` defines, without the hooks that PyTorch wraps around it."""
-    step: Callable[..., Any] = getattr(kind.step, "__wrapped__", kind.step)
-    return step
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "__code__", None) is _WITH_HOOKS else step
 
 
 def make_shadow(optimizer: Optimizer, kind: type[Optimizer]) -> Optimizer:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 
 from hf_offload.checkpointing import checkpoint
 from hf_offload.interrupts import signals_deferred
 from hf_offload.parameters.demand import own_class
+from hf_offload.transforms.once import differentiable_once
 from hf_offload.transforms.tiling.cut import Cut
 from hf_offload.transforms.tiling.sums import WideSum, product, wide_dtype, widened
 
@@ -185,7 +185,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.to(projection.dtype)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.taken:
             raise RuntimeError(
@@ -193,6 +193,7 @@ class _CrossEntropy(torch.autograd.Function):
                 "retain_graph=True the first time."
             )
         again = torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.taken = not again  # at once: what an error leaves half scaled is not to be used
         factor = widened(outer) if ctx.left is None else widened(outer) * ctx.left
         factor = factor.where(factor.isfinite(), torch.nan)
         rows = ctx.rows_gradient
@@ -201,7 +202,7 @@ class _CrossEntropy(torch.autograd.Function):
         factor = factor.where(ctx.labelled.any(), 1)
         weights = [one.scaled(factor, in_place=not again) if one.is_used else None for one in ctx.sums]
         if not again:
-            ctx.taken, ctx.sums, ctx.rows_gradient = True, [], None
+            ctx.sums, ctx.rows_gradient = [], None
         return None, rows, None, *weights
 
 
