@@ -106,6 +106,7 @@ def main(
         console.print(f"[red]{escape(difference)}[/]", soft_wrap=True)
     console.print(f"wrote {output / 'acceptance.json'} and {output / 'torch_tables.json'}")
     silent = [project for project in sources if not sum(suite.packed for suite in suites if suite.project == project)]
+    silent += [f"trl {suite.name}" for suite in suites if suite.project == "trl" and not suite.packed]
     if silent:
         console.print(f"[red]Nothing was packed in the tests of {', '.join(silent)}: offloading was not on.[/]")
     if silent or not ours or differences:
