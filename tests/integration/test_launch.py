@@ -345,3 +345,13 @@ def test_torch_is_imported_whatever_is_wrong_with_us(place):
     assert run(place, "-c", code).stdout == "False\n"
     broken = "import sys; from hf_offload.autoload import start; sys.meta_path = (); start(); print('still here')"
     assert "still here" in run(place, "-c", broken, HF_OFFLOAD_AUTOLOAD="1").stdout
+
+
+@pytest.mark.parametrize(
+    "first", ["from transformers import Trainer", "from transformers import PreTrainedModel", "import accelerate"]
+)
+def test_whatever_a_script_imports_first_its_accelerators_offload(first, place):
+    """transformers imports accelerate while it is itself half imported."""
+    code = f"{first}\nimport accelerate\nprint(accelerate.Accelerator.__init__.__code__.co_filename)"
+    done = run(place, "-c", code, HF_OFFLOAD_AUTOLOAD="1", HF_OFFLOAD_TIER="ram")
+    assert done.stdout.strip().endswith("autoload.py"), done.stderr
