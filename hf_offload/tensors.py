@@ -93,5 +93,5 @@ def nbytes_of(tensor: Tensor) -> int:
 
 def parameter_count(model: nn.Module) -> int:
     """Parameters of ``model``. A weight that bitsandbytes packed into 4 bits counts with its shape before packing."""
-    shapes = (getattr(getattr(one, "quant_state", None), "shape", None) or one.shape for one in model.parameters())
-    return sum(map(math.prod, shapes))
+    packed = ((one, getattr(getattr(one, "quant_state", None), "shape", None)) for one in model.parameters())
+    return sum(one.numel() if shape is None else math.prod(shape) for one, shape in packed)

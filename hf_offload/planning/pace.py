@@ -32,19 +32,22 @@ class StepClock:
         return True
 
     def mark_end(self) -> None:
-        """An optimizer has stepped: the step has ended, unless another one does."""
+        """An optimizer has stepped: the step that is running, if any, has ended, unless another one does."""
+        if self._began_s is None:
+            return
         self._ended_s, self._all_waited_at_end_s = time.perf_counter(), self._all_waited_s()
 
     def stop(self) -> tuple[float, float] | None:
         """Seconds of the step, and of its compute, until the last optimizer stepped, or until now if none did; None where no
         step was running.
         """
-        began, self._began_s = self._began_s, None
+        began = self._began_s
         if began is None:
             return None
         if self._ended_s is None:
             self.mark_end()
         assert self._ended_s is not None
+        self._began_s = None
         seconds = self._ended_s - began
         return seconds, seconds - (self._all_waited_at_end_s - self._waited_s)
 

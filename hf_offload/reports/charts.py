@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_offload.errors import OffloadError
+from hf_offload.errors import OffloadConfigError
 
 _MOST_POINTS = 400
 # Becomes the colour of the page's text; matplotlib knows no such word.
@@ -96,10 +96,10 @@ def time_unit(most_s: float) -> tuple[float, str]:
 
 
 def require_report_libraries() -> None:
-    """Raise :class:`~hf_offload.errors.OffloadError` now rather than after a long training."""
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` now rather than after a long training."""
     missing = [name for name in ("matplotlib", "plotly") if importlib.util.find_spec(name) is None]
     if missing:
-        raise OffloadError(f'A report page needs {" and ".join(missing)}: pip install "hf-offload[report]".')
+        raise OffloadConfigError(f'A report page needs {" and ".join(missing)}: pip install "hf-offload[report]".')
 
 
 def draw(chart: Chart, axes: Any) -> None:

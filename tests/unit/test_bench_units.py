@@ -1,7 +1,6 @@
 """Parts of the benchmark that need no run: strategies, rows, the Pareto front."""
 
 import dataclasses
-import re
 
 import pytest
 
@@ -27,12 +26,6 @@ def path(tmp_path):
 def recomputes(recipe):
     names = ("activation_checkpointing", "gradient_checkpointing")
     return next(recipe.training[name] for name in names if name in recipe.training)
-
-
-@pytest.mark.parametrize(("former", "now"), [("keep", "baseline"), ("ours:ssd+lean", "ours:ssd+elementwise")])
-def test_a_former_name_of_a_strategy_warns(former, now):
-    with pytest.warns(FutureWarning, match=re.escape(f"{former!r} is called {now!r} now")):
-        assert find_strategy(former) == find_strategy(now)
 
 
 @pytest.mark.parametrize("name", strategy_names())
