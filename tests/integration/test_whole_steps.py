@@ -121,6 +121,9 @@ class CallsItsBase(torch.optim.AdamW):
         return super().step(closure)
 
 
+torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # PyTorch notes on the step of a class that it has wrapped it
+
+
 class KeepsTheNameOfItsBase(torch.optim.SGD):
     """Copies what PyTorch has noted on the step of its base, as ``functools.wraps`` does."""
 
