@@ -196,6 +196,7 @@ def test_any_class_has_the_bits_of_memory(kind, settings, tmp_path):
 @pytest.fixture
 def overrides():
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.initialize()  # it knows weights by their ids, which other tests' weights had
     yield manager
     manager.initialize()
 
