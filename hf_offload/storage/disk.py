@@ -15,8 +15,10 @@ import itertools
 import os
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
 
 from hf_offload.errors import OffloadConfigError, StorageError, WriteLimitError
 from hf_offload.interrupts import signals_deferred
@@ -26,6 +28,7 @@ from hf_offload.storage.disk_io import DataFile
 from hf_offload.storage.disk_room import Piece, round_down
 from hf_offload.storage.forking import Gate, guard
 from hf_offload.storage.kept import KeptSlot
+from hf_offload.storage.mapping import map_ranges
 from hf_offload.storage.queued import QueuedSlot, QueuedTier, QueuedTransfer, memory
 from hf_offload.storage.service import ACTIVATIONS, RunStorage
 from hf_offload.storage.tier import Slot
@@ -168,6 +171,16 @@ class DiskTier(QueuedTier):
             self._room.hold(slot.pieces)
             return KeptSlot(self._room, slot.pieces, image.lead, image.middle_bytes, image.tail)
 
+    def map(self, slot: Slot, private: bool = False) -> torch.Tensor | None:
+        assert isinstance(slot, DiskSlot)
+        with self._lock:
+            if slot.image is None or slot.image.lead or slot.image.tail or slot.freed:
+                return None
+            slot.image.checksums = []  # others may write from now on
+        files = self._room.files
+        ranges = [(files[file].descriptor, at, used) for file, at, _, used in _ranges(slot, 0, slot.nbytes)]
+        return map_ranges(ranges, private)
+
     def _pay(self, nbytes: int) -> None:
         """Count a write before it happens, against what the drives may be worn by."""
         limit = self.storage.disk_writes
@@ -195,11 +208,13 @@ class DiskTier(QueuedTier):
             if not slot.prepaid:
                 self._pay(slot.nbytes)
             slot.prepaid = False
-            transfer.payload = self._cut(transfer.address, slot.nbytes)
+            transfer.payload = self._cut(transfer.address, len(transfer.part))
         else:
             transfer.payload = slot.image
-        chunks = self._chunks(slot, transfer.payload.middle_bytes)
-        if self.checksum and transfer.kind == "write":
+        if len(transfer.part) < slot.nbytes:
+            transfer.payload = _Image(0, b"", b"", len(transfer.part), [])
+        chunks = self._chunks(slot, transfer.part.start, transfer.payload.middle_bytes)
+        if self.checksum and transfer.kind == "write" and len(transfer.part) == slot.nbytes:
             image = transfer.payload
             image.checksums = [0] * len(chunks) + [zlib.crc32(image.tail, zlib.crc32(image.lead))]
         return chunks
@@ -216,15 +231,12 @@ class DiskTier(QueuedTier):
             checksums=[],
         )
 
-    def _chunks(self, slot: DiskSlot, middle_bytes: int) -> list[_Chunk]:
+    def _chunks(self, slot: DiskSlot, begin: int, middle_bytes: int) -> list[_Chunk]:
         per_file: dict[int, list[tuple[int, int, int, int]]] = {}
-        start = 0
-        for piece in slot.pieces:
-            used = min(piece.nbytes, middle_bytes - start)
+        for file, offset, start, used in _ranges(slot, begin, middle_bytes):
             for at in range(0, used, self.chunk_bytes):
                 size = min(self.chunk_bytes, used - at)
-                per_file.setdefault(piece.file, []).append((piece.file, piece.offset + at, start + at, size))
-            start += used
+                per_file.setdefault(file, []).append((file, offset + at, start + at, size))
         # One chunk of each file in turn, so that all drives start at once.
         turns = itertools.chain.from_iterable(itertools.zip_longest(*per_file.values()))
         cuts = [cut for cut in turns if cut is not None]
@@ -296,7 +308,8 @@ class DiskTier(QueuedTier):
         slot = transfer.slot
         assert isinstance(slot, DiskSlot)
         if outcome == "done" and not slot.freed:
-            slot.image = transfer.payload
+            is_part = len(transfer.part) < slot.nbytes
+            slot.image = _Image(0, b"", b"", slot.nbytes, []) if is_part else transfer.payload
         if outcome == "cancelled":
             slot.prepaid = True
 
@@ -311,3 +324,13 @@ class DiskTier(QueuedTier):
         """
         for file in self._room.files:
             file.close()
+
+
+def _ranges(slot: DiskSlot, begin: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """Where the slot's ``nbytes`` from ``begin`` on are: file, offset in it, bytes behind ``begin``, how many."""
+    start = 0
+    for piece in slot.pieces:
+        first, last = max(begin, start), min(begin + nbytes, start + piece.nbytes)
+        if first < last:
+            yield piece.file, piece.offset + first - start, first - begin, last - first
+        start += piece.nbytes

@@ -16,6 +16,7 @@ import torch
 
 from hf_offload.errors import StandstillError, StorageError
 from hf_offload.interrupts import signals_deferred
+from hf_offload.storage.buffers import PAGE
 from hf_offload.storage.service import RunStorage
 from hf_offload.storage.tier import Slot, Tier
 from hf_offload.storage.workers import WorkerPool
@@ -39,7 +40,7 @@ class QueuedSlot(Slot):
 
     room_bytes: int = 0
     pending: int = 0  # transfers that have not ended; the room is kept until they have
-    writing: bool = False
+    writing: list[range] = dataclasses.field(default_factory=list)  # the parts that are being written
     filled: bool = False
     freed: bool = False
 
@@ -51,12 +52,13 @@ class QueuedTransfer:
     memory released. Parts work on its address.
     """
 
-    def __init__(self, tier: "QueuedTier", kind: str, slot: QueuedSlot, buffer: torch.Tensor):
+    def __init__(self, tier: "QueuedTier", kind: str, slot: QueuedSlot, buffer: torch.Tensor, begin: int):
         self.tier = tier
         self.kind = kind
         self.slot = slot
         self.buffer: torch.Tensor | None = buffer
         self.address = buffer.data_ptr()
+        self.part = range(begin, begin + buffer.numel())  # of the slot's bytes
         self.payload: Any = None  # what the tier wants to remember between preparing, running and ending
         self.future: Future[None] = Future()
         self._lock = threading.Lock()
@@ -142,11 +144,11 @@ class QueuedTier(Tier):
         pools = list(self._pools.values())
         weakref.finalize(self, _reap_pools, pools, self._owner_pid).atexit = False
 
-    def write(self, slot: Slot, buffer: torch.Tensor) -> "Future[None]":
-        return self._submit("write", slot, buffer, urgent=False)
+    def write(self, slot: Slot, buffer: torch.Tensor, begin: int = 0) -> "Future[None]":
+        return self._submit("write", slot, buffer, False, begin)
 
-    def read(self, slot: Slot, into: torch.Tensor, urgent: bool = False) -> "Future[None]":
-        return self._submit("read", slot, into, urgent)
+    def read(self, slot: Slot, into: torch.Tensor, urgent: bool = False, begin: int = 0) -> "Future[None]":
+        return self._submit("read", slot, into, urgent, begin)
 
     def free(self, slot: Slot) -> None:
         assert isinstance(slot, QueuedSlot)
@@ -193,7 +195,7 @@ class QueuedTier(Tier):
         except StandstillError as error:
             logger.error("Closing without waiting for the files, which a thread will close: %s", error)
 
-    def _submit(self, kind: str, slot: Slot, buffer: torch.Tensor, urgent: bool) -> "Future[None]":
+    def _submit(self, kind: str, slot: Slot, buffer: torch.Tensor, urgent: bool, begin: int) -> "Future[None]":
         assert isinstance(slot, QueuedSlot)
         self._check_usable(kind)
         if (
@@ -206,9 +208,14 @@ class QueuedTier(Tier):
                 f"The {self.name} tier moves one-dimensional contiguous uint8 CPU tensors, not {buffer.dtype} of shape "
                 f"{tuple(buffer.shape)} on {buffer.device}: pass buffers.whole_storage(tensor)."
             )
-        if buffer.numel() != slot.nbytes:
-            raise ValueError(f"The buffer has {buffer.numel()} bytes but the slot was reserved for {slot.nbytes}.")
-        transfer = QueuedTransfer(self, kind, slot, buffer)
+        transfer = QueuedTransfer(self, kind, slot, buffer, begin)
+        is_whole = transfer.part == range(slot.nbytes)
+        ends_well = transfer.part.stop % PAGE == 0 or transfer.part.stop == slot.nbytes
+        if not is_whole and (begin % PAGE or transfer.address % PAGE or not ends_well or transfer.part.stop > slot.nbytes):
+            raise ValueError(
+                f"The buffer has {buffer.numel()} bytes for those from {begin} on of a slot that was reserved for "
+                f"{slot.nbytes}: parts are whole pages, in memory, too."
+            )
         with signals_deferred:
             self._begin(transfer, urgent)
         return transfer.future
@@ -219,13 +226,14 @@ class QueuedTier(Tier):
             self._check_usable(kind)  # again: close() may have come in between
             if slot.freed:
                 raise StorageError(f"{kind} on a slot of the {self.name} tier that was freed: reserve a new one.")
-            if slot.writing:
+            if any(part.start < transfer.part.stop and transfer.part.start < part.stop for part in slot.writing):
                 raise StorageError(f"{kind} on {slot.location} before its write has ended: wait for that future first.")
             if kind == "read" and not slot.filled:
                 raise StorageError(f"Nothing is stored in {slot.location}: its write failed, or there was none.")
             parts = self._prepare(transfer)
             slot.pending += 1
-            slot.writing = kind == "write"
+            if kind == "write":
+                slot.writing.append(transfer.part)
             self._live.add(transfer)
         transfer.enqueue(self._pools[kind], parts, urgent)
 
@@ -242,7 +250,7 @@ class QueuedTier(Tier):
     def _started(self, transfer: QueuedTransfer) -> None:
         if transfer.kind == "write":
             with self._lock:
-                transfer.slot.filled = False
+                transfer.slot.filled = transfer.slot.filled and len(transfer.part) < transfer.slot.nbytes
 
     def _ended(self, transfer: QueuedTransfer, outcome: str) -> None:
         slot = transfer.slot
@@ -250,7 +258,7 @@ class QueuedTier(Tier):
             self._live.discard(transfer)
             slot.pending -= 1
             if transfer.kind == "write":
-                slot.writing = False
+                slot.writing.remove(transfer.part)
                 self._written(transfer, outcome)
                 slot.filled = slot.filled or outcome == "done"
             if slot.freed and slot.pending == 0:

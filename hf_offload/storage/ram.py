@@ -131,6 +131,15 @@ class RamTier(QueuedTier):
         slot.filled = True
         return slot.arena.data[slot.offset : slot.offset + slot.nbytes]
 
+    def map(self, slot: Slot, private: bool = False) -> torch.Tensor | None:
+        assert isinstance(slot, RamSlot)
+        if slot.arena is None:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        slot.checksums = []  # others may write from now on
+        # A storage of its own, whose pointer can be swapped.
+        content = slot.arena.data[slot.offset : slot.offset + slot.nbytes]
+        return content.clone() if private else torch.from_numpy(content.numpy())
+
     def _take(self, room: int) -> tuple[_Arena, int]:
         # The fullest arena that has room: idle ones stay idle, and can be dropped.
         index = bisect.bisect_left(self._rooms, (room, 0))
@@ -211,9 +220,11 @@ class RamTier(QueuedTier):
             self._drop_idle(self._retained_bytes)
 
     def _prepare(self, transfer: QueuedTransfer) -> Sequence[tuple[int, int, int]]:
-        nbytes = transfer.slot.nbytes
+        nbytes = len(transfer.part)
         starts = range(0, nbytes, _CHUNK_BYTES) or range(1)
-        if transfer.kind == "write":
+        if nbytes < transfer.slot.nbytes:
+            transfer.payload = []
+        elif transfer.kind == "write":
             transfer.payload = [0] * len(starts) if self.checksum else []
         else:
             assert isinstance(transfer.slot, RamSlot)
@@ -226,7 +237,7 @@ class RamTier(QueuedTier):
         assert isinstance(slot, RamSlot)
         if slot.arena is None or not nbytes:
             return
-        outside, inside = transfer.address + start, slot.arena.data.data_ptr() + slot.offset + start
+        outside, inside = transfer.address + start, slot.arena.data.data_ptr() + slot.offset + transfer.part.start + start
         copy = functools.partial(ctypes.memmove, inside, outside, nbytes)
         if transfer.kind == "read":
             copy = functools.partial(ctypes.memmove, outside, inside, nbytes)

@@ -51,13 +51,17 @@ class SpillTier(Tier):
             except TierFullError as then_full:
                 raise TierFullError(f"Both tiers are full. {first_full} {then_full}") from then_full
 
-    def write(self, slot: Slot, buffer: torch.Tensor) -> "Future[None]":
+    def write(self, slot: Slot, buffer: torch.Tensor, begin: int = 0) -> "Future[None]":
         assert isinstance(slot, SpillSlot)
-        return slot.tier.write(slot.inner, buffer)
+        return slot.tier.write(slot.inner, buffer, begin)
 
-    def read(self, slot: Slot, into: torch.Tensor, urgent: bool = False) -> "Future[None]":
+    def read(self, slot: Slot, into: torch.Tensor, urgent: bool = False, begin: int = 0) -> "Future[None]":
         assert isinstance(slot, SpillSlot)
-        return slot.tier.read(slot.inner, into, urgent)
+        return slot.tier.read(slot.inner, into, urgent, begin)
+
+    def map(self, slot: Slot, private: bool = False) -> torch.Tensor | None:
+        assert isinstance(slot, SpillSlot)
+        return slot.tier.map(slot.inner, private)
 
     def free(self, slot: Slot) -> None:
         assert isinstance(slot, SpillSlot)

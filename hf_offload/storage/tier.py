@@ -222,16 +222,20 @@ class Tier(abc.ABC):
         """
 
     @abc.abstractmethod
-    def write(self, slot: Slot, buffer: torch.Tensor) -> "Future[None]":
-        """Store ``buffer`` (``slot.nbytes`` bytes). The caller leaves it unchanged until the future is done.
+    def write(self, slot: Slot, buffer: torch.Tensor, begin: int = 0) -> "Future[None]":
+        """Store ``buffer`` in the slot's bytes from ``begin`` on. The caller leaves it unchanged until the future is done.
+
+        A part of a slot begins at a multiple of ``buffers.PAGE``, in the slot and in memory, and ends at one or at the end
+        of the slot. Parts that do not overlap may be written at the same time.
 
         ``future.cancel()`` succeeds until the first byte is on its way; a cancelled slot may be freed or written again.
         A failure is set on the future as :class:`~hf_offload.errors.StorageError` and names file, offset and cause.
         """
 
     @abc.abstractmethod
-    def read(self, slot: Slot, into: torch.Tensor, urgent: bool = False) -> "Future[None]":
-        """Load the slot's bytes ``into`` a buffer of ``slot.nbytes`` bytes, ahead of everything queued if ``urgent``.
+    def read(self, slot: Slot, into: torch.Tensor, urgent: bool = False, begin: int = 0) -> "Future[None]":
+        """Load the slot's bytes from ``begin`` on ``into`` a buffer, ahead of everything queued if ``urgent``. Parts as in
+        :meth:`write`.
 
         Fast when ``into.data_ptr() % buffers.PAGE == phase(slot)``; right in any case.
         """
@@ -246,6 +250,14 @@ class Tier(abc.ABC):
 
     def host_view(self, slot: Slot) -> torch.Tensor | None:
         """The slot's own memory, where the tier is host memory a device can copy to and from directly."""
+        return None
+
+    def map(self, slot: Slot, private: bool = False) -> torch.Tensor | None:
+        """The slot's bytes as host memory, which reads and writes them where they are; None where that cannot be. What is
+        written to a ``private`` mapping is seen there alone.
+
+        The slot was written in whole pages. A write to it is seen once its future is done.
+        """
         return None
 
     def keep(self, slot: Slot) -> "KeptSlot | None":

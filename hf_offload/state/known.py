@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hf_offload.optimizers.streamed.shadow import Shadow, options_of
+from hf_offload.state.shadow import Shadow, options_of
 
 _BY_ELEMENT = {
     "torch.optim.adadelta.Adadelta",

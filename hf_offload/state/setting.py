@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.optimizers.streamed.optimizer import stream, streaming_of
-from hf_offload.optimizers.streamed.streaming import Streaming
-from hf_offload.parameters.fast_paths import keep_fast_paths
 from hf_offload.plan.windows import part_bytes, state_window
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.state.optimizer import stream, streaming_of
+from hf_offload.state.step import Streaming
+from hf_offload.state.units import units_of
 from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.storage.opening import named_directories, open_tier
 from hf_offload.storage.service import OPTIMIZER_STATE, RunStorage
@@ -77,6 +77,7 @@ class StreamedSetting:
             return
         compiled = any(_is_compiled(module) for module in model.modules())
         in_graph = self._alone and not compiled
+        units_of(model).follow(model)
         names = {id(p): name for name, p in model.named_parameters()}
         present = streaming_of(optimizer)
         budget = None if self._config.memory_budget is None else int(self._config.memory_budget)
@@ -108,7 +109,6 @@ class StreamedSetting:
                 f"memory mode. {'It decides about all weights together.' if own else error}"
             ) from error
         streaming.let_stay(())  # what a plan of another session has kept
-        keep_fast_paths(model)
         for guard in self._guards:
             guard.remove()
         self._guards.clear()
@@ -119,12 +119,12 @@ class StreamedSetting:
     def set_window(self, nbytes: int) -> None:
         """So many bytes of state, and of gradients, may be on the way."""
         for streaming in list(self._streamings):
-            for store in (streaming.states.store, streaming.gradients.store):
+            for store in (streaming.state_store, streaming.gradient_store):
                 if store is not None:
                     store.window_bytes = nbytes
 
     def let_stay(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See :meth:`~hf_offload.optimizers.streamed.streaming.Streaming.let_stay`."""
+        """See :meth:`~hf_offload.state.step.Streaming.let_stay`."""
         for streaming in list(self._streamings):
             streaming.let_stay(parameters)
 
@@ -206,7 +206,7 @@ class StreamedSetting:
             "The state of %s (%d of its weights are large enough) goes to %s; %s.",
             type(optimizer).__name__,
             len(streaming.records),
-            streaming.states.store.tier.name,
+            streaming.state_store.tier.name,
             why,
         )
 

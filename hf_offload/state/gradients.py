@@ -1,0 +1,117 @@
+"""Gradients that leave memory in backward, and come back when they are read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.clip_grad import _has_foreach_support
+from torch.utils.hooks import RemovableHandle
+
+from hf_offload.state import guard
+from hf_offload.state.contexts import outside
+from hf_offload.state.parked import Parked, parked_of
+from hf_offload.storage.store import Store
+from hf_offload.surgery import InertInCopies
+
+
+class ParkedGradient(Parked):
+    """The storage of a gradient.
+
+    Attributes:
+        factors: What it is still to be multiplied with, one after the other: by clipping.
+        norm: Its 2-norm without the ``factors``, if it was computed as the gradient left.
+    """
+
+    def __init__(self, gradient: Tensor, name: str, store: Store):
+        super().__init__(gradient, name, store)
+        self.factors: tuple[Tensor, ...] = ()
+        self.norm: Tensor | None = None
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply it when it is read."""
+        self.factors += (factor,)
+        for gradient in self.tensors:
+            guard.put(gradient, self)
+
+    def settle(self, unseen: bool) -> None:
+        self.come()
+        factors, self.factors, self.norm = self.factors, (), None
+        for gradient in self.tensors:
+            guard.lift(gradient, self)
+            with outside():
+                scaled(gradient, factors)
+        super().settle(unseen)
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """``parameter.grad``, which is not read."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Set ``parameter.grad``, whatever the parameter owes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = gradient
+
+
+def parked_gradient(gradient: Tensor | None) -> ParkedGradient | None:
+    """What moves a gradient, if anything does."""
+    if gradient is None or gradient.layout is not torch.strided or not torch._C._has_storage(gradient):
+        return None
+    found = parked_of(gradient)
+    return found if isinstance(found, ParkedGradient) else None
+
+
+def park_gradient(gradient: Tensor, name: str, store: Store, wants_norm: bool) -> None:
+    """Let a gradient leave memory that backward has just put into ``.grad``."""
+    parked = parked_gradient(gradient) or ParkedGradient(gradient, name, store)
+    parked.norm = norm_of(gradient, 2.0) if wants_norm else None
+    parked.leave()
+    store.throttle()
+
+
+def scaled(gradient: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
+    """``gradient``, multiplied in place as ``torch.nn.utils.clip_grad_norm_`` does it."""
+    for factor in factors:
+        torch._foreach_mul_([gradient], factor.to(gradient.device))
+    return gradient
+
+
+def norm_of(gradient: Tensor, norm_type: float) -> Tensor:
+    """As ``torch.nn.utils.get_total_norm`` computes that of one tensor."""
+    if _has_foreach_support([gradient], gradient.device):
+        return torch._foreach_norm([gradient], norm_type)[0]
+    return torch.linalg.vector_norm(gradient, norm_type)
+
+
+def watch(
+    parameter: nn.Parameter, before: Callable[[Tensor], None], arrived: Callable[[Tensor], None]
+) -> list[RemovableHandle]:
+    """Call ``before`` with a parameter whose gradient is about to be added up, and ``arrived`` once it is in ``.grad``."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        call: Any = InertInCopies(_Before(parameter, before))
+        return [
+            parameter.register_hook(call),
+            parameter.register_post_accumulate_grad_hook(InertInCopies(arrived)),
+        ]
+    finally:
+        parameter.requires_grad_(trains)
+
+
+class _Before:
+    """A hook that gets the gradient, and knows the parameter, which holds it."""
+
+    def __init__(self, parameter: nn.Parameter, call: Callable[[Tensor], None]):
+        import weakref
+
+        self._parameter = weakref.ref(parameter)
+        self._call = call
+
+    def __call__(self, gradient: Tensor) -> None:
+        parameter = self._parameter()
+        if parameter is not None:
+            self._call(parameter)

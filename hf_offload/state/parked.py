@@ -1,0 +1,553 @@
+"""A storage whose bytes are in memory, or in a slot of a tier: its pointer is swapped, and all tensors over it follow.
+
+Note: why nobody reads wrong bytes
+    Tensors, views and aliases share one storage, and the storage has one pointer. Here, it points to a slab; away, on a CPU,
+    to the slot itself, mapped: who reads it reads the drive, and who writes it writes there. The pointer turns to the slot
+    only when the write of the slab has ended, in the thread that trains. Where others have the address itself (NumPy arrays,
+    DLPack), the pointer stays as it is: the storage's use count tells. On an accelerator, an away storage has no memory, and
+    its tensors are guarded (:mod:`~hf_offload.state.guard`).
+"""
+
+import enum
+import functools
+import weakref
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from hf_offload.errors import OffloadError, StorageError
+from hf_offload.interrupts import signals_deferred
+from hf_offload.state import guard
+from hf_offload.storage.kept import KeptSlot
+from hf_offload.storage.store import HeldSlot, Slab, Store, whole_pages
+
+_ALONE = 2
+"""Uses of a storage that one tensor has: its own, and that of Python's object for the storage."""
+
+
+class Where(enum.Enum):
+    """Where the bytes are."""
+
+    HERE = "in memory"
+    LEAVING = "in memory, and being written"
+    AWAY = "in the slot"
+
+
+class Parked:
+    """The storage of one tensor, or of several that share it.
+
+    Attributes:
+        name: For messages.
+        store: Where it goes.
+        where: Where it is.
+        nbytes: Its bytes.
+        stays: It does not leave any more: there was no room, or a write has failed.
+        takes_digests: Whether it is compared with what the slot has, rather than written once more, where it may have been
+            written to without a new version.
+        is_new: It has no bytes yet: they are stored in parts.
+    """
+
+    def __init__(self, tensor: Tensor, name: str, store: Store, takes_digests: bool = False):
+        storage = _storage_of(tensor)
+        self.name = name
+        self.store = store
+        self.where = Where.HERE
+        self.nbytes = storage.nbytes()
+        self.stays = False
+        self.takes_digests = takes_digests
+        self.is_new = False
+        self._may_differ = False  # it may have been written to without a new version
+        self._device = storage.device
+        self.on_host = storage.device.type == "cpu"
+        # pop(key, reference) runs no Python, in which Ctrl-C would be lost.
+        gone: Any = functools.partial(_parked.pop, id(storage))
+        self._storage: weakref.ref[torch.UntypedStorage] = weakref.ref(storage, gone)
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self._slab: Slab | None = None  # that the storage points to, or whose bytes are being written
+        self._slot: HeldSlot | None = None
+        self._is_kept = False  # the slot, for a snapshot: what is written next goes to another one
+        self._is_private = False  # the mapping, which may have been written to
+        self._is_clean = False  # the slot has the bytes of this version
+        self._version = -1
+        self._digest = b""
+        self._write: Future[None] | None = None
+        self._read: tuple[Slab, Future[None]] | None = None
+        self._parts = Parts(self)
+        self.add(tensor)
+        _parked[id(storage)] = self
+
+    def add(self, tensor: Tensor) -> None:
+        """Another tensor over the storage: not a view that comes and goes."""
+        self._tensors.append(weakref.ref(tensor))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors over the storage that are still there."""
+        return [tensor for reference in self._tensors if (tensor := reference()) is not None]
+
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is of this storage."""
+        return self._storage() is storage
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the storage is still there."""
+        return self._storage() is not None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it takes memory of the device."""
+        return self.where is Where.HERE or (self.where is Where.LEAVING and self.on_host)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether others have its memory: aliases that are kept, NumPy arrays, other processes."""
+        storage = self._storage()
+        if storage is None:
+            return False
+        if self.on_host and storage.is_shared() and self.where is Where.HERE and self._slab is None:
+            return True
+        return torch._C._storage_Use_Count(storage._cdata) > _ALONE - 1 + max(1, len(self.tensors))
+
+    # -- leaving ----------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> bool:
+        """Begin to leave memory, and write what has changed. False if it stays.
+
+        On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
+        """
+        storage = self._storage()
+        if self.where is not Where.HERE or storage is None or self.stays or self.is_held:
+            return False
+        self._wait_for_writes()
+        with signals_deferred:
+            host: Slab | None = None
+            if self._is_clean and self._present_version() == self._version:
+                if not self._may_differ:
+                    self._depart(storage)
+                    return True
+                if self._digest:
+                    host = self._in_slab(storage)
+                    if self._digest_of(host) == self._digest:
+                        self._depart(storage, host)
+                        return True
+            if self._slot is None or self._is_kept:
+                slot = self.store.try_reserve(whole_pages(self.nbytes))
+                if slot is None:
+                    self._stay()
+                    return False
+                self._let_slot_go()
+                self._slot = self.store.free_with(slot, storage)
+            host = self._in_slab(storage) if host is None else host
+            self._digest = self._digest_of(host) if self.takes_digests else b""
+            self._version, self._is_clean, self._may_differ = self._present_version(), False, self.on_host
+            self._slab, self.where = host, Where.LEAVING
+            _leaving[id(self)] = self
+            if not self.on_host:
+                self._empty(storage)
+            self._write = self.store.write(self._slot.slot, host, 0, self._written)
+        return True
+
+    def doubt(self) -> None:
+        """It may be written to without a new version."""
+        self._may_differ = True
+
+    def doubt(self) -> None:
+        """It may be written to without a new version."""
+        self._may_differ = True
+
+    def _digest_of(self, slab: Slab) -> bytes:
+        return xxhash.xxh3_128_digest(memoryview(slab.memory)[: self.nbytes])
+
+    def _in_slab(self, storage: torch.UntypedStorage) -> Slab:
+        """The bytes in whole pages of host memory: on a CPU, the storage points to them from now on."""
+        if self._slab is not None and self.on_host:
+            return self._slab
+        slab = self.store.new_slab(self.nbytes)
+        slab.content[: self.nbytes].copy_(_bytes_of(storage))
+        if self.on_host:
+            storage._swap_data_ptr_(slab.storage(self.nbytes))
+            self._slab = slab
+        return slab
+
+    def _depart(self, storage: torch.UntypedStorage, host: Slab | None = None) -> None:
+        """The slot has the bytes: let go of the memory."""
+        assert self._slot is not None
+        if self.on_host:
+            mapped = self.store.tier.map(self._slot.slot)
+            if mapped is None:  # a tier that cannot
+                raise OffloadError(f"{self.name} is on a tier that cannot be mapped ({self.store.tier.name}).")
+            storage._swap_data_ptr_(torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage())
+        else:
+            self._empty(storage)
+        slab, self._slab = self._slab or host, None
+        if slab is not None:
+            self.store.recycle(slab)
+        self.where, self._is_private = Where.AWAY, False
+
+    def _empty(self, storage: torch.UntypedStorage) -> None:
+        storage._swap_data_ptr_(torch.UntypedStorage(0, device=self._device))
+        for tensor in self.tensors:
+            guard.put(tensor, self)
+
+    def _written(self) -> None:
+        write, self._write = self._write, None
+        if write is None:
+            return
+        _leaving.pop(id(self), None)
+        storage = self._storage()
+        error = None if write.cancelled() else write.exception()
+        if error is not None:
+            self.store.say(error)
+            self._let_slot_go()
+            self._stay()
+            if self.on_host and self.where is Where.LEAVING:
+                self.where = Where.HERE
+            return
+        self._is_clean = not write.cancelled()
+        if self.where is not Where.LEAVING or storage is None:
+            return
+        if self._present_version() != self._version:
+            self.where, self._is_clean = Where.HERE, False
+        else:
+            self._depart(storage)
+
+    def _stay(self) -> None:
+        self.stays = True
+        self.store.kept_bytes += self.nbytes
+
+    def _let_slot_go(self) -> None:
+        slot, self._slot = self._slot, None
+        self._is_clean = self._is_kept = False
+        if slot is not None:
+            self.store.free(slot)
+
+    def _wait_for_writes(self) -> None:
+        if self._write is not None:
+            self.store.wait(self._write)
+            self._written()
+
+    def _present_version(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(tensor._version for tensor in self.tensors)
+
+    # -- coming -----------------------------------------------------------------------------------------------------------
+
+    def read_ahead(self) -> bool:
+        """Begin to read, if there is room for that in the window; false if there is none."""
+        if self.where is not Where.AWAY or self._read is not None or self._is_private or self._parts.are_written:
+            return True  # it is there, or comes from elsewhere
+        if not self.store.has_room_to_read(self.nbytes):
+            return False
+        self._begin_read(urgent=False)
+        return True
+
+    def come(self) -> None:
+        """Be in memory. On a CPU, it stays where it is while others have its address.
+
+        Raises :class:`~hf_offload.errors.StorageError` if it cannot be read; it can be asked for again.
+        """
+        storage = self._storage()
+        if storage is None or self.where is Where.HERE:
+            return
+        self._parts.wait()
+        self._parts.drop_reads()
+        if self.on_host and self.where is Where.LEAVING:
+            self.where = Where.HERE
+            return
+        if self.on_host and self.is_held and not self._parts.rescued:
+            return
+        slab = self._slab if self.where is Where.LEAVING else self._loaded(storage)
+        assert slab is not None
+        with signals_deferred:
+            if self.on_host:
+                storage._swap_data_ptr_(slab.storage(self.nbytes))
+                self._slab = slab
+            else:
+                content = slab.content[: self.nbytes].to(self._device)
+                storage._swap_data_ptr_(content.untyped_storage())
+                if self.where is Where.AWAY:
+                    self.store.recycle(slab)
+            self.where, self._is_private = Where.HERE, False
+            self._version = self._present_version()
+            for tensor in self.tensors:
+                guard.lift(tensor, self)
+
+    def settle(self, unseen: bool) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`."""
+        self.come()
+        self._may_differ = self._may_differ or unseen
+        for tensor in self.tensors:
+            guard.lift(tensor, self)
+
+    def forget(self) -> None:
+        """It is in memory, and a plain one from now on."""
+        self._let_slot_go()
+        storage = self._storage()
+        if storage is not None:
+            _parked.pop(id(storage), None)
+
+    def let_come(self) -> None:
+        """Be in memory, and stay there."""
+        self.come()
+        self._wait_for_writes()
+        self.stays = True
+
+    def _loaded(self, storage: torch.UntypedStorage) -> Slab:
+        if self._is_private:
+            slab = self.store.new_slab(self.nbytes)
+            slab.content[: self.nbytes].copy_(_bytes_of(storage))
+            self._is_clean = False
+            return slab
+        read, self._read = self._read, None
+        if read is not None:
+            self.store.wait(read[1])
+        if read is None or read[1].exception() is not None:  # of what was read ahead, before anyone has asked for it
+            read = self._begin_read(urgent=True)
+            self._read = None
+            self.store.wait(read[1])
+        read[1].result()
+        self._parts.overlay(read[0])
+        return read[0]
+
+    def _begin_read(self, urgent: bool) -> tuple[Slab, Future[None]]:
+        assert self._slot is not None
+        with signals_deferred:
+            slab = self.store.new_slab(self.nbytes)
+            self._read = slab, self.store.read(self._slot.slot, slab, 0, urgent)
+            return self._read
+
+    def drop_reads(self) -> None:
+        """Forget what was read ahead: it may be written to where it is."""
+        self._parts.drop_reads()
+        if self._read is not None:
+            self.store.wait(self._read[1])
+            self.store.recycle(self._read[0])
+            self._read = None
+
+    # -- snapshots --------------------------------------------------------------------------------------------------------
+
+    def keep(self) -> tuple[KeptSlot, bytes] | None:
+        """Hold the bytes where they are on a drive, with their digest if there is one; None if they are not there alone."""
+        self._wait_for_writes()
+        self._parts.wait()
+        storage = self._storage()
+        if self.where is Where.HERE and not self.stays:
+            self.leave()
+            self._wait_for_writes()
+        if storage is None or self.where is not Where.AWAY or self._slot is None or self._is_private:
+            return None
+        kept = self.store.tier.keep(self._slot.slot)
+        if kept is None:
+            return None
+        self._is_kept = True
+        if self.on_host and not self.is_held:
+            mapped = self.store.tier.map(self._slot.slot, private=True)
+            assert mapped is not None
+            storage._swap_data_ptr_(torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage())
+            self._is_private = True
+        return kept, self._digest
+
+    @property
+    def parts(self) -> "Parts":
+        """Its bytes in parts."""
+        return self._parts
+
+
+class Parts:
+    """The bytes of an away storage a part at a time, without the memory for all of them.
+
+    From the first :meth:`store` to the end of the last write, tensors over the storage are guarded: the mapping may have
+    former bytes. Where a write fails, its bytes stay in memory, and all of the storage comes with them when it is read.
+    """
+
+    def __init__(self, parked: Parked):
+        self._parked = parked
+        self._reads: dict[int, tuple[Slab, Future[None]]] = {}
+        self._writes: dict[int, tuple[Slab, Future[None]]] = {}
+        self.rescued: dict[int, Slab] = {}
+        self._target: HeldSlot | None = None  # of what is written, if not the same slot
+
+    @property
+    def are_written(self) -> bool:
+        """Whether parts are on their way to the tier."""
+        return bool(self._writes or self.rescued or self._target)
+
+    def read_ahead(self, begin: int, nbytes: int) -> bool:
+        """Begin to read a part; false if there is no room in the window."""
+        parked = self._parked
+        if parked.where is not Where.AWAY or begin in self._reads or begin in self._writes:
+            return True
+        if parked._is_private or parked.is_new:
+            return True
+        if not parked.store.has_room_to_read(nbytes):
+            return False
+        self._begin(begin, nbytes, urgent=False)
+        return True
+
+    def drop_reads(self) -> None:
+        """Forget what was read ahead."""
+        while self._reads:
+            slab, future = self._reads.popitem()[1]
+            self._parked.store.wait(future)
+            self._parked.store.recycle(slab)
+
+    def load(self, begin: int, nbytes: int) -> Slab:
+        """A part, in memory that is the caller's.
+
+        Raises :class:`~hf_offload.errors.StorageError` if it cannot be read; it can be asked for again.
+        """
+        parked = self._parked
+        storage = parked._storage()
+        assert storage is not None
+        if begin in self._writes:
+            self.wait()
+        if parked._is_private or begin in self.rescued:
+            slab = parked.store.new_slab(nbytes)
+            found = self.rescued.pop(begin, None)
+            source = _bytes_of(storage)[begin : begin + nbytes] if found is None else found.content[:nbytes]
+            slab.content[:nbytes].copy_(source)
+            return slab
+        read = self._reads.pop(begin, None)
+        if read is not None:
+            parked.store.wait(read[1])
+        if read is None or read[1].exception() is not None:
+            read = self._begin(begin, nbytes, urgent=True)
+            del self._reads[begin]
+            parked.store.wait(read[1])
+        read[1].result()
+        return read[0]
+
+    def _begin(self, begin: int, nbytes: int, urgent: bool) -> tuple[Slab, Future[None]]:
+        parked = self._parked
+        assert parked._slot is not None
+        with signals_deferred:
+            slab = parked.store.new_slab(nbytes)
+            self._reads[begin] = slab, parked.store.read(parked._slot.slot, slab, begin, urgent)
+            return self._reads[begin]
+
+    def store(self, begin: int, slab: Slab) -> None:
+        """Begin to write a part. All parts are stored, one after the other, until :meth:`end`."""
+        parked = self._parked
+        storage = parked._storage()
+        if storage is None:
+            return
+        with signals_deferred:
+            if self._target is None and (parked._slot is None or parked._is_kept):
+                slot = parked.store.reserve(whole_pages(parked.nbytes))
+                self._target = parked.store.free_with(slot, storage)
+            target = self._target or parked._slot
+            assert target is not None
+            for tensor in parked.tensors:
+                guard.put(tensor, self)
+            future = parked.store.write(target.slot, slab, begin, functools.partial(self._written, begin))
+            self._writes[begin] = slab, future
+
+    def end(self) -> None:
+        """All parts were stored."""
+        parked = self._parked
+        with signals_deferred:
+            if self._target is not None:
+                parked._let_slot_go()
+                parked._slot, self._target = self._target, None
+                parked._is_private = False
+            parked._digest, parked._is_clean, parked.is_new = b"", True, False
+            parked._version = parked._present_version()
+            self._ended()
+
+    def _written(self, begin: int) -> None:
+        slab, future = self._writes.pop(begin, (None, None))
+        if slab is None or future is None:
+            return
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            self._parked.store.say(error)
+            self.rescued[begin] = slab
+        else:
+            self._parked.store.recycle(slab)
+        self._ended()
+
+    def _ended(self) -> None:
+        """Where nothing is under way any more, the slot is what tensors over the storage read."""
+        parked = self._parked
+        storage = parked._storage()
+        if self.are_written or storage is None:
+            return
+        if parked.on_host:
+            parked._depart(storage)
+        parked.where = Where.AWAY
+        for tensor in parked.tensors:
+            guard.lift(tensor, self)
+
+    def wait(self) -> None:
+        """Wait until all parts were written."""
+        for begin, (_, future) in list(self._writes.items()):
+            self._parked.store.wait(future)
+            self._written(begin)
+
+    def overlay(self, slab: Slab) -> None:
+        """Put the parts that could not be written over what was read of the slot."""
+        while self.rescued:
+            begin, rescued = self.rescued.popitem()
+            slab.content[begin : begin + rescued.nbytes].copy_(rescued.content)
+            self._parked.stays, self._parked._is_clean = True, False
+
+    def settle(self, unseen: bool) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`."""
+        self.wait()
+        if self.rescued:
+            self._parked.come()
+        self._ended()
+        for tensor in self._parked.tensors:
+            guard.lift(tensor, self)
+
+
+_parked: dict[int, Parked] = {}
+_leaving: dict[int, Parked] = {}
+
+
+def stop_leaving() -> None:
+    """Code of the user runs from now on, which may write to tensors without a new version (fused optimizers, ``.data``): what
+    is still being written stays in memory for now.
+    """
+    for parked in list(_leaving.values()):
+        if parked.on_host and parked.where is Where.LEAVING:
+            parked.where = Where.HERE
+            parked.doubt()
+
+
+def parked_of(tensor: Tensor) -> Parked | None:
+    """What moves the storage of a strided ``tensor``, if anything does."""
+    if not _parked:
+        return None
+    storage = _storage_of(tensor)
+    found = _parked.get(id(storage))
+    return found if found is not None and found.is_of(storage) else None
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """The bytes of a storage, where they are."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> Tensor:
+    """A tensor as ``like`` on ``device``, whose bytes are to be stored in parts: it takes no memory until then."""
+    nbytes = like.numel() * like.element_size()
+    if device.type == "cpu":
+        storage = Slab(nbytes).storage(nbytes)  # the system gives memory to what is touched
+        made = torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
+        parked = Parked(made, name, store)
+    else:
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        parked = Parked(made, name, store)
+        parked._empty(made.untyped_storage())
+    parked.where, parked.is_new = Where.AWAY, True
+    return made

@@ -1,0 +1,184 @@
+"""What autograd saves of a weight that may leave memory: which one it is, and how to look at it."""
+
+import functools
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_offload.errors import SavedTensorModifiedError
+from hf_offload.interrupts import signals_deferred
+from hf_offload.state.parked import parked_of
+from hf_offload.state.units import Unit, Units, in_backward, unit_with
+from hf_offload.surgery import EagerHook
+from hf_offload.tensors import is_wrapped
+
+
+class KeptTensor:
+    """What autograd holds for a tensor that stays where it is."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int):
+        self.tensor = tensor
+        self.version = version
+
+    def unpack(self) -> Tensor:
+        """The tensor. Raises :class:`~hf_offload.errors.SavedTensorModifiedError` if it was changed in place."""
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise modified(tensor._version, self.version, tensor.type(), tensor.size(), "kept in memory")
+        return tensor
+
+
+class SavedWeight:
+    """What autograd holds for a weight, or a view of one. It holds the storage and none of its aliases, which would count as
+    others that have its memory.
+    """
+
+    __slots__ = ("_counter", "conj", "dtype", "neg", "offset", "size", "storage", "stride", "unit", "units", "version")
+
+    def __init__(self, tensor: Tensor, units: Units, unit: Unit):
+        with torch._C.DisableTorchFunctionSubclass():
+            self.storage = tensor.untyped_storage()
+            self._counter = tensor.detach()  # shares the version
+            self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self.version = tensor._version
+            self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+            self.offset = tensor.storage_offset()
+            self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
+        self.units, self.unit = units, unit
+
+    def unpack(self) -> Tensor:
+        """What was saved, in memory.
+
+        Raises :class:`~hf_offload.errors.SavedTensorModifiedError` if the weight was changed since, and
+        :class:`~hf_offload.errors.StorageError` if it cannot be read.
+        """
+        if self._counter._version != self.version:
+            raise modified(self._counter._version, self.version, str(self.dtype), self.size, "a weight")
+        with signals_deferred:
+            _in_use.hold(self.units, self.unit)
+            tensor = torch.empty(0, dtype=self.dtype, device=self.storage.device)
+            tensor.set_(self.storage, self.offset, self.size, self.stride)
+            if self.conj:
+                tensor = torch._conj(tensor)
+            return torch._neg_view(tensor) if self.neg else tensor
+
+
+def saved_weight(tensor: Tensor) -> SavedWeight | None:
+    """What to save instead of ``tensor``, if it is a weight that may leave memory, or a view of one."""
+    base = tensor if tensor._base is None else tensor._base
+    if tensor.layout is not torch.strided or is_wrapped(tensor) or not torch._C._has_storage(tensor):
+        return None
+    parked = parked_of(base)
+    if parked is None:
+        return None
+    for owner in parked.tensors:
+        found = unit_with(owner)
+        if found is not None:
+            return SavedWeight(tensor, *found)
+    return None
+
+
+class _InUse(threading.local):
+    """The units that this thread's backward has asked for in its present operation: they stay until another asks."""
+
+    def __init__(self) -> None:
+        self._operation: tuple[int, int] | None = None
+        self._units: list[Unit] = []
+
+    def hold(self, units: Units, unit: Unit) -> None:
+        """Let it be in memory, and stay. Signals are deferred."""
+        node: Any = torch._C._current_autograd_node()
+        task = torch._C._current_graph_task_id()
+        operation = (task, -1 if node is None else node._sequence_nr())
+        if operation != self._operation:
+            _release(self._units)
+            if task >= 0 and (self._operation is None or self._operation[0] != task):
+                self._units = []
+                callback = functools.partial(_release, self._units)
+                torch.autograd.Variable._execution_engine.queue_callback(callback)
+            self._operation = operation
+        in_backward()
+        units.need(unit)
+        unit.uses += 1
+        self._units.append(unit)
+
+
+def _release(units: list[Unit]) -> None:
+    """The operation is over, or all of backward."""
+    while units:
+        units.pop().uses -= 1
+
+
+_in_use = _InUse()
+
+
+def modified(found: int, expected: int, kind: str, size: torch.Size, unit: str) -> SavedTensorModifiedError:
+    """Autograd's own check, which saved-tensor hooks switch off."""
+    return SavedTensorModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(size)}] ({unit}) is at version {found}; expected version {expected} instead. "
+        "Use the out-of-place form of the operation that changed it, or clone the tensor before changing it."
+    )
+
+
+# -- forwards without an engine, whose own hooks save weights in the same way ------------------------------------------
+
+
+def pack(tensor: Tensor) -> Tensor | SavedWeight | KeptTensor:
+    """Called when an operation saves ``tensor`` for backward."""
+    saved = saved_weight(tensor)
+    if saved is not None:
+        return saved
+    return KeptTensor(tensor if isinstance(tensor, nn.Parameter) else tensor.detach(), tensor._version)
+
+
+def unpack(handle: SavedWeight | KeptTensor) -> Tensor:
+    """Called when backward needs it."""
+    return handle.unpack()
+
+
+class _Forwards(threading.local):
+    def __init__(self) -> None:
+        self.entered: list[Any] = []
+
+
+class _Follow:
+    """Hooks around the forwards of one model."""
+
+    def __init__(self) -> None:
+        self._thread = _Forwards()
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+            self._thread.entered.append(None)
+            return
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            self._thread.entered.append(None)  # those of an engine save weights, too; checkpointing's must be innermost
+            return
+        hooks.__enter__()
+        self._thread.entered.append(hooks)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._thread.entered:
+            hooks = self._thread.entered.pop()
+            if hooks is not None:
+                hooks.__exit__()
+
+
+_followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def follow_saved(model: nn.Module) -> None:
+    """From now on, forwards of ``model`` save the weights that leave memory as :class:`SavedWeight`. Idempotent."""
+    if model in _followed:
+        return
+    _followed.add(model)
+    follow = _Follow()
+    model.register_forward_pre_hook(EagerHook(follow.enter))
+    model.register_forward_hook(EagerHook(follow.leave), always_call=True)

@@ -1,0 +1,734 @@
+"""Steps of an optimizer whose state, and the gradients it needs, leave memory.
+
+Note: one rule for all schedules
+    A step notes for each parameter the options of its group and its gradient as they are now: an :class:`Update`. The
+    parameter owes it until its unit is used next, or somebody reads the parameter, its gradient or its state. It is computed at once with
+    ``lazy`` false, and where others hold the parameter's memory, who would read it without asking. A failure or Ctrl-C between
+    two parts leaves the rest owed: the next use completes it, or raises.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
+
+from hf_offload.errors import OffloadError, StorageError
+from hf_offload.interrupts import signals_deferred
+from hf_offload.state import guard
+from hf_offload.state.contexts import StepContext, is_outside, outside
+from hf_offload.state.gradients import (
+    gradient_of,
+    norm_of,
+    park_gradient,
+    parked_gradient,
+    scaled,
+    set_gradient,
+    watch,
+)
+from hf_offload.state.parked import Parked, Where, empty_away, parked_of, stop_leaving
+from hf_offload.state.shadow import CUT_ELEMENTS, Shadow, attributes_of, captured, names_of, options_of
+from hf_offload.state.units import in_backward, pinned, unit_with
+from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
+from hf_offload.storage.store import Slab, Store
+from hf_offload.tensors import nbytes_of
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_STATE_BYTES = 4096
+"""Smaller tensors of a state, such as counters, stay in memory."""
+_CHECKPOINT = CheckpointFunction.backward.__code__
+_UPDATE_LATER = (
+    "go on from the last checkpoint, with max_grad_norm=1e9, which clips nothing and updates after backward, or without "
+    "update_in_backward()."
+)
+
+
+@dataclasses.dataclass
+class Update:
+    """A step that has been taken and not computed yet. ``done`` parts of it are."""
+
+    context: StepContext
+    options: dict[str, Any]
+    gradient: Tensor
+    done: int = 0
+    counted: int = 0  # changes of the parameter's version that were counted when it was noted
+
+
+class Trained:
+    """One parameter of one optimizer.
+
+    Attributes:
+        name: For messages.
+        update: What it owes.
+        spent_norm: 2-norm of the gradient that it was updated with in this step's backward.
+    """
+
+    def __init__(self, parameter: nn.Parameter, name: str, streaming: "Streaming"):
+        self.name = name
+        self.streaming = streaming
+        self.parameter_ref = weakref.ref(parameter)
+        self.update: Update | None = None
+        self.spent_norm: Tensor | None = None
+        self.spent_options: dict[str, Any] = {}
+        self.is_dropped = self.comes_once = False
+        self.arrivals = 0
+        self.handles: list[RemovableHandle] = []
+
+    # -- what the parameter's unit and guards ask ---------------------------------------------------------------------------
+
+    def settle(self, unseen: bool) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`."""
+        self.finish()
+        self.check_stepped()
+
+    def finish(self) -> None:
+        """Compute the update that is owed, if one is."""
+        self.streaming.finish([self])
+
+    def read_ahead(self, update: Update | None = None) -> bool:
+        """Begin to read what the next part of its update needs; false if the window has no room."""
+        update, parameter = update or self.update, self.parameter_ref()
+        if parameter is None or (update is None and not self.streaming.in_backward):
+            return True
+        needed = [p for t in self.streaming.state_tensors(parameter) if (p := parked_of(t)) is not None]
+        gradient = None if update is None else parked_gradient(update.gradient)
+        needed += [] if gradient is None else [gradient]
+        spans = self.streaming.spans(parameter, update)
+        if spans is None:
+            return all(one.read_ahead() for one in needed)
+        part = 0 if update is None else update.done
+        if part == len(spans):
+            return True
+        begin, end = spans[part]
+        ratios = [one.nbytes // parameter.nbytes for one in needed]
+        return all(
+            one.parts.read_ahead(begin * by, (end - begin) * by) for one, by in zip(needed, ratios, strict=True) if by
+        )
+
+    # -- updates in backward ------------------------------------------------------------------------------------------------
+
+    def check_stepped(self) -> None:
+        """Raise :class:`~hf_offload.errors.OffloadError` for a parameter that was updated in a backward without a step."""
+        if self.spent_norm is not None:
+            raise OffloadError(
+                f"{self.name} was updated in a backward that no step of the optimizer has followed, so that the weights are "
+                "those of half a step: go on from the last checkpoint. If backward was not interrupted, something reads "
+                "weights before the step: set max_grad_norm, which then updates after backward."
+            )
+
+    def check_step(self, options: dict[str, Any]) -> None:
+        """Raise :class:`~hf_offload.errors.OffloadError` where a step with these ``options`` would not do what backward has
+        done.
+        """
+        if self.spent_norm is None:
+            return
+        before = self.spent_options
+        changed = [name for name in {**before, **options} if not _are_same(before.get(name), options.get(name))]
+        if changed:
+            raise OffloadError(
+                f"The optimizer's {', '.join(changed)} changed between a backward, which has updated {self.name}, and its "
+                f"step: {_UPDATE_LATER}"
+            )
+
+    def end_backward(self) -> None:
+        """What was updated in backward belongs to a step now."""
+        parameter = self.parameter_ref()
+        if self.spent_norm is not None and parameter is not None:
+            guard.lift(parameter, self)
+        self.spent_norm = None
+        if self.arrivals:
+            self.arrivals, self.comes_once = 0, self.arrivals == 1
+
+
+class Streaming:
+    """State and gradients of the parameters of one optimizer.
+
+    Args:
+        optimizer: It.
+        shadow: Computes the updates.
+        state_store, gradient_store: Where they go; None leaves gradients in memory.
+        smallest_bytes: Smaller parameters are not moved.
+        part_bytes: Size of the parts that parameters are cut into; None leaves them whole.
+        lazy: Whether updates wait for the next use of their parameter.
+        must_stream: Whether a gradient that cannot leave memory is an error.
+        whole: Whether the optimizer's own ``step()`` runs as it is.
+
+    Attributes:
+        in_backward: Whether each parameter is updated as soon as it has a gradient, from the options of that moment. The
+            caller promises one backward a step, and that nothing changes gradients in between.
+        unless: Asked when the first gradient of a step arrives: where it is true, ``in_backward`` ends before that.
+        wants_norms: Whether gradients are measured as they leave memory, for clipping.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        shadow: Shadow,
+        state_store: Store,
+        gradient_store: Store | None,
+        *,
+        smallest_bytes: int,
+        part_bytes: int | None,
+        lazy: bool,
+        must_stream: bool,
+        whole: bool,
+    ):
+        self.in_backward = False
+        self.unless: Callable[[], bool] | None = None
+        self.lazy = lazy and not whole
+        self.whole = whole
+        self.wants_norms = False
+        self.state_store = state_store
+        self.gradient_store = gradient_store
+        self._optimizer = weakref.ref(optimizer)
+        self.shadow = shadow
+        self._smallest_bytes = smallest_bytes
+        self._part_bytes = part_bytes
+        self._must_stream = must_stream
+        self._has_asked = False
+        self._trained: dict[int, Trained] = {}
+        self._staying: set[int] = set()  # ids of parameters whose state and gradients stay for now
+
+    # -- parameters ---------------------------------------------------------------------------------------------------------
+
+    def add(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Move state and gradients of these parameters from now on, as far as they are large enough and plain."""
+        for name, parameter in parameters:
+            trains = parameter.is_floating_point() or parameter.is_complex()
+            plain = guard.own_class(parameter) is nn.Parameter and not hasattr(parameter, "__tensor_flatten__")
+            if not plain or not trains or nbytes_of(parameter) < self._smallest_bytes:
+                continue
+            trained = Trained(parameter, name, self)
+            self._trained[id(parameter)] = trained
+            if self.gradient_store is not None:
+                trained.handles = watch(parameter, _weak(trained, self.before), _weak(trained, self.arrived))
+            unit = unit_with(parameter)
+            if unit is not None:
+                unit[1].owed[id(self), id(parameter)] = trained
+            self.park_state(parameter)
+
+    def trained_of(self, parameter: Tensor) -> Trained | None:
+        """What is known of a parameter whose state moves."""
+        found = self._trained.get(id(parameter))
+        return found if found is not None and found.parameter_ref() is parameter else None
+
+    def let_stay(self, parameters: Iterable[Tensor]) -> None:
+        """State and gradients of these are in memory from now on, and those of all others leave it again. Between steps."""
+        wanted = {id(parameter) for parameter in parameters}
+        with self._section(), signals_deferred:
+            for trained in self.records:
+                parameter = trained.parameter_ref()
+                assert parameter is not None
+                if id(parameter) in wanted and id(parameter) not in self._staying:
+                    self.finish([trained])
+                    for tensor in (*self.state_tensors(parameter), gradient_of(parameter)):
+                        parked = None if tensor is None else parked_of(tensor)
+                        if parked is not None:
+                            guard.settle([tensor])
+                            parked.come()
+                            parked.forget()
+            left, self._staying = self._staying - wanted, wanted & self._trained.keys()
+            for key in left:
+                parameter = self._trained[key].parameter_ref()
+                if parameter is not None:
+                    self.park_state(parameter)
+
+    @property
+    def records(self) -> list[Trained]:
+        """Those of all parameters that are still there."""
+        return [one for one in self._trained.values() if one.parameter_ref() is not None]
+
+    @property
+    def streams_gradients(self) -> bool:
+        """Whether gradients leave memory."""
+        return self.gradient_store is not None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all groups."""
+        optimizer = self._optimizer()
+        return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+    # -- state --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The optimizer's, as it is."""
+        optimizer = self._optimizer()
+        return {} if optimizer is None else vars(optimizer)["state"]
+
+    def state_tensors(self, parameter: Tensor) -> list[Tensor]:
+        """The tensors of its state that may leave memory."""
+        found = tree_leaves(self.state.get(parameter) or {})
+        return [t for t in found if isinstance(t, Tensor) and _may_move(t, SMALLEST_STATE_BYTES)]
+
+    def park_state(self, parameter: Tensor) -> None:
+        """Let its state leave memory."""
+        if id(parameter) in self._staying:
+            return
+        trained = self.trained_of(parameter)
+        for tensor in self.state_tensors(parameter):
+            parked = parked_of(tensor) or Parked(
+                tensor, f"the state of {'' if trained is None else trained.name}", self.state_store
+            )
+            parked.leave()
+            self.state_store.throttle()
+
+    def forget_owed(self, parameter: Tensor) -> None:
+        """Its update is not to be computed any more."""
+        trained = self.trained_of(parameter)
+        if trained is not None and trained.update is not None:
+            self._lift(trained, trained.update)
+            trained.update = None
+
+    # -- gradients ----------------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo
+    def before(self, trained: Trained, parameter: Tensor) -> None:
+        """A gradient is about to be added to what is in ``.grad``."""
+        gradient = gradient_of(parameter)
+        if gradient is not None and trained.update is None:
+            with self._section(GRADIENTS), outside():
+                parked = parked_gradient(gradient)
+                if parked is not None:
+                    parked.settle(unseen=False)
+
+    @torch._disable_dynamo
+    def arrived(self, trained: Trained, parameter: Tensor) -> None:
+        """Backward has put or added a gradient: it leaves memory."""
+        gradient = gradient_of(parameter)
+        if gradient is None or self.trained_of(parameter) is not trained or self._optimizer() is None:
+            return
+        if trained.update is not None:
+            raise OffloadError(
+                f"{trained.name} has got a gradient, while the update of the last step is not computed yet: a forward has "
+                "used its former value. Use it by its module, or read it from the module before."
+            )
+        in_backward()
+        with self._section(GRADIENTS), outside():
+            if gradient.layout is not torch.strided:
+                self._refuse_sparse(trained)
+            elif self._updates_now() and _comes_once(trained):
+                self._update_in_backward(trained, parameter, gradient)
+            elif id(parameter) not in self._staying and _may_move(gradient, self._smallest_bytes):
+                assert self.gradient_store is not None
+                park_gradient(
+                    gradient, f"the gradient of {trained.name}", self.gradient_store, self.wants_norms and is_outside()
+                )
+
+    def _refuse_sparse(self, trained: Trained) -> None:
+        if self._must_stream and not self.whole:
+            raise OffloadError(
+                f"The gradient of {trained.name} is sparse, which cannot be streamed: make the embedding with sparse=False, "
+                "or set optimizer='none'."
+            )
+
+    def _updates_now(self) -> bool:
+        """Whether this backward updates weights: none of them, or all."""
+        if self.in_backward and not self._has_asked:
+            self._has_asked = True
+            if self.unless is not None and self.unless():
+                self.in_backward = False
+                logger.info("Gradients are looked at before the step: weights are updated after backward from now on.")
+        return self.in_backward
+
+    def _update_in_backward(self, trained: Trained, parameter: Tensor, gradient: Tensor) -> None:
+        if trained.spent_norm is not None:
+            raise OffloadError(
+                f"{trained.name} has got a second gradient before the optimizer's step, and was updated with the first one: "
+                "its value is not that of any step. Set max_grad_norm to update after backward, and go on from a checkpoint."
+            )
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        group, number = _group_of(optimizer, parameter)
+        options = options_of(group)
+        context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
+        with signals_deferred:
+            norm = norm_of(gradient, 2.0)
+            trained.update = Update(context, {**options, **names_of(group, [number])}, gradient)
+            set_gradient(parameter, None)
+            self.finish([trained])
+            trained.spent_norm, trained.spent_options = norm, options
+            guard.put(parameter, trained)
+
+    # -- steps --------------------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo
+    def step(self, optimizer: Optimizer) -> None:
+        """One step of all parameters that have a gradient.
+
+        Raises :class:`~hf_offload.errors.StorageError` if something cannot be read: the step can then be completed, or no
+        parameter that is not complete can be used.
+        """
+        with signals_deferred, self._section(), torch.no_grad():
+            self.finish()
+            self._has_asked = False
+            context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
+            in_memory: list[dict[str, Any]] = []
+            noted: list[Trained] = []
+            for group in optimizer.param_groups:
+                options = options_of(group)
+                staying: list[int] = []
+                for number, parameter in enumerate(group["params"]):
+                    trained, gradient = self.trained_of(parameter), gradient_of(parameter)
+                    if trained is not None:
+                        trained.check_step(options)
+                        trained.end_backward()
+                    if gradient is None:
+                        continue
+                    if trained is None or id(parameter) in self._staying or gradient.layout is not torch.strided:
+                        staying.append(number)
+                        continue
+                    trained.update = Update(context, {**options, **names_of(group, [number])}, gradient)
+                    noted.append(trained)
+                if staying:
+                    params = [group["params"][number] for number in staying]
+                    in_memory.append({**options, **names_of(group, staying), "params": params})
+            self._step_in_memory(in_memory, context)
+            may_wait = self.lazy and is_outside()
+            at_once = [one for one in noted if not (may_wait and self._may_wait(one))]
+            waiting = {id(one) for one in at_once}
+            for trained in noted:
+                if id(trained) not in waiting:
+                    self._put_off(trained)
+            self.finish(at_once)
+            stop_leaving()
+
+    def _may_wait(self, trained: Trained) -> bool:
+        """Whether nobody can read the parameter without asking."""
+        parameter = trained.parameter_ref()
+        if parameter is None or unit_with(parameter) is None:
+            return False
+        update = trained.update
+        assert update is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            # which in-place operations refuse
+            if torch._debug_has_internal_overlap(parameter) != 0:
+                return False
+            state = tree_leaves(self.state.get(parameter) or {})
+            known = [parameter, update.gradient, *(one for one in state if isinstance(one, Tensor))]
+            return not any(_is_held(one) for one in known)
+
+    def _put_off(self, trained: Trained) -> None:
+        parameter, update = trained.parameter_ref(), trained.update
+        assert parameter is not None
+        assert update is not None
+        torch.autograd.graph.increment_version(parameter)
+        update.counted = 1
+        for tensor in self._concerned(parameter, update):
+            guard.put(tensor, trained)
+
+    def _concerned(self, parameter: Tensor, update: Update) -> list[Tensor]:
+        state = tree_leaves(self.state.get(parameter) or {})
+        return [parameter, update.gradient, *(one for one in state if isinstance(one, Tensor))]
+
+    def _lift(self, trained: Trained, update: Update) -> None:
+        parameter = trained.parameter_ref()
+        if parameter is not None:
+            for tensor in self._concerned(parameter, update):
+                guard.lift(tensor, trained)
+
+    def _step_in_memory(self, groups: list[dict[str, Any]], context: StepContext) -> None:
+        if not groups:
+            return
+        parameters = [p for group in groups for p in group["params"]]
+        guard.settle([g for p in parameters if (g := gradient_of(p)) is not None])
+        state = self.state
+        before = {p: state[p] for p in parameters if p in state}
+        with self._section(None), pinned(parameters):
+            state.update(self.shadow.step(groups, before, context.attributes))
+
+    def finish(self, which: Iterable[Trained] | None = None) -> None:
+        """Compute the updates that parameters owe: by default, those of all."""
+        owing = [one for one in (self.records if which is None else which) if one.update is not None]
+        for number, trained in enumerate(owing):
+            parameter, update = trained.parameter_ref(), trained.update
+            if parameter is None or update is None:
+                continue
+            for coming in owing[number + 1 : number + 3]:
+                coming.read_ahead()
+            try:
+                with (
+                    signals_deferred,
+                    self._section(),
+                    update.context.restored(),
+                    torch.no_grad(),
+                ):
+                    self._lift(trained, update)
+                    trained.update = None  # from here on, it is the update itself that reads the parameter
+                    try:
+                        with pinned([parameter]), torch._C.DisableTorchFunctionSubclass():
+                            self._compute(trained, parameter, update)
+                    except BaseException:
+                        if update.done != _GIVEN_UP:
+                            trained.update = update
+                            for tensor in self._concerned(parameter, update):
+                                guard.put(tensor, trained)
+                        raise
+            except StorageError as error:
+                raise StorageError(
+                    f"The last step of {trained.name} cannot be completed, so its value must not be used: go on from the "
+                    f"last checkpoint. {error}"
+                ) from error
+
+    def _section(self, kind: str | None = OPTIMIZER_STATE) -> contextlib.AbstractContextManager[Any]:
+        return self.state_store.storage.handling.of(kind)
+
+    # -- one update ---------------------------------------------------------------------------------------------------------
+
+    def spans(self, parameter: Tensor, update: Update | None) -> list[tuple[int, int]] | None:
+        """Ranges of the parameter's bytes that step one after the other; None where it steps as a whole."""
+        if self._part_bytes is None or parameter.nbytes <= self._part_bytes:
+            return None
+        elements = max(1, self._part_bytes // parameter.itemsize // CUT_ELEMENTS) * CUT_ELEMENTS
+        tensors = [parameter, *([] if update is None else [update.gradient])]
+        tensors += [t for t in self.state_tensors(parameter) if t.shape == parameter.shape]
+        if parameter.numel() <= elements or not all(t.is_contiguous() for t in tensors):
+            return None
+        size = elements * parameter.itemsize
+        return [(begin, min(begin + size, parameter.nbytes)) for begin in range(0, parameter.nbytes, size)]
+
+    def _compute(self, trained: Trained, parameter: Tensor, update: Update) -> None:
+        spans = self.spans(parameter, update)
+        before = parameter._version
+        if spans is None:
+            self._compute_whole(trained, parameter, update)
+            changes = parameter._version - before
+        else:
+            changes = self._compute_parts(trained, parameter, update, spans)
+        if changes:  # fused ones count none
+            # As often as in memory, where an update is one step.
+            version = before - update.counted + changes
+            torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
+
+    def _compute_whole(self, trained: Trained, parameter: Tensor, update: Update) -> None:
+        state, gradient = self.state, update.gradient
+        guard.settle([gradient, *self.state_tensors(parameter)])
+        for tensor in (gradient, *self.state_tensors(parameter)):
+            parked = parked_of(tensor)
+            if parked is not None:
+                parked.come()
+        live = gradient_of(parameter)
+        set_gradient(parameter, gradient)
+        try:
+            its = {parameter: state[parameter]} if parameter in state else {}
+            after = self.shadow.step([{**update.options, "params": [parameter]}], its, update.context.attributes)
+        except Exception:
+            update.done = _GIVEN_UP  # the class has raised an error, as it does in memory: the step is not taken
+            raise
+        finally:
+            set_gradient(parameter, live)
+        if parameter in after:
+            state[parameter] = after[parameter]
+        if live is gradient and (parked := parked_gradient(gradient)) is not None:
+            parked.leave()
+        self.park_state(parameter)
+
+    def _compute_parts(
+        self, trained: Trained, parameter: Tensor, update: Update, spans: list[tuple[int, int]]
+    ) -> int:
+        state, changes = self.state, 0
+        flat, size = parameter.view(-1), parameter.itemsize
+        while update.done < len(spans):
+            span = [at // size for at in spans[update.done]]
+            target = flat[slice(*span)].detach()
+            its: dict[str, Any] = state.get(parameter) or {}
+            parts = {} if _are_new(its) else {name: _Part.of(value, parameter, *span) for name, value in its.items()}
+            gradient = _Part.of(update.gradient, parameter, *span)
+            assert gradient is not None
+            update.done += 1
+            trained.read_ahead(update)  # arrives while this part is computed
+            parked = parked_gradient(update.gradient)
+            target.grad = scaled(gradient.tensor, () if parked is None else parked.factors)
+            version, counted = target.grad._version, parameter._version
+            before = {name: captured(its[name]) if part is None else part.tensor for name, part in parts.items()}
+            try:
+                after = self.shadow.step(
+                    [{**update.options, "params": [target]}], {target: before} if parts else {}, update.context.attributes
+                ).get(target)
+            except Exception:
+                update.done = _GIVEN_UP
+                raise
+            changes = parameter._version - counted
+            self._put_part(trained, parameter, its, after or {}, parts, span, is_last=update.done == len(spans))
+            gradient.release(target.grad if target.grad._version != version else None)
+            self.state_store.throttle()
+            signals_deferred.deliver()
+        for tensor in self.state_tensors(parameter):
+            moved = parked_of(tensor)
+            if moved is not None and moved.parts.are_written:
+                moved.parts.end()
+        self.park_state(parameter)
+        return changes
+
+    def _put_part(
+        self,
+        trained: Trained,
+        parameter: Tensor,
+        its: dict[str, Any],
+        after: Mapping[str, Any],
+        parts: "Mapping[str, _Part | None]",
+        span: list[int],
+        is_last: bool,
+    ) -> None:
+        """Let ``after`` be the state of a part: numbers for each element where it belongs, what is the same for all parts
+        once, after the last one.
+        """
+        for name, value in after.items():
+            part = parts.get(name)
+            of_elements = isinstance(value, Tensor) and value.dim() == 1 and value.numel() == span[1] - span[0]
+            if part is None and of_elements:
+                if name not in its:
+                    like = torch.empty(parameter.shape, dtype=value.dtype, device="meta")
+                    its[name] = empty_away(like, parameter.device, f"the state of {trained.name}", self.state_store)
+                part = _Part.empty(its[name], *span)
+            if part is not None:
+                part.put(value)
+            elif is_last and isinstance(value, Tensor) and isinstance(its.get(name), Tensor):
+                its[name].copy_(value)
+            elif is_last:
+                its[name] = value
+        if after and parameter not in self.state:
+            self.state[parameter] = its
+
+
+_GIVEN_UP = -1
+
+
+class _Part:
+    """The elements from ``begin`` to ``end`` of a tensor, flat: where they are in memory, or in a slab of the tier."""
+
+    def __init__(self, parked: Parked | None, first_byte: int, slab: Slab | None, tensor: Tensor):
+        self.tensor = tensor
+        self._parked, self._first_byte, self._slab = parked, first_byte, slab
+
+    @classmethod
+    def of(cls, value: Any, parameter: Tensor, begin: int, end: int) -> "_Part | None":
+        """Those of a tensor of the parameter's shape; None for anything else."""
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return None
+        parked = parked_of(value)
+        if parked is not None and parked.where is not Where.AWAY:
+            parked.come()
+        if parked is None or parked.where is not Where.AWAY:
+            return cls(None, 0, None, value.view(-1)[begin:end].detach())
+        first, last = begin * value.itemsize, end * value.itemsize
+        slab = parked.parts.load(first, last - first)
+        content = slab.content[: last - first].view(value.dtype)
+        return cls(parked, first, slab, content.to(value.device))
+
+    @classmethod
+    def empty(cls, tensor: Tensor, begin: int, end: int) -> "_Part":
+        """Those of a tensor that has no values yet."""
+        parked = parked_of(tensor)
+        assert parked is not None
+        nbytes = (end - begin) * tensor.itemsize
+        slab = parked.store.new_slab(nbytes)
+        return cls(parked, begin * tensor.itemsize, slab, slab.content[:nbytes].view(tensor.dtype))
+
+    def put(self, value: Tensor) -> None:
+        """Let these be the elements."""
+        if self._parked is None:
+            if value.data_ptr() != self.tensor.data_ptr():
+                self.tensor.copy_(value)
+            return
+        assert self._slab is not None
+        content = self._slab.content[: value.nbytes].view(value.dtype)
+        if value.data_ptr() != content.data_ptr():
+            content.copy_(value)
+        self._parked.parts.store(self._first_byte, self._slab)
+
+    def release(self, changed: Tensor | None) -> None:
+        """The elements are not needed any more; they were ``changed`` into these, if they were."""
+        if changed is not None and self._parked is not None and self._parked.tensors:
+            self.put(changed)
+        elif self._slab is not None and self._parked is not None:
+            self._parked.store.recycle(self._slab)
+
+
+def _are_new(its: Mapping[str, Any]) -> bool:
+    """Whether a state is being made, by the first update, which was interrupted."""
+    tensors = (value for value in its.values() if isinstance(value, Tensor))
+    return any((parked := parked_of(tensor)) is not None and parked.is_new for tensor in tensors)
+
+
+def _may_move(tensor: Tensor, smallest_bytes: int) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        if guard.own_class(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return False
+        if tensor.requires_grad or tensor.is_meta or tensor.is_inference() or tensor.nbytes < smallest_bytes:
+            return False
+        if tensor.device.type == "cpu" and tensor.is_shared() and parked_of(tensor) is None:
+            return False
+        return tensor.untyped_storage().nbytes() in (tensor.nbytes, 0)
+
+
+def _is_held(tensor: Tensor) -> bool:
+    """Whether others have the memory of a tensor, who would read it without asking."""
+    if not torch._C._has_storage(tensor) or tensor.layout is not torch.strided:
+        return False
+    parked = parked_of(tensor)
+    if parked is not None:
+        return parked.is_held
+    storage = tensor.untyped_storage()
+    if tensor.device.type == "cpu" and tensor.is_shared():
+        return True
+    return int(torch._C._storage_Use_Count(storage._cdata)) > _USES_OF_ONE
+
+
+_USES_OF_ONE = 2
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _group_of(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Any], int]:
+    for group in optimizer.param_groups:
+        for number, one in enumerate(group["params"]):
+            if one is parameter:
+                return group, number
+    raise AssertionError("its gradient is watched because it is in a group")
+
+
+def _weak(trained: Trained, call: Callable[[Trained, Tensor], None]) -> Callable[[Tensor], None]:
+    """A hook that a parameter holds, and that does not hold the streaming."""
+    reference = weakref.ref(trained)
+    method = weakref.WeakMethod(call)
+
+    def called(parameter: Tensor) -> None:
+        found, its = method(), reference()
+        if found is not None and its is not None:
+            found(its, parameter)
+
+    return called
+
+
+def _comes_once(trained: Trained) -> bool:
+    """Whether this gradient is all that backward adds up, also of a block that reentrant checkpoints use more than once: the
+    first step shows it.
+    """
+    if not _is_in_checkpoint():
+        return True
+    trained.arrivals += 1
+    return trained.comes_once
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether a backward inside of the backward is on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None

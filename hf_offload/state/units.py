@@ -1,0 +1,328 @@
+"""What comes and goes together: the parameters of a block, of an embedding, of a head; and in which order.
+
+Note: the floor
+    The unit in use and the one before it stay, whatever the limit: two blocks are the fewest weights that are ever in memory.
+"""
+
+import contextlib
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_offload.checkpointing import in_recompute
+from hf_offload.interrupts import signals_deferred
+from hf_offload.state.contexts import is_outside, outside
+from hf_offload.state.order import UseOrder
+from hf_offload.state.parked import Parked, parked_of, stop_leaving
+from hf_offload.storage.handling import Handling
+from hf_offload.storage.service import WEIGHTS
+from hf_offload.structure.units import find_blocks
+from hf_offload.surgery import EagerHook
+
+_AHEAD = 8
+"""How many units are looked at to read them ahead."""
+_BEGIN = -1
+"""In the order of uses: a forward of the model begins. Nothing is read ahead of it: before it, others may write."""
+
+
+class Owed(Protocol):
+    """An update that a parameter waits for."""
+
+    def finish(self) -> None:
+        """Compute it."""
+
+    def check_stepped(self) -> None:
+        """Raise where the parameter has the value of half a step."""
+
+    def read_ahead(self) -> bool:
+        """Begin to read what it needs; false if there is no room for that."""
+
+
+class Unit:
+    """Parameters that come and go together.
+
+    Attributes:
+        name: Of the module that owns them.
+        number: Its place among the model's units.
+        weights: Those of them that may leave memory.
+        owed: What computes updates that they wait for, by the optimizer and the parameter.
+        uses: How many use it now.
+    """
+
+    def __init__(self, name: str, number: int, parameters: Iterable[nn.Parameter]):
+        self.name = name
+        self.number = number
+        self.parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.weights: list[Parked] = []
+        self.owed: dict[Any, Owed] = {}
+        self.uses = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights that may leave memory."""
+        return sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def bytes_here(self) -> int:
+        """Those of them that are in memory."""
+        return sum(weight.nbytes for weight in self.weights if weight.is_here)
+
+
+class Units:
+    """The units of one model, which hooks on their owners bring.
+
+    Attributes:
+        limit_bytes: Most bytes of weights in memory, but for the floor. None while no weight leaves.
+        most_bytes: Most bytes of them that were in memory at any time since it was set to 0.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.limit_bytes: int | None = None
+        self.most_bytes = 0
+        self.lock = threading.RLock()
+        self.handling: Handling | None = None
+        self.throttle: Callable[[], None] = lambda: None
+        self._handles: list[RemovableHandle] = []
+        self._recent: list[Unit] = []
+        self.units: list[Unit] = []
+        self._by_parameter: dict[int, Unit] = {}
+        self._order = UseOrder(0)
+        self.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Look at the model again: it may have other modules by now. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._handles.append(model.register_forward_pre_hook(EagerHook(self._begin), prepend=True))
+        self._handles.append(model.register_forward_hook(EagerHook(self._end), always_call=True))
+        for name, owner in _owners(model):
+            parameters = list(owner.parameters(recurse=name in find_blocks(model)))
+            new = [p for p in parameters if self.unit_of(p) is None]
+            if new:
+                unit = Unit(name, len(self.units), new)
+                self.units.append(unit)
+                for parameter in new:
+                    self._by_parameter[id(parameter)] = unit
+                    _units_of[id(parameter)] = weakref.ref(parameter, _forget(id(parameter))), self, unit
+            mine = list({id(unit): unit for p in parameters if (unit := self.unit_of(p)) is not None}.values())
+            if mine:
+                self._handles.append(owner.register_forward_pre_hook(EagerHook(_Arrive(self, mine))))
+        self._order = UseOrder(len(self.units))
+
+    def unit_of(self, parameter: Tensor) -> Unit | None:
+        """The unit of a parameter of this model."""
+        unit = self._by_parameter.get(id(parameter))
+        if unit is None or not any(reference() is parameter for reference in unit.parameters):
+            return None
+        return unit
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        """A forward of the model begins."""
+        if in_recompute():
+            return
+        with signals_deferred, self._section(), self.lock:
+            self._order.used(_BEGIN)
+            for unit in self.units:
+                for weight in unit.weights:
+                    weight.drop_reads()
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward of the model has ended."""
+        if not in_recompute():
+            with signals_deferred:
+                stop_leaving()
+
+    # -- uses -------------------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo
+    def need(self, unit: Unit) -> None:
+        """Let ``unit`` be in memory, with all its updates: it is about to be used."""
+        with self.using([unit]):
+            pass
+
+    @contextlib.contextmanager
+    def using(self, units: Iterable[Unit]) -> Iterator[None]:
+        """A block in which ``units`` are in memory, and updated."""
+        used: list[Unit] = []
+        try:
+            with signals_deferred, self._section(), self.lock:
+                for unit in units:
+                    self._order.used(unit.number)
+                    unit.uses += 1
+                    used.append(unit)
+                    with contextlib.nullcontext() if is_outside() else outside():
+                        self._bring(unit)
+            yield
+        finally:
+            for unit in used:
+                unit.uses -= 1
+
+    def _section(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.handling is None else self.handling.of(WEIGHTS)
+
+    def _misses(self, unit: Unit) -> bool:
+        return self.limit_bytes is not None and any(not weight.is_here for weight in unit.weights)
+
+    def _bring(self, unit: Unit) -> None:
+        if unit in self._recent:
+            self._recent.remove(unit)
+        self._recent = [*self._recent[-1:], unit]
+        if self._misses(unit):
+            self.make_room(unit.nbytes - unit.bytes_here)
+            for weight in unit.weights:
+                weight.come()
+        self.most_bytes = max(self.most_bytes, self.bytes_here)
+        for owed in list(unit.owed.values()):
+            owed.finish()
+        self._read_ahead()
+        self.throttle()
+
+    def make_room(self, nbytes: int) -> None:
+        """Let units leave that are used last, until so many bytes may come."""
+        if self.limit_bytes is None:
+            return
+        excess = self.bytes_here + nbytes - self.limit_bytes
+        for unit in self._farthest_first() if excess > 0 else ():
+            if unit.uses or unit in self._recent:
+                continue
+            for weight in unit.weights:
+                if weight.is_here and weight.leave():
+                    excess -= weight.nbytes
+            self.throttle()
+            if excess <= 0:
+                return
+
+    def let_all_leave(self) -> None:
+        """Let no weight be in memory that may leave."""
+        with self.lock:
+            self._recent.clear()
+            for unit in self.units:
+                if not unit.uses:
+                    for weight in unit.weights:
+                        weight.leave()
+                        self.throttle()
+
+    @property
+    def bytes_here(self) -> int:
+        """Bytes of the weights in memory that may leave it."""
+        return sum(unit.bytes_here for unit in self.units)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all that may leave."""
+        return sum(unit.nbytes for unit in self.units)
+
+    def _farthest_first(self) -> list[Unit]:
+        next_use: dict[int, int] = {}
+        for place, number in enumerate(self._order.coming()):
+            next_use.setdefault(number, place)
+        never = len(self.units) * 1000
+        present = [unit for unit in self.units if unit.bytes_here]
+        return sorted(present, key=lambda unit: next_use.get(unit.number, never), reverse=True)
+
+    def _read_ahead(self) -> None:
+        for unit in self.coming()[:_AHEAD]:
+            if not all(weight.read_ahead() for weight in unit.weights):
+                return
+            if not all(owed.read_ahead() for owed in unit.owed.values()):
+                return
+
+    def coming(self) -> list[Unit]:
+        """Those that are probably used from now on, in order, before another forward begins."""
+        coming = itertools.takewhile(lambda number: number != _BEGIN, self._order.coming())
+        return [self.units[number] for number in dict.fromkeys(coming)]
+
+
+class _Backwards(threading.local):
+    """By thread, the backward that is known to end."""
+
+    def __init__(self) -> None:
+        self.number = -1
+
+
+_backwards = _Backwards()
+
+
+def in_backward() -> None:
+    """A hook of a backward runs: :func:`stop_leaving` is called once it has ended."""
+    number = torch._C._current_graph_task_id()
+    if number >= 0 and number != _backwards.number:
+        _backwards.number = number
+        torch.autograd.Variable._execution_engine.queue_callback(stop_leaving)
+
+
+class _Arrive:
+    """What the hook in front of an owner's forward calls."""
+
+    def __init__(self, units: Units, mine: list[Unit]):
+        self._units = units
+        self._mine = mine
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for unit in self._mine:
+            for owed in unit.owed.values():
+                owed.check_stepped()
+            self._units.need(unit)
+
+
+_units_of: dict[int, tuple[weakref.ref[Tensor], Units, Unit]] = {}
+"""By the parameter's id, which its reference checks."""
+_of_models: "weakref.WeakKeyDictionary[nn.Module, Units]" = weakref.WeakKeyDictionary()
+
+
+def units_of(model: nn.Module) -> Units:
+    """The units of a model, made when they are first asked for."""
+    found = _of_models.get(model)
+    if found is None:
+        found = _of_models[model] = Units(model)
+    return found
+
+
+def unit_with(parameter: Tensor) -> tuple[Units, Unit] | None:
+    """Where a parameter belongs, if it belongs to any model's units."""
+    found = _units_of.get(id(parameter))
+    return None if found is None or found[0]() is not parameter else found[1:]
+
+
+@contextlib.contextmanager
+def pinned(tensors: list[Tensor]) -> Iterator[None]:
+    """A block in which the units of ``tensors`` are in memory, and stay there."""
+    found = [one for tensor in tensors if (one := unit_with(tensor)) is not None]
+    with contextlib.ExitStack() as stack:
+        for units in {id(units): units for units, _ in found}.values():
+            mine = {unit.number: unit for other, unit in found if other is units}
+            stack.enter_context(units.using(mine.values()))
+        yield
+
+
+def _forget(key: int) -> Any:
+    return functools.partial(_units_of.pop, key)
+
+
+def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks, and what has parameters of its own outside of them, in the order of registration."""
+    blocks = find_blocks(model)
+    found: list[tuple[str, nn.Module]] = list(blocks.items())
+    for name, module in model.named_modules():
+        inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
+        has_own = next(iter(module.parameters(recurse=False)), None) is not None
+        if not inside and has_own and not isinstance(module, torch.jit.ScriptModule):
+            found.append((name or type(model).__name__, module))
+    return found
+
+
+__all__ = ["Unit", "Units", "parked_of", "pinned", "unit_with", "units_of"]

@@ -1,0 +1,323 @@
+"""The setting ``params``: which weights leave memory, how many stay, and where the rest goes."""
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hf_offload.plan.windows import weights_window
+from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.state.contexts import outside
+from hf_offload.state.parked import Parked, Where, parked_of
+from hf_offload.state.refusals import refuse
+from hf_offload.state.saved import follow_saved
+from hf_offload.state.units import Units, unit_with, units_of
+from hf_offload.storage.host_memory import ram_bytes
+from hf_offload.storage.opening import named_directories, open_tier
+from hf_offload.storage.service import WEIGHTS, RunStorage, share_storage, storage_of
+from hf_offload.storage.store import Store
+from hf_offload.structure.units import find_blocks
+from hf_offload.tensors import is_wrapped, nbytes_of
+
+logger = logging.getLogger(__name__)
+
+_KEPT_SHARE = 0.5
+"""The part of a memory budget that weights may take."""
+_BLOCKS = 2
+
+_weights: "weakref.WeakKeyDictionary[nn.Module, Weights]" = weakref.WeakKeyDictionary()
+
+
+class Weights:
+    """The weights of one model that leave memory.
+
+    Attributes:
+        store: Where they go.
+        is_home: The model was made with its weights on the tier: settings that leave them in memory do not bring them there.
+        parked_bytes: Bytes of all of them, also once the model has gone.
+    """
+
+    def __init__(self, store: Store, limit_bytes: int, largest_bytes: int):
+        self.store = store
+        self.is_home = False
+        self.parked_bytes = 0
+        self._limit_bytes = limit_bytes
+        self._largest_bytes = largest_bytes
+        self._parked: dict[int, Parked] = {}
+        self._units: Units | None = None
+        self._moved_before = (0, 0)
+        store.storage.members.add(self)
+
+    def park(self, model: nn.Module, config: OffloadConfig) -> None:
+        """Let all that may leave do so from now on, but for as many as fit."""
+        units = self._units = units_of(model)
+        units.follow(model)
+        units.handling, units.throttle = self.store.storage.handling, self.store.throttle
+        units.limit_bytes = self._limit_bytes
+        with units.lock, outside():
+            for name, parameter in model.named_parameters():
+                self.receive(name, parameter, config)
+            self.parked_bytes = self.total_bytes
+            units.make_room(0)
+            self.store.throttle()
+
+    def receive(self, name: str, parameter: nn.Parameter, config: OffloadConfig) -> Parked | None:
+        """Let one parameter leave memory later, if it may."""
+        parked = parked_of(parameter) if moves(parameter) else None
+        if parked is None:
+            if not may_leave(parameter, config):
+                return None
+            parked = Parked(parameter, name, self.store, takes_digests=True)
+            self._parked[id(parked)] = parked
+            self._largest_bytes = max(self._largest_bytes, parked.nbytes)
+        elif parameter not in _Identities(parked.tensors):
+            parked.add(parameter)
+        parked.name = name
+        found = unit_with(parameter)
+        if found is not None and parked not in found[1].weights:
+            found[1].weights.append(parked)
+        return parked
+
+    @property
+    def limit_bytes(self) -> int:
+        """What may be in memory of them, unless what is used at once takes more."""
+        return self._limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.store.window_bytes = weights_window(limit_bytes, self._largest_bytes)
+        if self._units is not None:
+            self._units.limit_bytes = limit_bytes
+            with self._units.lock, outside():
+                self._units.make_room(0)
+
+    def begin_run(self, limit_bytes: int) -> None:
+        """Another run begins."""
+        self.limit_bytes = limit_bytes
+        if self._units is not None:
+            self._units.most_bytes = self.bytes_in_memory
+        self._moved_before = self._moved_in_all
+
+    def weights(self) -> list[Parked]:
+        """Those that are still there."""
+        return [parked for parked in self._parked.values() if parked.is_alive]
+
+    @property
+    def bytes_in_memory(self) -> int:
+        """Bytes of those that are in memory."""
+        return sum(parked.nbytes for parked in self.weights() if parked.is_here)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(parked.nbytes for parked in self.weights())
+
+    @property
+    def most_bytes(self) -> int:
+        """Most bytes of them that were in memory at any time of the present run."""
+        return 0 if self._units is None else self._units.most_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most bytes of memory that they take, with those on their way to the tier and back."""
+        total = self.total_bytes
+        return total if self.limit_bytes >= total else self.limit_bytes + self.store.window_bytes
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes written to the tier and read from it in the present run."""
+        (written, read), (written_before, read_before) = self._moved_in_all, self._moved_before
+        return written - written_before, read - read_before
+
+    @property
+    def _moved_in_all(self) -> tuple[int, int]:
+        stats = self.store.tier.stats
+        return stats.written_bytes, stats.read_bytes
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the model may have its weights in memory for good."""
+        return not self.is_home
+
+    def let_all_leave(self) -> None:
+        """Write all of them, and let them leave."""
+        if self._units is not None:
+            with outside():
+                self._units.let_all_leave()
+        self.store.settle()
+
+    def bring_all(self) -> None:
+        """Let all weights be in memory, for good."""
+        with outside():
+            for parked in self.weights():
+                parked.let_come()
+        if self._units is not None:
+            self._units.limit_bytes = None
+            for unit in self._units.units:
+                unit.weights.clear()
+        self.store.settle()
+        for parked in self.weights():
+            parked.forget()
+        self._parked.clear()
+
+    def tell(self) -> None:
+        """Say in the log what has left memory."""
+        logger.info(
+            "%d weights with %s are on %s when they are not used; %s of them may be in memory.",
+            len(self._parked),
+            format_bytes(self.total_bytes),
+            self.store.tier.name,
+            format_bytes(min(self.limit_bytes, self.total_bytes)),
+        )
+
+
+class _Identities:
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._ids = {id(tensor) for tensor in tensors}
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self._ids
+
+
+def weights_of(model: nn.Module) -> Weights | None:
+    """The weights of a model that leave memory, or of the model that it wraps."""
+    found = _weights.get(model)
+    if found is None:
+        ids = {id(parked) for p in model.parameters() if moves(p) and (parked := parked_of(p)) is not None}
+        homes = (one for one in _weights.values() if one.is_home and not ids.isdisjoint(one._parked))
+        found = next(homes, None)
+    return found
+
+
+def run_storage(model: nn.Module) -> RunStorage:
+    """The storage of the run that trains ``model``: that of its weights, if they are on a tier already."""
+    present = weights_of(model)
+    if present is not None:
+        share_storage(model, present.store.storage)
+    return storage_of(model)
+
+
+def park_weights(model: nn.Module, config: OffloadConfig, storage: RunStorage, processes: int) -> Weights | None:
+    """Let the weights of ``model`` leave memory as ``config.weights_place`` says. Idempotent; with "none", they come back.
+
+    What is returned lives as long as the model does, whichever session has made it.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for a model whose weights cannot.
+    """
+    on_host = next((p.device.type == "cpu" for p in model.parameters()), True)
+    present = weights_of(model)
+    place = config.weights_place
+    if present is not None and present.is_home:
+        place = "there"
+    elif place == "auto":
+        place = place_for(sum(nbytes_of(p) for p in model.parameters()), config, on_host)
+    if place == "none":
+        if present is not None:
+            present.bring_all()
+            del _weights[model]
+        return None
+    refuse(model, config, processes)
+    if present is None:
+        largest = max((nbytes_of(p) for p in model.parameters()), default=0)
+        present = open_weights(config, place, storage, on_host, weights_at_a_time(model, config), largest)
+    return settle(model, present, config)
+
+
+def open_weights(
+    config: OffloadConfig, place: str, storage: RunStorage, on_host: bool, limit_bytes: int, largest_bytes: int
+) -> Weights:
+    """The weights of a model to come, whose largest parameter has ``largest_bytes``."""
+    directories = named_directories(config) if place == "ssd" else ()
+    tier = open_tier(storage, config, on_host, WEIGHTS, directories)
+    return Weights(
+        Store(storage, tier, WEIGHTS, weights_window(limit_bytes, largest_bytes)), limit_bytes, largest_bytes
+    )
+
+
+def settle(model: nn.Module, weights: Weights, config: OffloadConfig) -> Weights:
+    """Let ``weights`` have all of ``model`` that may leave memory, and as many of them in memory as ``config`` says."""
+    is_new = _weights.get(model) is not weights
+    _weights[model] = weights
+    wanted = weights_at_a_time(model, config) if config.weights_place != "none" else weights.limit_bytes
+    weights.begin_run(wanted)
+    before = len(weights.weights())
+    weights.park(model, config)
+    if is_new:
+        follow_saved(model)
+    if len(weights.weights()) > before and not weights.is_home:
+        weights.tell()
+    return weights
+
+
+def is_large(parameter: nn.Parameter, config: OffloadConfig) -> bool:
+    """Whether ``config`` lets tensors of this size leave memory."""
+    return nbytes_of(parameter) >= config.smallest_bytes(parameter.device.type == "cpu")
+
+
+def memory_for_weights(config: OffloadConfig) -> int:
+    """Bytes of the memory budget that weights may take; 0 without a budget."""
+    return 0 if config.memory_budget is None else int(_KEPT_SHARE * int(config.memory_budget))
+
+
+def weights_at_a_time(model: nn.Module, config: OffloadConfig) -> int:
+    """Bytes of weights that may be in memory: a share of the memory budget, and at least two blocks."""
+    return max(blocks_at_a_time(model), memory_for_weights(config))
+
+
+def blocks_at_a_time(model: nn.Module) -> int:
+    """Bytes of the fewest weights that are ever left in memory: two blocks."""
+    sizes = [sum(nbytes_of(p) for p in block.parameters()) for block in find_blocks(model).values()]
+    single = max((nbytes_of(p) for p in model.parameters()), default=0)
+    return _BLOCKS * max([single, *sizes])
+
+
+def place_for(weights: int, config: OffloadConfig, on_host: bool) -> str:
+    """Where ``params="auto"`` lets so many bytes of weights be."""
+    if config.memory_budget is not None:
+        limit = int(config.memory_budget)
+    else:
+        limit = (ram_bytes()[0] or 0) if on_host else torch.accelerator.get_memory_info()[1]
+    place = "none"
+    if weights > _KEPT_SHARE * limit:
+        place = "ssd" if on_host or config.drive_settings else "ram"
+    logger.info(
+        "params='auto': weights take %s of %s, so they %s.",
+        format_bytes(weights),
+        format_bytes(limit),
+        "stay in memory" if place == "none" else f"go to {place}",
+    )
+    return place
+
+
+def moves(tensor: Tensor) -> bool:
+    """Whether a tensor of this kind can leave memory: one with strides and bytes of its own. Wrapper subclasses, sparse,
+    nested and quantised tensors, and those of ``torch.func`` stay.
+    """
+    return (
+        torch._C._has_storage(tensor)
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.is_inference())
+        and not is_wrapped(tensor)
+        and not hasattr(tensor, "__tensor_flatten__")
+    )
+
+
+def may_leave(parameter: nn.Parameter, config: OffloadConfig) -> bool:
+    """Whether the memory of ``parameter`` may come and go."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not moves(parameter) or not is_large(parameter, config):
+            return False
+        own = parameter.untyped_storage().nbytes() == parameter.nbytes
+        return own and not (parameter.device.type == "cpu" and parameter.is_shared())
+
+
+def away(model: nn.Module) -> Iterator[Parked]:
+    """The weights of ``model`` that are not in memory."""
+    for parameter in model.parameters():
+        parked = parked_of(parameter) if moves(parameter) else None
+        if parked is not None and parked.where is not Where.HERE:
+            yield parked
