@@ -28,20 +28,20 @@ from hf_offload.engine.watch import ModelWatch
 from hf_offload.errors import OffloadConfigError, OffloadError, OffloadPlanError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.memory_modes.applied import AppliedMode, apply_mode
-from hf_offload.optimizers.streamed import clip_grad_norm_
-from hf_offload.parameters.demand import as_plain, is_demanded
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
 from hf_offload.planning.automatic import AutomaticPlan
 from hf_offload.planning.known import Known, Prediction
 from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.ranks import agreed
 from hf_offload.ranks import Ranks
-from hf_offload.residency.residency import Residency
-from hf_offload.residency.setting import run_storage
 from hf_offload.settings.environment import unless_disabled
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.snapshots.loops import Expected, LoopSnapshots, Objects, refuse_loop
+from hf_offload.state.optimizer import clip_grad_norm_
+from hf_offload.state.saved import follow_saved
+from hf_offload.state.units import pinned
+from hf_offload.state.weights import Weights, run_storage
 from hf_offload.storage.opening import open_tier
 from hf_offload.storage.wear import Written
 from hf_offload.structure.units import find_blocks, find_units
@@ -150,6 +150,7 @@ class OffloadSession:
         self._state: ModelState | None = None
         self.stats = OffloadStats(None, self._storage.accounts)
         self._stepped = False
+        self._saving: Any = None
         self._snapshots_expected: Expected | None = None
 
     _plan: Plan
@@ -170,6 +171,7 @@ class OffloadSession:
             )
         self._state = ModelState(model, config, self._storage, self.ranks)
         if not self._plan.moves or not trains_anything(model) or not self._saves_anything:
+            self._saving = follow_saved(model)
             return
         device = open_device(device_of(model))
         if automatic:
@@ -372,19 +374,18 @@ class OffloadSession:
         return optimizer
 
     @property
-    def residency(self) -> Residency | None:
+    def residency(self) -> Weights | None:
         """Which weights are in memory; None where all of them are."""
         return None if self._state is None else self._state.residency
 
     @contextmanager
     def weights(self, *modules: nn.Module) -> Iterator[None]:
-        """Let the weights of ``modules``, by default of the whole model, be in memory inside the block, as plain parameters:
-        for code that takes their memory without PyTorch's knowing. What it changes there stays.
+        """Let the weights of ``modules``, by default of the whole model, be in memory inside the block: for code that takes
+        their memory without PyTorch's knowing. What it changes there stays.
         """
         model = self._model()
         found = modules or (() if model is None else (model,))
-        parameters = {id(p): p for module in found for p in module.parameters() if is_demanded(p)}
-        with as_plain(list(parameters.values()), changed=True):
+        with pinned([parameter for module in found for parameter in module.parameters()], unseen=True):
             yield
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -506,6 +507,8 @@ class OffloadSession:
             self._mode.close()
         if phases is not None:
             phases.remove()
+        if self._saving is not None:
+            self._saving.remove()
         if model is not None:
             _attached.pop(model, None)
         try:

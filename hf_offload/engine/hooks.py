@@ -26,10 +26,10 @@ from hf_offload.engine.stats import OffloadStats
 from hf_offload.engine.tape import Tape
 from hf_offload.engine.transfer import Transfer
 from hf_offload.interrupts import signals_deferred
-from hf_offload.parameters.saved import KeptTensor, modified
 from hf_offload.plan import rules
 from hf_offload.plan.plan import Plan
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.state.saved import KeptTensor, SavedWeight, modified, saved_weight
 from hf_offload.storage.buffers import whole_storage
 from hf_offload.storage.handling import Handling
 from hf_offload.storage.service import ACTIVATIONS
@@ -43,7 +43,7 @@ _STORAGE_ALIGNMENT = 16
 # Operations are noted in a graph (make_fx, torch.func.linearize), and the engine's would be, too.
 _TRACING = torch._C._TorchDispatchModeKey.PROXY
 
-Handle = KeptTensor | PackedView
+Handle = KeptTensor | PackedView | SavedWeight
 
 
 class Observer(Protocol):
@@ -176,6 +176,9 @@ class Engine:
         """Called when an operation saves ``tensor`` for backward."""
         if self._thread.unfinished and self._thread.operation != torch.autograd._get_sequence_nr():
             self.operation_ended()
+        weight = saved_weight(tensor)
+        if weight is not None:
+            return weight
         if not is_plain(tensor) or tensor.device != self._device.torch_device or tensor.is_inference():
             return _keep(tensor)
         if self.closed or torch._C._current_graph_task_id() != self._thread.backward:
@@ -221,7 +224,7 @@ class Engine:
             self.operation_ended()
         if torch.is_grad_enabled():
             self._made_graph = True
-        if isinstance(handle, KeptTensor):
+        if not isinstance(handle, PackedView):
             return handle.unpack()
         with signals_deferred, self._handling.of(ACTIVATIONS):
             return self._unpack_view(handle)

@@ -8,9 +8,10 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.streamed import StreamedState, clip_grad_norm_, streaming_of
 from hf_offload.session import OffloadSession
 from hf_offload.settings.schema import OffloadConfig
+from hf_offload.state.optimizer import clip_grad_norm_, streaming_of
+from hf_offload.state.parked import parked_of
 
 _OWN_STATE = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.XLA, DistributedType.MEGATRON_LM)
 
@@ -52,10 +53,9 @@ def own_resident_state(optimizer: Any) -> None:
     """Copy what stays in memory of the state: it may lie in a checkpoint's file, which another one can take the place of."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
-    present = optimizer.state
-    for state in present.resident() if isinstance(present, StreamedState) else list(present.values()):
+    for state in list(optimizer.state.values()):
         for name, value in state.items():
-            if type(value) is Tensor:
+            if type(value) is Tensor and parked_of(value) is None:
                 state[name] = value.clone()
 
 

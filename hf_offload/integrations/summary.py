@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hf_offload.engine.stats import OffloadStats, StepStats, added
 from hf_offload.planning.known import Prediction
-from hf_offload.residency.residency import Residency
+from hf_offload.state.weights import Weights
 from hf_offload.session import OffloadSession
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
@@ -78,7 +78,7 @@ def has_summary(session: OffloadSession) -> bool:
     return session.active or session.orphaned or moves_state(session)
 
 
-def _weights(residency: Residency, steps: int) -> str:
+def _weights(residency: Weights, steps: int) -> str:
     """What weights have moved; there is one process."""
     written, read = (format_bytes(moved / steps) for moved in residency.moved_bytes)
     return (

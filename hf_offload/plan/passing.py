@@ -1,6 +1,6 @@
 """Weights of which only a part is in memory, in the steps of a training: what comes and goes when.
 
-The rule is that of :class:`~hf_offload.residency.residency.Residency`: where a weight needs room, those leave that are used
+The rule is that of :class:`~hf_offload.state.units.Units`: where a weight needs room, those leave that are used
 last. It knows uses from the step before, so what is played is a step after others.
 """
 

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import in_recompute
-from hf_offload.optimizers.streamed import has_gradient
-from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.planning.optimizer_state import is_elsewhere, missing_state, state_of
 from hf_offload.planning.other_threads import follow_backward, let_backward_go, put_back
 from hf_offload.planning.recorder import StepRecorder
-from hf_offload.residency.setting import residency_of
+from hf_offload.state.gradients import has_gradient
+from hf_offload.state.parked import parked_of
+from hf_offload.state.weights import moves, weights_of
 from hf_offload.tensors import nbytes_of, parameter_count
 
 # Share of the saved bytes up to which it may be that another backward needs them again, and is not looked at.
@@ -473,8 +473,8 @@ class StepMeter(StepRecorder):
     # -- what was found -----------------------------------------------------------------------------------------------
 
     def _base_bytes(self) -> int:
-        residency = residency_of(self.model)
-        resident = (p for p in self.model.parameters() if residence_of(p) is None)
+        residency = weights_of(self.model)
+        resident = (p for p in self.model.parameters() if not moves(p) or parked_of(p) is None)
         weights = sum(nbytes_of(tensor) for tensor in {*resident, *self.model.buffers()})
         return weights + (0 if residency is None else residency.budget_bytes) + self._state_bytes
 

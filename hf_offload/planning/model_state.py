@@ -9,8 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.streamed import StreamedSetting, check_streamable, state_per_weight, streaming_of
-from hf_offload.parameters.waiting import residence_of
 from hf_offload.plan.choosing import choose
 from hf_offload.plan.fitting import least_memory
 from hf_offload.plan.footprint import Footprint
@@ -22,11 +20,13 @@ from hf_offload.plan.windows import state_window
 from hf_offload.planning.beforehand import footprint_beforehand
 from hf_offload.planning.unit_weights import trained_in, unit_weights
 from hf_offload.ranks import Ranks
-from hf_offload.residency.residency import Residency
-from hf_offload.residency.setting import park_weights, residency_of
 from hf_offload.settings.memory_modes import NONE, OF_ADAPTERS
 from hf_offload.settings.schema import OffloadConfig, snapshots_held, with_checked
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.state.optimizer import check_streamable, state_per_weight, streaming_of
+from hf_offload.state.parked import parked_of
+from hf_offload.state.setting import StreamedSetting
+from hf_offload.state.weights import Weights, moves, park_weights, weights_of
 from hf_offload.storage.handling import WAITS
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, WEIGHTS, RunStorage
 from hf_offload.tensors import nbytes_of
@@ -58,7 +58,7 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, config: OffloadConfig, storage: RunStorage, ranks: Ranks):
-        self.residency: Residency | None = None
+        self.residency: Weights | None = None
         self.streamed: StreamedSetting | None = None
         self.left_for_a_step = False
         self._config = config
@@ -87,7 +87,7 @@ class ModelState:
         self._width = 1  # of the windows of gradients and state
         self._has_returned = False  # all weights, which had left
         self._after_streaming: list[Callable[[], None]] = []
-        present = residency_of(model)
+        present = weights_of(model)
         if self._may_park and present is not None:
             self._park(model, self._place)
         elif not self._may_park and (config.params not in (None, "none") or present is not None):
@@ -155,9 +155,9 @@ class ModelState:
             smallest_bytes=self._config.smallest_bytes(self._on_host),
         )
 
-    def _warn_of(self, optimizer: Optimizer, residency: Residency) -> None:
+    def _warn_of(self, optimizer: Optimizer, residency: Weights) -> None:
         """Say, once, that the step of ``optimizer`` needs more memory than ``residency`` leaves for weights."""
-        trained = [p for group in optimizer.param_groups for p in group["params"] if residence_of(p) is not None]
+        trained = [p for group in optimizer.param_groups for p in group["params"] if moves(p) and parked_of(p) is not None]
         nbytes = sum(nbytes_of(p) for p in trained)
         if nbytes > residency.limit_bytes and not self._has_warned and self._config.memory_mode == NONE:
             self._has_warned = True

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from hf_offload.optimizers.streamed import StreamedState
+from hf_offload.state.optimizer import streaming_of
+from hf_offload.state.parked import parked_of
 from hf_offload.storage.service import models_in_use
 from hf_offload.tensors import nbytes_of
 
@@ -69,13 +70,15 @@ def state_of(optimizer: torch.optim.Optimizer, elsewhere: Container[int] = ()) -
     """
     if is_elsewhere(optimizer, elsewhere):
         return  # whatever its state is kept under
-    state = optimizer.state
-    items = dict.items(state) if isinstance(state, StreamedState) else state.items()
-    for key, value in list(items):
+    for key, value in list(vars(optimizer).get("state", optimizer.state).items()):
         if id(key) not in elsewhere:
             for leaf in tree_leaves(value):
-                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not _is_away(leaf):
                     yield leaf
+
+
+def _is_away(tensor: torch.Tensor) -> bool:
+    return torch._C._has_storage(tensor) and parked_of(tensor) is not None
 
 
 def is_elsewhere(optimizer: torch.optim.Optimizer, elsewhere: Container[int]) -> bool:
@@ -88,7 +91,7 @@ def missing_state(optimizer: torch.optim.Optimizer, elsewhere: Container[int] = 
     """Bytes of state that weights which have had no gradient yet will have, by what the others have of it; without those with
     an id in ``elsewhere``.
     """
-    if isinstance(optimizer.state, StreamedState):
+    if streaming_of(optimizer) is not None:
         return 0  # it goes to the tier as it comes
     with_state = without = state = 0
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import sys
 import types
@@ -17,12 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import in_recompute
-from hf_offload.optimizers.streamed import gradient_of
-from hf_offload.parameters.changes import count_changes_of_lists
-from hf_offload.parameters.saved import whereabouts
 from hf_offload.plan.footprint import BlockSpan, Segment
 from hf_offload.planning.other_threads import Follower
 from hf_offload.planning.workspace import workspace_bytes
+from hf_offload.state.gradients import gradient_of, has_gradient_here
+from hf_offload.state.parked import is_parked
 from hf_offload.storage.handling import Handling
 from hf_offload.structure.effects import Effects
 from hf_offload.structure.units import find_blocks, find_units
@@ -31,6 +31,25 @@ from hf_offload.tensors import has_storage, nbytes_of, parts_of
 from hf_offload.transforms.tiling.head import head_name
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+def count_changes_of_lists(func: Any, args: Sequence[Any]) -> None:
+    """Count versions for what ``func``, such as ``torch._foreach_mul_``, has done to lists of tensors in a dispatch mode.
+
+    PyTorch counts them outside of such modes alone.
+    """
+    for place in _changed_lists(func):
+        for tensor in args[place]:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
+@functools.cache
+def _changed_lists(func: Any) -> tuple[int, ...]:
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.name.startswith("aten::_foreach_"):
+        return ()
+    written = (argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
+    return tuple(place for place, is_written in enumerate(written) if is_written)
 
 
 class _Seen(weakref.ref[torch.UntypedStorage]):
@@ -191,10 +210,12 @@ class StepRecorder(Follower):
 
     def _count_gradient(self, parameter: torch.Tensor) -> None:
         self._reached.add(id(parameter))
-        if gradient_of(parameter) is not None:
+        if has_gradient_here(parameter):
             self._add_gradient(parameter)
             return
-        # Or it is in a file: asked for, it would come back to memory.
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            self.forget(gradient.untyped_storage())  # it is on a tier
         self._used_up.add(id(parameter))
         if id(parameter) in self._in_memory:
             self._in_memory.discard(id(parameter))
@@ -210,7 +231,7 @@ class StepRecorder(Follower):
         """Count those in memory; returns how many bytes of them had left it, and came back, for clipping or the like."""
         back = 0
         for parameter in self.model.parameters():
-            gradient = gradient_of(parameter) if parameter.is_leaf else None
+            gradient = gradient_of(parameter) if parameter.is_leaf and has_gradient_here(parameter) else None
             if gradient is None or gradient.layout is not torch.strided:
                 continue
             self.see(gradient.untyped_storage())
@@ -336,7 +357,7 @@ class StepRecorder(Follower):
             return False
         # Weights that come and go are a part of what is there all the time. A mapped file, such as a state dict's, may be
         # dropped by the system.
-        counts = counts and not whereabouts.has(storage) and storage.filename is None
+        counts = counts and not is_parked(storage) and storage.filename is None
         nbytes = storage.nbytes() if counts else 0
         self._live += nbytes
         self._seen[key] = self._note_end(storage, nbytes)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hf_offload.optimizers.streamed import gradient_of, has_gradient
+from hf_offload.state.gradients import gradient_of, has_gradient
 from hf_offload.tensors import nbytes_of
 
 Shapes = tuple[tuple[str, tuple[Any, ...]], ...]

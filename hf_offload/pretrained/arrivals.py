@@ -14,17 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.allocator import release_free_memory
 from hf_offload.errors import OffloadConfigError, StorageError
 from hf_offload.planning.ranks import part_of
-from hf_offload.residency.refusals import refuse_processes
-from hf_offload.residency.residency import Residency
-from hf_offload.residency.setting import (
-    may_leave,
-    memory_for_weights,
-    open_residency,
-    place_for,
-    settle,
-)
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.state.refusals import refuse_processes
+from hf_offload.state.weights import Weights, may_leave, memory_for_weights, open_weights, place_for, settle
 from hf_offload.storage.file_systems import free_disk_bytes
 from hf_offload.storage.opening import named_directories
 from hf_offload.storage.service import RunStorage, share_storage
@@ -55,7 +48,7 @@ class Arrivals:
         self._arrived_bytes = 0
         self._held_bytes = 0
         self._place: str | None = None
-        self._residency: Residency | None = None
+        self._residency: Weights | None = None
         self._storage = RunStorage()
         self._handle: RemovableHandle | None = None
         self._thread = threading.get_ident()
@@ -77,7 +70,6 @@ class Arrivals:
         share_storage(model, self._storage)
         settle(model, self._residency, self._config)
         self._check_room()
-        self._residency.try_reading()
         self._residency.tell()
 
     def _arrive(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -95,7 +87,7 @@ class Arrivals:
             parameter.data = (
                 parameter.data.clone()
             )  # a part of a tensor that was split, and would stay in memory for it
-        self._residency.receive(f"{type(module).__name__}.{name}", parameter)
+        self._residency.take_in(f"{type(module).__name__}.{name}", parameter, self._config)
         self._check_room()
         self._arrived_bytes += parameter.nbytes
         self._held_bytes += parameter.nbytes
@@ -120,7 +112,7 @@ class Arrivals:
         limit_bytes = memory_for_weights(config)
         if place == "ssd":
             self._check_drive(limit_bytes)
-        self._residency = open_residency(config, place, self._storage, on_host, limit_bytes, self._largest_bytes)
+        self._residency = open_weights(config, place, self._storage, on_host, limit_bytes, self._largest_bytes)
         self._residency.is_home = True
 
     def _check_drive(self, limit_bytes: int) -> None:

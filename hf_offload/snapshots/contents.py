@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hf_offload.errors import SnapshotError
-from hf_offload.parameters.demand import own_class
-from hf_offload.parameters.waiting import residence_of
 from hf_offload.ranks import Ranks
 from hf_offload.snapshots.memory import Small, Writable, Write
+from hf_offload.state.guard import own_class
+from hf_offload.state.parked import parked_of
 from hf_offload.storage.kept import Kept, keeping
 
 _ALIGNMENT = 64
@@ -51,7 +51,7 @@ def without_twins(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _place_of(tensor: Tensor) -> tuple[Any, ...]:
-    if isinstance(tensor, torch.nn.Parameter) and residence_of(tensor) is not None:
+    if isinstance(tensor, torch.nn.Parameter) and parked_of(tensor) is not None:
         return (id(tensor),)  # its memory comes and goes, and would stay once its address is known
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload.errors import OffloadConfigError, SnapshotError, TierFullError
-from hf_offload.parameters.waiting import complete, residence_of
 from hf_offload.snapshots import contents
-from hf_offload.storage.kept import Kept
+from hf_offload.state import guard
+from hf_offload.state.parked import parked_of
+from hf_offload.state.weights import moves
+from hf_offload.storage.kept import Kept, KeptRange
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -39,7 +41,7 @@ class ModelWeights:
     @property
     def are_parked(self) -> bool:
         """Whether some of them leave memory between uses."""
-        return any(isinstance(one, nn.Parameter) and residence_of(one) is not None for one in self.model.parameters())
+        return any(moves(one) and parked_of(one) is not None for one in self.model.parameters())
 
     def tensors(self, copy_buffers: bool = False) -> dict[str, Tensor]:
         """Each by its name; with ``copy_buffers``, a copy of those that a forward may change. What leaves memory between
@@ -117,17 +119,18 @@ def left_on_drives(tensors: Mapping[str, Tensor], kept: Kept | None) -> dict[str
 
 
 def _placeholder(kept: Kept, parameter: nn.Parameter) -> Tensor | None:
-    residence = residence_of(parameter)
-    if residence is None:
+    parked = parked_of(parameter) if moves(parameter) else None
+    if parked is None or not parked.store.tier.may_keep or not parameter.is_contiguous():
         return None
-    complete(parameter)
+    guard.settle([parameter])
     try:
-        part = residence.keep()
+        found = parked.keep()
     except TierFullError as error:
         kept.refusal = error
         return None
-    if part is None:
+    if found is None:
         return None
+    part = KeptRange(found[0], 0, parked.nbytes, found[1] or None)
     like = torch.empty(0, dtype=parameter.dtype)
     return kept.placeholder(like, parameter.shape, [part.slot], [part], changes=parameter.requires_grad)
 

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_offload.state import guard
 from hf_offload.state.contexts import outside
-from hf_offload.state.parked import Parked, parked_of
+from hf_offload.state.parked import Parked, Where, parked_of
 from hf_offload.storage.store import Store
 from hf_offload.surgery import InertInCopies
 
@@ -48,6 +48,18 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     """``parameter.grad``, which is not read."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.grad
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Whether there is a gradient, wherever it is."""
+    return gradient_of(parameter) is not None
+
+
+def has_gradient_here(parameter: Tensor) -> bool:
+    """Whether there is a gradient in memory, which is not about to leave it."""
+    gradient = gradient_of(parameter)
+    parked = parked_gradient(gradient)
+    return gradient is not None and (parked is None or parked.where is Where.HERE)
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:

@@ -16,7 +16,7 @@ from hf_offload.state.clip import clip_parked
 from hf_offload.state.gradients import gradient_of
 from hf_offload.state.known import state_per_weight as state_per_weight_of
 from hf_offload.state.known import steps_by_weight, steps_in_parts
-from hf_offload.state.parked import stop_leaving
+from hf_offload.state.parked import pause
 from hf_offload.state.shadow import Shadow, make_shadow, options_of, step_of
 from hf_offload.state.step import Streaming, Trained
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
@@ -181,7 +181,7 @@ class StreamedOptimizer(Optimizer):
             finally:
                 for parameter in streaming.parameters():
                     streaming.park_state(parameter)
-                stop_leaving()
+                pause()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -199,7 +199,7 @@ class StreamedOptimizer(Optimizer):
             self._load_by_parameter(state_dict, streaming)
         for parameter in streaming.parameters():
             streaming.park_state(parameter)
-        stop_leaving()
+        pause()
 
     def _load_by_parameter(self, state_dict: dict[str, Any], streaming: Streaming) -> None:
         state_dict = state_dict.copy()

@@ -303,11 +303,13 @@ class Parked:
             self._is_clean = False
             return slab
         read, self._read = self._read, None
+        _ahead.pop(id(self), None)
         if read is not None:
             self.store.wait(read[1])
         if read is None or read[1].exception() is not None:  # of what was read ahead, before anyone has asked for it
             read = self._begin_read(urgent=True)
             self._read = None
+            _ahead.pop(id(self), None)
             self.store.wait(read[1])
         read[1].result()
         self._parts.overlay(read[0])
@@ -318,6 +320,7 @@ class Parked:
         with signals_deferred:
             slab = self.store.new_slab(self.nbytes)
             self._read = slab, self.store.read(self._slot.slot, slab, 0, urgent)
+            _ahead[id(self)] = self
             return self._read
 
     def drop_reads(self) -> None:
@@ -427,6 +430,7 @@ class Parts:
         with signals_deferred:
             slab = parked.store.new_slab(nbytes)
             self._reads[begin] = slab, parked.store.read(parked._slot.slot, slab, begin, urgent)
+            _ahead[id(parked)] = parked
             return self._reads[begin]
 
     def store(self, begin: int, slab: Slab) -> None:
@@ -507,16 +511,19 @@ class Parts:
 
 _parked: dict[int, Parked] = {}
 _leaving: dict[int, Parked] = {}
+_ahead: dict[int, Parked] = {}
 
 
-def stop_leaving() -> None:
+def pause() -> None:
     """Code of the user runs from now on, which may write to tensors without a new version (fused optimizers, ``.data``): what
-    is still being written stays in memory for now.
+    is still being written stays in memory for now, and what was read ahead is forgotten.
     """
     for parked in list(_leaving.values()):
         if parked.on_host and parked.where is Where.LEAVING:
             parked.where = Where.HERE
             parked.doubt()
+    while _ahead:
+        _ahead.popitem()[1].drop_reads()
 
 
 def parked_of(tensor: Tensor) -> Parked | None:
@@ -526,6 +533,12 @@ def parked_of(tensor: Tensor) -> Parked | None:
     storage = _storage_of(tensor)
     found = _parked.get(id(storage))
     return found if found is not None and found.is_of(storage) else None
+
+
+def is_parked(storage: torch.UntypedStorage) -> bool:
+    """Whether anything moves a storage."""
+    found = _parked.get(id(storage))
+    return found is not None and found.is_of(storage)
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage:

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import weakref
 from typing import Any
 
 import torch
@@ -150,8 +149,17 @@ class _Forwards(threading.local):
 class _Follow:
     """Hooks around the forwards of one model."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._thread = _Forwards()
+        self._handles = [
+            model.register_forward_pre_hook(EagerHook(self.enter)),
+            model.register_forward_hook(EagerHook(self.leave), always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
 
     def enter(self, module: nn.Module, args: Any) -> None:
         if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
@@ -171,14 +179,6 @@ class _Follow:
                 hooks.__exit__()
 
 
-_followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-def follow_saved(model: nn.Module) -> None:
-    """From now on, forwards of ``model`` save the weights that leave memory as :class:`SavedWeight`. Idempotent."""
-    if model in _followed:
-        return
-    _followed.add(model)
-    follow = _Follow()
-    model.register_forward_pre_hook(EagerHook(follow.enter))
-    model.register_forward_hook(EagerHook(follow.leave), always_call=True)
+def follow_saved(model: nn.Module) -> _Follow:
+    """From now on, forwards of ``model`` save the weights that leave memory as :class:`SavedWeight`."""
+    return _Follow(model)

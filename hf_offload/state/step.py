@@ -36,7 +36,7 @@ from hf_offload.state.gradients import (
     set_gradient,
     watch,
 )
-from hf_offload.state.parked import Parked, Where, empty_away, parked_of, stop_leaving
+from hf_offload.state.parked import Parked, Where, empty_away, parked_of, pause
 from hf_offload.state.shadow import CUT_ELEMENTS, Shadow, attributes_of, captured, names_of, options_of
 from hf_offload.state.units import in_backward, pinned, unit_with
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
@@ -115,6 +115,13 @@ class Trained:
         return all(
             one.parts.read_ahead(begin * by, (end - begin) * by) for one, by in zip(needed, ratios, strict=True) if by
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of its state that leave memory."""
+        parameter = self.parameter_ref()
+        tensors = [] if parameter is None else self.streaming.state_tensors(parameter)
+        return sum(one.nbytes for tensor in tensors if (one := parked_of(tensor)) is not None)
 
     # -- updates in backward ------------------------------------------------------------------------------------------------
 
@@ -375,7 +382,7 @@ class Streaming:
             self._has_asked = False
             context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
             in_memory: list[dict[str, Any]] = []
-            noted: list[Trained] = []
+            noted: list[tuple[Trained, Update]] = []
             for group in optimizer.param_groups:
                 options = options_of(group)
                 staying: list[int] = []
@@ -389,28 +396,28 @@ class Streaming:
                     if trained is None or id(parameter) in self._staying or gradient.layout is not torch.strided:
                         staying.append(number)
                         continue
-                    trained.update = Update(context, {**options, **names_of(group, [number])}, gradient)
-                    noted.append(trained)
+                    noted.append((trained, Update(context, {**options, **names_of(group, [number])}, gradient)))
                 if staying:
                     params = [group["params"][number] for number in staying]
                     in_memory.append({**options, **names_of(group, staying), "params": params})
             self._step_in_memory(in_memory, context)
             may_wait = self.lazy and is_outside()
-            at_once = [one for one in noted if not (may_wait and self._may_wait(one))]
-            waiting = {id(one) for one in at_once}
-            for trained in noted:
-                if id(trained) not in waiting:
-                    self._put_off(trained)
+            at_once: list[Trained] = []
+            for trained, update in noted:
+                waits = may_wait and self._may_wait(trained, update)
+                trained.update = update
+                if waits:
+                    self._put_off(trained, update)
+                else:
+                    at_once.append(trained)
             self.finish(at_once)
-            stop_leaving()
+            pause()
 
-    def _may_wait(self, trained: Trained) -> bool:
+    def _may_wait(self, trained: Trained, update: Update) -> bool:
         """Whether nobody can read the parameter without asking."""
         parameter = trained.parameter_ref()
         if parameter is None or unit_with(parameter) is None:
             return False
-        update = trained.update
-        assert update is not None
         with torch._C.DisableTorchFunctionSubclass():
             # which in-place operations refuse
             if torch._debug_has_internal_overlap(parameter) != 0:
@@ -419,10 +426,9 @@ class Streaming:
             known = [parameter, update.gradient, *(one for one in state if isinstance(one, Tensor))]
             return not any(_is_held(one) for one in known)
 
-    def _put_off(self, trained: Trained) -> None:
-        parameter, update = trained.parameter_ref(), trained.update
+    def _put_off(self, trained: Trained, update: Update) -> None:
+        parameter = trained.parameter_ref()
         assert parameter is not None
-        assert update is not None
         torch.autograd.graph.increment_version(parameter)
         update.counted = 1
         for tensor in self._concerned(parameter, update):

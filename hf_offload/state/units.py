@@ -20,7 +20,7 @@ from hf_offload.checkpointing import in_recompute
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state.contexts import is_outside, outside
 from hf_offload.state.order import UseOrder
-from hf_offload.state.parked import Parked, parked_of, stop_leaving
+from hf_offload.state.parked import Parked, parked_of, pause
 from hf_offload.storage.handling import Handling
 from hf_offload.storage.service import WEIGHTS
 from hf_offload.structure.units import find_blocks
@@ -136,15 +136,13 @@ class Units:
             return
         with signals_deferred, self._section(), self.lock:
             self._order.used(_BEGIN)
-            for unit in self.units:
-                for weight in unit.weights:
-                    weight.drop_reads()
+            pause()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward of the model has ended."""
         if not in_recompute():
             with signals_deferred:
-                stop_leaving()
+                pause()
 
     # -- uses -------------------------------------------------------------------------------------------------------------
 
@@ -258,11 +256,11 @@ _backwards = _Backwards()
 
 
 def in_backward() -> None:
-    """A hook of a backward runs: :func:`stop_leaving` is called once it has ended."""
+    """A hook of a backward runs: :func:`pause` is called once it has ended."""
     number = torch._C._current_graph_task_id()
     if number >= 0 and number != _backwards.number:
         _backwards.number = number
-        torch.autograd.Variable._execution_engine.queue_callback(stop_leaving)
+        torch.autograd.Variable._execution_engine.queue_callback(pause)
 
 
 class _Arrive:
@@ -299,13 +297,17 @@ def unit_with(parameter: Tensor) -> tuple[Units, Unit] | None:
 
 
 @contextlib.contextmanager
-def pinned(tensors: list[Tensor]) -> Iterator[None]:
-    """A block in which the units of ``tensors`` are in memory, and stay there."""
+def pinned(tensors: list[Any], unseen: bool = False) -> Iterator[None]:
+    """A block in which the units of ``tensors`` are in memory, and stay there; ``unseen``, they may be written to without a
+    new version.
+    """
     found = [one for tensor in tensors if (one := unit_with(tensor)) is not None]
     with contextlib.ExitStack() as stack:
         for units in {id(units): units for units, _ in found}.values():
             mine = {unit.number: unit for other, unit in found if other is units}
             stack.enter_context(units.using(mine.values()))
+            for weight in (weight for unit in mine.values() if unseen for weight in unit.weights):
+                weight.doubt()
         yield
 
 

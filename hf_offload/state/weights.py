@@ -13,7 +13,6 @@ from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.contexts import outside
 from hf_offload.state.parked import Parked, Where, parked_of
 from hf_offload.state.refusals import refuse
-from hf_offload.state.saved import follow_saved
 from hf_offload.state.units import Units, unit_with, units_of
 from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.storage.opening import named_directories, open_tier
@@ -80,6 +79,18 @@ class Weights:
         if found is not None and parked not in found[1].weights:
             found[1].weights.append(parked)
         return parked
+
+    def take_in(self, name: str, parameter: nn.Parameter, config: OffloadConfig) -> None:
+        """A parameter of a model that is being made: it stays until others need its room, for its values may be about to
+        come.
+        """
+        with outside():
+            excess = self.bytes_in_memory + parameter.nbytes - self._limit_bytes
+            for parked in self.weights():
+                if excess > 0 and parked.is_here and parked.leave():
+                    excess -= parked.nbytes
+                    self.store.throttle()
+            self.receive(name, parameter, config)
 
     @property
     def limit_bytes(self) -> int:
@@ -240,14 +251,11 @@ def open_weights(
 
 def settle(model: nn.Module, weights: Weights, config: OffloadConfig) -> Weights:
     """Let ``weights`` have all of ``model`` that may leave memory, and as many of them in memory as ``config`` says."""
-    is_new = _weights.get(model) is not weights
     _weights[model] = weights
     wanted = weights_at_a_time(model, config) if config.weights_place != "none" else weights.limit_bytes
     weights.begin_run(wanted)
     before = len(weights.weights())
     weights.park(model, config)
-    if is_new:
-        follow_saved(model)
     if len(weights.weights()) > before and not weights.is_home:
         weights.tell()
     return weights

@@ -11,7 +11,7 @@ from torch import nn
 from hf_offload import OffloadConfig, attach
 from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
 from hf_offload.forecast.fake import fake_mode
-from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.state.optimizer import streaming_of
 from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, staying_weights
 from hf_offload.plan.passing import Use, passing
 from hf_offload.planning.unit_weights import unit_weights
@@ -126,7 +126,7 @@ def test_a_step_of_a_model_moves_the_same_bytes(name, share):
     session.prepare_optimizer(optimizer)
     session.residency.limit_bytes = held.weights_bytes
     streaming = streaming_of(optimizer)
-    stores = {WEIGHTS: session.residency.store, STATE: streaming.states.store, GRADIENTS: streaming.gradients.store}
+    stores = {WEIGHTS: session.residency.store, STATE: streaming.state_store, GRADIENTS: streaming.gradient_store}
     assert {kind: store.window_bytes for kind, store in stores.items()} == planned.transfer_windows
     for store in stores.values():
         store.window_bytes = 0  # each write is waited for: what is written still would not be read

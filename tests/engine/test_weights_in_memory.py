@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload.parameters.contexts import outside
+from hf_offload.state.contexts import outside
 from hf_offload.residency.order import UseOrder
 from tests.faults.failing_calls import Hang
 from tests.helpers.parked import in_memory, leave_memory, parked

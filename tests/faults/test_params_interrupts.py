@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.state.optimizer import streaming_of
 from hf_offload.parameters import saved
 from tests.faults.interrupted import Interrupted, check_all, check_some, used_bytes
 from tests.faults.numbered_steps import Training
@@ -59,7 +59,7 @@ class Parked(Interrupted):
         assert used_bytes(residency.store, granules) <= granules, f"after {point}"
         if self.options["optimizer"] != "none":
             streaming = streaming_of(training.optimizer)
-            assert used_bytes(streaming.gradients.store, 0) == 0, f"after {point}"
+            assert used_bytes(streaming.gradient_store, 0) == 0, f"after {point}"
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from hf_offload.errors import StandstillError, StorageError
-from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.state.optimizer import streaming_of
 from tests.faults.failing_calls import ALL, EIO, ENOSPC, Faults, Hang
 from tests.faults.numbered_steps import PARKED, STEPS, STREAMED, Training, values_in_memory
 from tests.helpers.parked import leave_memory
@@ -25,7 +25,7 @@ def warnings_of(caplog):
 
 def stores_of(made):
     streaming, residency = streaming_of(made.optimizer), made.session.residency
-    stores = [] if streaming is None else [streaming.states.store, streaming.gradients.store]
+    stores = [] if streaming is None else [streaming.state_store, streaming.gradient_store]
     return stores if residency is None else [*stores, residency.store]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.errors import OffloadError, StorageError
-from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.state.optimizer import streaming_of
 from hf_offload.session import attached_session
 from tests.faults.failing_calls import ALL, EIO, Faults
 from tests.faults.numbered_steps import SMALLEST, STEPS, STREAMED, Training, values_in_memory
@@ -61,8 +61,8 @@ def test_a_state_that_is_lost_is_an_error_until_a_checkpoint_is_loaded(expected,
     checkpoint = made.values()
     made.step(1)
     streaming = streaming_of(made.optimizer)
-    streaming.states.store.settle()
-    streaming.gradients.store.settle()
+    streaming.state_store.settle()
+    streaming.gradient_store.settle()
     with monkeypatch.context() as patch:
         Faults(patch, "read_once", EIO, ALL)
         for use in (made.model.state_dict, made.values, made.optimizer.state_dict, lambda: made.step(2), made.values):
@@ -84,8 +84,8 @@ def test_a_session_ends_although_its_last_updates_are_lost(tmp_path, monkeypatch
     made.step(0)
     made.step(1)
     streaming = streaming_of(made.optimizer)
-    streaming.states.store.settle()
-    streaming.gradients.store.settle()
+    streaming.state_store.settle()
+    streaming.gradient_store.settle()
     Faults(monkeypatch, "read_once", EIO, ALL)
     with pytest.raises(StorageError, match="go on from the last checkpoint"):
         made.session.detach()

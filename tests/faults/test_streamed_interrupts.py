@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.state.optimizer import streaming_of
 from tests.faults.interrupted import Interrupted, check_all, check_some, used_bytes
 from tests.faults.numbered_steps import STREAMED, Training
 from tests.helpers.streamed import same
@@ -54,8 +54,8 @@ class Streamed(Interrupted):
         gc.collect()
         kept = sum(record.state_bytes for record in streaming.records)
         granules = 4096 * sum(len(record.states) for record in streaming.records)
-        assert used_bytes(streaming.states.store, kept + granules) <= kept + granules, f"after {point}"
-        assert used_bytes(streaming.gradients.store, 0) == 0, f"after {point}"
+        assert used_bytes(streaming.state_store, kept + granules) <= kept + granules, f"after {point}"
+        assert used_bytes(streaming.gradient_store, 0) == 0, f"after {point}"
 
 
 @pytest.fixture

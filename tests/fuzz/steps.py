@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_offload import OffloadConfig
-from hf_offload.optimizers.streamed import setting, streaming_of
+from hf_offload.state.optimizer import setting, streaming_of
 from hf_offload.session import attach
 from tests.fuzz.blocks import Stumbled
 from tests.fuzz.training import Trains

@@ -3,7 +3,6 @@
 from torch import nn
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.parameters.contexts import outside
 from hf_offload.session import OffloadSession
 
 
@@ -16,13 +15,10 @@ def parked(model: nn.Module, folder, params: str = "ssd", **settings) -> Offload
 
 
 def in_memory(session: OffloadSession) -> set[str]:
-    return {weight.name for weight in session.residency.weights() if weight.is_in_memory}
+    return {weight.name for weight in session.residency.weights() if weight.is_here}
 
 
 def leave_memory(session: OffloadSession) -> None:
     """All weights are written, and leave."""
-    residency = session.residency
-    with residency._lock, outside():
-        residency._make_room(0)
-    residency.store.settle()
+    session.residency.let_all_leave()
     assert not in_memory(session)

@@ -12,10 +12,10 @@ import transformers
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.engine.hooks import Engine
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
-from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.state.optimizer import streaming_of
 from hf_offload.optimizers.streamed.gradients import Gradients
-from hf_offload.optimizers.streamed.shadow import Shadow
-from hf_offload.optimizers.streamed.streaming import Streaming
+from hf_offload.state.shadow import Shadow
+from hf_offload.state.step import Streaming
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.planning.automatic import AutomaticPlan
 from hf_offload.residency.residency import Residency
@@ -174,7 +174,7 @@ def test_on_a_slow_drive_gradients_and_state_take_no_more_of_their_windows_than_
             step, streaming = session.planned.problem.footprint, streaming_of(optimizer)
             at = next(index for index, one in enumerate(step.segments) if one.backward)
             most = sum(step.transfer_windows.values()) - int(step.idle_bytes[at])
-            taken.append(streaming.states.store.buffer_bytes + streaming.gradients.store.buffer_bytes)
+            taken.append(streaming.state_store.buffer_bytes + streaming.gradient_store.buffer_bytes)
             assert taken[-1] <= most < sum(step.transfer_windows.values()) / 2
         loss.backward()
         optimizer.step()

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadTrainingArguments
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.state.optimizer import streaming_of
 from hf_offload.session import attach
 from tests.helpers.tables import rows
 
@@ -94,10 +94,10 @@ def test_a_loop_has_the_bits_of_the_run_in_memory(kind, clip, backwards, place, 
     expected = Loop("none", tmp_path, optimizer, clip, backwards, **options).results()
     loop = Loop(place, tmp_path, optimizer, clip, backwards, **options)
     streaming = streaming_of(loop.optimizer)
-    moved = [record.state_bytes for record in streaming.records if record.moved]
+    moved = [record.state_bytes for record in streaming.records if record.state_bytes]
     assert moved
-    assert streaming.states.store.tier.stats.written_bytes >= sum(moved)
-    assert streaming.gradients.store.tier.stats.written_bytes > 0
+    assert streaming.state_store.tier.stats.written_bytes >= sum(moved)
+    assert streaming.gradient_store.tier.stats.written_bytes > 0
     assert same(expected, loop.results())
 
 

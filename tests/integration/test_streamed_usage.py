@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.state.optimizer import streaming_of
 from tests.helpers.streamed import Run, batch, let_state_come_and_go, mlp, same, stream_in_parts, train
 from tests.helpers.unusual_optimizers import (
     Factored,

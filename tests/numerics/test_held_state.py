@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.state.optimizer import streaming_of
 from tests.helpers.streamed import Run, mlp, same, stream_in_parts, train
 
 OPTIMIZERS = {

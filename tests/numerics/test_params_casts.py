@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_offload.parameters.casts import _CASTS, copy_of
-from hf_offload.parameters.contexts import outside
+from hf_offload.state.contexts import outside
 from tests.helpers.parked import parked
 
 

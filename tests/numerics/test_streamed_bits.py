@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig
-from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.state.optimizer import streaming_of
 from hf_offload.session import attach
 from tests.helpers.tiny_models import NAMES, tiny_batch, tiny_model
 

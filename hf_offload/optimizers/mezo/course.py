@@ -20,9 +20,7 @@ from hf_offload.errors import OffloadError
 from hf_offload.optimizers.mezo.apart import Unchanging
 from hf_offload.optimizers.mezo.directions import Directions, Move, Shift, Update
 from hf_offload.optimizers.mezo.pairs import UnfitError
-from hf_offload.parameters.contexts import outside
-from hf_offload.parameters.demand import demanded, held_elsewhere
-from hf_offload.parameters.waiting import about_to_change, complete, demand_of, in_memory, residence_of
+from hf_offload.state.contexts import outside
 
 Place = tuple[int, int]
 """The number of a stage of the way, and how many of its moves were made."""

@@ -32,7 +32,7 @@ from hf_offload.optimizers.mezo.log import Known, MezoLog, Row, Setup
 from hf_offload.optimizers.mezo.passes import Passes
 from hf_offload.optimizers.mezo.together import Losses, Together
 from hf_offload.optimizers.projected.projections import draw_seed
-from hf_offload.parameters.waiting import residence_of
+from hf_offload.state.parked import parked_of
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +281,7 @@ class MeZO(Optimizer):
 
     def _mover(self) -> AtOnce | Course:
         """What moves the weights: at once, or when they are used, if any of them leaves memory."""
-        if isinstance(self._moves, AtOnce) and any(residence_of(one) is not None for one in self._weights.values()):
+        if isinstance(self._moves, AtOnce) and any(parked_of(one) is not None for one in self._weights.values()):
             self._moves.check()
             self._moves = Course(self._weights)
         return self._moves

@@ -11,8 +11,8 @@ from hf_offload.optimizers.mezo.apart import Apart
 from hf_offload.optimizers.mezo.course import Course
 from hf_offload.optimizers.mezo.pairs import UnfitError, run_in_turns
 from hf_offload.optimizers.mezo.python_state import PythonState
-from hf_offload.parameters.contexts import is_outside
-from hf_offload.parameters.waiting import residence_of
+from hf_offload.state.contexts import is_outside
+from hf_offload.state.parked import parked_of
 from hf_offload.structure.units import find_blocks
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Passes:
 
     def one_pays(self, course: Course, model: nn.Module) -> bool:
         """Whether both passes are to take turns. It keeps all weights on the tier, which pays if most of them go there."""
-        residences = [found for one in course.parameters if (found := residence_of(one)) is not None]
+        residences = [found for one in course.parameters if (found := parked_of(one)) is not None]
         return (
             not course.is_seen
             and bool(residences)

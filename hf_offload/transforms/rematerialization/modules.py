@@ -13,7 +13,7 @@ from torch.utils._device import DeviceContext
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.interrupts import signals_deferred
-from hf_offload.parameters.demand import own_class
+from hf_offload.state.guard import own_class
 from hf_offload.surgery import ReplacedForward
 from hf_offload.tensors import are_transformed
 from hf_offload.transforms.autocast import autocast_as_now, autocast_dtype

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.state.optimizer import streaming_of
 from tests.accelerator.on_device.training import Case, batch, build
 from tests.helpers.tables import rows
 

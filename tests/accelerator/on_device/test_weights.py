@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, OffloadSession, attach
-from hf_offload.parameters.contexts import outside
+from hf_offload.state.contexts import outside
 from tests.accelerator.on_device.training import Case, batch, build
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import NAMES
