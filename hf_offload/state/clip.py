@@ -77,6 +77,7 @@ def _norm(gradient: Tensor, norm_type: float, trained: Trained | None) -> Tensor
         if parked.norm is not None and norm_type == 2.0 and not parked.factors and is_outside():
             return parked.norm
         parked.settle(unseen=False)
+        parked.come()
         norm = norm_of(gradient, norm_type)
         parked.leave()
         parked.store.throttle()

@@ -35,13 +35,15 @@ class ParkedGradient(Parked):
             guard.put(gradient, self)
 
     def settle(self, unseen: bool) -> None:
-        self.come()
         factors, self.factors, self.norm = self.factors, (), None
+        if factors or not self.on_host:
+            self.come()
         for gradient in self.tensors:
             guard.lift(gradient, self)
             with outside():
                 scaled(gradient, factors)
-        super().settle(unseen)
+        if unseen:
+            self.doubt()
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -79,8 +81,10 @@ def parked_gradient(gradient: Tensor | None) -> ParkedGradient | None:
 def park_gradient(gradient: Tensor, name: str, store: Store, wants_norm: bool) -> None:
     """Let a gradient leave memory that backward has just put into ``.grad``."""
     parked = parked_gradient(gradient) or ParkedGradient(gradient, name, store)
-    parked.norm = norm_of(gradient, 2.0) if wants_norm else None
-    parked.leave()
+    norm = norm_of(gradient, 2.0) if wants_norm else None
+    if parked.leave() and norm is not None:
+        parked.norm = norm
+        guard.put(gradient, parked)  # who changes it changes its norm
     store.throttle()
 
 

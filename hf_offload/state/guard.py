@@ -4,6 +4,7 @@ A guarded tensor is the same object, of a subclass of its class, until nothing i
 put off, factors of clipping, or, on an accelerator, its memory.
 """
 
+import copy
 import functools
 from typing import Any, Protocol
 
@@ -18,7 +19,6 @@ _PROPERTIES = (
     "dtype",
     "device",
     "layout",
-    "ndim",
     "requires_grad",
     "is_leaf",
     "grad_fn",
@@ -44,8 +44,6 @@ _METHODS = (
     "stride",
     "numel",
     "nelement",
-    "dim",
-    "ndimension",
     "element_size",
     "get_device",
     "is_floating_point",
@@ -66,7 +64,7 @@ _HARMLESS = frozenset(
         torch.numel,
     ]
 )
-"""What neither reads nor writes values."""
+"""What neither reads nor writes values. Not ``dim``: ``torch.func.vmap`` asks for it before it wraps a tensor, unasked."""
 _UNSEEN = frozenset(
     [
         Tensor.data.__get__,  # type: ignore[attr-defined]
@@ -101,6 +99,14 @@ class Guarded:
         with pinned(owing):
             settle(owing, func in _UNSEEN)
             return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        settle([self])
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        settle([self])
+        return self.__reduce_ex__(protocol)
 
 
 @functools.cache
@@ -138,6 +144,7 @@ def settle(tensors: Any, unseen: bool = False) -> None:
     for tensor in tensors:
         for debt in list(vars(tensor).get(_DEBTS, ())):
             debt.settle(unseen)
+        assert not isinstance(tensor, Guarded), "whoever settles a debt lifts its guard"
 
 
 def debts_of(tensor: Tensor) -> list[Any]:

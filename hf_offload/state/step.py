@@ -56,8 +56,11 @@ _UPDATE_LATER = (
 
 @dataclasses.dataclass
 class Update:
-    """A step that has been taken and not computed yet. ``done`` parts of it are."""
+    """A step that has been taken and not computed yet, with the state of its optimizer, which may go. ``done`` parts of it
+    are.
+    """
 
+    state: dict[Any, Any]
     context: StepContext
     options: dict[str, Any]
     gradient: Tensor
@@ -274,17 +277,17 @@ class Streaming:
         optimizer = self._optimizer()
         return {} if optimizer is None else vars(optimizer)["state"]
 
-    def state_tensors(self, parameter: Tensor) -> list[Tensor]:
-        """The tensors of its state that may leave memory."""
-        found = tree_leaves(self.state.get(parameter) or {})
+    def state_tensors(self, parameter: Tensor, state: dict[Any, Any] | None = None) -> list[Tensor]:
+        """The tensors of its state that may leave memory, by default of the optimizer's present ``state``."""
+        found = tree_leaves((self.state if state is None else state).get(parameter) or {})
         return [t for t in found if isinstance(t, Tensor) and _may_move(t, SMALLEST_STATE_BYTES)]
 
-    def park_state(self, parameter: Tensor) -> None:
-        """Let its state leave memory."""
+    def park_state(self, parameter: Tensor, state: dict[Any, Any] | None = None) -> None:
+        """Let its state leave memory, as :meth:`state_tensors` finds it."""
         if id(parameter) in self._staying:
             return
         trained = self.trained_of(parameter)
-        for tensor in self.state_tensors(parameter):
+        for tensor in self.state_tensors(parameter, state):
             parked = parked_of(tensor) or Parked(
                 tensor, f"the state of {'' if trained is None else trained.name}", self.state_store
             )
@@ -317,6 +320,8 @@ class Streaming:
         if gradient is None or self.trained_of(parameter) is not trained or self._optimizer() is None:
             return
         if trained.update is not None:
+            if trained.update.gradient is gradient:
+                return  # a hook of the user has stepped
             raise OffloadError(
                 f"{trained.name} has got a gradient, while the update of the last step is not computed yet: a forward has "
                 "used its former value. Use it by its module, or read it from the module before."
@@ -362,7 +367,7 @@ class Streaming:
         context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
         with signals_deferred:
             norm = norm_of(gradient, 2.0)
-            trained.update = Update(context, {**options, **names_of(group, [number])}, gradient)
+            trained.update = Update(self.state, context, {**options, **names_of(group, [number])}, gradient)
             set_gradient(parameter, None)
             self.finish([trained])
             trained.spent_norm, trained.spent_options = norm, options
@@ -396,7 +401,7 @@ class Streaming:
                     if trained is None or id(parameter) in self._staying or gradient.layout is not torch.strided:
                         staying.append(number)
                         continue
-                    noted.append((trained, Update(context, {**options, **names_of(group, [number])}, gradient)))
+                    noted.append((trained, Update(self.state, context, {**options, **names_of(group, [number])}, gradient)))
                 if staying:
                     params = [group["params"][number] for number in staying]
                     in_memory.append({**options, **names_of(group, staying), "params": params})
@@ -410,7 +415,7 @@ class Streaming:
                     self._put_off(trained, update)
                 else:
                     at_once.append(trained)
-            self.finish(at_once)
+            self.finish(at_once, contextlib.nullcontext())
             pause()
 
     def _may_wait(self, trained: Trained, update: Update) -> bool:
@@ -423,6 +428,8 @@ class Streaming:
             if torch._debug_has_internal_overlap(parameter) != 0:
                 return False
             state = tree_leaves(self.state.get(parameter) or {})
+            if not state:
+                return False  # who holds the optimizer's state sees that it comes
             known = [parameter, update.gradient, *(one for one in state if isinstance(one, Tensor))]
             return not any(_is_held(one) for one in known)
 
@@ -435,7 +442,7 @@ class Streaming:
             guard.put(tensor, trained)
 
     def _concerned(self, parameter: Tensor, update: Update) -> list[Tensor]:
-        state = tree_leaves(self.state.get(parameter) or {})
+        state = tree_leaves(update.state.get(parameter) or {})
         return [parameter, update.gradient, *(one for one in state if isinstance(one, Tensor))]
 
     def _lift(self, trained: Trained, update: Update) -> None:
@@ -451,11 +458,15 @@ class Streaming:
         guard.settle([g for p in parameters if (g := gradient_of(p)) is not None])
         state = self.state
         before = {p: state[p] for p in parameters if p in state}
-        with self._section(None), pinned(parameters):
+        with self._section(None), pinned(parameters, finishes=False):
             state.update(self.shadow.step(groups, before, context.attributes))
 
-    def finish(self, which: Iterable[Trained] | None = None) -> None:
-        """Compute the updates that parameters owe: by default, those of all."""
+    def finish(
+        self, which: Iterable[Trained] | None = None, context: contextlib.AbstractContextManager[None] | None = None
+    ) -> None:
+        """Compute the updates that parameters owe, by default those of all: as at their steps, whatever this thread does, or
+        in another ``context``.
+        """
         owing = [one for one in (self.records if which is None else which) if one.update is not None]
         for number, trained in enumerate(owing):
             parameter, update = trained.parameter_ref(), trained.update
@@ -467,13 +478,13 @@ class Streaming:
                 with (
                     signals_deferred,
                     self._section(),
-                    update.context.restored(),
+                    update.context.restored() if context is None else context,
                     torch.no_grad(),
                 ):
                     self._lift(trained, update)
                     trained.update = None  # from here on, it is the update itself that reads the parameter
                     try:
-                        with pinned([parameter]), torch._C.DisableTorchFunctionSubclass():
+                        with pinned([parameter], finishes=False), torch._C.DisableTorchFunctionSubclass():
                             self._compute(trained, parameter, update)
                     except BaseException:
                         if update.done != _GIVEN_UP:
@@ -492,13 +503,13 @@ class Streaming:
 
     # -- one update ---------------------------------------------------------------------------------------------------------
 
-    def spans(self, parameter: Tensor, update: Update | None) -> list[tuple[int, int]] | None:
+    def spans(self, parameter: Tensor, update: Update | None = None) -> list[tuple[int, int]] | None:
         """Ranges of the parameter's bytes that step one after the other; None where it steps as a whole."""
         if self._part_bytes is None or parameter.nbytes <= self._part_bytes:
             return None
         elements = max(1, self._part_bytes // parameter.itemsize // CUT_ELEMENTS) * CUT_ELEMENTS
         tensors = [parameter, *([] if update is None else [update.gradient])]
-        tensors += [t for t in self.state_tensors(parameter) if t.shape == parameter.shape]
+        tensors += [t for t in self.state_tensors(parameter, None if update is None else update.state) if t.shape == parameter.shape]
         if parameter.numel() <= elements or not all(t.is_contiguous() for t in tensors):
             return None
         size = elements * parameter.itemsize
@@ -518,9 +529,9 @@ class Streaming:
             torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
 
     def _compute_whole(self, trained: Trained, parameter: Tensor, update: Update) -> None:
-        state, gradient = self.state, update.gradient
-        guard.settle([gradient, *self.state_tensors(parameter)])
-        for tensor in (gradient, *self.state_tensors(parameter)):
+        state, gradient = update.state, update.gradient
+        guard.settle([gradient, *self.state_tensors(parameter, update.state)])
+        for tensor in (gradient, *self.state_tensors(parameter, update.state)):
             parked = parked_of(tensor)
             if parked is not None:
                 parked.come()
@@ -538,12 +549,12 @@ class Streaming:
             state[parameter] = after[parameter]
         if live is gradient and (parked := parked_gradient(gradient)) is not None:
             parked.leave()
-        self.park_state(parameter)
+        self.park_state(parameter, update.state)
 
     def _compute_parts(
         self, trained: Trained, parameter: Tensor, update: Update, spans: list[tuple[int, int]]
     ) -> int:
-        state, changes = self.state, 0
+        state, changes = update.state, 0
         flat, size = parameter.view(-1), parameter.itemsize
         while update.done < len(spans):
             span = [at // size for at in spans[update.done]]
@@ -566,20 +577,21 @@ class Streaming:
                 update.done = _GIVEN_UP
                 raise
             changes = parameter._version - counted
-            self._put_part(trained, parameter, its, after or {}, parts, span, is_last=update.done == len(spans))
+            self._put_part(trained, update.state, parameter, its, after or {}, parts, span, is_last=update.done == len(spans))
             gradient.release(target.grad if target.grad._version != version else None)
             self.state_store.throttle()
             signals_deferred.deliver()
-        for tensor in self.state_tensors(parameter):
+        for tensor in self.state_tensors(parameter, update.state):
             moved = parked_of(tensor)
             if moved is not None and moved.parts.are_written:
                 moved.parts.end()
-        self.park_state(parameter)
+        self.park_state(parameter, update.state)
         return changes
 
     def _put_part(
         self,
         trained: Trained,
+        state: dict[Any, Any],
         parameter: Tensor,
         its: dict[str, Any],
         after: Mapping[str, Any],
@@ -604,8 +616,8 @@ class Streaming:
                 its[name].copy_(value)
             elif is_last:
                 its[name] = value
-        if after and parameter not in self.state:
-            self.state[parameter] = its
+        if after and parameter not in state:
+            state[parameter] = its
 
 
 _GIVEN_UP = -1

@@ -61,7 +61,7 @@ class Unit:
         self.number = number
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.weights: list[Parked] = []
-        self.owed: dict[Any, Owed] = {}
+        self.owed: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()  # of Owed
         self.uses = 0
 
     @property
@@ -137,6 +137,11 @@ class Units:
         with signals_deferred, self._section(), self.lock:
             self._order.used(_BEGIN)
             pause()
+            transformed = torch._C._functorch.peek_interpreter_stack() is not None
+            if transformed or not torch.is_grad_enabled():
+                # Modules read weights of others then, to see whether a fast path may be taken.
+                for owed in [owed for unit in self.units for owed in list(unit.owed.values())]:
+                    owed.finish()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward of the model has ended."""
@@ -153,8 +158,8 @@ class Units:
             pass
 
     @contextlib.contextmanager
-    def using(self, units: Iterable[Unit]) -> Iterator[None]:
-        """A block in which ``units`` are in memory, and updated."""
+    def using(self, units: Iterable[Unit], finishes: bool = True) -> Iterator[None]:
+        """A block in which ``units`` are in memory, and updated unless it is for an update."""
         used: list[Unit] = []
         try:
             with signals_deferred, self._section(), self.lock:
@@ -163,7 +168,7 @@ class Units:
                     unit.uses += 1
                     used.append(unit)
                     with contextlib.nullcontext() if is_outside() else outside():
-                        self._bring(unit)
+                        self._bring(unit, finishes)
             yield
         finally:
             for unit in used:
@@ -175,7 +180,7 @@ class Units:
     def _misses(self, unit: Unit) -> bool:
         return self.limit_bytes is not None and any(not weight.is_here for weight in unit.weights)
 
-    def _bring(self, unit: Unit) -> None:
+    def _bring(self, unit: Unit, finishes: bool) -> None:
         if unit in self._recent:
             self._recent.remove(unit)
         self._recent = [*self._recent[-1:], unit]
@@ -184,7 +189,7 @@ class Units:
             for weight in unit.weights:
                 weight.come()
         self.most_bytes = max(self.most_bytes, self.bytes_here)
-        for owed in list(unit.owed.values()):
+        for owed in list(unit.owed.values()) if finishes else ():
             owed.finish()
         self._read_ahead()
         self.throttle()
@@ -236,7 +241,7 @@ class Units:
         for unit in self.coming()[:_AHEAD]:
             if not all(weight.read_ahead() for weight in unit.weights):
                 return
-            if not all(owed.read_ahead() for owed in unit.owed.values()):
+            if not all(owed.read_ahead() for owed in list(unit.owed.values())):
                 return
 
     def coming(self) -> list[Unit]:
@@ -272,7 +277,7 @@ class _Arrive:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         for unit in self._mine:
-            for owed in unit.owed.values():
+            for owed in list(unit.owed.values()):
                 owed.check_stepped()
             self._units.need(unit)
 
@@ -297,15 +302,15 @@ def unit_with(parameter: Tensor) -> tuple[Units, Unit] | None:
 
 
 @contextlib.contextmanager
-def pinned(tensors: list[Any], unseen: bool = False) -> Iterator[None]:
-    """A block in which the units of ``tensors`` are in memory, and stay there; ``unseen``, they may be written to without a
-    new version.
+def pinned(tensors: list[Any], unseen: bool = False, finishes: bool = True) -> Iterator[None]:
+    """A block in which the units of ``tensors`` are in memory, and stay there, after their updates unless it is for one;
+    ``unseen``, they may be written to without a new version.
     """
     found = [one for tensor in tensors if (one := unit_with(tensor)) is not None]
     with contextlib.ExitStack() as stack:
         for units in {id(units): units for units, _ in found}.values():
             mine = {unit.number: unit for other, unit in found if other is units}
-            stack.enter_context(units.using(mine.values()))
+            stack.enter_context(units.using(mine.values(), finishes))
             for weight in (weight for unit in mine.values() if unseen for weight in unit.weights):
                 weight.doubt()
         yield

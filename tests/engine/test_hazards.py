@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_offload.engine.record import Settling
 from hf_offload.errors import OffloadError, SavedTensorModifiedError
-from hf_offload.parameters.saved import KeptTensor
+from hf_offload.state.saved import KeptTensor
 from tests.helpers.controlled_tier import ControlledTier, Rig
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_offload.state.contexts import outside
-from hf_offload.residency.order import UseOrder
+from hf_offload.state.order import UseOrder
 from tests.faults.failing_calls import Hang
 from tests.helpers.parked import in_memory, leave_memory, parked
 

@@ -18,7 +18,7 @@ from hf_offload.state.shadow import Shadow
 from hf_offload.state.step import Streaming
 from hf_offload.parameters.waiting import residence_of
 from hf_offload.planning.automatic import AutomaticPlan
-from hf_offload.residency.residency import Residency
+from hf_offload.state.weights import Weights
 from hf_offload.storage import disk_io
 from hf_offload.storage.handling import WAITS
 from hf_offload.storage.service import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, WEIGHTS, storage_of

@@ -14,8 +14,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_offload import OffloadCallback, OffloadConfig, OffloadPlugin, attach
 from hf_offload.errors import OffloadConfigError
 from hf_offload.parameters.demand import is_demanded
-from hf_offload.residency.refusals import refuse
-from hf_offload.residency.setting import residency_of
+from hf_offload.state.refusals import refuse
+from hf_offload.state.weights import weights_of
 from hf_offload.session import attached_session
 from tests.helpers.parked import leave_memory, parked
 from tests.helpers.streamed import mlp
@@ -74,7 +74,7 @@ MODELS = {
 
 def assert_untouched(model):
     assert attached_session(model) is None
-    assert residency_of(model) is None
+    assert weights_of(model) is None
     assert not any(map(is_demanded, model.parameters()))
 
 

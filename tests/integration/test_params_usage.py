@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, offload_activations
-from hf_offload.residency.setting import residency_of
+from hf_offload.state.weights import weights_of
 from tests.helpers.streamed import same
 from tests.helpers.tables import rows
 
@@ -104,7 +104,7 @@ def test_a_trainer_has_the_bits_of_the_run_in_memory_and_resumes_either_way(way,
     memory = tmp_path / "memory"
     expected = trained(memory, **arguments)
     trainer = trained(tmp_path / "run", place, offload_optimizer=optimizer, **arguments)
-    residency = residency_of(trainer.model)
+    residency = weights_of(trainer.model)
     assert residency.store.tier.stats.written_bytes > 0
     if place == "ssd" and (
         optimizer != "none" or "memory_mode" in arguments

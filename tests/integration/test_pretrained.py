@@ -32,7 +32,7 @@ from hf_offload import (
     create_from_config,
     load_pretrained,
 )
-from hf_offload.residency.setting import residency_of
+from hf_offload.state.weights import weights_of
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.training.run import run_recipe
@@ -136,7 +136,7 @@ def test_a_loaded_model_is_that_of_from_pretrained(name, dtype, tmp_path):
     torch.manual_seed(1)
     found = load_pretrained(kind, tmp_path / "checkpoint", config=on_tier(tmp_path), dtype=dtype)
     assert described(found) == expected
-    residency = residency_of(found)
+    residency = weights_of(found)
     assert residency.most_bytes < residency.total_bytes
     assert residency.bytes_in_memory <= residency.limit_bytes
 
@@ -149,7 +149,7 @@ def test_a_created_model_is_that_of_from_config(name, tmp_path):
     torch.manual_seed(3)
     found = create_from_config(kind, copy.deepcopy(config), config=on_tier(tmp_path))
     assert described(found) == expected
-    assert residency_of(found).most_bytes < residency_of(found).total_bytes
+    assert weights_of(found).most_bytes < weights_of(found).total_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -183,12 +183,12 @@ def test_a_configuration_and_information_go_to_from_pretrained(checkpoint, tmp_p
     )
     assert found.config.attn_pdrop == expected.config.attn_pdrop == 0.25
     assert not information["mismatched_keys"]
-    assert residency_of(found) is not None
+    assert weights_of(found) is not None
 
 
 def test_without_params_it_is_from_pretrained(checkpoint):
     model = load_pretrained(GPT2LMHeadModel, checkpoint, config=OffloadConfig(tier="none"))
-    assert residency_of(model) is None
+    assert weights_of(model) is None
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
@@ -196,19 +196,19 @@ def test_without_params_it_is_from_pretrained(checkpoint):
 def test_auto_leaves_in_memory_what_fits(budget, leaves, checkpoint, tmp_path):
     config = on_tier(tmp_path, params="auto", memory_budget=budget)
     model = load_pretrained(GPT2LMHeadModel, checkpoint, config=config)
-    assert (residency_of(model) is not None) is leaves
+    assert (weights_of(model) is not None) is leaves
 
 
 def test_weights_stay_on_the_tier_whatever_a_run_asks_for(checkpoint, tmp_path):
     model = load_pretrained(GPT2LMHeadModel, checkpoint, config=on_tier(tmp_path))
-    residency = residency_of(model)
+    residency = weights_of(model)
     limit = residency.limit_bytes
     session = attach(model, OffloadConfig(tier="none"))
-    assert residency_of(model) is residency
+    assert weights_of(model) is residency
     assert residency.limit_bytes == limit
     assert "weights" in session.stats.accounts
     session.detach()
-    assert residency_of(model) is residency
+    assert weights_of(model) is residency
 
 
 def test_modules_of_other_threads_are_left_alone(checkpoint, tmp_path, monkeypatch):
@@ -284,7 +284,7 @@ def test_a_limit_that_is_met_on_the_way_ends_the_loading_and_loses_nothing(check
     with pytest.raises(StorageError, match="cannot take all of its weights"):
         load_pretrained(GPT2LMHeadModel, checkpoint, config=on_tier(tmp_path, max_disk_write_bytes="100KiB"))
     assert files(checkpoint) == before
-    assert residency_of(load_pretrained(GPT2LMHeadModel, checkpoint, config=on_tier(tmp_path))) is not None
+    assert weights_of(load_pretrained(GPT2LMHeadModel, checkpoint, config=on_tier(tmp_path))) is not None
 
 
 # -- what is done with it -------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_a_trainer_trains_saves_resumes_and_loads_the_best(optimizer, checkpoint
     values = values if optimizer == "ssd" else {}
     model = load_pretrained(GPT2LMHeadModel, checkpoint, config=on_tier(tmp_path))
     assert trained(model, tmp_path / "tier", **values) == expected
-    residency = residency_of(model)
+    residency = weights_of(model)
     assert residency.bytes_in_memory < residency.total_bytes
     for name in ("end", "checkpoint-2", "checkpoint-4"):
         weights = {each: content for each, content in files(tmp_path / "tier" / name).items() if "safetensors" in each}
@@ -337,7 +337,7 @@ def test_adapters_around_it_are_trained_and_merged(checkpoint, tmp_path):
         )
         model = peft.get_peft_model(model, config)
         session = attach(model, OffloadConfig(tier="none", min_bytes=1))
-        assert residency_of(model) is residency_of(model.base_model.model)
+        assert weights_of(model) is weights_of(model.base_model.model)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         losses = []
         for _ in range(3):
@@ -366,7 +366,7 @@ def test_generated_tokens(checkpoint, tmp_path):
 def test_what_fits_stays_in_memory_while_tokens_are_generated_and_the_rest_is_estimated(checkpoint, tmp_path, caplog):
     with caplog.at_level("INFO", "hf_offload"):
         model = load_pretrained(GPT2LMHeadModel, checkpoint, config=on_tier(tmp_path, memory_budget="600KiB"))
-    residency = residency_of(model)
+    residency = weights_of(model)
     expected = residency.bytes_of_a_pass
     assert 0 < expected < 0.6 * residency.total_bytes
     assert f"reads {format_bytes(expected)}" in caplog.text
@@ -394,7 +394,7 @@ class _Model(TrainerCallback):
     """Whether the weights of the model that is trained were on the tier before the training began."""
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
-        self.residency = residency_of(model)
+        self.residency = weights_of(model)
 
 
 @pytest.mark.parametrize("source", ["random", "checkpoint"])

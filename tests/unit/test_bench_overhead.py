@@ -10,7 +10,7 @@ from hf_offload.bench.overhead import Quartiles, measure_overhead
 from hf_offload.cli.main import app
 from hf_offload.engine.hooks import Engine
 from hf_offload.engine.record import PackedView
-from hf_offload.parameters.saved import KeptTensor
+from hf_offload.state.saved import KeptTensor
 from hf_offload.storage.ram import RamTier
 
 KINDS = ["hooks alone", "kept", "parameter", "weight", "offloaded", "among others", "deduplicated", "slot in RAM"]

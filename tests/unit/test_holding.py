@@ -39,7 +39,7 @@ from hf_offload.planning.known import Terms, known_by_simulating
 from hf_offload.ranks import Ranks
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.service import RunStorage
-from hf_offload.storage.stored import Store
+from hf_offload.storage.store import Store
 from tests.helpers.handmade_footprints import MB, footprint_of
 
 LAYERS, WEIGHT = 8, 150 * MB

@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.parameters.waiting import in_memory, residence_of
-from hf_offload.residency.setting import residency_of
+from hf_offload.state.weights import weights_of
 from hf_offload.snapshots.weights import left_on_drives
 from hf_offload.storage.kept import Kept
 from hf_offload.storage.service import storage_of
@@ -24,7 +24,7 @@ class Parked:
         self.model = nn.Sequential(*[nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)])
         config = {"tier": "none", "params": "ssd", "directory": directory, "min_bytes": 0}
         self.session = attach(self.model, OffloadConfig(**{**config, **settings}))
-        self.residency = residency_of(self.model)
+        self.residency = weights_of(self.model)
         self.use()
 
     def use(self):
