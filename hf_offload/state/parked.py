@@ -99,8 +99,8 @@ class Parked:
 
     @property
     def is_here(self) -> bool:
-        """Whether it takes memory of the device."""
-        return self.where is Where.HERE or (self.where is Where.LEAVING and self.on_host)
+        """Whether it is in memory, and not about to leave it."""
+        return self.where is Where.HERE
 
     @property
     def is_held(self) -> bool:
@@ -224,6 +224,10 @@ class Parked:
         self._is_clean = self._is_kept = False
         if slot is not None:
             self.store.free(slot)
+
+    def wait_until_written(self) -> None:
+        """Wait until what leaves has left."""
+        self._wait_for_writes()
 
     def _wait_for_writes(self) -> None:
         if self._write is not None:

@@ -92,6 +92,10 @@ class Trained:
 
     def settle(self, unseen: bool) -> None:
         """See :class:`~hf_offload.state.guard.Debt`."""
+        parameter = self.parameter_ref()
+        found = None if parameter is None else unit_with(parameter)
+        if found is not None and self.update is not None:
+            found[0].complete(found[1])
         self.finish()
         self.check_stepped()
 
@@ -406,7 +410,8 @@ class Streaming:
                     params = [group["params"][number] for number in staying]
                     in_memory.append({**options, **names_of(group, staying), "params": params})
             self._step_in_memory(in_memory, context)
-            may_wait = self.lazy and is_outside()
+            models = {found[0] for found in map(unit_with, self.parameters()) if found is not None}
+            may_wait = self.lazy and is_outside() and not any(model.is_compiled for model in models)
             at_once: list[Trained] = []
             for trained, update in noted:
                 waits = may_wait and self._may_wait(trained, update)
@@ -458,7 +463,8 @@ class Streaming:
         guard.settle([g for p in parameters if (g := gradient_of(p)) is not None])
         state = self.state
         before = {p: state[p] for p in parameters if p in state}
-        with self._section(None), pinned(parameters, finishes=False):
+        away = [p for p in parameters if not p.is_cpu]  # on a CPU, what is away can be read
+        with self._section(None), pinned(away, finishes=False):
             state.update(self.shadow.step(groups, before, context.attributes))
 
     def finish(

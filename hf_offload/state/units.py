@@ -89,8 +89,10 @@ class Units:
         self.lock = threading.RLock()
         self.handling: Handling | None = None
         self.throttle: Callable[[], None] = lambda: None
+        self._model = weakref.ref(model)
         self._handles: list[RemovableHandle] = []
         self._recent: list[Unit] = []
+        self._running = 0  # forwards of the model
         self.units: list[Unit] = []
         self._by_parameter: dict[int, Unit] = {}
         self._order = UseOrder(0)
@@ -117,6 +119,12 @@ class Units:
                 self._handles.append(owner.register_forward_pre_hook(EagerHook(_Arrive(self, mine))))
         self._order = UseOrder(len(self.units))
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether parts of the model are compiled: hooks inside of them are not called."""
+        model = self._model()
+        return model is not None and any(module._compiled_call_impl is not None for module in model.modules())
+
     def unit_of(self, parameter: Tensor) -> Unit | None:
         """The unit of a parameter of this model."""
         unit = self._by_parameter.get(id(parameter))
@@ -134,6 +142,7 @@ class Units:
         """A forward of the model begins."""
         if in_recompute():
             return
+        self._running += 1
         with signals_deferred, self._section(), self.lock:
             self._order.used(_BEGIN)
             pause()
@@ -146,6 +155,7 @@ class Units:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward of the model has ended."""
         if not in_recompute():
+            self._running = max(0, self._running - 1)
             with signals_deferred:
                 pause()
 
@@ -173,6 +183,20 @@ class Units:
         finally:
             for unit in used:
                 unit.uses -= 1
+
+    def complete(self, unit: Unit) -> None:
+        """Let ``unit`` owe nothing. Outside of forwards and backwards, it leaves again at once: aliases that are made now
+        would keep it in memory.
+        """
+        with self.using([unit]):
+            pass
+        if not self._running and torch._C._current_graph_task_id() == -1 and self.limit_bytes is not None:
+            with self.lock, outside():
+                self._recent = [recent for recent in self._recent if recent is not unit]
+                for weight in unit.weights:
+                    weight.leave()
+                for weight in unit.weights:
+                    weight.wait_until_written()
 
     def _section(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.handling is None else self.handling.of(WEIGHTS)
@@ -306,7 +330,7 @@ def pinned(tensors: list[Any], unseen: bool = False, finishes: bool = True) -> I
     """A block in which the units of ``tensors`` are in memory, and stay there, after their updates unless it is for one;
     ``unseen``, they may be written to without a new version.
     """
-    found = [one for tensor in tensors if (one := unit_with(tensor)) is not None]
+    found = [found for tensor in tensors if (found := unit_with(tensor)) is not None]
     with contextlib.ExitStack() as stack:
         for units in {id(units): units for units, _ in found}.values():
             mine = {unit.number: unit for other, unit in found if other is units}

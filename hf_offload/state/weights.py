@@ -61,7 +61,7 @@ class Weights:
                 self.receive(name, parameter, config)
             self.parked_bytes = self.total_bytes
             units.make_room(0)
-            self.store.throttle()
+        self.store.settle()
 
     def receive(self, name: str, parameter: nn.Parameter, config: OffloadConfig) -> Parked | None:
         """Let one parameter leave memory later, if it may."""
@@ -106,9 +106,8 @@ class Weights:
             with self._units.lock, outside():
                 self._units.make_room(0)
 
-    def begin_run(self, limit_bytes: int) -> None:
+    def begin_run(self) -> None:
         """Another run begins."""
-        self.limit_bytes = limit_bytes
         if self._units is not None:
             self._units.most_bytes = self.bytes_in_memory
         self._moved_before = self._moved_in_all
@@ -253,9 +252,10 @@ def settle(model: nn.Module, weights: Weights, config: OffloadConfig) -> Weights
     """Let ``weights`` have all of ``model`` that may leave memory, and as many of them in memory as ``config`` says."""
     _weights[model] = weights
     wanted = weights_at_a_time(model, config) if config.weights_place != "none" else weights.limit_bytes
-    weights.begin_run(wanted)
+    weights.limit_bytes = wanted
     before = len(weights.weights())
     weights.park(model, config)
+    weights.begin_run()
     if len(weights.weights()) > before and not weights.is_home:
         weights.tell()
     return weights

@@ -13,9 +13,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadPlugin, attach
 from hf_offload.errors import OffloadConfigError
-from hf_offload.parameters.demand import is_demanded
+from hf_offload.state.parked import parked_of
 from hf_offload.state.refusals import refuse
-from hf_offload.state.weights import weights_of
+from hf_offload.state.weights import moves, weights_of
 from hf_offload.session import attached_session
 from tests.helpers.parked import leave_memory, parked
 from tests.helpers.streamed import mlp
@@ -75,7 +75,7 @@ MODELS = {
 def assert_untouched(model):
     assert attached_session(model) is None
     assert weights_of(model) is None
-    assert not any(map(is_demanded, model.parameters()))
+    assert not any(parked_of(p) for p in model.parameters() if moves(p))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -143,6 +143,8 @@ COMPILED_LATER = {
 }
 
 
+# A hook on a module that is compiled lets Dynamo ask for the .grad of its input.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("part", COMPILED_LATER)
 def test_what_is_compiled_later_computes_the_same(part, backend, tmp_path):
@@ -231,19 +233,16 @@ READS = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_read_past_pytorch_is_an_error_and_right_inside_of_weights(read, tmp_path):
+def test_a_read_past_pytorch_reads_the_drive(read, tmp_path):
     expected, model = mlp(), mlp()
     session = parked(model, tmp_path)
     leave_memory(session)
-    weight = model[2].weight
-    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match=r"data pointer|storage of size 0"):
-        READS[read](weight)
-    with session.weights(model[2]), torch._C.DisableTorchFunctionSubclass():
-        found = READS[read](weight)
-        right = READS[read](expected[2].weight)
-    if read in ("numpy", "multiply", "view", "write"):
-        assert torch.equal(torch.as_tensor(found), torch.as_tensor(right))
-    del found
+    for _ in range(2):  # also where others still have the address
+        found, right = READS[read](model[2].weight), READS[read](expected[2].weight)
+        if read in ("numpy", "multiply", "view", "write"):
+            assert torch.equal(torch.as_tensor(found), torch.as_tensor(right))
+        assert torch.equal(model(torch.ones(1, 96)), expected(torch.ones(1, 96)))
+        leave_memory(session)
     assert torch.equal(model[2].weight.detach(), expected[2].weight.detach())
 
 
