@@ -345,13 +345,13 @@ class Parked:
         if self.where is Where.HERE and not self.stays:
             self.leave()
             self._wait_for_writes()
-        if storage is None or self.where is not Where.AWAY or self._slot is None or self._is_private:
-            return None
+        if storage is None or self.where is not Where.AWAY or self._slot is None or self._is_private or self.is_held:
+            return None  # who holds the memory may write to it
         kept = self.store.tier.keep(self._slot.slot)
         if kept is None:
             return None
         self._is_kept = True
-        if self.on_host and not self.is_held:
+        if self.on_host:
             mapped = self.store.tier.map(self._slot.slot, private=True)
             assert mapped is not None
             storage._swap_data_ptr_(torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage())
@@ -377,6 +377,7 @@ class Parts:
         self._writes: dict[int, tuple[Slab, Future[None]]] = {}
         self.rescued: dict[int, Slab] = {}
         self._target: HeldSlot | None = None  # of what is written, if not the same slot
+        self._is_elsewhere = False  # in another slot than the one that is mapped
 
     @property
     def are_written(self) -> bool:
@@ -461,7 +462,7 @@ class Parts:
             if self._target is not None:
                 parked._let_slot_go()
                 parked._slot, self._target = self._target, None
-                parked._is_private = False
+                self._is_elsewhere = True
             parked._digest, parked._is_clean, parked.is_new = b"", True, False
             parked._version = parked._present_version()
             self._ended()
@@ -484,9 +485,9 @@ class Parts:
         storage = parked._storage()
         if self.are_written or storage is None:
             return
-        if parked.on_host:
+        if parked.on_host and self._is_elsewhere:
+            self._is_elsewhere = False
             parked._depart(storage)
-        parked.where = Where.AWAY
         for tensor in parked.tensors:
             guard.lift(tensor, self)
 

@@ -211,6 +211,7 @@ class Streaming:
         self._part_bytes = part_bytes
         self._must_stream = must_stream
         self._has_asked = False
+        self._entries = 0  # of the state, before the present step
         self._trained: dict[int, Trained] = {}
         self._staying: set[int] = set()  # ids of parameters whose state and gradients stay for now
 
@@ -388,6 +389,7 @@ class Streaming:
         """
         with signals_deferred, self._section(), torch.no_grad():
             self.finish()
+            self._entries = len(self.state)
             self._has_asked = False
             context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
             in_memory: list[dict[str, Any]] = []
@@ -421,7 +423,19 @@ class Streaming:
                 else:
                     at_once.append(trained)
             self.finish(at_once, contextlib.nullcontext())
+            self._sort_state()
             pause()
+
+    def _sort_state(self) -> None:
+        """What a step has put into the state comes in the order of the groups, as in memory."""
+        state = self.state
+        new = len(state) - self._entries
+        if new > 1:
+            keys = list(state)[-new:]
+            places = {id(parameter): place for place, parameter in enumerate(self.parameters())}
+            for key in sorted(keys, key=lambda key: places.get(id(key), -1)):
+                state[key] = state.pop(key)
+        self._entries = len(state)
 
     def _may_wait(self, trained: Trained, update: Update) -> bool:
         """Whether nobody can read the parameter without asking."""
@@ -518,6 +532,8 @@ class Streaming:
         tensors += [t for t in self.state_tensors(parameter, None if update is None else update.state) if t.shape == parameter.shape]
         if parameter.numel() <= elements or not all(t.is_contiguous() for t in tensors):
             return None
+        if any((parked := parked_of(t)) is not None and parked.is_held for t in tensors[1:]):
+            return None  # who has the address reads there
         size = elements * parameter.itemsize
         return [(begin, min(begin + size, parameter.nbytes)) for begin in range(0, parameter.nbytes, size)]
 

@@ -56,7 +56,7 @@ def run(combination, moved, folder):
         session = attach(model, config)
         session.prepare_optimizer(optimizer)
         session.residency.limit_bytes = 1 if tuned == "full" else session.residency.total_bytes // 4
-        session.residency.most_bytes = 0
+        session.residency.begin_run()
     torch.manual_seed(11)
     results = {}
     for step in range(STEPS):

@@ -52,8 +52,7 @@ class Away:
     def again(self):
         for session in self.sessions:
             if session.residency is not None:
-                with session.residency._lock, outside():
-                    session.residency._make_room(0)
+                session.residency.let_all_leave()
 
 
 def values(model):
