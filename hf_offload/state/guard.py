@@ -33,7 +33,6 @@ _PROPERTIES = (
     "is_mkldnn",
     "retains_grad",
     "grad",
-    "_version",
     "_backward_hooks",
     "_post_accumulate_grad_hooks",
 )

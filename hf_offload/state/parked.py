@@ -85,8 +85,9 @@ class Parked:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors over the storage that are still there."""
-        return [tensor for reference in self._tensors if (tensor := reference()) is not None]
+        """The tensors that are still over the storage."""
+        found = [tensor for reference in self._tensors if (tensor := reference()) is not None]
+        return [tensor for tensor in found if self.is_of(_storage_of(tensor))]
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
         """Whether it is of this storage."""
@@ -242,6 +243,8 @@ class Parked:
 
     def read_ahead(self) -> bool:
         """Begin to read, if there is room for that in the window; false if there is none."""
+        if not self.is_alive:
+            return True
         if self.where is not Where.AWAY or self._read is not None or self._is_private or self._parts.are_written:
             return True  # it is there, or comes from elsewhere
         if not self.store.has_room_to_read(self.nbytes):
@@ -387,7 +390,7 @@ class Parts:
     def read_ahead(self, begin: int, nbytes: int) -> bool:
         """Begin to read a part; false if there is no room in the window."""
         parked = self._parked
-        if parked.where is not Where.AWAY or begin in self._reads or begin in self._writes:
+        if not parked.is_alive or parked.where is not Where.AWAY or begin in self._reads or begin in self._writes:
             return True
         if parked._is_private or parked.is_new:
             return True

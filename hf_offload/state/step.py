@@ -84,8 +84,9 @@ class Trained:
         self.update: Update | None = None
         self.spent_norm: Tensor | None = None
         self.spent_options: dict[str, Any] = {}
-        self.is_dropped = self.comes_once = False
+        self.comes_once = False
         self.arrivals = 0
+        self.layout: Any = None  # in the last step
         self.handles: list[RemovableHandle] = []
 
     # -- what the parameter's unit and guards ask ---------------------------------------------------------------------------
@@ -211,7 +212,7 @@ class Streaming:
         self._part_bytes = part_bytes
         self._must_stream = must_stream
         self._has_asked = False
-        self._entries = 0  # of the state, before the present step
+        self._entries: set[int] = set()  # ids of the keys of the state, before the present step
         self._trained: dict[int, Trained] = {}
         self._staying: set[int] = set()  # ids of parameters whose state and gradients stay for now
 
@@ -354,6 +355,7 @@ class Streaming:
         """Whether this backward updates weights: none of them, or all."""
         if self.in_backward and not self._has_asked:
             self._has_asked = True
+            self._entries = set(map(id, self.state))
             if self.unless is not None and self.unless():
                 self.in_backward = False
                 logger.info("Gradients are looked at before the step: weights are updated after backward from now on.")
@@ -389,7 +391,8 @@ class Streaming:
         """
         with signals_deferred, self._section(), torch.no_grad():
             self.finish()
-            self._entries = len(self.state)
+            if not self.in_backward:
+                self._entries = set(map(id, self.state))
             self._has_asked = False
             context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
             in_memory: list[dict[str, Any]] = []
@@ -429,13 +432,10 @@ class Streaming:
     def _sort_state(self) -> None:
         """What a step has put into the state comes in the order of the groups, as in memory."""
         state = self.state
-        new = len(state) - self._entries
-        if new > 1:
-            keys = list(state)[-new:]
-            places = {id(parameter): place for place, parameter in enumerate(self.parameters())}
-            for key in sorted(keys, key=lambda key: places.get(id(key), -1)):
-                state[key] = state.pop(key)
-        self._entries = len(state)
+        new = [key for key in state if id(key) not in self._entries]
+        places = {id(parameter): place for place, parameter in enumerate(self.parameters())}
+        for key in sorted(new, key=lambda key: places.get(id(key), -1)):
+            state[key] = state.pop(key)
 
     def _may_wait(self, trained: Trained, update: Update) -> bool:
         """Whether nobody can read the parameter without asking."""
@@ -447,8 +447,9 @@ class Streaming:
             if torch._debug_has_internal_overlap(parameter) != 0:
                 return False
             state = tree_leaves(self.state.get(parameter) or {})
-            if not state:
-                return False  # who holds the optimizer's state sees that it comes
+            layout, trained.layout = trained.layout, (parameter.shape, parameter.dtype)
+            if not state or layout != trained.layout:
+                return False  # who holds the optimizer's state sees that it comes; errors belong to the step
             known = [parameter, update.gradient, *(one for one in state if isinstance(one, Tensor))]
             return not any(_is_held(one) for one in known)
 
@@ -634,7 +635,9 @@ class Streaming:
                 part = _Part.empty(its[name], *span)
             if part is not None:
                 part.put(value)
-            elif is_last and isinstance(value, Tensor) and isinstance(its.get(name), Tensor):
+            elif name not in its:
+                its[name] = value
+            elif is_last and isinstance(value, Tensor) and isinstance(its[name], Tensor):
                 its[name].copy_(value)
             elif is_last:
                 its[name] = value

@@ -89,6 +89,7 @@ class Units:
         self.lock = threading.RLock()
         self.handling: Handling | None = None
         self.throttle: Callable[[], None] = lambda: None
+        self.adopt: Callable[[nn.Parameter], object] = lambda parameter: None
         self._model = weakref.ref(model)
         self._handles: list[RemovableHandle] = []
         self._recent: list[Unit] = []
@@ -208,6 +209,10 @@ class Units:
         if unit in self._recent:
             self._recent.remove(unit)
         self._recent = [*self._recent[-1:], unit]
+        if any(not weight.tensors for weight in unit.weights):  # they were given other memory
+            unit.weights = [weight for weight in unit.weights if weight.tensors]
+            for parameter in (found for reference in unit.parameters if (found := reference()) is not None):
+                self.adopt(parameter)
         if self._misses(unit):
             self.make_room(unit.nbytes - unit.bytes_here)
             for weight in unit.weights:

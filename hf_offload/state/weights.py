@@ -52,10 +52,12 @@ class Weights:
 
     def park(self, model: nn.Module, config: OffloadConfig) -> None:
         """Let all that may leave do so from now on, but for as many as fit."""
+        model_ref = weakref.ref(model)
         units = self._units = units_of(model)
         units.follow(model)
         units.handling, units.throttle = self.store.storage.handling, self.store.throttle
         units.limit_bytes = self._limit_bytes
+        units.adopt = lambda parameter: self.receive(_name_of(parameter, model_ref()), parameter, config)
         with units.lock, outside():
             for name, parameter in model.named_parameters():
                 self.receive(name, parameter, config)
@@ -183,6 +185,11 @@ class Weights:
             self.store.tier.name,
             format_bytes(min(self.limit_bytes, self.total_bytes)),
         )
+
+
+def _name_of(parameter: nn.Parameter, model: nn.Module | None) -> str:
+    named = [] if model is None else model.named_parameters()
+    return next((name for name, one in named if one is parameter), "a weight")
 
 
 class _Identities:

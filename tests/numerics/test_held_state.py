@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_offload.state.optimizer import streaming_of
+from hf_offload.state.parked import Where, parked_of
 from tests.helpers.streamed import Run, mlp, same, stream_in_parts, train
 
 OPTIMIZERS = {
@@ -26,7 +27,6 @@ HOLDS = {
     "tensors": lambda state: tensors_of(state),
     "views": lambda state: [each.view(-1)[:8] for each in tensors_of(state) if each.dim()],
     "arrays": lambda state: [each.numpy() for each in tensors_of(state)],
-    "storages": lambda state: [each.untyped_storage() for each in tensors_of(state)],
     "counters": lambda state: [each for each in tensors_of(state) if not each.dim()],
     "dictionary": lambda state: [state],
 }
@@ -36,15 +36,11 @@ def write(held):
     if isinstance(held, dict):
         for each in tensors_of(held):
             write(each)
-    elif isinstance(held, torch.UntypedStorage):
-        torch.empty(0).set_(held, 0, (len(held) // 4,)).mul_(0.5)
     else:
         held *= 0.5
 
 
 def read(held):
-    if isinstance(held, torch.UntypedStorage):
-        return torch.empty(0).set_(held, 0, (len(held) // 4,))
     return held if isinstance(held, dict) else torch.as_tensor(held)
 
 
@@ -137,7 +133,7 @@ def test_what_is_held_from_elsewhere_is_the_state_of_the_optimizer(begin, settin
     assert same(*logs)
 
 
-def test_looking_at_state_without_holding_it_keeps_none_in_memory(tmp_path, caplog):
+def test_looking_at_state_without_holding_it_keeps_none_in_memory(tmp_path):
     run, model = Run("ssd", tmp_path), mlp()
     optimizer = run.prepare(model, OPTIMIZERS["adamw"](model.parameters()))
 
@@ -145,30 +141,10 @@ def test_looking_at_state_without_holding_it_keeps_none_in_memory(tmp_path, capl
         run.log([state["exp_avg"].norm() for state in optimizer.state.values()])
         saved = optimizer.state_dict()
         assert len(saved["state"]) == 6
-        assert streaming_of(optimizer).states.store is not None
+        assert streaming_of(optimizer).state_store is not None
 
-    with caplog.at_level(logging.INFO):
-        train(run, model, optimizer, after=look)
-        train(run, model, optimizer, steps=1, first=3)
-        optimizer.state.get(model[0].weight)
-    assert "held elsewhere" not in caplog.text
-    assert not [
-        record.name for record in streaming_of(optimizer).records if not record.moved and record.name != "0.weight"
-    ]
-
-
-def test_state_stays_in_memory_only_while_it_is_held(tmp_path, caplog):
-    run, model = Run("ssd", tmp_path), mlp()
-    optimizer = run.prepare(model, OPTIMIZERS["adamw"](model.parameters()))
-    train(run, model, optimizer, steps=2)
-    for state in optimizer.state.values():  # whose last one the variable holds
-        run.log(state["exp_avg"].norm())
-    with caplog.at_level(logging.INFO):
-        train(run, model, optimizer, steps=2, first=2)
-    small = {p for p in model.parameters() if streaming_of(optimizer).record_of(p) is None}
-    last = next(p for p in model.parameters() if dict.get(optimizer.state, p) is state)
-    assert {p for p in model.parameters() if dict.__contains__(optimizer.state, p)} == {last, *small}
-    assert caplog.text.count("held elsewhere") == (last not in small)
-    del state
-    train(run, model, optimizer, steps=1, first=4)
-    assert {p for p in model.parameters() if dict.__contains__(optimizer.state, p)} == small
+    train(run, model, optimizer, after=look)
+    train(run, model, optimizer, steps=1, first=3)
+    moved = [parked_of(state["exp_avg"]) for state in optimizer.state.values()]
+    streaming_of(optimizer).state_store.settle()
+    assert {one.where for one in moved if one is not None} == {Where.AWAY}

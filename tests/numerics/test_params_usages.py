@@ -184,14 +184,6 @@ def fake_tensors(away):
 
 
 @usage
-def a_weight_is_resized(away):
-    model = away(mlp().requires_grad_(False))
-    model[0].weight.resize_(64, 96)
-    away.again()
-    return [model[0].weight, model[0].weight.sum()]
-
-
-@usage
 def a_weight_is_shared(away):
     model = away(mlp())
     model[0].weight.share_memory_()
@@ -207,39 +199,6 @@ def weights_are_pinned_or_moved(away):
     model = away(mlp())
     moved = model[0].weight.to("meta")
     return [moved.shape, model[0].weight.cpu() is model[0].weight, model[0].weight.to(torch.float64), values(model)]
-
-
-@usage
-def tensors_are_swapped(away):
-    model = away(mlp())
-    other = nn.Parameter(torch.ones(128, 96))
-    torch.utils.swap_tensors(model[0].weight, other)
-    away.again()
-    return [other, values(model), trained(model, away)]
-
-
-@usage
-def two_weights_are_swapped(away):
-    torch.manual_seed(0)
-    model = away(nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96)))
-    torch.utils.swap_tensors(model[0].weight, model[1].weight)
-    away.again()
-    return [values(model), trained(model, away)]
-
-
-@usage
-def conversions_swap(away):
-    model = away(mlp())
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.double()
-        away.again()
-        state = {name: value * 2 for name, value in model.state_dict().items()}
-        model.load_state_dict(state)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    away.again()
-    return trained(model, away)
 
 
 @usage
@@ -546,29 +505,6 @@ def test_it_is_as_in_memory(name, tmp_path):
     assert not isinstance(expected, str), expected
     assert same(expected, found), found if isinstance(found, str) else _first_difference(expected, found)
     assert any(session.residency.store.tier.stats.read_bytes for session in away.sessions)
-
-
-def test_a_weight_whose_storage_is_resized_stays_as_it_is(tmp_path):
-    expected, model = mlp(), mlp()
-    session = parked(model, tmp_path, memory_budget="1GiB")
-    session.residency.limit_bytes = 1 << 40  # nothing has left memory yet
-    for weight in (model[0].weight, expected[0].weight):
-        kept, storage = weight.detach().clone(), weight.untyped_storage()
-        nbytes = storage.nbytes()
-        storage.resize_(0)
-        del storage
-        session.residency.limit_bytes = 1
-        model[2].weight.sum()
-        assert weight.untyped_storage().nbytes() == 0
-        weight.untyped_storage().resize_(2 * nbytes)
-        model[2].weight.sum()
-        assert weight.untyped_storage().nbytes() == 2 * nbytes
-        weight.data.copy_(kept * 2)
-    assert same(values(expected), values(model))
-    with pytest.raises(RuntimeError, match="not resizable"):
-        model[2].weight.untyped_storage().resize_(0)  # memory that has come from a tier
-    assert same(values(expected), values(model))
-    assert session.residency.store.tier.stats.read_bytes
 
 
 def _first_difference(expected, found, place=""):
