@@ -59,6 +59,8 @@ class Parked:
         self.stays = False
         self.takes_digests = takes_digests
         self.is_new = False
+        self.is_exposed = True  # others may have its address
+        self._uses = 0
         self._may_differ = False  # it may have been written to without a new version
         self._device = storage.device
         self.on_host = storage.device.type == "cpu"
@@ -111,7 +113,24 @@ class Parked:
             return False
         if self.on_host and storage.is_shared() and self.where is Where.HERE and self._slab is None:
             return True
-        return torch._C._storage_Use_Count(storage._cdata) > _ALONE - 1 + max(1, len(self.tensors))
+        return self._count_uses() > _ALONE - 1 + max(1, len(self.tensors))
+
+    @property
+    def _is_pinned(self) -> bool:
+        """Whether the pointer must stay as it is."""
+        return self.is_held and (self.is_exposed or not self.on_host)
+
+    def note_uses(self) -> None:
+        """Code of the user runs from now on: what it keeps of the memory may be an address."""
+        self._uses = self._count_uses()
+
+    def find_exposed(self) -> None:
+        """It has run. Aliases that forwards and backwards keep for themselves follow the storage."""
+        self.is_exposed = (self.is_exposed and self.is_held) or self._count_uses() > self._uses
+
+    def _count_uses(self) -> int:
+        storage = self._storage()
+        return 0 if storage is None else int(torch._C._storage_Use_Count(storage._cdata))
 
     # -- leaving ----------------------------------------------------------------------------------------------------------
 
@@ -121,7 +140,7 @@ class Parked:
         On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
         """
         storage = self._storage()
-        if self.where is not Where.HERE or storage is None or self.stays or self.is_held:
+        if self.where is not Where.HERE or storage is None or self.stays or self._is_pinned:
             return False
         self._wait_for_writes()
         with signals_deferred:
@@ -265,7 +284,7 @@ class Parked:
         if self.on_host and self.where is Where.LEAVING:
             self.where = Where.HERE
             return
-        if self.on_host and self.is_held and not self._parts.rescued:
+        if self.on_host and self._is_pinned and not self._parts.rescued:
             return
         slab = self._slab if self.where is Where.LEAVING else self._loaded(storage)
         assert slab is not None

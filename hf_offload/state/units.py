@@ -94,6 +94,7 @@ class Units:
         self._handles: list[RemovableHandle] = []
         self._recent: list[Unit] = []
         self._running = 0  # forwards of the model
+        self._is_paused = True  # code of the user runs
         self.units: list[Unit] = []
         self._by_parameter: dict[int, Unit] = {}
         self._order = UseOrder(0)
@@ -119,6 +120,23 @@ class Units:
             if mine:
                 self._handles.append(owner.register_forward_pre_hook(EagerHook(_Arrive(self, mine))))
         self._order = UseOrder(len(self.units))
+
+    def pause(self) -> None:
+        """Code of the user runs from now on, unless a forward or backward goes on."""
+        if not self._is_paused and not self._running:
+            self._is_paused = True
+            for weight in self._weights():
+                weight.note_uses()
+
+    def resume(self) -> None:
+        """A forward or backward runs."""
+        if self._is_paused:
+            self._is_paused = False
+            for weight in self._weights():
+                weight.find_exposed()
+
+    def _weights(self) -> Iterator[Parked]:
+        return (weight for unit in self.units for weight in unit.weights)
 
     @property
     def is_compiled(self) -> bool:
@@ -147,6 +165,7 @@ class Units:
         with signals_deferred, self._section(), self.lock:
             self._order.used(_BEGIN)
             pause()
+            self.resume()
             transformed = torch._C._functorch.peek_interpreter_stack() is not None
             if transformed or not torch.is_grad_enabled():
                 # Modules read weights of others then, to see whether a fast path may be taken.
@@ -158,7 +177,7 @@ class Units:
         if not in_recompute():
             self._running = max(0, self._running - 1)
             with signals_deferred:
-                pause()
+                pause_all()
 
     # -- uses -------------------------------------------------------------------------------------------------------------
 
@@ -174,6 +193,7 @@ class Units:
         used: list[Unit] = []
         try:
             with signals_deferred, self._section(), self.lock:
+                self.resume()
                 for unit in units:
                     self._order.used(unit.number)
                     unit.uses += 1
@@ -184,6 +204,8 @@ class Units:
         finally:
             for unit in used:
                 unit.uses -= 1
+            if torch._C._current_graph_task_id() == -1:
+                self.pause()
 
     def complete(self, unit: Unit) -> None:
         """Let ``unit`` owe nothing. Outside of forwards and backwards, it leaves again at once: aliases that are made now
@@ -279,6 +301,13 @@ class Units:
         return [self.units[number] for number in dict.fromkeys(coming)]
 
 
+def pause_all() -> None:
+    """Code of the user runs from now on."""
+    pause()
+    for units in list(_of_models.values()):
+        units.pause()
+
+
 class _Backwards(threading.local):
     """By thread, the backward that is known to end."""
 
@@ -290,11 +319,11 @@ _backwards = _Backwards()
 
 
 def in_backward() -> None:
-    """A hook of a backward runs: :func:`pause` is called once it has ended."""
+    """A hook of a backward runs: :func:`pause_all` is called once it has ended."""
     number = torch._C._current_graph_task_id()
     if number >= 0 and number != _backwards.number:
         _backwards.number = number
-        torch.autograd.Variable._execution_engine.queue_callback(pause)
+        torch.autograd.Variable._execution_engine.queue_callback(pause_all)
 
 
 class _Arrive:
