@@ -126,7 +126,7 @@ class Parked:
 
     def find_exposed(self) -> None:
         """It has run. Aliases that forwards and backwards keep for themselves follow the storage."""
-        self.is_exposed = (self.is_exposed and self.is_held) or self._count_uses() > self._uses
+        self.is_exposed = self.is_held and (self.is_exposed or self._count_uses() > self._uses)
 
     def _count_uses(self) -> int:
         storage = self._storage()

@@ -75,7 +75,7 @@ def test_kept_views_hold_no_weight_in_memory_and_have_its_bits(tmp_path, kind, u
     leave_memory(session)
     torch.manual_seed(1)
     output = model(torch.randn(8, 64, requires_grad=True))
-    assert len(in_memory(session)) == 1, "only what was used last"
+    assert len(in_memory(session)) <= 2, "only what was used last, and before"
     del output
     found, expected = steps(model), steps(plain)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
