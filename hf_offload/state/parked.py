@@ -83,7 +83,8 @@ class Parked:
 
     def add(self, tensor: Tensor) -> None:
         """Another tensor over the storage: not a view that comes and goes."""
-        self._tensors.append(weakref.ref(tensor))
+        if not any(known() is tensor for known in self._tensors):
+            self._tensors.append(weakref.ref(tensor))
 
     @property
     def tensors(self) -> list[Tensor]:

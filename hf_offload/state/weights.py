@@ -61,6 +61,7 @@ class Weights:
         with units.lock, outside():
             for name, parameter in model.named_parameters():
                 self.receive(name, parameter, config)
+            self._know_aliases(model)
             self.parked_bytes = self.total_bytes
             units.make_room(0)
         self.store.settle()
@@ -74,13 +75,23 @@ class Weights:
             parked = Parked(parameter, name, self.store, takes_digests=True)
             self._parked[id(parked)] = parked
             self._largest_bytes = max(self._largest_bytes, parked.nbytes)
-        elif parameter not in _Identities(parked.tensors):
+        elif True:
             parked.add(parameter)
         parked.name = name
         found = unit_with(parameter)
         if found is not None and parked not in found[1].weights:
             found[1].weights.append(parked)
         return parked
+
+    def _know_aliases(self, model: nn.Module) -> None:
+        """Layers of bitsandbytes keep aliases of an 8-bit weight as its attribute, and in a state object."""
+        for module in model.modules():
+            of_layer = vars(module.state).values() if hasattr(getattr(module, "state", None), "CB") else ()
+            for parameter in module.parameters(recurse=False):
+                parked = parked_of(parameter) if moves(parameter) else None
+                for alias in (*of_layer, *vars(parameter).values()) if parked is not None else ():
+                    if type(alias) is Tensor and parked_of(alias) is parked:
+                        parked.add(alias)
 
     def take_in(self, name: str, parameter: nn.Parameter, config: OffloadConfig) -> None:
         """A parameter of a model that is being made: it stays until others need its room, for its values may be about to

@@ -215,19 +215,6 @@ def test_traces_have_the_weights_as_they_are(tmp_path):
         assert torch.equal(script(inputs), model(inputs))
 
 
-def test_an_update_does_not_wait_for_a_weight_whose_address_is_known(tmp_path):
-    model = mlp()
-    session = parked(model, tmp_path, optimizer="ram")
-    optimizer = session.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    weight = model[0].weight
-    address = weight.data_ptr()
-    model(torch.ones(1, 96)).sum().backward()
-    optimizer.step()
-    there = (ctypes.c_float * weight.numel()).from_address(address)
-    found = torch.frombuffer(there, dtype=torch.float32).clone()
-    assert torch.equal(found.view(weight.shape), weight)
-
-
 def test_a_state_dict_has_a_weight_with_gaps(tmp_path):
     model = mlp()
     parked(model, tmp_path)

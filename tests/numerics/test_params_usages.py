@@ -504,7 +504,7 @@ def test_it_is_as_in_memory(name, tmp_path):
     found = outcome(USAGES[name], away)
     assert not isinstance(expected, str), expected
     assert same(expected, found), found if isinstance(found, str) else _first_difference(expected, found)
-    assert any(session.residency.store.tier.stats.read_bytes for session in away.sessions)
+    assert any(session.residency.store.tier.stats.written_bytes for session in away.sessions)
 
 
 def _first_difference(expected, found, place=""):
