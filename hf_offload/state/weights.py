@@ -75,7 +75,7 @@ class Weights:
             parked = Parked(parameter, name, self.store, takes_digests=True)
             self._parked[id(parked)] = parked
             self._largest_bytes = max(self._largest_bytes, parked.nbytes)
-        elif True:
+        else:
             parked.add(parameter)
         parked.name = name
         found = unit_with(parameter)
@@ -201,14 +201,6 @@ class Weights:
 def _name_of(parameter: nn.Parameter, model: nn.Module | None) -> str:
     named = [] if model is None else model.named_parameters()
     return next((name for name, one in named if one is parameter), "a weight")
-
-
-class _Identities:
-    def __init__(self, tensors: Iterable[Tensor]):
-        self._ids = {id(tensor) for tensor in tensors}
-
-    def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self._ids
 
 
 def weights_of(model: nn.Module) -> Weights | None:
