@@ -171,7 +171,8 @@ class OffloadSession:
             )
         self._state = ModelState(model, config, self._storage, self.ranks)
         if not self._plan.moves or not trains_anything(model) or not self._saves_anything:
-            self._saving = follow_saved(model)
+            if self._state.residency is not None:
+                self._saving = follow_saved(model)
             return
         device = open_device(device_of(model))
         if automatic:

@@ -440,7 +440,8 @@ class Streaming:
     def _may_wait(self, trained: Trained, update: Update) -> bool:
         """Whether nobody can read the parameter without asking."""
         parameter = trained.parameter_ref()
-        if parameter is None or unit_with(parameter) is None:
+        found = None if parameter is None else unit_with(parameter)
+        if parameter is None or found is None or not found[1].was_called:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             # which in-place operations refuse

@@ -54,6 +54,7 @@ class Unit:
         weights: Those of them that may leave memory.
         owed: What computes updates that they wait for, by the optimizer and the parameter.
         uses: How many use it now.
+        was_called: Its owner was called in the last forward: updates may wait for that.
     """
 
     def __init__(self, name: str, number: int, parameters: Iterable[nn.Parameter]):
@@ -63,6 +64,7 @@ class Unit:
         self.weights: list[Parked] = []
         self.owed: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()  # of Owed
         self.uses = 0
+        self.was_called = False
 
     @property
     def nbytes(self) -> int:
@@ -166,6 +168,8 @@ class Units:
             self._order.used(_BEGIN)
             pause()
             self.resume()
+            for unit in self.units:
+                unit.was_called = False
             transformed = torch._C._functorch.peek_interpreter_stack() is not None
             if transformed or not torch.is_grad_enabled():
                 # Modules read weights of others then, to see whether a fast path may be taken.
@@ -335,6 +339,7 @@ class _Arrive:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         for unit in self._mine:
+            unit.was_called = True
             for owed in list(unit.owed.values()):
                 owed.check_stepped()
             self._units.need(unit)

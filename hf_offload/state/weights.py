@@ -19,7 +19,7 @@ from hf_offload.storage.opening import named_directories, open_tier
 from hf_offload.storage.service import WEIGHTS, RunStorage, share_storage, storage_of
 from hf_offload.storage.store import Store
 from hf_offload.structure.units import find_blocks
-from hf_offload.tensors import is_wrapped, nbytes_of
+from hf_offload.tensors import has_storage, is_wrapped, nbytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -316,7 +316,7 @@ def moves(tensor: Tensor) -> bool:
     nested and quantised tensors, and those of ``torch.func`` stay.
     """
     return (
-        torch._C._has_storage(tensor)
+        has_storage(tensor)
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.is_inference())
         and not is_wrapped(tensor)
