@@ -353,6 +353,9 @@ class Parked:
     def drop_reads(self) -> None:
         """Forget what was read ahead: it may be written to where it is."""
         self._parts.drop_reads()
+        self._drop_whole()
+
+    def _drop_whole(self) -> None:
         if self._read is not None:
             self.store.wait(self._read[1])
             self.store.recycle(self._read[0])
@@ -467,6 +470,7 @@ class Parts:
         storage = parked._storage()
         if storage is None:
             return
+        parked._drop_whole()
         with signals_deferred:
             if self._target is None and (parked._slot is None or parked._is_kept):
                 slot = parked.store.reserve(whole_pages(parked.nbytes))
