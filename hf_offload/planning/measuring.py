@@ -19,7 +19,7 @@ from hf_offload.planning.optimizer_state import is_elsewhere, missing_state, sta
 from hf_offload.planning.other_threads import follow_backward, let_backward_go, put_back
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.state.gradients import has_gradient
-from hf_offload.state.parked import parked_of
+from hf_offload.state.parked import observers, parked_of
 from hf_offload.state.weights import moves, weights_of
 from hf_offload.tensors import nbytes_of, parameter_count
 
@@ -127,6 +127,7 @@ class StepMeter(StepRecorder):
         self.running = True
         self._state_before = self._find_state_bytes()
         self.watch()
+        observers.add(self)
         for storage in resident:  # of graphs that are still alive: they were broken off, or the user holds them
             self.see(storage)
         self._optimizer_hooks = [
@@ -147,6 +148,7 @@ class StepMeter(StepRecorder):
         self.leave()
         put_back()
         self.unwatch()
+        observers.discard(self)
         for handle in self._optimizer_hooks:
             handle.remove()
         if not gone:

@@ -24,6 +24,7 @@ from hf_offload.planning.workspace import workspace_bytes
 from hf_offload.state.gradients import gradient_of, has_gradient_here
 from hf_offload.state.parked import is_parked
 from hf_offload.storage.handling import Handling
+from hf_offload.storage.store import is_slab
 from hf_offload.structure.effects import Effects
 from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.surgery import EagerHook
@@ -213,9 +214,6 @@ class StepRecorder(Follower):
         if has_gradient_here(parameter):
             self._add_gradient(parameter)
             return
-        gradient = gradient_of(parameter)
-        if gradient is not None:
-            self.forget(gradient.untyped_storage())  # it is on a tier
         self._used_up.add(id(parameter))
         if id(parameter) in self._in_memory:
             self._in_memory.discard(id(parameter))
@@ -357,7 +355,7 @@ class StepRecorder(Follower):
             return False
         # Weights that come and go are a part of what is there all the time. A mapped file, such as a state dict's, may be
         # dropped by the system.
-        counts = counts and not is_parked(storage) and storage.filename is None
+        counts = counts and not is_parked(storage) and not is_slab(storage) and storage.filename is None
         nbytes = storage.nbytes() if counts else 0
         self._live += nbytes
         self._seen[key] = self._note_end(storage, nbytes)

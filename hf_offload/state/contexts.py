@@ -81,6 +81,11 @@ def outside() -> Iterator[None]:
         yield
 
 
+def unseen() -> contextlib.AbstractContextManager[Any]:
+    """What runs inside is no operation of the training that modes of dispatch are to see."""
+    return _disable_current_modes() if _get_current_dispatch_mode_stack() else contextlib.nullcontext()
+
+
 def _autocast_kinds() -> list[str]:
     """The kinds of device under autocast."""
     accelerator = torch.accelerator.current_accelerator()

@@ -12,7 +12,7 @@ import enum
 import functools
 import weakref
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
+from hf_offload.state.contexts import outside, unseen
 from hf_offload.storage.kept import KeptSlot
 from hf_offload.storage.store import HeldSlot, Slab, Store, whole_pages
 
@@ -80,6 +81,7 @@ class Parked:
         self._parts = Parts(self)
         self.add(tensor)
         _parked[id(storage)] = self
+        self._tell(storage)
 
     def add(self, tensor: Tensor) -> None:
         """Another tensor over the storage: not a view that comes and goes."""
@@ -167,14 +169,23 @@ class Parked:
             self._version, self._is_clean, self._may_differ = self._present_version(), False, self.on_host
             self._slab, self.where = host, Where.LEAVING
             _leaving[id(self)] = self
+            self._tell(storage)
             if not self.on_host:
                 self._empty(storage)
             self._write = self.store.write(self._slot.slot, host, 0, self._written)
         return True
 
+    def _tell(self, storage: torch.UntypedStorage) -> None:
+        for observer in list(observers):
+            observer.forget(storage)
+
     def doubt(self) -> None:
         """It may be written to without a new version."""
         self._may_differ = True
+
+    def _tell(self, storage: torch.UntypedStorage) -> None:
+        for observer in list(observers):
+            observer.forget(storage)
 
     def doubt(self) -> None:
         """It may be written to without a new version."""
@@ -188,7 +199,8 @@ class Parked:
         if self._slab is not None and self.on_host:
             return self._slab
         slab = self.store.new_slab(self.nbytes)
-        slab.content[: self.nbytes].copy_(_bytes_of(storage))
+        with unseen():
+            slab.content[: self.nbytes].copy_(_bytes_of(storage))
         if self.on_host:
             storage._swap_data_ptr_(slab.storage(self.nbytes))
             self._slab = slab
@@ -201,7 +213,8 @@ class Parked:
             mapped = self.store.tier.map(self._slot.slot)
             if mapped is None:  # a tier that cannot
                 raise OffloadError(f"{self.name} is on a tier that cannot be mapped ({self.store.tier.name}).")
-            storage._swap_data_ptr_(torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage())
+            with unseen():
+                storage._swap_data_ptr_(torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage())
         else:
             self._empty(storage)
         slab, self._slab = self._slab or host, None
@@ -380,7 +393,8 @@ class Parked:
         if self.on_host:
             mapped = self.store.tier.map(self._slot.slot, private=True)
             assert mapped is not None
-            storage._swap_data_ptr_(torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage())
+            with unseen():
+                storage._swap_data_ptr_(torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage())
             self._is_private = True
         return kept, self._digest
 
@@ -541,6 +555,14 @@ class Parts:
             guard.lift(tensor, self)
 
 
+class Observer(Protocol):
+    """Counts memory."""
+
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """Its bytes are counted where it is stored."""
+
+
+observers: "weakref.WeakSet[Observer]" = weakref.WeakSet()
 _parked: dict[int, Parked] = {}
 _leaving: dict[int, Parked] = {}
 _ahead: dict[int, Parked] = {}
@@ -586,13 +608,14 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> Tensor:
     """A tensor as ``like`` on ``device``, whose bytes are to be stored in parts: it takes no memory until then."""
     nbytes = like.numel() * like.element_size()
-    if device.type == "cpu":
-        storage = Slab(nbytes).storage(nbytes)  # the system gives memory to what is touched
-        made = torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
-        parked = Parked(made, name, store)
-    else:
-        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-        parked = Parked(made, name, store)
-        parked._empty(made.untyped_storage())
+    with outside():  # nobody is to count it
+        if device.type == "cpu":
+            storage = Slab(nbytes).storage(nbytes)  # the system gives memory to what is touched
+            made = torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
+            parked = Parked(made, name, store)
+        else:
+            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+            parked = Parked(made, name, store)
+            parked._empty(made.untyped_storage())
     parked.where, parked.is_new = Where.AWAY, True
     return made

@@ -239,6 +239,10 @@ class Streaming:
         found = self._trained.get(id(parameter))
         return found if found is not None and found.parameter_ref() is parameter else None
 
+    def moves(self, parameter: Tensor) -> bool:
+        """Whether its state and gradients leave memory now."""
+        return self.trained_of(parameter) is not None and id(parameter) not in self._staying
+
     def let_stay(self, parameters: Iterable[Tensor]) -> None:
         """State and gradients of these are in memory from now on, and those of all others leave it again. Between steps."""
         wanted = {id(parameter) for parameter in parameters}

@@ -39,6 +39,8 @@ class Slab:
     def __init__(self, nbytes: int):
         self.memory = mmap.mmap(-1, whole_pages(nbytes))
         self.content = torch.frombuffer(self.memory, dtype=torch.uint8)
+        storage = self.content.untyped_storage()
+        _slabs[id(storage)] = storage
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +50,14 @@ class Slab:
     def storage(self, nbytes: int) -> torch.UntypedStorage:
         """A storage of the first ``nbytes`` bytes."""
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes).untyped_storage()
+
+
+_slabs: "weakref.WeakValueDictionary[int, torch.UntypedStorage]" = weakref.WeakValueDictionary()
+
+
+def is_slab(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is that of a slab's content, which stores count by themselves."""
+    return _slabs.get(id(storage)) is storage
 
 
 class Store:

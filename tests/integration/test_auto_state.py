@@ -13,12 +13,12 @@ from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.engine.hooks import Engine
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.state.optimizer import streaming_of
-from hf_offload.optimizers.streamed.gradients import Gradients
 from hf_offload.state.shadow import Shadow
 from hf_offload.state.step import Streaming
-from hf_offload.parameters.waiting import residence_of
+from hf_offload.state.parked import parked_of
 from hf_offload.planning.automatic import AutomaticPlan
-from hf_offload.state.weights import Weights
+from hf_offload.state import step
+from hf_offload.state.units import Units
 from hf_offload.storage import disk_io
 from hf_offload.storage.handling import WAITS
 from hf_offload.storage.service import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, WEIGHTS, storage_of
@@ -68,7 +68,7 @@ def batch(number):
 def share_staying(model, optimizer):
     """Of the weights that are large enough, how much has its gradients and state in memory."""
     streaming, large = streaming_of(optimizer), [p for p in model.parameters() if p.nbytes >= 1024]
-    staying = [p for p in large if streaming is None or streaming.record_of(p) is None]
+    staying = [p for p in large if streaming is None or not streaming.moves(p)]
     return sum(p.nbytes for p in staying) / sum(p.nbytes for p in large)
 
 
@@ -105,7 +105,7 @@ class Trained:
         self.parks = weights is not None and weights.limit_bytes < weights.total_bytes
         self.most_measured_bytes = session.most_measured_bytes
         self.step_share = None if session.planned is None else session.planned.footprint.step_share
-        self.window_bytes = streaming_of(made).states.store.window_bytes if self.streams else None
+        self.window_bytes = streaming_of(made).state_store.window_bytes if self.streams else None
         self.predicted = None if session.forecast is None else session.forecast.peak_bytes
         session.detach()
         self.weights = [parameter.detach().clone() for parameter in model.parameters()]
@@ -198,7 +198,7 @@ def test_neither_a_new_plan_nor_updates_of_state_that_stays_are_a_cost_of_what_m
         let_stay(self, parameters)
 
     def step_slowly(self, groups, state, attributes):
-        if any(p in large and streaming.record_of(p) is None for one in groups for p in one["params"]):
+        if any(p in large and not streaming.moves(p) for one in groups for p in one["params"]):
             clock.now_s += 1000
             counted.append("an update")
         return step_in_memory(self, groups, state, attributes)
@@ -339,7 +339,7 @@ def test_what_moving_bytes_takes_of_the_training_is_not_taken_for_compute(tmp_pa
         return slow
 
     for owner, name in (
-        (Engine, "_pack_activation"), (Residency, "_make_room"), (Streaming, "_compute"), (Gradients, "leave"),
+        (Engine, "_pack_activation"), (Units, "make_room"), (Streaming, "_compute"), (step, "park_gradient"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, slowed(getattr(owner, name)))
     monkeypatch.setattr(time, "perf_counter", lambda: honest_clock() + late_s)
@@ -390,7 +390,7 @@ def test_weights_that_have_all_come_back_are_plain_ones_unless_copies_of_them_ar
     session = attach(model, OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=1024))
     optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     held = model.state_dict() if holds_copies else None
-    assert any(residence_of(parameter) is not None for parameter in model.parameters())
+    assert any(parked_of(parameter) is not None for parameter in model.parameters())
     for number in range(4):
         with session.scope():
             model(**sized(12, 2)(number)).loss.backward()
@@ -398,7 +398,7 @@ def test_weights_that_have_all_come_back_are_plain_ones_unless_copies_of_them_ar
         optimizer.zero_grad()
         session.end_step()
     assert (session.residency is None) is not holds_copies
-    assert any(residence_of(parameter) is not None for parameter in model.parameters()) is holds_copies
+    assert any(parked_of(parameter) is not None for parameter in model.parameters()) is holds_copies
     if held is not None:
         assert session.residency.limit_bytes >= session.residency.total_bytes
         with pytest.raises(RuntimeError, match="that state_dict\\(\\) returned for it, and has changed since"):
@@ -436,7 +436,7 @@ def test_a_weight_is_updated_in_parts_as_small_as_the_budget_asks_for(tmp_path):
         if (
             budget is not None
         ):  # in memory, a step takes six times the weight: with its gradient, state, and what it computes
-            assert max(streaming_of(made).record_of(model.weight).sizes) * model.weight.itemsize <= budget // 16
+            assert max(end - begin for begin, end in streaming_of(made).spans(model.weight)) <= budget // 16
         for number in range(4):
             rows = torch.randn(8, 512, generator=torch.Generator().manual_seed(number))
             with session.scope():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload.parameters.saved import whereabouts
+from hf_offload.state.parked import _parked as whereabouts
 from tests.helpers.parked import in_memory, parked
 
 
