@@ -379,6 +379,8 @@ class MovingWeight:
         course = self._course
         if parked is not None:
             parked.come()
+        if course.is_computing:
+            self.check_unchanged()
         if course.turning and is_held(parameter):
             course.give_up()
         derived = parked is not None and parked.derivation is self and parked.is_derivable()
