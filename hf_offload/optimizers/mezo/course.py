@@ -131,8 +131,8 @@ class Course:
                 yield
             if mode.error is not None:
                 raise mode.error
-        for one in self._moving:
-            one.check_unchanged()
+        for moving in self._moving:
+            moving.check_unchanged()
 
     @contextlib.contextmanager
     def casting(self) -> Iterator[None]:
