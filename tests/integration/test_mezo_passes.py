@@ -758,7 +758,7 @@ def test_a_forward_that_gives_a_weight_other_memory_is_refused(change, restore, 
     optimizer.step(lambda: loss_of(model, 0))
     layer = model.transformer.h[3].mlp.c_fc
     layer.register_forward_pre_hook(lambda layer, args: change(layer.weight))
-    with pytest.raises(OffloadError, match="weight .*h.3.mlp.c_fc.weight"):
+    with pytest.raises(OffloadError, match=r"weight .*h.3.mlp.c_fc.weight"):
         optimizer.step(lambda: loss_of(model, 1))
 
 
