@@ -347,9 +347,11 @@ class MovingWeight:
     def settle(self, unseen: bool) -> None:
         """See :class:`~hf_offload.state.guard.Debt`."""
         parameter = self._parameter()
-        if parameter is not None:
-            with pinned([parameter]):
-                self.finish()
+        if parameter is None:
+            return
+        is_in_memory = _parked_of(parameter) is None  # and the others of its unit need not come
+        with contextlib.nullcontext() if is_in_memory else pinned([parameter]):
+            self.finish()
 
     def check_stepped(self) -> None:
         pass
