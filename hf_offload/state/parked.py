@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hf_offload.errors import OffloadError, StorageError
+from hf_offload.errors import OffloadError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.storage.kept import KeptSlot

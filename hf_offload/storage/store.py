@@ -197,3 +197,5 @@ class HeldSlot(weakref.ref[torch.UntypedStorage]):
 
     __slots__ = ("slot",)
     slot: Slot
+
+
