@@ -134,6 +134,11 @@ def lift(tensor: Tensor, debt: Debt) -> None:
         tensor.__class__ = own_class(tensor)
 
 
+def is_guarded(tensor: Tensor) -> bool:
+    """Whether it owes anything."""
+    return isinstance(tensor, Guarded)
+
+
 def own_class(tensor: Any) -> type:
     """The class of a tensor without its guard."""
     return type(tensor).__mro__[2] if isinstance(tensor, Guarded) else type(tensor)

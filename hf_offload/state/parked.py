@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hf_offload.errors import OffloadError, StorageError
+from hf_offload.errors import OffloadError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.state.contexts import outside, unseen
@@ -37,6 +37,30 @@ class Where(enum.Enum):
     AWAY = "in the slot"
 
 
+class Derivation(Protocol):
+    """Makes the value to use from the one that the slot has, so that not each value has to be written."""
+
+    @property
+    def needs_slot(self) -> bool:
+        """Whether the value in the slot is needed again: the one in memory is dropped."""
+
+    @property
+    def may_go(self) -> bool:
+        """Whether the value in memory need not be written: it is made again from the one in the slot."""
+
+    def arrived(self) -> None:
+        """What reads the storage finds the value of the slot from now on."""
+
+    def kept(self) -> None:
+        """The value in memory is now that of the slot."""
+
+    def rescue(self, content: Tensor) -> None:
+        """The value that was to be in the slot could not be written: its bytes, to be copied."""
+
+    def finish(self) -> None:
+        """Make the value to use."""
+
+
 class Parked:
     """The storage of one tensor, or of several that share it.
 
@@ -49,6 +73,7 @@ class Parked:
         takes_digests: Whether it is compared with what the slot has, rather than written once more, where it may have been
             written to without a new version.
         is_new: It has no bytes yet: they are stored in parts.
+        derivation: What makes the value to use from the one in the slot.
     """
 
     def __init__(self, tensor: Tensor, name: str, store: Store, takes_digests: bool = False):
@@ -76,6 +101,9 @@ class Parked:
         self._is_clean = False  # the slot has the bytes of this version
         self._version = -1
         self._digest = b""
+        self.derivation: Derivation | None = None
+        self._derived: bytes | None = None  # the digest of what was derived in memory
+        self._copy: Slab | None = None  # that is being written, while the storage may change
         self._write: Future[None] | None = None
         self._read: tuple[Slab, Future[None]] | None = None
         self._parts = Parts(self)
@@ -137,8 +165,8 @@ class Parked:
 
     # -- leaving ----------------------------------------------------------------------------------------------------------
 
-    def leave(self) -> bool:
-        """Begin to leave memory, and write what has changed. False if it stays.
+    def leave(self, writes: bool = False) -> bool:
+        """Begin to leave memory, and write what has changed, or all. False if it stays.
 
         On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
         """
@@ -146,24 +174,27 @@ class Parked:
         if self.where is not Where.HERE or storage is None or self.stays or self._is_pinned:
             return False
         self._wait_for_writes()
+        if self.stays:
+            return False
         with signals_deferred:
             host: Slab | None = None
-            if self._is_clean and self._present_version() == self._version:
+            derivation = self.derivation
+            if derivation is not None and derivation.needs_slot and self._slot is not None:
+                self._depart(storage)
+                return True
+            may_go = derivation is None or (derivation.may_go and not writes)
+            if may_go and self._is_clean and self._present_version() == self._version:
                 if not self._may_differ:
                     self._depart(storage)
                     return True
-                if self._digest:
+                expected = self._digest if self._derived is None else self._derived
+                if expected:
                     host = self._in_slab(storage)
-                    if self._digest_of(host) == self._digest:
+                    if self._digest_of(host) == expected:
                         self._depart(storage, host)
                         return True
-            if self._slot is None or self._is_kept:
-                slot = self.store.try_reserve(whole_pages(self.nbytes))
-                if slot is None:
-                    self._stay()
-                    return False
-                self._let_slot_go()
-                self._slot = self.store.free_with(slot, storage)
+            if not self._reserve(storage):
+                return False
             host = self._in_slab(storage) if host is None else host
             self._digest = self._digest_of(host) if self.takes_digests else b""
             self._version, self._is_clean, self._may_differ = self._present_version(), False, self.on_host
@@ -172,16 +203,101 @@ class Parked:
             self._tell(storage)
             if not self.on_host:
                 self._empty(storage)
+            self._derived = None
+            if derivation is not None:
+                derivation.kept()
+            assert self._slot is not None
             self._write = self.store.write(self._slot.slot, host, 0, self._written)
         return True
 
-    def _tell(self, storage: torch.UntypedStorage) -> None:
-        for observer in list(observers):
-            observer.forget(storage)
+    def _reserve(self, storage: torch.UntypedStorage) -> bool:
+        """Have a slot to write to; otherwise, it stays."""
+        if self._slot is None or self._is_kept:
+            slot = self.store.try_reserve(whole_pages(self.nbytes))
+            if slot is None:
+                self._stay()
+                return False
+            self._let_slot_go()
+            self._slot = self.store.free_with(slot, storage)
+        return True
 
-    def doubt(self) -> None:
-        """It may be written to without a new version."""
-        self._may_differ = True
+    # -- values that are derived --------------------------------------------------------------------------------------------
+
+    def write_copy(self) -> bool:
+        """Write what is in memory, which may change meanwhile: the slot has this value. False if there is no room."""
+        storage = self._storage()
+        if self.where is not Where.HERE or storage is None:
+            return False
+        self._wait_for_writes()
+        if self.stays:
+            return False
+        with signals_deferred:
+            if not self._reserve(storage):
+                return False
+            assert self._slot is not None
+            self._copy = self.store.new_slab(self.nbytes)
+            self._copy.content[: self.nbytes].copy_(_bytes_of(storage))
+            self._digest = self._digest_of(self._copy) if self.takes_digests else b""
+            self._version, self._is_clean, self._derived = self._present_version(), False, None
+            self._write = self.store.write(self._slot.slot, self._copy, 0, self._written)
+        self.store.throttle()
+        return True
+
+    def restore(self) -> bool:
+        """Let memory have the value of the slot again. False if there is none."""
+        storage = self._storage()
+        self._wait_for_writes()
+        if storage is None or self._slot is None or self.where is not Where.HERE:
+            return False
+        with signals_deferred:
+            slab = self.store.new_slab(self.nbytes)
+            read = self.store.read(self._slot.slot, slab, 0, urgent=True)
+            self.store.wait(read)
+            read.result()
+            _bytes_of(storage).copy_(slab.content[: self.nbytes])
+            self.store.recycle(slab)
+            self._version, self._derived, self._is_clean = self._present_version(), None, True
+        return True
+
+    def is_derivable(self) -> bool:
+        """Whether memory has the value that was read from the slot, or derived from it: nobody else has changed it."""
+        storage = self._storage()
+        if self._copy is None:
+            self._wait_for_writes()  # before it changes
+        is_clean = self._is_clean or self._copy is not None
+        if storage is None or not is_clean or self._present_version() != self._version:
+            return False
+        if not self._may_differ:
+            return True
+        expected = self._digest if self._derived is None else self._derived
+        return bool(expected) and self._digest_in_memory(storage) == expected
+
+    def note_derived(self, is_derived: bool) -> None:
+        """Memory has changed: the value ``is_derived`` from that of the slot."""
+        storage = self._storage()
+        if storage is None:
+            return
+        if self.where is not Where.HERE:  # the slot itself has changed, for others have its address
+            self.drop_reads()
+            self._digest, self._derived = b"", None
+            return
+        if is_derived:
+            self._version = self._present_version()
+            self._derived = self._digest_in_memory(storage) if self.takes_digests and self.on_host else b""
+        else:
+            self._is_clean = False
+
+    def count_change(self, tensor: Tensor) -> None:
+        """A change of ``tensor``, which is one of its, is counted now and made later."""
+        is_known = self._present_version() == self._version
+        torch.autograd.graph.increment_version(tensor)
+        if is_known:
+            self._version = self._present_version()
+
+    def _digest_in_memory(self, storage: torch.UntypedStorage) -> bytes:
+        return xxhash.xxh3_128_digest(_bytes_of(storage).numpy().data)
+
+    # -- leaving ------------------------------------------------------------------------------------------------------------
 
     def _tell(self, storage: torch.UntypedStorage) -> None:
         for observer in list(observers):
@@ -221,6 +337,9 @@ class Parked:
         if slab is not None:
             self.store.recycle(slab)
         self.where, self._is_private = Where.AWAY, False
+        self._derived = None
+        if self.derivation is not None:
+            self.derivation.arrived()
 
     def _empty(self, storage: torch.UntypedStorage) -> None:
         storage._swap_data_ptr_(torch.UntypedStorage(0, device=self._device))
@@ -233,15 +352,21 @@ class Parked:
             return
         _leaving.pop(id(self), None)
         storage = self._storage()
+        copy, self._copy = self._copy, None
         error = None if write.cancelled() else write.exception()
         if error is not None:
             self.store.say(error)
+            written = copy or self._slab
+            if self.derivation is not None and written is not None:
+                self.derivation.rescue(written.content[: self.nbytes])
             self._let_slot_go()
             self._stay()
             if self.on_host and self.where is Where.LEAVING:
                 self.where = Where.HERE
             return
         self._is_clean = not write.cancelled()
+        if copy is not None:
+            self.store.recycle(copy)
         if self.where is not Where.LEAVING or storage is None:
             return
         if self._present_version() != self._version:
@@ -325,6 +450,8 @@ class Parked:
 
     def forget(self) -> None:
         """It is in memory, and a plain one from now on."""
+        guard.settle(self.tensors)
+        self.derivation = None
         self._let_slot_go()
         storage = self._storage()
         if storage is not None:
@@ -381,8 +508,10 @@ class Parked:
         self._wait_for_writes()
         self._parts.wait()
         storage = self._storage()
+        if self.derivation is not None:
+            guard.settle(self.tensors)
         if self.where is Where.HERE and not self.stays:
-            self.leave()
+            self.leave(writes=True)
             self._wait_for_writes()
         if storage is None or self.where is not Where.AWAY or self._slot is None or self._is_private or self.is_held:
             return None  # who holds the memory may write to it
@@ -587,6 +716,19 @@ def parked_of(tensor: Tensor) -> Parked | None:
     storage = _storage_of(tensor)
     found = _parked.get(id(storage))
     return found if found is not None and found.is_of(storage) else None
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Whether others have the memory of a tensor, who would read it without asking."""
+    if not torch._C._has_storage(tensor) or tensor.layout is not torch.strided:
+        return False
+    parked = parked_of(tensor)
+    if parked is not None:
+        return parked.is_held
+    storage = _storage_of(tensor)
+    if tensor.device.type == "cpu" and storage.is_shared():
+        return True
+    return int(torch._C._storage_Use_Count(storage._cdata)) > _ALONE
 
 
 def is_parked(storage: torch.UntypedStorage) -> bool:

@@ -36,7 +36,7 @@ from hf_offload.state.gradients import (
     set_gradient,
     watch,
 )
-from hf_offload.state.parked import Parked, Where, empty_away, parked_of, pause
+from hf_offload.state.parked import Parked, Where, empty_away, is_held, parked_of, pause
 from hf_offload.state.shadow import CUT_ELEMENTS, Shadow, attributes_of, captured, names_of, options_of
 from hf_offload.state.units import in_backward, pinned, unit_with
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
@@ -456,7 +456,7 @@ class Streaming:
             if not state or layout != trained.layout:
                 return False  # who holds the optimizer's state sees that it comes; errors belong to the step
             known = [parameter, update.gradient, *(one for one in state if isinstance(one, Tensor))]
-            return not any(_is_held(one) for one in known)
+            return not any(is_held(one) for one in known)
 
     def _put_off(self, trained: Trained, update: Update) -> None:
         parameter = trained.parameter_ref()
@@ -579,9 +579,7 @@ class Streaming:
             parked.leave()
         self.park_state(parameter, update.state)
 
-    def _compute_parts(
-        self, trained: Trained, parameter: Tensor, update: Update, spans: list[tuple[int, int]]
-    ) -> int:
+    def _compute_parts(self, trained: Trained, parameter: Tensor, update: Update, spans: list[tuple[int, int]]) -> int:
         state, changes = update.state, 0
         flat, size = parameter.view(-1), parameter.itemsize
         while update.done < len(spans):
@@ -599,7 +597,9 @@ class Streaming:
             before = {name: captured(its[name]) if part is None else part.tensor for name, part in parts.items()}
             try:
                 after = self.shadow.step(
-                    [{**update.options, "params": [target]}], {target: before} if parts else {}, update.context.attributes
+                    [{**update.options, "params": [target]}],
+                    {target: before} if parts else {},
+                    update.context.attributes,
                 ).get(target)
             except Exception:
                 update.done = _GIVEN_UP
@@ -719,22 +719,6 @@ def _may_move(tensor: Tensor, smallest_bytes: int) -> bool:
         if tensor.device.type == "cpu" and tensor.is_shared() and parked_of(tensor) is None:
             return False
         return tensor.untyped_storage().nbytes() in (tensor.nbytes, 0)
-
-
-def _is_held(tensor: Tensor) -> bool:
-    """Whether others have the memory of a tensor, who would read it without asking."""
-    if not torch._C._has_storage(tensor) or tensor.layout is not torch.strided:
-        return False
-    parked = parked_of(tensor)
-    if parked is not None:
-        return parked.is_held
-    storage = tensor.untyped_storage()
-    if tensor.device.type == "cpu" and tensor.is_shared():
-        return True
-    return int(torch._C._storage_Use_Count(storage._cdata)) > _USES_OF_ONE
-
-
-_USES_OF_ONE = 2
 
 
 def _are_same(one: Any, other: Any) -> bool:

@@ -49,7 +49,8 @@ def trained(model, name, between=no_event, session=None, restore="reference"):
         losses.append(float(optimizer.step(lambda step=step: model(**tiny_batch(name, seed=step)).loss)))
         between(model, optimizer, step)
         if session is not None:
-            assert session.residency.most_bytes <= session.residency.limit_bytes < session.residency.total_bytes
+            assert session.residency.most_bytes <= session.residency.budget_bytes
+            assert session.residency.limit_bytes < session.residency.total_bytes
     return weights(model), optimizer.log, losses
 
 

@@ -13,6 +13,7 @@ from hf_offload.optimizers.mezo.pairs import UnfitError, run_in_turns
 from hf_offload.optimizers.mezo.python_state import PythonState
 from hf_offload.state.contexts import is_outside
 from hf_offload.state.parked import parked_of
+from hf_offload.state.units import unit_with
 from hf_offload.structure.units import find_blocks
 
 logger = logging.getLogger(__name__)
@@ -34,11 +35,12 @@ class Passes:
 
     def one_pays(self, course: Course, model: nn.Module) -> bool:
         """Whether both passes are to take turns. It keeps all weights on the tier, which pays if most of them go there."""
-        residences = [found for one in course.parameters if (found := parked_of(one)) is not None]
+        found = next((unit_with(one) for one in course.parameters if parked_of(one) is not None), None)
         return (
             not course.is_seen
-            and bool(residences)
-            and residences[0].is_mostly_away
+            and found is not None
+            and found[0].limit_bytes is not None
+            and found[0].total_bytes > 2 * found[0].limit_bytes
             and is_outside()
             and len(find_blocks(model)) >= _FEWEST_BLOCKS
         )
