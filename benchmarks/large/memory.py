@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hf_offload.optimizers.streamed import streaming_of
+from hf_offload.state.optimizer import streaming_of
 from hf_offload.session import OffloadSession
 from hf_offload.training.gauges import Gauge
 
@@ -33,8 +33,8 @@ def counters(session: OffloadSession, optimizer: Any) -> dict[str, Callable[[], 
         found[WEIGHTS] = lambda: residency.bytes_in_memory
         found[WEIGHTS_MOVING] = lambda: residency.store.buffer_bytes
     if streaming is not None:
-        gradients = streaming.gradients.store
-        found[STATE] = lambda: streaming.states.store.buffer_bytes
+        gradients = streaming.gradient_store
+        found[STATE] = lambda: streaming.state_store.buffer_bytes
         if gradients is not None:
             found[GRADIENTS] = lambda: gradients.buffer_bytes
     return {**found, ACTIVATIONS: lambda: engine.transfer.ledger.resident_bytes}

@@ -21,7 +21,7 @@ from hf_offload import (
 )
 from hf_offload.errors import OffloadPlanError, StorageError
 from hf_offload.integrations.summary import summary_lines
-from hf_offload.state.optimizer import setting as streamed_setting
+from hf_offload.state import setting as streamed_setting
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.plan.hardware import Hardware, Measurement
 from hf_offload.planning import ranks as planning_ranks
