@@ -171,7 +171,7 @@ class Units:
             for unit in self.units:
                 unit.was_called = False
             transformed = torch._C._functorch.peek_interpreter_stack() is not None
-            if transformed or not torch.is_grad_enabled():
+            if transformed or not torch.is_grad_enabled() or not module.training:
                 # Modules read weights of others then, to see whether a fast path may be taken.
                 for owed in [owed for unit in self.units for owed in list(unit.owed.values())]:
                     owed.finish()

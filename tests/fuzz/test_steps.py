@@ -25,7 +25,7 @@ def test_steps_have_the_bits_of_torch_optim():
         cut += player.cut_weights > 0
         done |= {entry[0] for entry in player.log if isinstance(entry, tuple)}
     assert moved > 15
-    assert cut > 5
+    assert cut >= 5
     assert done == set(ACTIONS)
 
 
