@@ -94,6 +94,7 @@ class Units:
         self.adopt: Callable[[nn.Parameter], object] = lambda parameter: None
         self._model = weakref.ref(model)
         self._handles: list[RemovableHandle] = []
+        self._in_fast_paths: list[tuple[weakref.ref[nn.Module], EagerHook, RemovableHandle]] = []
         self._recent: list[Unit] = []
         self._running = 0  # forwards of the model
         self._is_paused = True  # code of the user runs
@@ -109,6 +110,8 @@ class Units:
         self._handles.clear()
         self._handles.append(model.register_forward_pre_hook(EagerHook(self._begin), prepend=True))
         self._handles.append(model.register_forward_hook(EagerHook(self._end), always_call=True))
+        self._in_fast_paths.clear()
+        fast_paths = [set(one.modules()) for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer)]
         for name, owner in _owners(model):
             parameters = list(owner.parameters(recurse=name in find_blocks(model)))
             new = [p for p in parameters if self.unit_of(p) is None]
@@ -120,7 +123,10 @@ class Units:
                     _units_of[id(parameter)] = weakref.ref(parameter, _forget(id(parameter))), self, unit
             mine = list({id(unit): unit for p in parameters if (unit := self.unit_of(p)) is not None}.values())
             if mine:
-                self._handles.append(owner.register_forward_pre_hook(EagerHook(_Arrive(self, mine))))
+                arrive = EagerHook(_Arrive(self, mine))
+                self._handles.append(owner.register_forward_pre_hook(arrive))
+                if any(owner in fast for fast in fast_paths):
+                    self._in_fast_paths.append((weakref.ref(owner), arrive, self._handles[-1]))
         self._order = UseOrder(len(self.units))
 
     def pause(self) -> None:
@@ -175,11 +181,14 @@ class Units:
                 # Modules read weights of others then, to see whether a fast path may be taken.
                 for owed in [owed for unit in self.units for owed in list(unit.owed.values())]:
                     owed.finish()
+                for _, _, handle in self._in_fast_paths:
+                    handle.remove()  # with any hook inside, PyTorch computes in another way
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward of the model has ended."""
         if not in_recompute():
             self._running = max(0, self._running - 1)
+            self._in_fast_paths = [(owner, hook, _again(owner, hook, handle)) for owner, hook, handle in self._in_fast_paths]
             with signals_deferred:
                 pause_all()
 
@@ -377,6 +386,11 @@ def pinned(tensors: list[Any], unseen: bool = False, finishes: bool = True) -> I
             for weight in (weight for unit in mine.values() if unseen for weight in unit.weights):
                 weight.doubt()
         yield
+
+
+def _again(owner: "weakref.ref[nn.Module]", hook: EagerHook, handle: RemovableHandle) -> RemovableHandle:
+    module = owner()
+    return handle if module is None or handle.id in module._forward_pre_hooks else module.register_forward_pre_hook(hook)
 
 
 def _forget(key: int) -> Any:
