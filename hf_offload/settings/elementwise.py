@@ -70,7 +70,7 @@ def recompute_elementwise(value: Any, name: str = "recompute_elementwise") -> Re
     """
     if value is None or isinstance(value, RecomputeElementwiseConfig):
         return value
-    if value == "":
+    if isinstance(value, str) and not value:
         return None
     if value is False or (isinstance(value, (str, tuple, list)) and value in (OFF, (), [])):
         return RecomputeElementwiseConfig(())

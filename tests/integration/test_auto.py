@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import logging
 
 import pytest
@@ -284,6 +285,7 @@ class GivenClock:
     """By which steps take these seconds."""
 
     def __init__(self, seconds):
+        gc.collect()  # models of other tests, whose sessions would ask for the time, too
         self._seconds = iter(seconds)
         self._now_s = 1e6
         self._is_running = False
