@@ -18,10 +18,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hf_offload.errors import OffloadError, StorageError
+from hf_offload.errors import OffloadError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
-from hf_offload.storage.kept import KeptSlot
+from hf_offload.storage.kept import KeptRange, KeptSlot
 from hf_offload.storage.store import HeldSlot, Slab, Store, whole_pages
 
 _ALONE = 2
@@ -68,11 +68,12 @@ class Parked:
         self._tensors: list[weakref.ref[Tensor]] = []
         self._slab: Slab | None = None  # that the storage points to, or whose bytes are being written
         self._slot: HeldSlot | None = None
-        self._is_kept = False  # the slot, for a snapshot: what is written next goes to another one
+        self._kept: list[weakref.ref[KeptSlot]] = []  # who holds the slot: what is written next goes to another one
         self._is_private = False  # the mapping, which may have been written to
         self._is_clean = False  # the slot has the bytes of this version
         self._version = -1
-        self._digest = b""
+        self._digests: dict[tuple[int, int], bytes] = {}  # of ranges of the slot, where they are known
+        self.lent: list[Any] = []  # of hf_offload.state.lent, which copies were given out
         self._write: Future[None] | None = None
         self._read: tuple[Slab, Future[None]] | None = None
         self._parts = Parts(self)
@@ -114,8 +115,9 @@ class Parked:
 
     # -- leaving ----------------------------------------------------------------------------------------------------------
 
-    def leave(self) -> bool:
-        """Begin to leave memory, and write what has changed. False if it stays.
+    def leave(self, must: bool = False) -> bool:
+        """Begin to leave memory, and write what has changed. False if it stays; if it ``must`` not for want of room,
+        :class:`~hf_offload.errors.TierFullError` is raised.
 
         On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
         """
@@ -129,20 +131,22 @@ class Parked:
                 if not self._may_differ:
                     self._depart(storage)
                     return True
-                if self._digest:
+                if self._whole in self._digests:
                     host = self._in_slab(storage)
-                    if self._digest_of(host) == self._digest:
+                    if self._has_digest_of(host):
                         self._depart(storage, host)
                         return True
             if self._slot is None or self._is_kept:
-                slot = self.store.try_reserve(whole_pages(self.nbytes))
+                nbytes = whole_pages(self.nbytes)
+                slot = self.store.reserve(nbytes) if must else self.store.try_reserve(nbytes)
                 if slot is None:
                     self._stay()
                     return False
                 self._let_slot_go()
                 self._slot = self.store.free_with(slot, storage)
             host = self._in_slab(storage) if host is None else host
-            self._digest = self._digest_of(host) if self.takes_digests else b""
+            takes_digests = self.takes_digests or self.store.storage.takes_digests
+            self._digests = {self._whole: self._digest_of(host)} if takes_digests else {}
             self._version, self._is_clean, self._may_differ = self._present_version(), False, self.on_host
             self._slab, self.where = host, Where.LEAVING
             _leaving[id(self)] = self
@@ -155,12 +159,15 @@ class Parked:
         """It may be written to without a new version."""
         self._may_differ = True
 
-    def doubt(self) -> None:
-        """It may be written to without a new version."""
-        self._may_differ = True
+    @property
+    def _whole(self) -> tuple[int, int]:
+        return 0, self.nbytes
 
     def _digest_of(self, slab: Slab) -> bytes:
         return xxhash.xxh3_128_digest(memoryview(slab.memory)[: self.nbytes])
+
+    def _has_digest_of(self, slab: Slab) -> bool:
+        return self._digests.get(self._whole) == self._digest_of(slab)
 
     def _in_slab(self, storage: torch.UntypedStorage) -> Slab:
         """The bytes in whole pages of host memory: on a CPU, the storage points to them from now on."""
@@ -176,17 +183,23 @@ class Parked:
     def _depart(self, storage: torch.UntypedStorage, host: Slab | None = None) -> None:
         """The slot has the bytes: let go of the memory."""
         assert self._slot is not None
+        is_private = self.on_host and self._is_kept
         if self.on_host:
-            mapped = self.store.tier.map(self._slot.slot)
-            if mapped is None:  # a tier that cannot
-                raise OffloadError(f"{self.name} is on a tier that cannot be mapped ({self.store.tier.name}).")
-            storage._swap_data_ptr_(torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage())
+            storage._swap_data_ptr_(self.mapped(is_private))
         else:
             self._empty(storage)
         slab, self._slab = self._slab or host, None
         if slab is not None:
             self.store.recycle(slab)
-        self.where, self._is_private = Where.AWAY, False
+        self.where, self._is_private = Where.AWAY, is_private
+
+    def mapped(self, private: bool) -> torch.UntypedStorage:
+        """The slot's bytes as memory of the CPU."""
+        assert self._slot is not None
+        mapped = self.store.tier.map(self._slot.slot, private)
+        if mapped is None:
+            raise OffloadError(f"{self.name} is on a tier that cannot be mapped ({self.store.tier.name}).")
+        return torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage()
 
     def _empty(self, storage: torch.UntypedStorage) -> None:
         storage._swap_data_ptr_(torch.UntypedStorage(0, device=self._device))
@@ -221,7 +234,8 @@ class Parked:
 
     def _let_slot_go(self) -> None:
         slot, self._slot = self._slot, None
-        self._is_clean = self._is_kept = False
+        self._is_clean = False
+        self._kept.clear()
         if slot is not None:
             self.store.free(slot)
 
@@ -253,6 +267,8 @@ class Parked:
         storage = self._storage()
         if storage is None or self.where is Where.HERE:
             return
+        for lent in self.lent:
+            lent.check()
         self._parts.wait()
         self._parts.drop_reads()
         if self.on_host and self.where is Where.LEAVING:
@@ -300,7 +316,7 @@ class Parked:
         if self._is_private:
             slab = self.store.new_slab(self.nbytes)
             slab.content[: self.nbytes].copy_(_bytes_of(storage))
-            self._is_clean = False
+            self._is_clean = self._has_digest_of(slab)
             return slab
         read, self._read = self._read, None
         _ahead.pop(id(self), None)
@@ -313,6 +329,8 @@ class Parked:
             self.store.wait(read[1])
         read[1].result()
         self._parts.overlay(read[0])
+        if self.on_host and self.takes_digests:  # others may have written to the mapping
+            self._digests = {self._whole: self._digest_of(read[0])}
         return read[0]
 
     def _begin_read(self, urgent: bool) -> tuple[Slab, Future[None]]:
@@ -333,26 +351,61 @@ class Parked:
 
     # -- snapshots --------------------------------------------------------------------------------------------------------
 
-    def keep(self) -> tuple[KeptSlot, bytes] | None:
-        """Hold the bytes where they are on a drive, with their digest if there is one; None if they are not there alone."""
+    def keep(self) -> list[KeptRange]:
+        """Hold the bytes where they are on a drive: what is written next goes to another slot. Nothing where they are not
+        there, or others may write to them.
+
+        Raises :class:`~hf_offload.errors.TierFullError` where the drive has no room for them, and ``OSError``.
+        """
+        if self._is_private:
+            self.come()  # which shows whether it was written to
+        was_here = self.where is Where.HERE
+        storage = self._storage()
+        if storage is None or not self.be_away(must=True) or self.is_held:
+            return []
+        kept = self.hold()
+        if kept is None:
+            return []
+        if self.on_host:
+            if not (was_here and self._digests):  # others may have written to the mapping
+                self._digests = {self._whole: kept.digest(*self._whole)}
+            if not self._is_private:
+                storage._swap_data_ptr_(self.mapped(private=True))
+                self._is_private = True
+        ranges = sorted(self._digests) or [self._whole]
+        return [KeptRange(kept, begin, end, self._digests.get((begin, end))) for begin, end in ranges]
+
+    def be_away(self, must: bool = False) -> bool:
+        """Leave as :meth:`leave` does. Whether the slot has the bytes now."""
         self._wait_for_writes()
         self._parts.wait()
-        storage = self._storage()
         if self.where is Where.HERE and not self.stays:
-            self.leave()
+            self.leave(must)
             self._wait_for_writes()
-        if storage is None or self.where is not Where.AWAY or self._slot is None or self._is_private:
-            return None
+        return self.where is Where.AWAY and self._slot is not None and not self._parts.are_written
+
+    @property
+    def slot(self) -> HeldSlot | None:
+        """Where it is away."""
+        return self._slot
+
+    def hold(self) -> KeptSlot | None:
+        """Hold the slot, if it is on a drive: what is written next goes to another one."""
+        assert self._slot is not None
         kept = self.store.tier.keep(self._slot.slot)
-        if kept is None:
-            return None
-        self._is_kept = True
-        if self.on_host and not self.is_held:
-            mapped = self.store.tier.map(self._slot.slot, private=True)
-            assert mapped is not None
-            storage._swap_data_ptr_(torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage())
-            self._is_private = True
-        return kept, self._digest
+        if kept is not None:
+            self._kept.append(weakref.ref(kept))
+        return kept
+
+    @property
+    def _is_kept(self) -> bool:
+        self._kept = [reference for reference in self._kept if (kept := reference()) is not None and kept.is_needed]
+        return bool(self._kept)
+
+    def has(self, slot: HeldSlot) -> bool:
+        """Whether the bytes are still those that were written to ``slot``."""
+        is_same = self._is_clean and not self._may_differ and self._present_version() == self._version
+        return self._slot is slot and (self.where is Where.AWAY or is_same)
 
     @property
     def parts(self) -> "Parts":
@@ -373,6 +426,7 @@ class Parts:
         self._writes: dict[int, tuple[Slab, Future[None]]] = {}
         self.rescued: dict[int, Slab] = {}
         self._target: HeldSlot | None = None  # of what is written, if not the same slot
+        self._digests: dict[tuple[int, int], bytes] = {}  # of what is written
 
     @property
     def are_written(self) -> bool:
@@ -440,13 +494,16 @@ class Parts:
         if storage is None:
             return
         with signals_deferred:
-            if self._target is None and (parked._slot is None or parked._is_kept):
+            if self._target is None and (parked._slot is None or parked._is_kept or parked._is_private):
                 slot = parked.store.reserve(whole_pages(parked.nbytes))
                 self._target = parked.store.free_with(slot, storage)
             target = self._target or parked._slot
             assert target is not None
             for tensor in parked.tensors:
                 guard.put(tensor, self)
+            if parked.store.storage.takes_digests and not parked.on_host:
+                end = min(begin + slab.nbytes, parked.nbytes)
+                self._digests[begin, end] = xxhash.xxh3_128_digest(memoryview(slab.memory)[: end - begin])
             future = parked.store.write(target.slot, slab, begin, functools.partial(self._written, begin))
             self._writes[begin] = slab, future
 
@@ -458,7 +515,9 @@ class Parts:
                 parked._let_slot_go()
                 parked._slot, self._target = self._target, None
                 parked._is_private = False
-            parked._digest, parked._is_clean, parked.is_new = b"", True, False
+            is_known = sum(last - first for first, last in self._digests) == parked.nbytes
+            parked._digests, self._digests = self._digests if is_known else {}, {}
+            parked._is_clean, parked.is_new = True, False
             parked._version = parked._present_version()
             self._ended()
 

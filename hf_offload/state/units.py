@@ -103,6 +103,7 @@ class Units:
         self._handles.clear()
         self._handles.append(model.register_forward_pre_hook(EagerHook(self._begin), prepend=True))
         self._handles.append(model.register_forward_hook(EagerHook(self._end), always_call=True))
+        self._handles.append(model.register_load_state_dict_pre_hook(EagerHook(_check_loaded)))
         for name, owner in _owners(model):
             parameters = list(owner.parameters(recurse=name in find_blocks(model)))
             new = [p for p in parameters if self.unit_of(p) is None]
@@ -309,6 +310,14 @@ def pinned(tensors: list[Any], unseen: bool = False) -> Iterator[None]:
             for weight in (weight for unit in mine.values() if unseen for weight in unit.weights):
                 weight.doubt()
         yield
+
+
+def _check_loaded(module: nn.Module, state_dict: Any, *_: Any) -> None:
+    from hf_offload.state.lent import check_loaded
+
+    for tensor in state_dict.values():
+        if isinstance(tensor, Tensor):
+            check_loaded(tensor)
 
 
 def _forget(key: int) -> Any:
