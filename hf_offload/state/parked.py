@@ -68,7 +68,7 @@ class Parked:
         self._tensors: list[weakref.ref[Tensor]] = []
         self._slab: Slab | None = None  # that the storage points to, or whose bytes are being written
         self._slot: HeldSlot | None = None
-        self._kept: list[weakref.ref[KeptSlot]] = []  # who holds the slot: what is written next goes to another one
+        self._kept: list[KeptSlot] = []  # who holds the slot: what is written next goes to another one
         self._is_private = False  # the mapping, which may have been written to
         self._is_clean = False  # the slot has the bytes of this version
         self._version = -1
@@ -394,13 +394,12 @@ class Parked:
         assert self._slot is not None
         kept = self.store.tier.keep(self._slot.slot)
         if kept is not None:
-            self._kept.append(weakref.ref(kept))
+            self._kept.append(kept)
         return kept
 
     @property
     def _is_kept(self) -> bool:
-        self._kept = [reference for reference in self._kept if (kept := reference()) is not None and kept.is_needed]
-        return bool(self._kept)
+        return any(kept.is_needed for kept in self._kept)
 
     def has(self, slot: HeldSlot) -> bool:
         """Whether the bytes are still those that were written to ``slot``."""
