@@ -134,7 +134,7 @@ def _placeholder(tensor: Tensor, kept: Kept) -> Tensor:
         return tensor
     given = lent_of(tensor)
     parked = parked_of(tensor) if given is None else given.parked
-    if parked is None or not parked.store.tier.may_keep or (given is not None and not given.is_current):
+    if parked is None or not parked.store.tier.may_keep:
         return tensor
     complete(tensor)
     with torch._C.DisableTorchFunctionSubclass():

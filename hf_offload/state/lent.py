@@ -14,16 +14,16 @@ from hf_offload.state import guard
 from hf_offload.state.parked import Parked, parked_of
 from hf_offload.state.weights import moves
 from hf_offload.storage.kept import KeptSlot
-from hf_offload.storage.store import HeldSlot
 
 _LENT = "_hf_offload_lent"  # an attribute of the storage: copies of it have none
 
 
 class Lent:
-    """A copy of what a storage has in ``slot``, which is ``kept`` as long as the copy is there."""
+    """A copy of what ``parked`` has in its slot, which is ``kept`` as long as the copy is there."""
 
-    def __init__(self, parked: Parked, tensor: Tensor, slot: HeldSlot, kept: KeptSlot | None):
-        self.parked, self.slot = parked, slot
+    def __init__(self, parked: Parked, tensor: Tensor, kept: KeptSlot | None):
+        self.name, self.written = parked.name, parked.written
+        self._parked = weakref.ref(parked)
         storage = tensor.untyped_storage()
         self.storage = weakref.ref(storage)
         self._counter = tensor.detach()  # shares the version
@@ -32,20 +32,21 @@ class Lent:
         vars(storage)[_LENT] = self, kept
 
     @property
+    def parked(self) -> Parked | None:
+        """What it is a copy of, if that is still there and has the same bytes."""
+        parked = self._parked()
+        return None if self.is_changed or parked is None or not parked.has(self.written) else parked
+
+    @property
     def is_changed(self) -> bool:
         """Whether it was changed in place."""
         return self._counter._version != self._version
-
-    @property
-    def is_current(self) -> bool:
-        """Whether it has the bytes of now."""
-        return not self.is_changed and self.parked.has(self.slot)
 
     def check(self) -> None:
         """Raise :class:`~hf_offload.errors.OffloadError` if it was changed."""
         if self.is_changed:
             raise OffloadError(
-                f"A tensor that state_dict() returned for {self.parked.name} was changed in place. In memory, that would "
+                f"A tensor that state_dict() returned for {self.name} was changed in place. In memory, that would "
                 "have changed what it was made of, but that is on a tier, and the tensor is a copy: change the parameter, or "
                 "the entry of optimizer.state, itself."
             )
@@ -63,9 +64,9 @@ def lent_of(tensor: Tensor) -> Lent | None:
 def check_loaded(tensor: Tensor) -> None:
     """``tensor`` is about to be loaded. Raise :class:`~hf_offload.errors.OffloadError` if it is a copy of former bytes."""
     lent = lent_of(tensor)
-    if lent is not None and not lent.is_current:
+    if lent is not None and lent.parked is None:
         raise OffloadError(
-            f"What is to be loaded for {lent.parked.name} was returned by state_dict(), and one of the two has changed "
+            f"What is to be loaded for {lent.name} was returned by state_dict(), and one of the two has changed "
             "since. In memory, they would be the same, and nothing would change; this is a copy of then. To go back to "
             "former values, load a copy: copy.deepcopy(state_dict), taken then."
         )
@@ -80,10 +81,9 @@ def saved(tensor: Tensor) -> Tensor:
     for lent in parked.lent:
         lent.check()
     parked.lent = [lent for lent in parked.lent if lent.storage() is not None]
-    if not parked.be_away() or parked.slot is None:
+    if not parked.be_away():
         return tensor
-    slot = parked.slot
-    present = next((lent for lent in parked.lent if lent.slot is slot), None)
+    present = next((lent for lent in parked.lent if lent.written is parked.written), None)
     storage = None if present is None else present.storage()
     if storage is None:
         kept, storage = parked.hold(), parked.mapped(private=True)
@@ -92,7 +92,7 @@ def saved(tensor: Tensor) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
     made = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, *place)
-    parked.lent.append(Lent(parked, made, slot, kept))
+    parked.lent.append(Lent(parked, made, kept))
     return made
 
 

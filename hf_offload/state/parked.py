@@ -48,6 +48,8 @@ class Parked:
         takes_digests: Whether it is compared with what the slot has, rather than written once more, where it may have been
             written to without a new version.
         is_new: It has no bytes yet: they are stored in parts.
+        written: Another object with each change of the bytes in the slot.
+        lent: Copies that state dicts have of it, :class:`hf_offload.state.lent.Lent`.
     """
 
     def __init__(self, tensor: Tensor, name: str, store: Store, takes_digests: bool = False):
@@ -73,7 +75,8 @@ class Parked:
         self._is_clean = False  # the slot has the bytes of this version
         self._version = -1
         self._digests: dict[tuple[int, int], bytes] = {}  # of ranges of the slot, where they are known
-        self.lent: list[Any] = []  # of hf_offload.state.lent, which copies were given out
+        self.written = object()
+        self.lent: list[Any] = []
         self._write: Future[None] | None = None
         self._read: tuple[Slab, Future[None]] | None = None
         self._parts = Parts(self)
@@ -148,7 +151,7 @@ class Parked:
             takes_digests = self.takes_digests or self.store.storage.takes_digests
             self._digests = {self._whole: self._digest_of(host)} if takes_digests else {}
             self._version, self._is_clean, self._may_differ = self._present_version(), False, self.on_host
-            self._slab, self.where = host, Where.LEAVING
+            self._slab, self.where, self.written = host, Where.LEAVING, object()
             _leaving[id(self)] = self
             if not self.on_host:
                 self._empty(storage)
@@ -384,11 +387,6 @@ class Parked:
             self._wait_for_writes()
         return self.where is Where.AWAY and self._slot is not None and not self._parts.are_written
 
-    @property
-    def slot(self) -> HeldSlot | None:
-        """Where it is away."""
-        return self._slot
-
     def hold(self) -> KeptSlot | None:
         """Hold the slot, if it is on a drive: what is written next goes to another one."""
         assert self._slot is not None
@@ -401,10 +399,10 @@ class Parked:
     def _is_kept(self) -> bool:
         return any(kept.is_needed for kept in self._kept)
 
-    def has(self, slot: HeldSlot) -> bool:
-        """Whether the bytes are still those that were written to ``slot``."""
+    def has(self, written: object) -> bool:
+        """Whether the bytes are still those of when :attr:`written` was this."""
         is_same = self._is_clean and not self._may_differ and self._present_version() == self._version
-        return self._slot is slot and (self.where is Where.AWAY or is_same)
+        return self.is_alive and self.written is written and (self.where is Where.AWAY or is_same)
 
     @property
     def parts(self) -> "Parts":
@@ -516,7 +514,7 @@ class Parts:
                 parked._is_private = False
             is_known = sum(last - first for first, last in self._digests) == parked.nbytes
             parked._digests, self._digests = self._digests if is_known else {}, {}
-            parked._is_clean, parked.is_new = True, False
+            parked._is_clean, parked.is_new, parked.written = True, False, object()
             parked._version = parked._present_version()
             self._ended()
 

@@ -121,7 +121,9 @@ def test_what_is_kept_stays_whoever_writes_to_a_weight_that_is_away(parked, is_u
 
 def test_values_that_are_put_back_without_a_new_version_are_the_ones_that_are_written(parked):
     """An average of weights is tried like that: a weight is overwritten where it is away, comes, and gets its values back."""
-    name, parameter = next((name, each) for name, each in parked.model.named_parameters() if name not in parked.in_memory)
+    name, parameter = next(
+        (name, each) for name, each in parked.model.named_parameters() if name not in parked.in_memory
+    )
     values = parked.values()
     parameter.data.copy_(torch.zeros(SIZE, SIZE))
     with pinned([parameter]):
