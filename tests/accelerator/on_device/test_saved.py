@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import os
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from torch import nn
 
 from hf_offload import OffloadConfig, OffloadError, attach
 from hf_offload.snapshots import contents
+from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.parked import Where, parked_of
 from hf_offload.storage.kept import Kept
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_behind", "late")
-SIZE, LAYERS = 64, 6
+SIZE, LAYERS = 128, 6
 
 
 class Run:
@@ -133,23 +135,34 @@ def test_copies_of_weights_are_loaded_while_they_are_of_now(monkeypatch):
     run.session.detach()
 
 
-def test_snapshots_leave_state_on_its_drive():
+def bytes_of(kept, tensor):
+    return b"".join(
+        os.pread(span.file.descriptor, span.nbytes, span.offset)
+        for part in kept.parts_of(tensor.untyped_storage())
+        for span in part.slot.spans(part.begin, part.end)
+    )
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("noted", [True, False])
+def test_snapshots_leave_state_on_its_drive(parts, noted):
     run = Run(optimizer="ssd")
+    streaming = streaming_of(run.optimizer)
+    streaming._part_bytes = SIZE * SIZE * 4 // parts
+    streaming.state_store.storage.takes_digests = noted
+    run.steps(1)
     kept = Kept()
-    storage = next(iter(run.optimizer.state.values()))["exp_avg"]
-    storage = parked_of(storage).store.storage
-    storage.takes_digests = True
+    expected = saved(run.optimizer.state_dict())["state"]
+    found = contents.optimizer_state(run.optimizer, kept)["state"]
+    assert expected.keys() == found.keys()
+    assert [state["step"] for state in found.values()] == [state["step"] for state in expected.values()]
     run.steps(1)
-    expected = saved(run.optimizer.state_dict())
-    found = contents.optimizer_state(run.optimizer, kept)
-    for place, state in found["state"].items():
+    for place, state in found.items():
         for name in ("exp_avg", "exp_avg_sq"):
-            (part,) = kept.parts_of(state[name].untyped_storage())
-            assert part.digest == part.slot.digest(part.begin, part.end)
-    run.steps(1)
-    for place, state in found["state"].items():
-        (part,) = kept.parts_of(state["exp_avg"].untyped_storage())
-        assert part.digest == part.slot.digest(part.begin, part.end)
-    assert expected["state"].keys() == found["state"].keys()
+            assert bytes_of(kept, state[name]) == expected[place][name].numpy().tobytes()
+            ranges = kept.parts_of(state[name].untyped_storage())
+            assert len(ranges) == (parts if noted else 1)
+            for part in ranges:
+                assert part.digest == (part.slot.digest(part.begin, part.end) if noted else None)
     kept.release()
     run.session.detach()
