@@ -424,11 +424,12 @@ class Parts:
         self.rescued: dict[int, Slab] = {}
         self._target: HeldSlot | None = None  # of what is written, if not the same slot
         self._digests: dict[tuple[int, int], bytes] = {}  # of what is written
+        self._is_open = False  # from the first store to the end
 
     @property
     def are_written(self) -> bool:
         """Whether parts are on their way to the tier."""
-        return bool(self._writes or self.rescued or self._target)
+        return bool(self._writes or self.rescued or self._is_open)
 
     def read_ahead(self, begin: int, nbytes: int) -> bool:
         """Begin to read a part; false if there is no room in the window."""
@@ -496,6 +497,7 @@ class Parts:
                 self._target = parked.store.free_with(slot, storage)
             target = self._target or parked._slot
             assert target is not None
+            self._is_open, parked._digests, parked.written = True, {}, object()
             for tensor in parked.tensors:
                 guard.put(tensor, self)
             if parked.store.storage.takes_digests and not parked.on_host:
@@ -512,9 +514,10 @@ class Parts:
                 parked._let_slot_go()
                 parked._slot, self._target = self._target, None
                 parked._is_private = False
+            self._is_open = False
             is_known = sum(last - first for first, last in self._digests) == parked.nbytes
             parked._digests, self._digests = self._digests if is_known else {}, {}
-            parked._is_clean, parked.is_new, parked.written = True, False, object()
+            parked._is_clean, parked.is_new = True, False
             parked._version = parked._present_version()
             self._ended()
 
