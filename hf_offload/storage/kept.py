@@ -117,14 +117,14 @@ class Kept:
         self._slots: list[KeptSlot] = []
         self._changing: list[KeptSlot] = []
         self._tensors: dict[int, Tensor] = {}
-        self._parts: dict[int, list[KeptRange | bytes]] = {}
+        self._parts: dict[int, Sequence[KeptRange | bytes]] = {}
 
     def placeholder(
         self,
         like: Tensor,
         shape: torch.Size,
         slots: Sequence[KeptSlot],
-        parts: list[KeptRange | bytes],
+        parts: Sequence[KeptRange | bytes],
         *,
         changes: bool = True,
     ) -> Tensor:
@@ -142,7 +142,7 @@ class Kept:
         self._parts[found.untyped_storage()._cdata] = parts
         return found
 
-    def parts_of(self, storage: object) -> "list[KeptRange | bytes] | None":
+    def parts_of(self, storage: object) -> "Sequence[KeptRange | bytes] | None":
         """Where the bytes of a storage are; None if it is not one of a placeholder."""
         return self._parts.get(storage._cdata) if isinstance(storage, torch.UntypedStorage) else None
 

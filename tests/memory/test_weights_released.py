@@ -44,7 +44,7 @@ def test_the_last_weight_that_backward_asks_for_may_leave_when_it_is_over(tmp_pa
 
 def test_backward_that_fails_does_not_keep_the_next_one_from_asking(tmp_path):
     model = _model()
-    session = parked(model, tmp_path)
+    parked(model, tmp_path)
 
     def fail(_: torch.Tensor) -> None:
         raise ValueError("once")
