@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from hf_offload.errors import SnapshotError
+from hf_offload.errors import SnapshotError, TierFullError, WriteLimitError
 from hf_offload.ranks import Ranks
 from hf_offload.snapshots.memory import Small, Writable, Write
 from hf_offload.state.guard import own_class
+from hf_offload.state.lent import complete, lent_of
 from hf_offload.state.parked import parked_of
-from hf_offload.storage.kept import Kept, keeping
+from hf_offload.state.weights import moves
+from hf_offload.storage.kept import Kept
 
 _ALIGNMENT = 64
 """Of tensors in an archive, as ``torch.save`` has it."""
@@ -106,14 +109,48 @@ def weights_file(weights: Mapping[str, Tensor], layout: Mapping[str, list[Any]],
 
 
 def optimizer_state(optimizer: Any, kept: Kept | None) -> Any:
-    """The state dict of an optimizer, to be written by :func:`archive`. With ``kept``, what is on drives may stay there."""
-    if kept is None:
-        return optimizer.state_dict()
-    owner = optimizer
-    while type(owner).__name__ == "AcceleratedOptimizer":  # it passes on what its optimizer returns
-        owner = owner.optimizer
-    with keeping(kept, owner):
-        return optimizer.state_dict()
+    """The state dict of an optimizer, to be written by :func:`archive`. With ``kept``, what is on drives stays there."""
+    state = optimizer.state_dict()
+    return state if kept is None else left_on_drives(state, kept)
+
+
+def left_on_drives(content: Any, kept: Kept) -> Any:
+    """``content``, with placeholders of ``kept`` for tensors whose drives have their bytes: those of now, whatever becomes of
+    the tensors.
+    """
+    placeholders: dict[int, Tensor] = {}  # by tensor, which may be there more than once
+
+    def left(tensor: Tensor) -> Tensor:
+        if id(tensor) not in placeholders:
+            placeholders[id(tensor)] = _placeholder(tensor, kept)
+        return placeholders[id(tensor)]
+
+    return tree_map_only(Tensor, left, content)
+
+
+def _placeholder(tensor: Tensor, kept: Kept) -> Tensor:
+    """One for ``tensor``, or itself."""
+    if kept.refusal is not None or not moves(tensor):
+        return tensor
+    given = lent_of(tensor)
+    parked = parked_of(tensor) if given is None else given.parked
+    if parked is None or not parked.store.tier.may_keep:
+        return tensor
+    complete(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.nbytes != parked.nbytes or torch._debug_has_internal_overlap(tensor) != 0:
+            return tensor
+    try:
+        ranges = parked.keep()
+    except WriteLimitError:
+        return tensor
+    except (OSError, TierFullError) as error:
+        kept.refusal = error
+        return tensor
+    if not ranges:
+        return tensor
+    changes = tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
+    return kept.placeholder(tensor, tensor.shape, [ranges[0].slot], ranges, changes=changes)
 
 
 def archive(content: Any, kept: Kept | None = None) -> Write:

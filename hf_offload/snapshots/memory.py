@@ -10,16 +10,15 @@ import dataclasses
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
 from hf_offload.snapshots import disk
-from hf_offload.storage.kept import KeptRange, Span
+from hf_offload.storage.kept import KeptRange, Span, digest_of, read_chunks
 
-_CHUNK_BYTES = 8 << 20
 _PIECE_BYTES = 1 << 20
 """Copying this much or more through a map takes a core half as long as a system call does."""
 
@@ -151,9 +150,7 @@ class MemoryFile:
             for span in spans:
                 self.write(span.content)
             return
-        digest = part.digest
-        if digest is None:
-            digest = _digest(chunk for span in spans for chunk in _chunks_of(span))
+        digest = part.slot.digest(part.begin, part.end) if part.digest is None else part.digest
         self.ranges.append((self.nbytes, part.end - part.begin, spans))
         for span in spans:
             if span.file is None:
@@ -197,37 +194,11 @@ def damage_of(number: int, nbytes: int, checksum: int, ranges: Ranges = ()) -> s
     found, done = xxhash.xxh3_64(), 0
     try:
         for begin, count in (*ranges, (nbytes, 0)):
-            for chunk in _read(number, done, begin - done):
+            for chunk in read_chunks(number, done, begin - done):
                 found.update(chunk)
             if count:
-                found.update(_digest(_read(number, begin, count)))
+                found.update(digest_of(read_chunks(number, begin, count)))
             done = begin + count
     except EOFError as error:
         return str(error)
     return None if found.intdigest() == checksum else "does not match its checksum"
-
-
-def _digest(chunks: Iterable[bytes]) -> bytes:
-    found = xxhash.xxh3_128()
-    for chunk in chunks:
-        found.update(chunk)
-    return found.digest()
-
-
-def _chunks_of(span: Span) -> Iterator[bytes]:
-    if span.file is None:
-        yield span.content
-    else:
-        yield from _read(span.file.descriptor, span.offset, span.nbytes)
-        os.posix_fadvise(span.file.descriptor, span.offset, span.nbytes, os.POSIX_FADV_DONTNEED)
-
-
-def _read(number: int, begin: int, count: int) -> Iterator[bytes]:
-    """The bytes of a file: not mapped into memory, where a drive that fails ends the process."""
-    end = begin + count
-    while begin < end:
-        chunk = os.pread(number, min(_CHUNK_BYTES, end - begin), begin)
-        if not chunk:
-            raise EOFError(f"ends after {begin} bytes")
-        yield chunk
-        begin += len(chunk)

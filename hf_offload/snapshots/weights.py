@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_offload.errors import OffloadConfigError, SnapshotError, TierFullError
+from hf_offload.errors import OffloadConfigError, SnapshotError
 from hf_offload.snapshots import contents
-from hf_offload.state import guard
 from hf_offload.state.parked import parked_of
 from hf_offload.state.weights import moves
-from hf_offload.storage.kept import Kept, KeptRange
+from hf_offload.storage.kept import Kept
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -104,35 +103,12 @@ class ModelWeights:
 
 
 def left_on_drives(tensors: Mapping[str, Tensor], kept: Kept | None) -> dict[str, Tensor]:
-    """``tensors``, with placeholders of ``kept`` for weights whose drives have their bytes: those of now, whatever becomes of
-    the weights.
-    """
+    """``tensors``, with placeholders of ``kept`` for those whose drives have their bytes in the order of their elements."""
     found = dict(tensors)
-    placeholders: dict[int, Tensor | None] = {}  # by parameter, which may have several names
-    for name, tensor in tensors.items():
-        if kept is not None and kept.refusal is None and isinstance(tensor, nn.Parameter):
-            if id(tensor) not in placeholders:
-                placeholders[id(tensor)] = _placeholder(kept, tensor)
-            placeholder = placeholders[id(tensor)]
-            found[name] = tensor if placeholder is None else placeholder
+    if kept is not None:
+        in_order = {name: one for name, one in found.items() if moves(one) and one.is_contiguous()}
+        found |= contents.left_on_drives(in_order, kept)
     return found
-
-
-def _placeholder(kept: Kept, parameter: nn.Parameter) -> Tensor | None:
-    parked = parked_of(parameter) if moves(parameter) else None
-    if parked is None or not parked.store.tier.may_keep or not parameter.is_contiguous():
-        return None
-    guard.settle([parameter])
-    try:
-        found = parked.keep()
-    except TierFullError as error:
-        kept.refusal = error
-        return None
-    if found is None:
-        return None
-    part = KeptRange(found[0], 0, parked.nbytes, found[1] or None)
-    like = torch.empty(0, dtype=parameter.dtype)
-    return kept.placeholder(like, parameter.shape, [part.slot], [part], changes=parameter.requires_grad)
 
 
 def _check_adapter(model: Any) -> None:

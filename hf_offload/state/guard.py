@@ -6,13 +6,19 @@ put off, factors of clipping, or, on an accelerator, its memory.
 
 import copy
 import functools
+import sys
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+_SAVING = nn.Module._save_to_state_dict.__code__
 _DEBTS = "_hf_offload_debts"  # an attribute of the tensor: copies and pickles settle first, and have none
+
+_FRAMES = 4
+"""Between a module that asks for a tensor and the guard: those of decorators."""
 
 _PROPERTIES = (
     "shape",
@@ -95,6 +101,10 @@ class Guarded:
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is Tensor.detach and _is_saving():
+            copy = _saved(args[0])
+            if copy is not args[0]:
+                return copy
         owing = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Guarded)]
         with pinned([tensor for tensor in owing if not tensor.is_cpu]):  # on a CPU, what is away can be read
             settle(owing, func in _UNSEEN)
@@ -155,6 +165,22 @@ def settle(tensors: Any, unseen: bool = False) -> None:
 def debts_of(tensor: Tensor) -> list[Any]:
     """What it owes."""
     return list(vars(tensor).get(_DEBTS, ()))
+
+
+def _is_saving() -> bool:
+    """Whether a module puts a tensor into its state dict."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame is None or frame.f_code is _SAVING:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _SAVING
+
+
+def _saved(tensor: Tensor) -> Tensor:
+    from hf_offload.state.lent import saved
+
+    return saved(tensor)
 
 
 def pinned(tensors: list[Any]) -> Any:

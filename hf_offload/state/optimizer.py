@@ -1,5 +1,6 @@
 """The user's own optimizer, whose state and gradients leave memory: :func:`stream`."""
 
+import collections
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
@@ -16,6 +18,7 @@ from hf_offload.state.clip import clip_parked
 from hf_offload.state.gradients import gradient_of
 from hf_offload.state.known import state_per_weight as state_per_weight_of
 from hf_offload.state.known import steps_by_weight, steps_in_parts
+from hf_offload.state.lent import check_loaded, saved
 from hf_offload.state.parked import pause
 from hf_offload.state.shadow import Shadow, make_shadow, options_of, step_of
 from hf_offload.state.step import Streaming, Trained
@@ -189,10 +192,25 @@ class StreamedOptimizer(Optimizer):
         streaming.step(self)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict of the optimizer's own class. It has state that is not in an accelerator's memory on the CPU."""
+        state = self.state
+        if all(parameter.device.type == "cpu" for parameter in _streamed[self].parameters()):
+            return super().state_dict()
+        mapped = collections.defaultdict(dict, {key: tree_map_only(Tensor, saved, its) for key, its in state.items()})
+        vars(self)["state"] = mapped
+        try:
+            return super().state_dict()
+        finally:
+            vars(self)["state"] = state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the optimizer's own class, one parameter after the other, unless it steps as a whole."""
         streaming = _streamed[self]
         streaming.finish()
+        for leaf in tree_leaves(state_dict["state"]):
+            if isinstance(leaf, Tensor):
+                check_loaded(leaf)
         if streaming.whole:
             super().load_state_dict(state_dict)
         else:

@@ -22,7 +22,7 @@ from hf_offload.errors import OffloadError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.state.contexts import outside, unseen
-from hf_offload.storage.kept import KeptSlot
+from hf_offload.storage.kept import KeptRange, KeptSlot
 from hf_offload.storage.store import HeldSlot, Slab, Store, whole_pages
 
 _ALONE = 2
@@ -74,6 +74,8 @@ class Parked:
             written to without a new version.
         is_new: It has no bytes yet: they are stored in parts.
         derivation: What makes the value to use from the one in the slot.
+        written: Another object with each change of the bytes in the slot.
+        lent: Copies that state dicts have of it, :class:`hf_offload.state.lent.Lent`.
     """
 
     def __init__(self, tensor: Tensor, name: str, store: Store, takes_digests: bool = False):
@@ -86,7 +88,7 @@ class Parked:
         self.takes_digests = takes_digests
         self.is_new = False
         self.is_exposed = True  # others may have its address
-        self._uses = 0
+        self._uses: int | None = None  # when code of the user began to run; None while it does not
         self._may_differ = False  # it may have been written to without a new version
         self._device = storage.device
         self.on_host = storage.device.type == "cpu"
@@ -96,13 +98,15 @@ class Parked:
         self._tensors: list[weakref.ref[Tensor]] = []
         self._slab: Slab | None = None  # that the storage points to, or whose bytes are being written
         self._slot: HeldSlot | None = None
-        self._is_kept = False  # the slot, for a snapshot: what is written next goes to another one
+        self._kept: list[KeptSlot] = []  # who holds the slot: what is written next goes to another one
         self._is_private = False  # the mapping, which may have been written to
         self._is_clean = False  # the slot has the bytes of this version
         self._version = -1
-        self._digest = b""
-        self.derivation: Derivation | None = None
+        self._digests: dict[tuple[int, int], bytes] = {}  # of ranges of the slot, where they are known
         self._derived: bytes | None = None  # the digest of what was derived in memory
+        self.derivation: Derivation | None = None
+        self.written = object()
+        self.lent: list[Any] = []
         self._copy: Slab | None = None  # that is being written, while the storage may change
         self._write: Future[None] | None = None
         self._read: tuple[Slab, Future[None]] | None = None
@@ -149,7 +153,11 @@ class Parked:
     @property
     def _is_pinned(self) -> bool:
         """Whether the pointer must stay as it is."""
-        return self.is_held and (self.is_exposed or not self.on_host)
+        return self.is_held and (not self.on_host or self._has_exposed_uses)
+
+    @property
+    def _has_exposed_uses(self) -> bool:
+        return self.is_exposed or (self._uses is not None and self._count_uses() > self._uses)
 
     def note_uses(self) -> None:
         """Code of the user runs from now on: what it keeps of the memory may be an address."""
@@ -157,7 +165,8 @@ class Parked:
 
     def find_exposed(self) -> None:
         """It has run. Aliases that forwards and backwards keep for themselves follow the storage."""
-        self.is_exposed = self.is_held and (self.is_exposed or self._count_uses() > self._uses)
+        self.is_exposed = self.is_held and self._has_exposed_uses
+        self._uses = None
 
     def _count_uses(self) -> int:
         storage = self._storage()
@@ -165,8 +174,9 @@ class Parked:
 
     # -- leaving ----------------------------------------------------------------------------------------------------------
 
-    def leave(self, writes: bool = False) -> bool:
-        """Begin to leave memory, and write what has changed, or all. False if it stays.
+    def leave(self, writes: bool = False, must: bool = False) -> bool:
+        """Begin to leave memory, and write what has changed, or all. False if it stays; if it ``must`` not for want of room,
+        :class:`~hf_offload.errors.TierFullError` is raised.
 
         On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
         """
@@ -187,18 +197,19 @@ class Parked:
                 if not self._may_differ:
                     self._depart(storage)
                     return True
-                expected = self._digest if self._derived is None else self._derived
+                expected = self._expected
                 if expected:
                     host = self._in_slab(storage)
                     if self._digest_of(host) == expected:
                         self._depart(storage, host)
                         return True
-            if not self._reserve(storage):
+            if not self._reserve(storage, must):
                 return False
             host = self._in_slab(storage) if host is None else host
-            self._digest = self._digest_of(host) if self.takes_digests else b""
+            takes_digests = self.takes_digests or self.store.storage.takes_digests
+            self._digests = {self._whole: self._digest_of(host)} if takes_digests else {}
             self._version, self._is_clean, self._may_differ = self._present_version(), False, self.on_host
-            self._slab, self.where = host, Where.LEAVING
+            self._slab, self.where, self.written = host, Where.LEAVING, object()
             _leaving[id(self)] = self
             self._tell(storage)
             if not self.on_host:
@@ -210,10 +221,11 @@ class Parked:
             self._write = self.store.write(self._slot.slot, host, 0, self._written)
         return True
 
-    def _reserve(self, storage: torch.UntypedStorage) -> bool:
+    def _reserve(self, storage: torch.UntypedStorage, must: bool = False) -> bool:
         """Have a slot to write to; otherwise, it stays."""
         if self._slot is None or self._is_kept:
-            slot = self.store.try_reserve(whole_pages(self.nbytes))
+            nbytes = whole_pages(self.nbytes)
+            slot = self.store.reserve(nbytes) if must else self.store.try_reserve(nbytes)
             if slot is None:
                 self._stay()
                 return False
@@ -237,8 +249,9 @@ class Parked:
             assert self._slot is not None
             self._copy = self.store.new_slab(self.nbytes)
             self._copy.content[: self.nbytes].copy_(_bytes_of(storage))
-            self._digest = self._digest_of(self._copy) if self.takes_digests else b""
+            self._digests = {self._whole: self._digest_of(self._copy)} if self.takes_digests else {}
             self._version, self._is_clean, self._derived = self._present_version(), False, None
+            self.written = object()
             self._write = self.store.write(self._slot.slot, self._copy, 0, self._written)
         self.store.throttle()
         return True
@@ -269,7 +282,7 @@ class Parked:
             return False
         if not self._may_differ:
             return True
-        expected = self._digest if self._derived is None else self._derived
+        expected = self._expected
         return bool(expected) and self._digest_in_memory(storage) == expected
 
     def note_derived(self, is_derived: bool) -> None:
@@ -279,7 +292,7 @@ class Parked:
             return
         if self.where is not Where.HERE:  # the slot itself has changed, for others have its address
             self.drop_reads()
-            self._digest, self._derived = b"", None
+            self._digests, self._derived, self.written = {}, None, object()
             return
         if is_derived:
             self._version = self._present_version()
@@ -307,8 +320,20 @@ class Parked:
         """It may be written to without a new version."""
         self._may_differ = True
 
+    @property
+    def _whole(self) -> tuple[int, int]:
+        return 0, self.nbytes
+
     def _digest_of(self, slab: Slab) -> bytes:
         return xxhash.xxh3_128_digest(memoryview(slab.memory)[: self.nbytes])
+
+    @property
+    def _expected(self) -> bytes:
+        """The digest of what memory has if nobody has written to it; nothing where it is not known."""
+        return self._digests.get(self._whole, b"") if self._derived is None else self._derived
+
+    def _has_digest_of(self, slab: Slab) -> bool:
+        return self._digests.get(self._whole) == self._digest_of(slab)
 
     def _in_slab(self, storage: torch.UntypedStorage) -> Slab:
         """The bytes in whole pages of host memory: on a CPU, the storage points to them from now on."""
@@ -325,21 +350,27 @@ class Parked:
     def _depart(self, storage: torch.UntypedStorage, host: Slab | None = None) -> None:
         """The slot has the bytes: let go of the memory."""
         assert self._slot is not None
+        is_private = self.on_host and self._is_kept
         if self.on_host:
-            mapped = self.store.tier.map(self._slot.slot)
-            if mapped is None:  # a tier that cannot
-                raise OffloadError(f"{self.name} is on a tier that cannot be mapped ({self.store.tier.name}).")
             with unseen():
-                storage._swap_data_ptr_(torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage())
+                storage._swap_data_ptr_(self.mapped(is_private))
         else:
             self._empty(storage)
         slab, self._slab = self._slab or host, None
         if slab is not None:
             self.store.recycle(slab)
-        self.where, self._is_private = Where.AWAY, False
-        self._derived = None
+        self.where, self._is_private, self._derived = Where.AWAY, is_private, None
         if self.derivation is not None:
             self.derivation.arrived()
+
+    def mapped(self, private: bool) -> torch.UntypedStorage:
+        """The slot's bytes as memory of the CPU."""
+        assert self._slot is not None
+        mapped = self.store.tier.map(self._slot.slot, private)
+        if mapped is None:
+            raise OffloadError(f"{self.name} is on a tier that cannot be mapped ({self.store.tier.name}).")
+        with unseen():
+            return torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage()
 
     def _empty(self, storage: torch.UntypedStorage) -> None:
         storage._swap_data_ptr_(torch.UntypedStorage(0, device=self._device))
@@ -380,7 +411,8 @@ class Parked:
 
     def _let_slot_go(self) -> None:
         slot, self._slot = self._slot, None
-        self._is_clean = self._is_kept = False
+        self._is_clean = False
+        self._kept.clear()
         if slot is not None:
             self.store.free(slot)
 
@@ -418,6 +450,8 @@ class Parked:
         storage = self._storage()
         if storage is None or self.where is Where.HERE:
             return
+        for lent in self.lent:
+            lent.check()
         self._parts.wait()
         self._parts.drop_reads()
         if self.on_host and self.where is Where.LEAVING:
@@ -467,7 +501,7 @@ class Parked:
         if self._is_private:
             slab = self.store.new_slab(self.nbytes)
             slab.content[: self.nbytes].copy_(_bytes_of(storage))
-            self._is_clean = False
+            self._is_clean = self._has_digest_of(slab)
             return slab
         read, self._read = self._read, None
         _ahead.pop(id(self), None)
@@ -480,6 +514,8 @@ class Parked:
             self.store.wait(read[1])
         read[1].result()
         self._parts.overlay(read[0])
+        if self.on_host and self.takes_digests:  # others may have written to the mapping
+            self._digests = {self._whole: self._digest_of(read[0])}
         return read[0]
 
     def _begin_read(self, urgent: bool) -> tuple[Slab, Future[None]]:
@@ -503,29 +539,57 @@ class Parked:
 
     # -- snapshots --------------------------------------------------------------------------------------------------------
 
-    def keep(self) -> tuple[KeptSlot, bytes] | None:
-        """Hold the bytes where they are on a drive, with their digest if there is one; None if they are not there alone."""
+    def keep(self) -> list[KeptRange]:
+        """Hold the bytes where they are on a drive: what is written next goes to another slot. Nothing where they are not
+        there, or others may write to them.
+
+        Raises :class:`~hf_offload.errors.TierFullError` where the drive has no room for them, and ``OSError``.
+        """
+        if self._is_private:
+            self.come()  # which shows whether it was written to
+        was_here = self.where is Where.HERE
+        storage = self._storage()
+        if storage is None or not self.be_away(must=True) or self.is_held:
+            return []
+        kept = self.hold()
+        if kept is None:
+            return []
+        if self.on_host:
+            if not (was_here and self._digests):  # others may have written to the mapping
+                self._digests = {self._whole: kept.digest(*self._whole)}
+            if not self._is_private:
+                storage._swap_data_ptr_(self.mapped(private=True))
+                self._is_private = True
+        ranges = sorted(self._digests) or [self._whole]
+        return [KeptRange(kept, begin, end, self._digests.get((begin, end))) for begin, end in ranges]
+
+    def be_away(self, must: bool = False) -> bool:
+        """Leave as :meth:`leave` does. Whether the slot has the bytes now."""
         self._wait_for_writes()
         self._parts.wait()
-        storage = self._storage()
         if self.derivation is not None:
             guard.settle(self.tensors)
         if self.where is Where.HERE and not self.stays:
-            self.leave(writes=True)
+            self.leave(writes=True, must=must)
             self._wait_for_writes()
-        if storage is None or self.where is not Where.AWAY or self._slot is None or self._is_private or self.is_held:
-            return None  # who holds the memory may write to it
+        return self.where is Where.AWAY and self._slot is not None and not self._parts.are_written
+
+    def hold(self) -> KeptSlot | None:
+        """Hold the slot, if it is on a drive: what is written next goes to another one."""
+        assert self._slot is not None
         kept = self.store.tier.keep(self._slot.slot)
-        if kept is None:
-            return None
-        self._is_kept = True
-        if self.on_host:
-            mapped = self.store.tier.map(self._slot.slot, private=True)
-            assert mapped is not None
-            with unseen():
-                storage._swap_data_ptr_(torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage())
-            self._is_private = True
-        return kept, self._digest
+        if kept is not None:
+            self._kept.append(kept)
+        return kept
+
+    @property
+    def _is_kept(self) -> bool:
+        return any(kept.is_needed for kept in self._kept)
+
+    def has(self, written: object) -> bool:
+        """Whether the bytes are still those of when :attr:`written` was this."""
+        is_same = self._is_clean and not self._may_differ and self._present_version() == self._version
+        return self.is_alive and self.written is written and (self.where is Where.AWAY or is_same)
 
     @property
     def parts(self) -> "Parts":
@@ -547,11 +611,13 @@ class Parts:
         self.rescued: dict[int, Slab] = {}
         self._target: HeldSlot | None = None  # of what is written, if not the same slot
         self._is_elsewhere = False  # in another slot than the one that is mapped
+        self._digests: dict[tuple[int, int], bytes] = {}  # of what is written
+        self._is_open = False  # from the first store to the end
 
     @property
     def are_written(self) -> bool:
         """Whether parts are on their way to the tier."""
-        return bool(self._writes or self.rescued or self._target)
+        return bool(self._writes or self.rescued or self._is_open)
 
     def read_ahead(self, begin: int, nbytes: int) -> bool:
         """Begin to read a part; false if there is no room in the window."""
@@ -615,13 +681,17 @@ class Parts:
             return
         parked._drop_whole()
         with signals_deferred:
-            if self._target is None and (parked._slot is None or parked._is_kept):
+            if self._target is None and (parked._slot is None or parked._is_kept or parked._is_private):
                 slot = parked.store.reserve(whole_pages(parked.nbytes))
                 self._target = parked.store.free_with(slot, storage)
             target = self._target or parked._slot
             assert target is not None
+            self._is_open, parked._digests, parked.written = True, {}, object()
             for tensor in parked.tensors:
                 guard.put(tensor, self)
+            if parked.store.storage.takes_digests and not parked.on_host:
+                end = min(begin + slab.nbytes, parked.nbytes)
+                self._digests[begin, end] = xxhash.xxh3_128_digest(memoryview(slab.memory)[: end - begin])
             future = parked.store.write(target.slot, slab, begin, functools.partial(self._written, begin))
             self._writes[begin] = slab, future
 
@@ -633,7 +703,10 @@ class Parts:
                 parked._let_slot_go()
                 parked._slot, self._target = self._target, None
                 self._is_elsewhere = True
-            parked._digest, parked._is_clean, parked.is_new = b"", True, False
+            self._is_open = False
+            is_known = sum(last - first for first, last in self._digests) == parked.nbytes
+            parked._digests, self._digests = self._digests if is_known else {}, {}
+            parked._is_clean, parked.is_new = True, False
             parked._version = parked._present_version()
             self._ended()
 

@@ -110,6 +110,7 @@ class Units:
         self._handles.clear()
         self._handles.append(model.register_forward_pre_hook(EagerHook(self._begin), prepend=True))
         self._handles.append(model.register_forward_hook(EagerHook(self._end), always_call=True))
+        self._handles.append(model.register_load_state_dict_pre_hook(EagerHook(_check_loaded)))
         self._in_fast_paths.clear()
         fast_paths = [set(one.modules()) for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer)]
         for name, owner in _owners(model):
@@ -391,6 +392,14 @@ def pinned(tensors: list[Any], unseen: bool = False, finishes: bool = True) -> I
 def _again(owner: "weakref.ref[nn.Module]", hook: EagerHook, handle: RemovableHandle) -> RemovableHandle:
     module = owner()
     return handle if module is None or handle.id in module._forward_pre_hooks else module.register_forward_pre_hook(hook)
+
+
+def _check_loaded(module: nn.Module, state_dict: Any, *_: Any) -> None:
+    from hf_offload.state.lent import check_loaded
+
+    for tensor in state_dict.values():
+        if isinstance(tensor, Tensor):
+            check_loaded(tensor)
 
 
 def _forget(key: int) -> Any:

@@ -1,25 +1,25 @@
 """Bytes on a drive that stay there as they are, whatever becomes of their slots.
 
 Note: redirect on write
-    What is written back to a tier gets a slot of its own each time, and the former one is given back. So a state as of a step
-    needs no copy: its slots are held (:class:`KeptSlot`), and their room is free once they are not needed any more.
+    What is written after its slot was held (:class:`KeptSlot`) gets another slot. So a state as of a step needs no copy, and
+    its room is free once it is not needed any more.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import mmap
+import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+import xxhash
 from torch import Tensor
 
 from hf_offload.storage.disk_io import DataFile
 from hf_offload.storage.disk_room import DiskRoom, Piece
 
 _MAP_NORESERVE = 0x4000
-_now: "contextvars.ContextVar[tuple[Kept, object] | None]" = contextvars.ContextVar("hf_offload_kept", default=None)
+_CHUNK_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,9 @@ class Span:
 class KeptSlot:
     """The bytes of one slot of the disk tier as they are now, until :meth:`release`.
 
+    Attributes:
+        is_needed: They are not released yet.
+
     Args:
         room: Where it is.
         pieces: Its room, held already.
@@ -47,6 +50,7 @@ class KeptSlot:
         self._lead, self._middle_bytes, self._tail = lead, middle_bytes, tail
         self._held = weakref.finalize(self, room.let_go.append, self._pieces)
         self._held.atexit = False
+        self.is_needed = True
 
     @property
     def room_bytes(self) -> int:
@@ -77,8 +81,13 @@ class KeptSlot:
         if self._tail:
             yield Span(len(self._tail), self._tail)
 
+    def digest(self, begin: int, end: int) -> bytes:
+        """That of these bytes, which are read. Raises ``OSError``."""
+        return digest_of(chunk for span in self.spans(begin, end) for chunk in _chunks_of(span))
+
     def release(self) -> None:
         """The bytes are not needed any more. Idempotent."""
+        self.is_needed = False
         self._held()
 
     def abandon(self) -> None:
@@ -88,7 +97,7 @@ class KeptSlot:
 
 @dataclasses.dataclass(frozen=True)
 class KeptRange:
-    """Bytes of a slot, and what their digest of 128 bits was when they were written, if it was taken."""
+    """Bytes of a slot, and their :func:`digest <digest_of>`, if it is known."""
 
     slot: KeptSlot
     begin: int
@@ -97,8 +106,7 @@ class KeptRange:
 
 
 class Kept:
-    """What a snapshot has on drives: weights, and what a state dict has there that was asked for inside of :func:`keeping`.
-    Its tensors have no bytes.
+    """What a snapshot has on drives. Its tensors have no bytes.
 
     Attributes:
         refusal: Why it could not be kept there, if it could not.
@@ -109,14 +117,14 @@ class Kept:
         self._slots: list[KeptSlot] = []
         self._changing: list[KeptSlot] = []
         self._tensors: dict[int, Tensor] = {}
-        self._parts: dict[int, list[KeptRange | bytes]] = {}
+        self._parts: dict[int, Sequence[KeptRange | bytes]] = {}
 
     def placeholder(
         self,
         like: Tensor,
         shape: torch.Size,
         slots: Sequence[KeptSlot],
-        parts: list[KeptRange | bytes],
+        parts: Sequence[KeptRange | bytes],
         *,
         changes: bool = True,
     ) -> Tensor:
@@ -134,7 +142,7 @@ class Kept:
         self._parts[found.untyped_storage()._cdata] = parts
         return found
 
-    def parts_of(self, storage: object) -> "list[KeptRange | bytes] | None":
+    def parts_of(self, storage: object) -> "Sequence[KeptRange | bytes] | None":
         """Where the bytes of a storage are; None if it is not one of a placeholder."""
         return self._parts.get(storage._cdata) if isinstance(storage, torch.UntypedStorage) else None
 
@@ -161,19 +169,28 @@ class Kept:
             slot.abandon()
 
 
-@contextlib.contextmanager
-def keeping(kept: Kept, owner: object) -> Iterator[None]:
-    """The state dict of ``owner``, asked for inside the block, may have placeholders of ``kept`` for what is on a drive. Not
-    that of an object that ``owner`` asks in turn: what it does with the tensors is not known.
-    """
-    token = _now.set((kept, owner))
-    try:
-        yield
-    finally:
-        _now.reset(token)
+def digest_of(chunks: Iterable[bytes]) -> bytes:
+    """The digest of bytes, of 128 bits."""
+    found = xxhash.xxh3_128()
+    for chunk in chunks:
+        found.update(chunk)
+    return found.digest()
 
 
-def kept_for(owner: object) -> Kept | None:
-    """What :func:`keeping` was called with for ``owner``."""
-    found = _now.get()
-    return found[0] if found is not None and found[1] is owner else None
+def _chunks_of(span: Span) -> Iterator[bytes]:
+    if span.file is None:
+        yield span.content
+    else:
+        yield from read_chunks(span.file.descriptor, span.offset, span.nbytes)
+        os.posix_fadvise(span.file.descriptor, span.offset, span.nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def read_chunks(number: int, begin: int, count: int) -> Iterator[bytes]:
+    """The bytes of a file: not mapped into memory, where a drive that fails ends the process."""
+    end = begin + count
+    while begin < end:
+        chunk = os.pread(number, min(_CHUNK_BYTES, end - begin), begin)
+        if not chunk:
+            raise EOFError(f"ends after {begin} bytes")
+        yield chunk
+        begin += len(chunk)

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from hf_offload.state.parked import _parked as whereabouts
+from hf_offload.state.parked import _parked
 from tests.helpers.package_threads import OurThreads
 from tests.helpers.parked import parked
 from tests.helpers.streamed import mlp
@@ -35,11 +35,11 @@ def test_a_dropped_model_takes_its_tier_along(limit_bytes, backward, tmp_path):
 
 def test_nothing_is_known_of_dropped_models(tmp_path):
     gc.collect()
-    before = len(whereabouts)
+    before = len(_parked)
     model = mlp()
     parked(model, tmp_path).residency.limit_bytes = 1 << 30
     model(torch.ones(2, 96)).sum().backward()
-    assert len(whereabouts) > before
+    assert len(_parked) > before
     del model
     gc.collect()
-    assert len(whereabouts) == before
+    assert len(_parked) == before

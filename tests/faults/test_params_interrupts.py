@@ -5,8 +5,9 @@ import gc
 
 import pytest
 
+from hf_offload.state import saved
 from hf_offload.state.optimizer import streaming_of
-from hf_offload.parameters import saved
+from hf_offload.state.units import units_of
 from tests.faults.interrupted import Interrupted, check_all, check_some, used_bytes
 from tests.faults.numbered_steps import Training
 from tests.helpers.parked import leave_memory
@@ -50,10 +51,10 @@ class Parked(Interrupted):
         assert "half a step: go on from the last checkpoint" in error, f"at {point}: {error}"
 
     def check_nothing_is_left(self, training, point):
-        saved._release(saved._in_use._residences)
+        saved._release(saved._in_use._units)
         gc.collect()
         residency = training.session.residency
-        assert [weight.name for weight in residency.weights() if weight.uses] == [], f"after {point}"
+        assert [unit.name for unit in units_of(training.model).units if unit.uses] == [], f"after {point}"
         leave_memory(training.session)
         granules = sum(-(-weight.nbytes // 4096) * 4096 for weight in residency.weights())
         assert used_bytes(residency.store, granules) <= granules, f"after {point}"

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload.state.parked import _parked as whereabouts
+from hf_offload.state.parked import _parked
+from hf_offload.state.units import units_of
 from tests.helpers.parked import in_memory, parked
 
 
@@ -18,18 +19,18 @@ def _model() -> nn.Module:
 
 @pytest.mark.parametrize("with_backward", [False, True])
 def test_files_go_with_the_model_although_weights_were_in_memory(tmp_path, with_backward):
-    known = len(whereabouts)
+    known = len(_parked)
     model = _model()
     session = parked(model, tmp_path)
     result = model(torch.randn(3, 64)).sum()
     if with_backward:
         result.backward()
-    assert len(whereabouts) > known
+    assert len(_parked) > known
     store = weakref.ref(session.residency.store)
     del model, session, result
     gc.collect()
     assert store() is None
-    assert len(whereabouts) <= known
+    assert len(_parked) <= known
 
 
 def test_the_last_weight_that_backward_asks_for_may_leave_when_it_is_over(tmp_path):
@@ -37,13 +38,13 @@ def test_the_last_weight_that_backward_asks_for_may_leave_when_it_is_over(tmp_pa
     session = parked(model, tmp_path)
     inputs = torch.randn(3, 64, requires_grad=True)
     model(inputs).sum().backward()
-    assert all(weight.uses == 0 for weight in session.residency.weights())
+    assert all(unit.uses == 0 for unit in units_of(model).units)
     assert in_memory(session)
 
 
 def test_backward_that_fails_does_not_keep_the_next_one_from_asking(tmp_path):
     model = _model()
-    session = parked(model, tmp_path)
+    parked(model, tmp_path)
 
     def fail(_: torch.Tensor) -> None:
         raise ValueError("once")
@@ -55,4 +56,4 @@ def test_backward_that_fails_does_not_keep_the_next_one_from_asking(tmp_path):
         loss.backward()
     handle.remove()
     model(torch.randn(3, 64)).sum().backward()
-    assert all(weight.uses == 0 for weight in session.residency.weights())
+    assert all(unit.uses == 0 for unit in units_of(model).units)

@@ -137,7 +137,11 @@ class Wraps(torch.optim.Optimizer):
         return copy.deepcopy(self.inner.state_dict())
 
 
-def test_only_the_optimizer_that_is_asked_itself_has_placeholders(tmp_path):
+def copies_states(optimizer, state):
+    return copy.deepcopy(state)
+
+
+def test_copies_of_state_have_no_placeholders(tmp_path):
     model = torch.nn.Linear(100, 100)
     session = attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=str(tmp_path), min_bytes=0))
     optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
@@ -152,10 +156,11 @@ def test_only_the_optimizer_that_is_asked_itself_has_placeholders(tmp_path):
     held = contents.optimizer_state(optimizer, kept)
     assert kept.has(held["state"][0]["exp_avg"])
     assert kept.rooms
-    optimizer.register_state_dict_post_hook(lambda optimizer, state: state)
+    optimizer.register_state_dict_post_hook(copies_states)
     hooked = Kept()
     assert torch.equal(contents.optimizer_state(optimizer, hooked)["state"][0]["exp_avg"], whole)
     assert hooked.rooms == {}
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], whole)
     kept.release()
     session.detach()
 

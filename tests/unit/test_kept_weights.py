@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.parameters.waiting import in_memory, residence_of
-from hf_offload.state.weights import weights_of
 from hf_offload.snapshots.weights import left_on_drives
+from hf_offload.state.parked import parked_of
+from hf_offload.state.units import pinned
+from hf_offload.state.weights import weights_of
 from hf_offload.storage.kept import Kept
 from hf_offload.storage.service import storage_of
 
@@ -24,7 +25,7 @@ class Parked:
         self.model = nn.Sequential(*[nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)])
         config = {"tier": "none", "params": "ssd", "directory": directory, "min_bytes": 0}
         self.session = attach(self.model, OffloadConfig(**{**config, **settings}))
-        self.residency = weights_of(self.model)
+        self.weights = weights_of(self.model)
         self.use()
 
     def use(self):
@@ -40,12 +41,12 @@ class Parked:
 
     @property
     def moved(self):
-        self.residency.store.settle()
-        return self.residency.moved_bytes
+        self.weights.store.settle()
+        return self.weights.moved_bytes
 
     @property
     def in_memory(self):
-        return [name for name, each in self.model.named_parameters() if residence_of(each).is_in_memory]
+        return [name for name, each in self.model.named_parameters() if parked_of(each).is_here]
 
 
 @pytest.fixture
@@ -92,25 +93,62 @@ def test_all_weights_are_kept_as_they_are_and_stay_so(parked):
 
 def test_nothing_is_read_for_them_and_what_has_not_changed_is_not_written_again(parked):
     parked.left()[0].release()
-    before, present = parked.moved, parked.in_memory
+    before = parked.moved
     for _ in range(3):
         parked.left()[0].release()
     assert parked.moved == before
-    assert parked.in_memory == present
-
-
-def test_a_weight_that_others_look_at_is_as_they_have_left_it(parked):
+    parked.use()
+    written = parked.moved[0]
     parked.left()[0].release()
-    name, parameter = next((name, each) for name, each in parked.model.named_parameters() if name in parked.in_memory)
+    assert parked.moved[0] == written == before[0]
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_what_is_kept_stays_whoever_writes_to_a_weight_that_is_away(parked, is_used):
+    """The mapping of a slot that is kept is no way to its bytes, also of a weight that came and left unchanged."""
+    first = parked.values()
+    kept, left = parked.left()
+    if is_used:
+        parked.use()
+    changed = [each for name, each in parked.model.named_parameters() if name not in parked.in_memory]
+    for parameter in changed:
+        parameter.data.add_(1)
+    check(kept, left, first)
+    for name, parameter in parked.model.named_parameters():
+        first[name] += any(parameter is each for each in changed)
+    check(*parked.left(), first)
+
+
+def test_values_that_are_put_back_without_a_new_version_are_the_ones_that_are_written(parked):
+    """An average of weights is tried like that: a weight is overwritten where it is away, comes, and gets its values back."""
+    name, parameter = next(
+        (name, each) for name, each in parked.model.named_parameters() if name not in parked.in_memory
+    )
+    values = parked.values()
+    parameter.data.copy_(torch.zeros(SIZE, SIZE))
+    with pinned([parameter]):
+        assert not parameter.any()
+        parameter.data.copy_(values[name])
+    kept, left = parked.left()
+    check(kept, left, values)
+    assert torch.equal(parameter, values[name])
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_weight_that_others_look_at_is_copied(parked, is_away):
+    parked.left()[0].release()
+    parked.use()
+    in_memory = parked.in_memory
+    name, parameter = next(
+        (name, each) for name, each in parked.model.named_parameters() if (name not in in_memory) == is_away
+    )
     view = parameter.detach().numpy()
     values = parked.values()
-    first = parked.left()
-    check(*first, values)
+    kept, left = parked.left()
     view[3, 5] = 7.0  # no counter shows it
-    second = parked.left()
-    check(*first, values)
-    values[name][3, 5] = 7.0
-    check(*second, values)
+    assert left.pop(name) is parameter
+    check(kept, left, {other: value for other, value in values.items() if other != name})
+    assert parameter[3, 5] == 7.0
     view[3, 5] = 9.0
     del view
     values[name][3, 5] = 9.0
@@ -122,7 +160,7 @@ def test_a_weight_that_others_look_at_is_as_they_have_left_it(parked):
 def test_a_weight_that_is_being_used_is_as_it_is_now_and_later(parked):
     name, parameter = next((name, each) for name, each in parked.model.named_parameters() if name in parked.in_memory)
     values = parked.values()
-    with in_memory([parameter]):
+    with pinned([parameter]):
         check(*parked.left(), values)
         parameter.data.add_(1)
         values[name] += 1
@@ -179,6 +217,7 @@ def test_a_drive_without_room_refuses(tmp_path):
     parked = Parked(tmp_path, disk_budget=LAYERS * weight)
     first = parked.left()[0]
     assert first.refusal is None
+    parked.use()
     with torch.no_grad():
         next(each for name, each in parked.model.named_parameters() if name in parked.in_memory).add_(1)
     kept, _ = parked.left()
@@ -196,6 +235,7 @@ def test_what_may_not_be_written_any_more_is_copied(tmp_path):
     weight = SIZE * SIZE * 4
     parked = Parked(tmp_path, max_disk_write_bytes=LAYERS * weight)
     parked.left()[0].release()
+    parked.use()
     present = parked.in_memory
     values = parked.values()
     with torch.no_grad():

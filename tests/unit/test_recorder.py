@@ -8,7 +8,6 @@ from torch import nn
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.planning.measuring import StepMeter
-from hf_offload.storage.mapped import MappedFiles
 
 WIDE = 1 << 20
 
@@ -50,22 +49,6 @@ def test_the_sum_of_two_gradients_takes_the_place_of_the_first_where_autograd_ma
     # Under the mode that measures there are two of them for a moment.
     segments = meter.footprint(0).segments
     assert max(one.live_bytes + one.measured_bytes for one in segments) / WIDE / 8 == pytest.approx(3, rel=0.01)
-
-
-def test_files_that_are_mapped_are_not_counted(tmp_path):
-    """A state dict may come in them, in the midst of a step."""
-    peaks = []
-    for copy in (None, MappedFiles(tmp_path).copy, torch.clone):
-        model, scale = Twice(Added.apply), torch.tensor(0.5)
-        meter = StepMeter(model, lambda: 0, lambda: 0.0, lambda: 0)
-        meter.begin()
-        meter.begin_forward([scale], True)
-        model(scale).backward()
-        copies = [] if copy is None else [copy(model.weight.detach()) for _ in range(4)]
-        meter.end()
-        peaks.append(meter.peak_bytes(0) / model.weight.nbytes)
-        del copies
-    assert peaks == pytest.approx([4, 4, 6], rel=0.01)
 
 
 def test_a_backward_in_another_thread_is_counted():
