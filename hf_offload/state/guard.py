@@ -4,11 +4,13 @@ A guarded tensor is the same object, of a subclass of its class, until nothing i
 put off, factors of clipping, or, on an accelerator, its memory.
 """
 
+import copy
 import functools
+import sys
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 _DEBTS = "_hf_offload_debts"  # an attribute of the tensor: copies and pickles settle first, and have none
@@ -81,11 +83,19 @@ _UNSEEN = frozenset(
 """What gives others the memory, so that writes may come that no version counts."""
 
 
+_SAVING = nn.Module._save_to_state_dict.__code__
+_CALLER = 4
+"""Frames between an operation and whoever calls it, at most."""
+
+
 class Debt(Protocol):
     """What a tensor owes."""
 
     def settle(self, unseen: bool) -> None:
         """See to it, and :func:`lift` the guard. ``unseen``, the tensor may be written to without a new version."""
+
+    def done(self) -> None:
+        """The operation is over that it was settled for, and nobody has the tensor's address."""
 
 
 class Guarded:
@@ -98,9 +108,46 @@ class Guarded:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         owing = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Guarded)]
+        if func is Tensor.detach and _is_saving() and (host := _host_copy(owing)) is not None:
+            return host
+        unseen = func in _UNSEEN
+        visited = [] if unseen else [debt for tensor in owing for debt in debts_of(tensor)]
         with pinned(owing):
-            settle(owing, func in _UNSEEN)
-            return func(*args, **kwargs)
+            try:
+                settle(owing, unseen)
+                return func(*args, **kwargs)
+            finally:
+                for debt in visited:
+                    debt.done()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        settle([self])
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        settle([self])
+        return self.__reduce_ex__(protocol)
+
+
+def _is_saving() -> bool:
+    """Whether a module's ``state_dict`` asks."""
+    frame = sys._getframe(1)
+    for _ in range(_CALLER):
+        if frame.f_code is _SAVING:
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
+def _host_copy(owing: list[Any]) -> Tensor | None:
+    """What a state dict has of an away tensor, so that they do not all come at once; None for the tensor itself."""
+    for debt in debts_of(owing[0]):
+        if not hasattr(debt, "host_copy"):
+            debt.settle(unseen=False)
+    copies = (debt.host_copy(owing[0]) for debt in debts_of(owing[0]) if hasattr(debt, "host_copy"))
+    return next(copies, None)
 
 
 @functools.cache

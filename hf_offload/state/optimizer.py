@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
@@ -18,7 +19,8 @@ from hf_offload.state.known import state_per_weight as state_per_weight_of
 from hf_offload.state.known import steps_by_weight, steps_in_parts
 from hf_offload.state.parked import pause
 from hf_offload.state.shadow import Shadow, make_shadow, options_of, step_of
-from hf_offload.state.step import Streaming, Trained
+from hf_offload.state.step import Streaming, Trained, host_copy
+from hf_offload.state.units import pinned
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.store import Store
 from hf_offload.storage.tier import Tier
@@ -176,8 +178,10 @@ class StreamedOptimizer(Optimizer):
             streaming.finish()
             guard.settle([g for p in streaming.parameters() if (g := gradient_of(p)) is not None])
             guard.settle([t for p in streaming.parameters() for t in streaming.state_tensors(p)])
+            away = [p for p in streaming.parameters() if not p.is_cpu]  # on a CPU, what is away can be read
             try:
-                return step_of(own)(self, *([] if closure is None else [closure]))
+                with pinned(away):
+                    return step_of(own)(self, *([] if closure is None else [closure]))
             finally:
                 for parameter in streaming.parameters():
                     streaming.park_state(parameter)
@@ -188,6 +192,13 @@ class StreamedOptimizer(Optimizer):
                 loss = closure()
         streaming.step(self)
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer's own class; of what is away from an accelerator, it has copies on the host."""
+        found = super().state_dict()
+        if found.get("state"):
+            found["state"] = tree_map_only(Tensor, host_copy, found["state"])
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the optimizer's own class, one parameter after the other, unless it steps as a whole."""

@@ -4,12 +4,19 @@ Note: why nobody reads wrong bytes
     Tensors, views and aliases share one storage, and the storage has one pointer. Here, it points to a slab; away, on a CPU,
     to the slot itself, mapped: who reads it reads the drive, and who writes it writes there. The pointer turns to the slot
     only when the write of the slab has ended, in the thread that trains. Where others have the address itself (NumPy arrays,
-    DLPack), the pointer stays as it is: the storage's use count tells. On an accelerator, an away storage has no memory, and
-    its tensors are guarded (:mod:`~hf_offload.state.guard`).
+    DLPack), the pointer stays as it is: the storage's use count tells.
+
+    On an accelerator, an away storage has no memory, and its tensors are guarded (:mod:`~hf_offload.state.guard`). A guard
+    sees who comes later, and nobody who writes without a new version: sums of the memory, computed there, tell whether it is
+    what the slot has. What others hold stays: an alias, the storage itself, a weight that a graph has saved without our
+    hooks, or that a transform of ``torch.func`` has wrapped. Memory that streams other than its own have used is free when
+    these have, too.
 """
 
 import enum
 import functools
+import math
+import sys
 import weakref
 from concurrent.futures import Future
 from typing import Any
@@ -26,6 +33,8 @@ from hf_offload.storage.store import HeldSlot, Slab, Store, whole_pages
 
 _ALONE = 2
 """Uses of a storage that one tensor has: its own, and that of Python's object for the storage."""
+_REFERENCES = 3
+"""To that object, where one name refers to it: by the storage, the name, and the call that counts them."""
 
 
 class Where(enum.Enum):
@@ -34,6 +43,15 @@ class Where(enum.Enum):
     HERE = "in memory"
     LEAVING = "in memory, and being written"
     AWAY = "in the slot"
+
+
+class Holder:
+    """By which all graphs hold a storage: that is one reference to it, however many they are."""
+
+    __slots__ = ("__weakref__", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage):
+        self.storage = storage
 
 
 class Parked:
@@ -46,7 +64,7 @@ class Parked:
         nbytes: Its bytes.
         stays: It does not leave any more: there was no room, or a write has failed.
         takes_digests: Whether it is compared with what the slot has, rather than written once more, where it may have been
-            written to without a new version.
+            written to without a new version. True for weights, which their units let leave.
         is_new: It has no bytes yet: they are stored in parts.
     """
 
@@ -73,9 +91,12 @@ class Parked:
         self._is_clean = False  # the slot has the bytes of this version
         self._version = -1
         self._digest = b""
+        self._sums = b""  # of memory on an accelerator
         self._write: Future[None] | None = None
         self._read: tuple[Slab, Future[None]] | None = None
         self._parts = Parts(self)
+        self._holder: weakref.ref[Holder] | None = None
+        self._stream: Any = None if self.on_host else torch.accelerator.current_stream(self._device)  # its memory's
         self.add(tensor)
         _parked[id(storage)] = self
 
@@ -110,7 +131,32 @@ class Parked:
             return False
         if self.on_host and storage.is_shared() and self.where is Where.HERE and self._slab is None:
             return True
-        return torch._C._storage_Use_Count(storage._cdata) > _ALONE - 1 + max(1, len(self.tensors))
+        if torch._C._storage_Use_Count(storage._cdata) > _ALONE - 1 + max(1, len(self.tensors)):
+            return True
+        if self.on_host:
+            return False
+        of_graphs = self._holder is not None and self._holder() is not None
+        if sys.getrefcount(storage) > _REFERENCES + of_graphs:
+            return True
+        return self.takes_digests and any(map(_is_held_unseen, self.tensors))
+
+    def holder(self) -> Holder:
+        """What a graph is to hold, rather than the storage."""
+        found = None if self._holder is None else self._holder()
+        if found is None:
+            storage = self._storage()
+            assert storage is not None
+            found = Holder(storage)
+            self._holder = weakref.ref(found)
+        return found
+
+    def note_stream(self) -> None:
+        """The current stream is about to use the memory, which is free when it has."""
+        if self.where is Where.HERE and not self.on_host:
+            stream = torch.accelerator.current_stream(self._device)
+            if stream != self._stream and (tensors := self.tensors):
+                with torch._C.DisableTorchFunctionSubclass():
+                    tensors[0].record_stream(stream)
 
     # -- leaving ----------------------------------------------------------------------------------------------------------
 
@@ -119,17 +165,23 @@ class Parked:
 
         On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
         """
+        if self.where is not Where.HERE or self.stays or self.is_held:
+            return False
         storage = self._storage()
-        if self.where is not Where.HERE or storage is None or self.stays or self.is_held:
+        if storage is None:
             return False
         self._wait_for_writes()
         with signals_deferred:
             host: Slab | None = None
+            sums = b"" if self.on_host else _sums_of(storage)
             if self._is_clean and self._present_version() == self._version:
-                if not self._may_differ:
+                if sums and sums == self._sums:
                     self._depart(storage)
                     return True
-                if self._digest:
+                if self.on_host and not self._may_differ:
+                    self._depart(storage)
+                    return True
+                if self.on_host and self._digest:
                     host = self._in_slab(storage)
                     if self._digest_of(host) == self._digest:
                         self._depart(storage, host)
@@ -143,6 +195,7 @@ class Parked:
                 self._slot = self.store.free_with(slot, storage)
             host = self._in_slab(storage) if host is None else host
             self._digest = self._digest_of(host) if self.takes_digests else b""
+            self._sums = sums
             self._version, self._is_clean, self._may_differ = self._present_version(), False, self.on_host
             self._slab, self.where = host, Where.LEAVING
             _leaving[id(self)] = self
@@ -150,10 +203,6 @@ class Parked:
                 self._empty(storage)
             self._write = self.store.write(self._slot.slot, host, 0, self._written)
         return True
-
-    def doubt(self) -> None:
-        """It may be written to without a new version."""
-        self._may_differ = True
 
     def doubt(self) -> None:
         """It may be written to without a new version."""
@@ -209,8 +258,11 @@ class Parked:
             return
         self._is_clean = not write.cancelled()
         if self.where is not Where.LEAVING or storage is None:
+            if self._slab is not None and not self.on_host:  # it has come back
+                self.store.recycle(self._slab)
+                self._slab = None
             return
-        if self._present_version() != self._version:
+        if self.on_host and self._present_version() != self._version:
             self.where, self._is_clean = Where.HERE, False
         else:
             self._depart(storage)
@@ -268,9 +320,11 @@ class Parked:
                 self._slab = slab
             else:
                 content = slab.content[: self.nbytes].to(self._device)
+                self._stream = torch.accelerator.current_stream(self._device)
                 storage._swap_data_ptr_(content.untyped_storage())
-                if self.where is Where.AWAY:
+                if self._write is None:
                     self.store.recycle(slab)
+                    self._slab = None
             self.where, self._is_private = Where.HERE, False
             self._version = self._present_version()
             for tensor in self.tensors:
@@ -282,6 +336,12 @@ class Parked:
         self._may_differ = self._may_differ or unseen
         for tensor in self.tensors:
             guard.lift(tensor, self)
+
+    def done(self) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`."""
+        if not self.takes_digests:
+            self.leave()
+            self.store.throttle()
 
     def forget(self) -> None:
         """It is in memory, and a plain one from now on."""
@@ -337,10 +397,10 @@ class Parked:
         """Hold the bytes where they are on a drive, with their digest if there is one; None if they are not there alone."""
         self._wait_for_writes()
         self._parts.wait()
-        storage = self._storage()
         if self.where is Where.HERE and not self.stays:
             self.leave()
             self._wait_for_writes()
+        storage = self._storage()
         if storage is None or self.where is not Where.AWAY or self._slot is None or self._is_private:
             return None
         kept = self.store.tier.keep(self._slot.slot)
@@ -353,6 +413,28 @@ class Parked:
             storage._swap_data_ptr_(torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage())
             self._is_private = True
         return kept, self._digest
+
+    def host_copy(self, tensor: Tensor) -> Tensor | None:
+        """What a state dict has of a tensor of an accelerator that is away: a copy on the host, which takes no memory where
+        the bytes are on a drive. None for a tensor that is there.
+        """
+        if self.on_host or self.where is Where.HERE:
+            return None
+        self._wait_for_writes()
+        self._parts.wait()
+        if self.where is not Where.AWAY or self._slot is None or self._parts.rescued:
+            return None
+        kept = self.store.tier.keep(self._slot.slot)
+        mapped = self.store.tier.map(self._slot.slot, private=True)
+        if mapped is None:
+            return None
+        storage = torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage()
+        if kept is not None:
+            self._is_kept = True
+            weakref.finalize(storage, kept.release).atexit = False
+        with torch._C.DisableTorchFunctionSubclass():
+            layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+            return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, *layout)
 
     @property
     def parts(self) -> "Parts":
@@ -458,7 +540,7 @@ class Parts:
                 parked._let_slot_go()
                 parked._slot, self._target = self._target, None
                 parked._is_private = False
-            parked._digest, parked._is_clean, parked.is_new = b"", True, False
+            parked._digest, parked._sums, parked._is_clean, parked.is_new = b"", b"", True, False
             parked._version = parked._present_version()
             self._ended()
 
@@ -508,10 +590,36 @@ class Parts:
         for tensor in self._parked.tensors:
             guard.lift(tensor, self)
 
+    def done(self) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`."""
+
 
 _parked: dict[int, Parked] = {}
 _leaving: dict[int, Parked] = {}
 _ahead: dict[int, Parked] = {}
+
+
+def _sums_of(storage: torch.UntypedStorage) -> bytes:
+    """A digest of memory on an accelerator: of the sums of its words by row and by column, which that computes."""
+    content = _bytes_of(storage)
+    words = content[: content.numel() // 4 * 4].view(torch.int32)
+    width = max(1, math.isqrt(words.numel()))
+    square = words[: words.numel() // width * width].view(-1, width)
+    rest = content[4 * square.numel() :].to(torch.int64)
+    sums = torch.cat([square.sum(0, dtype=torch.int64), square.sum(1, dtype=torch.int64), rest])
+    return xxhash.xxh3_128_digest(sums.cpu().numpy())
+
+
+def _is_held_unseen(tensor: Tensor) -> bool:
+    """Whether C++ holds a tensor: a graph that has saved it without hooks, a transform, a script."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor._use_count() == 1:  # type: ignore[attr-defined]
+            return False
+        if not tensor.requires_grad:
+            return True
+        with torch.enable_grad():
+            edge = torch.autograd.graph.get_gradient_edge(tensor)  # which graphs hold, too, and which holds the tensor
+        return edge is not None and tensor._use_count() > 2  # type: ignore[attr-defined]
 
 
 def pause() -> None:
@@ -559,8 +667,9 @@ def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> T
         made = torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
         parked = Parked(made, name, store)
     else:
-        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        nothing = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
+        made = torch.empty(0, dtype=like.dtype, device=device).set_(nothing, 0, like.shape, like.stride())
         parked = Parked(made, name, store)
-        parked._empty(made.untyped_storage())
+        parked._empty(nothing)
     parked.where, parked.is_new = Where.AWAY, True
     return made

@@ -92,6 +92,9 @@ class Trained:
         self.finish()
         self.check_stepped()
 
+    def done(self) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`."""
+
     def finish(self) -> None:
         """Compute the update that is owed, if one is."""
         self.streaming.finish([self])
@@ -304,7 +307,7 @@ class Streaming:
     def before(self, trained: Trained, parameter: Tensor) -> None:
         """A gradient is about to be added to what is in ``.grad``."""
         gradient = gradient_of(parameter)
-        if gradient is not None and trained.update is None:
+        if gradient is not None:
             with self._section(GRADIENTS), outside():
                 parked = parked_gradient(gradient)
                 if parked is not None:
@@ -677,6 +680,13 @@ def _may_move(tensor: Tensor, smallest_bytes: int) -> bool:
         if tensor.device.type == "cpu" and tensor.is_shared() and parked_of(tensor) is None:
             return False
         return tensor.untyped_storage().nbytes() in (tensor.nbytes, 0)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """What a state dict has of a tensor of a state: see :meth:`~hf_offload.state.parked.Parked.host_copy`."""
+    parked = parked_of(tensor) if _may_move(tensor, SMALLEST_STATE_BYTES) else None
+    copy = None if parked is None else parked.host_copy(tensor)
+    return tensor if copy is None else copy
 
 
 def _is_held(tensor: Tensor) -> bool:

@@ -183,6 +183,8 @@ class Units:
             self.make_room(unit.nbytes - unit.bytes_here)
             for weight in unit.weights:
                 weight.come()
+        for weight in unit.weights if self.limit_bytes is not None else ():
+            weight.note_stream()
         self.most_bytes = max(self.most_bytes, self.bytes_here)
         for owed in list(unit.owed.values()):
             owed.finish()

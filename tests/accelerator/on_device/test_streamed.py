@@ -37,10 +37,8 @@ def trained(case, place, tier="none", clip=True, fused=False):
     streaming = streaming_of(optimizer)
     if streaming is not None:
         streaming.finish()
-        assert any(record.moved for record in streaming.records)
-        devices = {
-            value.device.type for state in optimizer.state.resident() for value in state.values() if value.numel() > 1
-        }
+        assert any(record.state_bytes for record in streaming.records)
+        devices = {value.device.type for state in optimizer.state.values() for value in state.values() if value.dim()}
         assert devices <= {"late"}
     found += [parameter.detach().cpu() for parameter in model.parameters()]
     state = optimizer.state_dict()["state"]
