@@ -81,6 +81,8 @@ _UNSEEN = frozenset(
     ]
 )
 """What gives others the memory, so that writes may come that no version counts."""
+_ADDRESSES = frozenset([Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage])
+"""After these, nothing tells how long the memory is used: it stays until the next gradient or step."""
 
 
 _SAVING = nn.Module._save_to_state_dict.__code__
@@ -111,7 +113,7 @@ class Guarded:
         if func is Tensor.detach and _is_saving() and (host := _host_copy(owing)) is not None:
             return host
         unseen = func in _UNSEEN
-        visited = [] if unseen else [debt for tensor in owing for debt in debts_of(tensor)]
+        visited = [] if func in _ADDRESSES else [debt for tensor in owing for debt in debts_of(tensor)]
         with pinned(owing):
             try:
                 settle(owing, unseen)

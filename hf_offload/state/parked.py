@@ -13,6 +13,7 @@ Note: why nobody reads wrong bytes
     these have, too.
 """
 
+import collections
 import enum
 import functools
 import math
@@ -35,6 +36,10 @@ _ALONE = 2
 """Uses of a storage that one tensor has: its own, and that of Python's object for the storage."""
 _REFERENCES = 3
 """To that object, where one name refers to it: by the storage, the name, and the call that counts them."""
+
+
+_RETRIES = 3
+"""How many of those that came to be read are tried to leave after a read."""
 
 
 class Where(enum.Enum):
@@ -339,9 +344,14 @@ class Parked:
 
     def done(self) -> None:
         """See :class:`~hf_offload.state.guard.Debt`."""
-        if not self.takes_digests:
-            self.leave()
-            self.store.throttle()
+        if self.takes_digests:
+            return
+        _visited.append(self)
+        for _ in range(min(_RETRIES, len(_visited))):
+            visited = _visited.pop()
+            if not visited.leave() and visited.is_alive and visited.where is Where.HERE and not visited.stays:
+                _visited.appendleft(visited)  # somebody has an alias
+            visited.store.throttle()
 
     def forget(self) -> None:
         """It is in memory, and a plain one from now on."""
@@ -596,6 +606,8 @@ class Parts:
 
 _parked: dict[int, Parked] = {}
 _leaving: dict[int, Parked] = {}
+_visited: collections.deque[Parked] = collections.deque()
+"""What came because somebody has read it."""
 _ahead: dict[int, Parked] = {}
 
 
