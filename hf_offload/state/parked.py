@@ -350,7 +350,7 @@ class Parked:
         for _ in range(min(_RETRIES, len(_visited))):
             visited = _visited.pop()
             if not visited.leave() and visited.is_alive and visited.where is Where.HERE and not visited.stays:
-                _visited.appendleft(visited)  # somebody has an alias
+                _visited.appendleft(visited)  # somebody has an alias: the others come first
             visited.store.throttle()
 
     def forget(self) -> None:
@@ -574,7 +574,6 @@ class Parts:
             return
         if parked.on_host:
             parked._depart(storage)
-        parked.where = Where.AWAY
         for tensor in parked.tensors:
             guard.lift(tensor, self)
 
