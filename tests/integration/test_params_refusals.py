@@ -61,6 +61,7 @@ def on_meta():
 
 MODELS = {
     "hf_device_map": (with_device_map, r"hf_device_map.*load it without"),
+    "scripted": (lambda: torch.jit.script(mlp()), r"The model is in TorchScript.*the module that it was made of"),
     "of_zero_3": (of_zero_3, r"2\.weight belongs to DeepSpeed's ZeRO-3.*offload_param"),
     "flat": (flat, r"2\.weight is sharded by FSDP.*CPUOffloadPolicy"),
     "on_meta": (on_meta, r"2\.weight is on the meta device.*load the model first"),
@@ -76,7 +77,6 @@ def assert_untouched(model):
 READ_UNASKED = {
     "compiled": lambda: torch.compile(mlp(), backend="aot_eager"),
     "compiled_in_part": compiled_in_part,
-    "scripted": lambda: torch.jit.script(mlp()),
     "scripted_in_part": scripted_in_part,
     "data_parallel": lambda: nn.Sequential(nn.DataParallel(mlp())),
 }
@@ -110,6 +110,7 @@ def test_on_a_cpu_code_that_does_not_ask_reads_weights_where_they_are(kind, tmp_
     session.detach()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_is_refused_by_name_and_stays_as_it_is(kind, tmp_path):
     make, message = MODELS[kind]
