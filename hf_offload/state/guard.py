@@ -109,7 +109,7 @@ class Guarded:
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        owing = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Guarded)]
+        owing: list[Any] = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Guarded)]
         if func is Tensor.detach and _is_saving() and (host := _host_copy(owing)) is not None:
             return host
         unseen = func in _UNSEEN

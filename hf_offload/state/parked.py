@@ -26,7 +26,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hf_offload.errors import OffloadError, StorageError
+from hf_offload.errors import OffloadError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.storage.kept import KeptSlot
@@ -618,7 +618,7 @@ def _sums_of(storage: torch.UntypedStorage) -> bytes:
     square = words[: words.numel() // width * width].view(-1, width)
     rest = content[4 * square.numel() :].to(torch.int64)
     sums = torch.cat([square.sum(0, dtype=torch.int64), square.sum(1, dtype=torch.int64), rest])
-    return xxhash.xxh3_128_digest(sums.cpu().numpy())
+    return xxhash.xxh3_128_digest(memoryview(sums.cpu().numpy()))
 
 
 def _is_held_unseen(tensor: Tensor) -> bool:
@@ -678,7 +678,7 @@ def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> T
         made = torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
         parked = Parked(made, name, store)
     else:
-        nothing = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
+        nothing: Any = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
         made = torch.empty(0, dtype=like.dtype, device=device).set_(nothing, 0, like.shape, like.stride())
         parked = Parked(made, name, store)
         parked._empty(nothing)

@@ -13,10 +13,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadPlugin, attach
 from hf_offload.errors import OffloadConfigError
+from hf_offload.session import attached_session
 from hf_offload.state.parked import parked_of
 from hf_offload.state.refusals import refuse
 from hf_offload.state.weights import moves, weights_of
-from hf_offload.session import attached_session
 from tests.helpers.parked import leave_memory, parked
 from tests.helpers.streamed import mlp
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
@@ -89,7 +89,7 @@ def stepped(model, session=None):
         optimizer.zero_grad()
         loss = model(torch.full((4, 96), 1.0 + step)).square().mean()
         if session is not None:
-            leave_memory(session)
+            session.residency.let_all_leave()
         loss.backward()
         optimizer.step()
         found.append(loss.detach())
@@ -200,11 +200,11 @@ def test_what_is_compiled_later_computes_the_same(part, backend, tmp_path):
 def test_a_compiled_model_that_offloads_takes_rows_of_several_sizes(tmp_path):
     """Where it breaks its graph, what saves tensors for it would be compiled, too, for sizes that are symbols."""
     found = []
-    for moves in (False, True):
+    for offloads in (False, True):
         torch._dynamo.reset()
         model = mlp()
         config = OffloadConfig(tier="ssd", params="ssd", directory=tmp_path, min_bytes=1)
-        session = attach(model, config) if moves else None
+        session = attach(model, config) if offloads else None
         called = torch.compile(model, backend="eager")
         for rows in (8, 12, 9):
             called(torch.ones(rows, 96)).sum().backward()

@@ -344,7 +344,9 @@ def test_training_holds_two_blocks_on_the_device(late):
         gc.collect()
         here.append((weights.most_bytes, weights.bytes_in_memory, torch.accelerator.memory_allocated("late:0")))
     largest, second, *others = sorted((unit.nbytes for unit in units), reverse=True)
-    most = largest + second + min(others)  # of the norm, whose operation in backward is the last one before those of blocks
+    most = (
+        largest + second + min(others)
+    )  # of the norm, whose operation in backward is the last one before those of blocks
     assert all(bytes_at_most <= most for bytes_at_most, _, _ in here)
     assert here[1] == here[2]
     session.detach()
