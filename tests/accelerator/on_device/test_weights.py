@@ -275,7 +275,8 @@ def accumulated_and_scaled(model: nn.Module) -> list[torch.Tensor]:
 USAGES: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
     usage.__name__: usage
     for usage in (
-        generated, saved, pickled, of_storages, copied, averaged, aliased, written_to, regularized, stepped_by_a_fused_optimizer, with_a_head_outside, transformed,
+        generated, saved, pickled, of_storages, copied, averaged, aliased, written_to, regularized,
+        stepped_by_a_fused_optimizer, with_a_head_outside, transformed,
         flattened, without_a_forward_of_the_model, of_two_forwards, differentiated_twice,
         accumulated_and_scaled,
     )
