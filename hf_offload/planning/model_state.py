@@ -157,7 +157,9 @@ class ModelState:
 
     def _warn_of(self, optimizer: Optimizer, residency: Weights) -> None:
         """Say, once, that the step of ``optimizer`` needs more memory than ``residency`` leaves for weights."""
-        trained = [p for group in optimizer.param_groups for p in group["params"] if moves(p) and parked_of(p) is not None]
+        trained = [
+            p for group in optimizer.param_groups for p in group["params"] if moves(p) and parked_of(p) is not None
+        ]
         nbytes = sum(nbytes_of(p) for p in trained)
         if nbytes > residency.limit_bytes and not self._has_warned and self._config.memory_mode == NONE:
             self._has_warned = True

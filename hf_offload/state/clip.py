@@ -11,7 +11,6 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.state.contexts import is_outside
 from hf_offload.state.gradients import gradient_of, norm_of, parked_gradient, scaled
-from hf_offload.state.parked import Where
 from hf_offload.state.step import Trained
 
 
@@ -60,7 +59,7 @@ def clip_parked(
                     )
                 continue
             parked = parked_gradient(each)
-            if parked is None or parked.where is not Where.AWAY:
+            if parked is None or parked.is_here:
                 guard.settle([each])
                 scaled(each, (factor,))
             else:

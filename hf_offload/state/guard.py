@@ -82,6 +82,8 @@ _UNSEEN = frozenset(
     ]
 )
 """What gives others the memory, so that writes may come that no version counts."""
+_ADDRESSES = frozenset([Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage])
+"""After these, nothing tells how long the memory is used: it stays until the next gradient or step."""
 
 
 class Debt(Protocol):
@@ -89,6 +91,9 @@ class Debt(Protocol):
 
     def settle(self, unseen: bool) -> None:
         """See to it, and :func:`lift` the guard. ``unseen``, the tensor may be written to without a new version."""
+
+    def done(self) -> None:
+        """The operation is over that it was settled for, and nobody has the tensor's address."""
 
 
 class Guarded:
@@ -101,14 +106,18 @@ class Guarded:
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is Tensor.detach and _is_saving():
-            copy = _saved(args[0])
-            if copy is not args[0]:
-                return copy
-        owing = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Guarded)]
+        owing: list[Any] = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Guarded)]
+        if func is Tensor.detach and _is_saving() and (saved := _saved(args[0])) is not args[0]:
+            return saved
+        unseen = func in _UNSEEN
+        visited = [] if func in _ADDRESSES else [debt for tensor in owing for debt in debts_of(tensor)]
         with pinned([tensor for tensor in owing if not tensor.is_cpu]):  # on a CPU, what is away can be read
-            settle(owing, func in _UNSEEN)
-            return func(*args, **kwargs)
+            try:
+                settle(owing, unseen)
+                return func(*args, **kwargs)
+            finally:
+                for debt in visited:
+                    debt.done()
 
     def __deepcopy__(self, memo: Any) -> Any:
         settle([self])

@@ -22,6 +22,7 @@ from hf_offload.state.lent import check_loaded, saved
 from hf_offload.state.parked import pause
 from hf_offload.state.shadow import Shadow, make_shadow, options_of, step_of
 from hf_offload.state.step import Streaming, Trained
+from hf_offload.state.units import pinned
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.store import Store
 from hf_offload.storage.tier import Tier
@@ -72,7 +73,9 @@ def stream(
     window_bytes: int = STATE_WINDOW_BYTES,
     must_stream: bool = True,
 ) -> Streaming:
-    """Let the state of ``optimizer`` leave memory, and with ``gradients`` the gradients between backward and step. Idempotent.
+    """Let the state of ``optimizer`` leave memory, and with ``gradients`` the gradients between backward and step.
+
+    Idempotent.
 
     It is the same object as before: its groups, state, hooks and schedulers stay. What it computes are the bits of the
     optimizer without this. ``open_tier`` opens the tier of an account, ``names`` are those of parameters, by their id.
@@ -107,8 +110,9 @@ def stream(
 
 
 def check_streamable(optimizer: Optimizer, must_stream: bool = False) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` where the state of ``optimizer`` cannot leave memory, or, unless it
-    ``must_stream``, needs all memory in each step nonetheless.
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` where the state of ``optimizer`` cannot leave memory.
+
+    Unless it ``must_stream``, also where each step needs all of it in memory nonetheless.
     """
     kind = type(optimizer)
     step = vars(optimizer).get("step")
@@ -179,8 +183,10 @@ class StreamedOptimizer(Optimizer):
             streaming.finish()
             guard.settle([g for p in streaming.parameters() if (g := gradient_of(p)) is not None])
             guard.settle([t for p in streaming.parameters() for t in streaming.state_tensors(p)])
+            away = [p for p in streaming.parameters() if not p.is_cpu]  # on a CPU, what is away can be read
             try:
-                return step_of(own)(self, *([] if closure is None else [closure]))
+                with pinned(away):
+                    return step_of(own)(self, *([] if closure is None else [closure]))
             finally:
                 for parameter in streaming.parameters():
                     streaming.park_state(parameter)

@@ -4,12 +4,20 @@ Note: why nobody reads wrong bytes
     Tensors, views and aliases share one storage, and the storage has one pointer. Here, it points to a slab; away, on a CPU,
     to the slot itself, mapped: who reads it reads the drive, and who writes it writes there. The pointer turns to the slot
     only when the write of the slab has ended, in the thread that trains. Where others have the address itself (NumPy arrays,
-    DLPack), the pointer stays as it is: the storage's use count tells. On an accelerator, an away storage has no memory, and
-    its tensors are guarded (:mod:`~hf_offload.state.guard`).
+    DLPack), the pointer stays as it is: the storage's use count tells.
+
+    On an accelerator, an away storage has no memory, and its tensors are guarded (:mod:`~hf_offload.state.guard`). A guard
+    sees who comes later, and nobody who writes without a new version: sums of the memory, computed there, tell whether it is
+    what the slot has. What others hold stays: an alias, the storage itself, a weight that a graph has saved without our
+    hooks, or that a transform of ``torch.func`` has wrapped. Memory that streams other than its own have used is free when
+    these have, too.
 """
 
+import collections
 import enum
 import functools
+import math
+import sys
 import weakref
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -27,6 +35,12 @@ from hf_offload.storage.store import HeldSlot, Slab, Store, whole_pages
 
 _ALONE = 2
 """Uses of a storage that one tensor has: its own, and that of Python's object for the storage."""
+_REFERENCES = 3
+"""To that object, where one name refers to it: by the storage, the name, and the call that counts them."""
+
+
+_RETRIES = 3
+"""How many of those that came to be read are tried to leave after a read."""
 
 
 class Where(enum.Enum):
@@ -61,6 +75,15 @@ class Derivation(Protocol):
         """Make the value to use."""
 
 
+class Holder:
+    """By which all graphs hold a storage: that is one reference to it, however many they are."""
+
+    __slots__ = ("__weakref__", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage):
+        self.storage = storage
+
+
 class Parked:
     """The storage of one tensor, or of several that share it.
 
@@ -71,7 +94,7 @@ class Parked:
         nbytes: Its bytes.
         stays: It does not leave any more: there was no room, or a write has failed.
         takes_digests: Whether it is compared with what the slot has, rather than written once more, where it may have been
-            written to without a new version.
+            written to without a new version. True for weights, which their units let leave.
         is_new: It has no bytes yet: they are stored in parts.
         derivation: What makes the value to use from the one in the slot.
         written: Another object with each change of the bytes in the slot.
@@ -103,7 +126,8 @@ class Parked:
         self._is_clean = False  # the slot has the bytes of this version
         self._version = -1
         self._digests: dict[tuple[int, int], bytes] = {}  # of ranges of the slot, where they are known
-        self._derived: bytes | None = None  # the digest of what was derived in memory
+        self._sums = b""  # of memory on an accelerator with what the slot has
+        self._derived: bytes | None = None  # the digest, or the sums, of what was derived in memory
         self.derivation: Derivation | None = None
         self.written = object()
         self.lent: list[Any] = []
@@ -111,6 +135,8 @@ class Parked:
         self._write: Future[None] | None = None
         self._read: tuple[Slab, Future[None]] | None = None
         self._parts = Parts(self)
+        self._holder: weakref.ref[Holder] | None = None
+        self._stream: Any = None if self.on_host else torch.accelerator.current_stream(self._device)  # its memory's
         self.add(tensor)
         _parked[id(storage)] = self
         self._tell(storage)
@@ -148,7 +174,14 @@ class Parked:
             return False
         if self.on_host and storage.is_shared() and self.where is Where.HERE and self._slab is None:
             return True
-        return self._count_uses() > _ALONE - 1 + max(1, len(self.tensors))
+        if self._count_uses() > _ALONE - 1 + max(1, len(self.tensors)):
+            return True
+        if self.on_host:
+            return False
+        of_graphs = self._holder is not None and self._holder() is not None
+        if sys.getrefcount(storage) > _REFERENCES + of_graphs:
+            return True
+        return self.takes_digests and any(map(_is_held_unseen, self.tensors))
 
     @property
     def _is_pinned(self) -> bool:
@@ -172,6 +205,24 @@ class Parked:
         storage = self._storage()
         return 0 if storage is None else int(torch._C._storage_Use_Count(storage._cdata))
 
+    def holder(self) -> Holder:
+        """What a graph is to hold, rather than the storage."""
+        found = None if self._holder is None else self._holder()
+        if found is None:
+            storage = self._storage()
+            assert storage is not None
+            found = Holder(storage)
+            self._holder = weakref.ref(found)
+        return found
+
+    def note_stream(self) -> None:
+        """The current stream is about to use the memory, which is free when it has."""
+        if self.where is Where.HERE and not self.on_host:
+            stream = torch.accelerator.current_stream(self._device)
+            if stream != self._stream and (tensors := self.tensors):
+                with torch._C.DisableTorchFunctionSubclass():
+                    tensors[0].record_stream(stream)
+
     # -- leaving ----------------------------------------------------------------------------------------------------------
 
     def leave(self, writes: bool = False, must: bool = False) -> bool:
@@ -180,8 +231,10 @@ class Parked:
 
         On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
         """
+        if self.where is not Where.HERE or self.stays or self._is_pinned:
+            return False
         storage = self._storage()
-        if self.where is not Where.HERE or storage is None or self.stays or self._is_pinned:
+        if storage is None:
             return False
         self._wait_for_writes()
         if self.stays:
@@ -192,13 +245,17 @@ class Parked:
             if derivation is not None and derivation.needs_slot and self._slot is not None:
                 self._depart(storage)
                 return True
+            sums = b"" if self.on_host else _sums_of(storage)
             may_go = derivation is None or (derivation.may_go and not writes)
             if may_go and self._is_clean and self._present_version() == self._version:
-                if not self._may_differ:
+                if self.on_host and not self._may_differ:
                     self._depart(storage)
                     return True
                 expected = self._expected
-                if expected:
+                if expected and not self.on_host and sums == expected:
+                    self._depart(storage)
+                    return True
+                if expected and self.on_host:
                     host = self._in_slab(storage)
                     if self._digest_of(host) == expected:
                         self._depart(storage, host)
@@ -208,6 +265,7 @@ class Parked:
             host = self._in_slab(storage) if host is None else host
             takes_digests = self.takes_digests or self.store.storage.takes_digests
             self._digests = {self._whole: self._digest_of(host)} if takes_digests else {}
+            self._sums = sums
             self._version, self._is_clean, self._may_differ = self._present_version(), False, self.on_host
             self._slab, self.where, self.written = host, Where.LEAVING, object()
             _leaving[id(self)] = self
@@ -250,6 +308,7 @@ class Parked:
             self._copy = self.store.new_slab(self.nbytes)
             self._copy.content[: self.nbytes].copy_(_bytes_of(storage))
             self._digests = {self._whole: self._digest_of(self._copy)} if self.takes_digests else {}
+            self._sums = b"" if self.on_host else _sums_of(storage)
             self._version, self._is_clean, self._derived = self._present_version(), False, None
             self.written = object()
             self._write = self.store.write(self._slot.slot, self._copy, 0, self._written)
@@ -280,7 +339,7 @@ class Parked:
         is_clean = self._is_clean or self._copy is not None
         if storage is None or not is_clean or self._present_version() != self._version:
             return False
-        if not self._may_differ:
+        if self.on_host and not self._may_differ:
             return True
         expected = self._expected
         return bool(expected) and self._digest_in_memory(storage) == expected
@@ -292,11 +351,11 @@ class Parked:
             return
         if self.where is not Where.HERE:  # the slot itself has changed, for others have its address
             self.drop_reads()
-            self._digests, self._derived, self.written = {}, None, object()
+            self._digests, self._sums, self._derived, self.written = {}, b"", None, object()
             return
         if is_derived:
             self._version = self._present_version()
-            self._derived = self._digest_in_memory(storage) if self.takes_digests and self.on_host else b""
+            self._derived = self._digest_in_memory(storage) if self.takes_digests else b""
         else:
             self._is_clean = False
 
@@ -308,7 +367,7 @@ class Parked:
             self._version = self._present_version()
 
     def _digest_in_memory(self, storage: torch.UntypedStorage) -> bytes:
-        return xxhash.xxh3_128_digest(_bytes_of(storage).numpy().data)
+        return xxhash.xxh3_128_digest(_bytes_of(storage).numpy().data) if self.on_host else _sums_of(storage)
 
     # -- leaving ------------------------------------------------------------------------------------------------------------
 
@@ -329,8 +388,10 @@ class Parked:
 
     @property
     def _expected(self) -> bytes:
-        """The digest of what memory has if nobody has written to it; nothing where it is not known."""
-        return self._digests.get(self._whole, b"") if self._derived is None else self._derived
+        """The digest of what memory has if nobody has written to it, or its sums; nothing where they are not known."""
+        if self._derived is not None:
+            return self._derived
+        return self._digests.get(self._whole, b"") if self.on_host else self._sums
 
     def _has_digest_of(self, slab: Slab) -> bool:
         return self._digests.get(self._whole) == self._digest_of(slab)
@@ -399,8 +460,11 @@ class Parked:
         if copy is not None:
             self.store.recycle(copy)
         if self.where is not Where.LEAVING or storage is None:
+            if self._slab is not None and not self.on_host:  # it has come back
+                self.store.recycle(self._slab)
+                self._slab = None
             return
-        if self._present_version() != self._version:
+        if self.on_host and self._present_version() != self._version:
             self.where, self._is_clean = Where.HERE, False
         else:
             self._depart(storage)
@@ -467,9 +531,11 @@ class Parked:
                 self._slab = slab
             else:
                 content = slab.content[: self.nbytes].to(self._device)
+                self._stream = torch.accelerator.current_stream(self._device)
                 storage._swap_data_ptr_(content.untyped_storage())
-                if self.where is Where.AWAY:
+                if self._write is None:
                     self.store.recycle(slab)
+                    self._slab = None
             self.where, self._is_private = Where.HERE, False
             self._version = self._present_version()
             for tensor in self.tensors:
@@ -481,6 +547,17 @@ class Parked:
         self._may_differ = self._may_differ or unseen
         for tensor in self.tensors:
             guard.lift(tensor, self)
+
+    def done(self) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`."""
+        if self.takes_digests:
+            return
+        _visited.append(self)
+        for _ in range(min(_RETRIES, len(_visited))):
+            visited = _visited.pop()
+            if not visited.leave() and visited.is_alive and visited.where is Where.HERE and not visited.stays:
+                _visited.appendleft(visited)  # somebody has an alias: the others come first
+            visited.store.throttle()
 
     def forget(self) -> None:
         """It is in memory, and a plain one from now on."""
@@ -706,7 +783,7 @@ class Parts:
             self._is_open = False
             is_known = sum(last - first for first, last in self._digests) == parked.nbytes
             parked._digests, self._digests = self._digests if is_known else {}, {}
-            parked._is_clean, parked.is_new = True, False
+            parked._sums, parked._is_clean, parked.is_new = b"", True, False
             parked._version = parked._present_version()
             self._ended()
 
@@ -756,6 +833,9 @@ class Parts:
         for tensor in self._parked.tensors:
             guard.lift(tensor, self)
 
+    def done(self) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`."""
+
 
 class Observer(Protocol):
     """Counts memory."""
@@ -767,7 +847,32 @@ class Observer(Protocol):
 observers: "weakref.WeakSet[Observer]" = weakref.WeakSet()
 _parked: dict[int, Parked] = {}
 _leaving: dict[int, Parked] = {}
+_visited: collections.deque[Parked] = collections.deque()
+"""What came because somebody has read it."""
 _ahead: dict[int, Parked] = {}
+
+
+def _sums_of(storage: torch.UntypedStorage) -> bytes:
+    """A digest of memory on an accelerator: of the sums of its words by row and by column, which that computes."""
+    content = _bytes_of(storage)
+    words = content[: content.numel() // 4 * 4].view(torch.int32)
+    width = max(1, math.isqrt(words.numel()))
+    square = words[: words.numel() // width * width].view(-1, width)
+    rest = content[4 * square.numel() :].to(torch.int64)
+    sums = torch.cat([square.sum(0, dtype=torch.int64), square.sum(1, dtype=torch.int64), rest])
+    return xxhash.xxh3_128_digest(memoryview(sums.cpu().numpy()))
+
+
+def _is_held_unseen(tensor: Tensor) -> bool:
+    """Whether C++ holds a tensor: a graph that has saved it without hooks, a transform, a script."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor._use_count() == 1:  # type: ignore[attr-defined]
+            return False
+        if not tensor.requires_grad:
+            return True
+        with torch.enable_grad():
+            edge = torch.autograd.graph.get_gradient_edge(tensor)  # which graphs hold, too, and which holds the tensor
+        return edge is not None and tensor._use_count() > 2  # type: ignore[attr-defined]
 
 
 def pause() -> None:
@@ -829,8 +934,9 @@ def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> T
             made = torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
             parked = Parked(made, name, store)
         else:
-            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+            nothing: Any = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
+            made = torch.empty(0, dtype=like.dtype, device=device).set_(nothing, 0, like.shape, like.stride())
             parked = Parked(made, name, store)
-            parked._empty(made.untyped_storage())
+            parked._empty(nothing)
     parked.where, parked.is_new = Where.AWAY, True
     return made

@@ -18,7 +18,11 @@ def refuse(model: nn.Module, config: OffloadConfig, processes: int) -> None:
             "The model was loaded with a device_map (hf_device_map), so accelerate's hooks move its weights already: load it "
             "without, or set params='none'."
         )
-    for name, module in model.named_modules():
+    # On a CPU, what is away can be read where it is. A whole model in TorchScript takes no hooks.
+    modules = model.named_modules()
+    if all(parameter.is_cpu for parameter in model.parameters()):
+        modules = iter([("", model)] if isinstance(model, torch.jit.ScriptModule) else [])
+    for name, module in modules:
         _refuse_module(name or "The model", module)
     for name, parameter in model.named_parameters():
         _refuse_parameter(name, parameter)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.state.parked import parked_of
+from hf_offload.state.parked import Parked, parked_of
 from hf_offload.state.units import Unit, Units, in_backward, unit_with
 from hf_offload.surgery import EagerHook
 from hf_offload.tensors import is_wrapped
@@ -37,11 +37,11 @@ class SavedWeight:
     others that have its memory.
     """
 
-    __slots__ = ("_counter", "conj", "dtype", "neg", "offset", "size", "storage", "stride", "unit", "units", "version")
+    __slots__ = ("_counter", "_holder", "conj", "dtype", "neg", "offset", "size", "stride", "unit", "units", "version")
 
-    def __init__(self, tensor: Tensor, units: Units, unit: Unit):
+    def __init__(self, tensor: Tensor, parked: Parked, units: Units, unit: Unit):
         with torch._C.DisableTorchFunctionSubclass():
-            self.storage = tensor.untyped_storage()
+            self._holder = parked.holder()
             self._counter = tensor.detach()  # shares the version
             self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self.version = tensor._version
@@ -60,8 +60,9 @@ class SavedWeight:
             raise modified(self._counter._version, self.version, str(self.dtype), self.size, "a weight")
         with signals_deferred:
             _in_use.hold(self.units, self.unit)
-            tensor = torch.empty(0, dtype=self.dtype, device=self.storage.device)
-            tensor.set_(self.storage, self.offset, self.size, self.stride)
+            storage = self._holder.storage
+            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+            tensor.set_(storage, self.offset, self.size, self.stride)
             if self.conj:
                 tensor = torch._conj(tensor)
             return torch._neg_view(tensor) if self.neg else tensor
@@ -78,7 +79,7 @@ def saved_weight(tensor: Tensor) -> SavedWeight | None:
     for owner in parked.tensors:
         found = unit_with(owner)
         if found is not None:
-            return SavedWeight(tensor, *found)
+            return SavedWeight(tensor, parked, *found)
     return None
 
 

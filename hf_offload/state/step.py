@@ -2,9 +2,9 @@
 
 Note: one rule for all schedules
     A step notes for each parameter the options of its group and its gradient as they are now: an :class:`Update`. The
-    parameter owes it until its unit is used next, or somebody reads the parameter, its gradient or its state. It is computed at once with
-    ``lazy`` false, and where others hold the parameter's memory, who would read it without asking. A failure or Ctrl-C between
-    two parts leaves the rest owed: the next use completes it, or raises.
+    parameter owes it until its unit is used next, or somebody reads the parameter, its gradient or its state. It is computed
+    at once with ``lazy`` false, and where others hold the parameter's memory, who would read it without asking. A failure or
+    Ctrl-C between two parts leaves the rest owed: the next use completes it, or raises.
 """
 
 import contextlib
@@ -99,6 +99,9 @@ class Trained:
             found[0].complete(found[1])
         self.finish()
         self.check_stepped()
+
+    def done(self) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`."""
 
     def finish(self) -> None:
         """Compute the update that is owed, if one is."""
@@ -317,7 +320,7 @@ class Streaming:
     def before(self, trained: Trained, parameter: Tensor) -> None:
         """A gradient is about to be added to what is in ``.grad``."""
         gradient = gradient_of(parameter)
-        if gradient is not None and trained.update is None:
+        if gradient is not None:
             with self._section(GRADIENTS), outside():
                 parked = parked_gradient(gradient)
                 if parked is not None:
@@ -414,7 +417,9 @@ class Streaming:
                     if trained is None or id(parameter) in self._staying or gradient.layout is not torch.strided:
                         staying.append(number)
                         continue
-                    noted.append((trained, Update(self.state, context, {**options, **names_of(group, [number])}, gradient)))
+                    noted.append(
+                        (trained, Update(self.state, context, {**options, **names_of(group, [number])}, gradient))
+                    )
                 if staying:
                     params = [group["params"][number] for number in staying]
                     in_memory.append({**options, **names_of(group, staying), "params": params})
@@ -535,7 +540,11 @@ class Streaming:
             return None
         elements = max(1, self._part_bytes // parameter.itemsize // CUT_ELEMENTS) * CUT_ELEMENTS
         tensors = [parameter, *([] if update is None else [update.gradient])]
-        tensors += [t for t in self.state_tensors(parameter, None if update is None else update.state) if t.shape == parameter.shape]
+        tensors += [
+            t
+            for t in self.state_tensors(parameter, None if update is None else update.state)
+            if t.shape == parameter.shape
+        ]
         if parameter.numel() <= elements or not all(t.is_contiguous() for t in tensors):
             return None
         if any((parked := parked_of(t)) is not None and parked.is_held for t in tensors[1:]):
@@ -605,7 +614,9 @@ class Streaming:
                 update.done = _GIVEN_UP
                 raise
             changes = parameter._version - counted
-            self._put_part(trained, update.state, parameter, its, after or {}, parts, span, is_last=update.done == len(spans))
+            self._put_part(
+                trained, update.state, parameter, its, after or {}, parts, span, is_last=update.done == len(spans)
+            )
             gradient.release(target.grad if target.grad._version != version else None)
             self.state_store.throttle()
             signals_deferred.deliver()

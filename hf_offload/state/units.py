@@ -189,7 +189,9 @@ class Units:
         """A forward of the model has ended."""
         if not in_recompute():
             self._running = max(0, self._running - 1)
-            self._in_fast_paths = [(owner, hook, _again(owner, hook, handle)) for owner, hook, handle in self._in_fast_paths]
+            self._in_fast_paths = [
+                (owner, hook, _again(owner, hook, handle)) for owner, hook, handle in self._in_fast_paths
+            ]
             with signals_deferred:
                 pause_all()
 
@@ -253,6 +255,8 @@ class Units:
             self.make_room(unit.nbytes - unit.bytes_here)
             for weight in unit.weights:
                 weight.come()
+        for weight in unit.weights if self.limit_bytes is not None else ():
+            weight.note_stream()
         self.most_bytes = max(self.most_bytes, self.bytes_here)
         for owed in list(unit.owed.values()) if finishes else ():
             owed.finish()
@@ -391,7 +395,9 @@ def pinned(tensors: list[Any], unseen: bool = False, finishes: bool = True) -> I
 
 def _again(owner: "weakref.ref[nn.Module]", hook: EagerHook, handle: RemovableHandle) -> RemovableHandle:
     module = owner()
-    return handle if module is None or handle.id in module._forward_pre_hooks else module.register_forward_pre_hook(hook)
+    return (
+        handle if module is None or handle.id in module._forward_pre_hooks else module.register_forward_pre_hook(hook)
+    )
 
 
 def _check_loaded(module: nn.Module, state_dict: Any, *_: Any) -> None:

@@ -211,7 +211,9 @@ class QueuedTier(Tier):
         transfer = QueuedTransfer(self, kind, slot, buffer, begin)
         is_whole = transfer.part == range(slot.nbytes)
         ends_well = transfer.part.stop % PAGE == 0 or transfer.part.stop == slot.nbytes
-        if not is_whole and (begin % PAGE or transfer.address % PAGE or not ends_well or transfer.part.stop > slot.nbytes):
+        if not is_whole and (
+            begin % PAGE or transfer.address % PAGE or not ends_well or transfer.part.stop > slot.nbytes
+        ):
             raise ValueError(
                 f"The buffer has {buffer.numel()} bytes for those from {begin} on of a slot that was reserved for "
                 f"{slot.nbytes}: parts are whole pages, in memory, too."

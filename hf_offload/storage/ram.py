@@ -237,7 +237,10 @@ class RamTier(QueuedTier):
         assert isinstance(slot, RamSlot)
         if slot.arena is None or not nbytes:
             return
-        outside, inside = transfer.address + start, slot.arena.data.data_ptr() + slot.offset + transfer.part.start + start
+        outside, inside = (
+            transfer.address + start,
+            slot.arena.data.data_ptr() + slot.offset + transfer.part.start + start,
+        )
         copy = functools.partial(ctypes.memmove, inside, outside, nbytes)
         if transfer.kind == "read":
             copy = functools.partial(ctypes.memmove, outside, inside, nbytes)

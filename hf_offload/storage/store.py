@@ -207,5 +207,3 @@ class HeldSlot(weakref.ref[torch.UntypedStorage]):
 
     __slots__ = ("slot",)
     slot: Slot
-
-

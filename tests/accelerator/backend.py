@@ -81,6 +81,7 @@ def _device_module() -> types.ModuleType:
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: _DEVICES,
         "current_device": accelerator.current_device_index,
+        "device": lambda place: accelerator.device_index(torch.device(place).index),
         "set_device": accelerator.set_device_index,
         "current_stream": accelerator.current_stream,
         "synchronize": accelerator.synchronize,

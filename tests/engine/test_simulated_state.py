@@ -11,10 +11,10 @@ from torch import nn
 from hf_offload import OffloadConfig, attach
 from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
 from hf_offload.forecast.fake import fake_mode
-from hf_offload.state.optimizer import streaming_of
 from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, staying_weights
 from hf_offload.plan.passing import Use, passing
 from hf_offload.planning.unit_weights import unit_weights
+from hf_offload.state.optimizer import streaming_of
 from tests.helpers.parked import parked
 
 KB = 1 << 10

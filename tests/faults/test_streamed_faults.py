@@ -10,8 +10,8 @@ import torch
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.errors import OffloadError, StorageError
-from hf_offload.state.optimizer import streaming_of
 from hf_offload.session import attached_session
+from hf_offload.state.optimizer import streaming_of
 from tests.faults.failing_calls import ALL, EIO, Faults
 from tests.faults.numbered_steps import SMALLEST, STEPS, STREAMED, Training, values_in_memory
 from tests.helpers.streamed import same

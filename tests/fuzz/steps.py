@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_offload import OffloadConfig
+from hf_offload.session import attach
 from hf_offload.state import setting
 from hf_offload.state.optimizer import streaming_of
-from hf_offload.session import attach
 from tests.fuzz.blocks import Stumbled
 from tests.fuzz.training import Trains
 from tests.helpers.seed_search import try_seeds
@@ -419,9 +419,7 @@ def check(seed: int) -> tuple[list[str], Player]:
 
 def _left(player: Player) -> list[str]:
     """What stays on tiers when everything has gone."""
-    stores = [
-        store for one in player.streamed for store in (one.state_store, one.gradient_store) if store is not None
-    ]
+    stores = [store for one in player.streamed for store in (one.state_store, one.gradient_store) if store is not None]
     written = sum(store.tier.stats.written_bytes for store in stores)
     cut = sum(one.spans(p) is not None for one in player.streamed for p in one.parameters())
     player.__dict__ = {"log": player.log, "written_bytes": written, "cut_weights": cut}

@@ -12,12 +12,12 @@ import transformers
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.engine.hooks import Engine
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
-from hf_offload.state.optimizer import streaming_of
-from hf_offload.state.shadow import Shadow
-from hf_offload.state.step import Streaming
-from hf_offload.state.parked import parked_of
 from hf_offload.planning.automatic import AutomaticPlan
 from hf_offload.state import step
+from hf_offload.state.optimizer import streaming_of
+from hf_offload.state.parked import parked_of
+from hf_offload.state.shadow import Shadow
+from hf_offload.state.step import Streaming
 from hf_offload.state.units import Units
 from hf_offload.storage import disk_io
 from hf_offload.storage.handling import WAITS

@@ -21,11 +21,11 @@ from hf_offload import (
 )
 from hf_offload.errors import OffloadPlanError, StorageError
 from hf_offload.integrations.summary import summary_lines
-from hf_offload.state import setting as streamed_setting
-from hf_offload.state.optimizer import streaming_of
 from hf_offload.plan.hardware import Hardware, Measurement
 from hf_offload.planning import ranks as planning_ranks
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.state import setting as streamed_setting
+from hf_offload.state.optimizer import streaming_of
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.gloo_processes import assert_done, run_in_processes
 from tests.helpers.snapshot_processes import until

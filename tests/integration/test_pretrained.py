@@ -32,9 +32,9 @@ from hf_offload import (
     create_from_config,
     load_pretrained,
 )
-from hf_offload.state.weights import weights_of
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.settings.sizes import format_bytes
+from hf_offload.state.weights import weights_of
 from hf_offload.training.run import run_recipe
 from tests.helpers import tiny_models
 

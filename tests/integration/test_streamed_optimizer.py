@@ -10,8 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadTrainingArguments
 from hf_offload.errors import OffloadConfigError
-from hf_offload.state.optimizer import streaming_of
 from hf_offload.session import attach
+from hf_offload.state.optimizer import streaming_of
 from tests.helpers.tables import rows
 
 SMALLEST = 4096  # bytes: nearly everything of the models here is streamed

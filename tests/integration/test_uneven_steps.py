@@ -13,11 +13,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_offload import OffloadConfig, attach
 from hf_offload.engine.hooks import Engine
 from hf_offload.errors import OffloadPlanError
-from hf_offload.state.gradients import gradient_of
-from hf_offload.state.optimizer import streaming_of
 from hf_offload.planning.excess import Excess
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.situation import situation_of
+from hf_offload.state.gradients import gradient_of
+from hf_offload.state.optimizer import streaming_of
 from tests.helpers.tables import rows
 
 WIDTH, ROWS = 64, 64

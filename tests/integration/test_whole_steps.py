@@ -12,8 +12,8 @@ from torch import nn
 
 from hf_offload import OffloadConfig
 from hf_offload.errors import OffloadConfigError
-from hf_offload.state.optimizer import check_streamable, state_per_weight, streaming_of
 from hf_offload.session import attach
+from hf_offload.state.optimizer import check_streamable, state_per_weight, streaming_of
 from tests.helpers.streamed import Run, batch, copied, mlp, same, train
 from tests.helpers.unusual_optimizers import Unusual
 

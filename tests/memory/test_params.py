@@ -12,8 +12,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_offload import OffloadConfig
-from hf_offload.state.weights import weights_at_a_time
 from hf_offload.session import attach
+from hf_offload.state.weights import weights_at_a_time
 from hf_offload.storage.service import storage_of
 from tests.helpers.architectures import make_batch, make_model
 from tests.helpers.live_bytes import peak_bytes_in_use

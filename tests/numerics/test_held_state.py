@@ -1,7 +1,6 @@
 """Optimizer state that others hold while steps go on: it is that of the run in memory, whichever way it is held."""
 
 import gc
-import logging
 
 import pytest
 import torch

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 
 from hf_offload import OffloadConfig
-from hf_offload.errors import OffloadError
 from hf_offload.session import attach
 from tests.helpers.architectures import make_batch, make_model
 from tests.helpers.streamed import batch, copied, mlp, same

@@ -1,6 +1,5 @@
 """Weights on a tier in code that PyTorch does not ask about: storages, chosen weights, checkpoints."""
 
-import ctypes
 import pickle
 import subprocess
 import sys

@@ -18,9 +18,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_offload import OffloadConfig
-from hf_offload.state.contexts import outside
 from hf_offload.session import attach
-from tests.helpers.parked import parked
 from tests.helpers.streamed import batch, copied, mlp, same
 
 USAGES = {}

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig
-from hf_offload.state.optimizer import streaming_of
 from hf_offload.session import attach
+from hf_offload.state.optimizer import streaming_of
 from tests.helpers.tiny_models import NAMES, tiny_batch, tiny_model
 
 STEPS = 6

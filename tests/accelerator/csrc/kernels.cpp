@@ -63,6 +63,9 @@ void publish(const Tensor& result, const Tensor& target) {
     });
   } else {
     launch(compute(target), [result, host] {
+      // A task is part of nothing that whoever runs it is in the midst of.
+      const c10::impl::ExcludeDispatchKeyGuard outside(c10::DispatchKeySet(
+          {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
       at::AutoDispatchBelowADInplaceOrView below;
       at::NoGradGuard no_grad;
       host.copy_(result);

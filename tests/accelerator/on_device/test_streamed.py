@@ -1,6 +1,7 @@
 """Optimizer state and gradients that leave the device: steps are computed there, with the bits of the run that keeps them."""
 
 import gc
+import io
 import itertools
 
 import pytest
@@ -37,10 +38,8 @@ def trained(case, place, tier="none", clip=True, fused=False):
     streaming = streaming_of(optimizer)
     if streaming is not None:
         streaming.finish()
-        assert any(record.moved for record in streaming.records)
-        devices = {
-            value.device.type for state in optimizer.state.resident() for value in state.values() if value.numel() > 1
-        }
+        assert any(record.state_bytes for record in streaming.records)
+        devices = {value.device.type for state in optimizer.state.values() for value in state.values() if value.dim()}
         assert devices <= {"late"}
     found += [parameter.detach().cpu() for parameter in model.parameters()]
     state = optimizer.state_dict()["state"]
@@ -91,3 +90,137 @@ def test_state_leaves_the_device(late):
     gc.collect()
     assert torch.accelerator.memory_allocated("late:0") - before < weights / 4
     session.detach()
+
+
+# -- what else reads gradients and state ------------------------------------------------------------------------------------
+
+
+class Signed(torch.optim.AdamW):
+    """Not one of the classes that are known to step each weight by itself."""
+
+
+class Run:
+    """Steps of a model whose ``look(run)`` is called between backward and step."""
+
+    def __init__(self, place, look, kind=torch.optim.AdamW, clears=True, **options):
+        torch.manual_seed(7)
+        self.model = build(Case())
+        self.optimizer = kind(self.model.parameters(), lr=1e-2, **options)
+        self.session = attach(self.model, OffloadConfig(tier="none", optimizer=place, min_bytes=0))
+        self.session.prepare_optimizer(self.optimizer)
+        self.found = []
+        self.came_bytes = []  # that were still there after the look
+        for step in range(STEPS):
+            self.model(**batch(Case(), step)).loss.backward()
+            gc.collect()
+            before = torch.accelerator.memory_allocated("late:0")
+            self.found += [value.detach().cpu() for value in look(self)]
+            gc.collect()
+            self.came_bytes.append(torch.accelerator.memory_allocated("late:0") - before)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=clears)
+        self.found += [parameter.detach().cpu() for parameter in self.model.parameters()]
+        self.session.detach()
+
+    @property
+    def gradients(self):
+        return [parameter.grad for parameter in self.model.parameters()]
+
+    @property
+    def moments(self):
+        states = [self.optimizer.state.get(parameter, {}) for parameter in self.model.parameters()]
+        return [value for state in states for _, value in sorted(state.items()) if value.dim()]
+
+
+def nothing(run):
+    return []
+
+
+def norms(run):
+    return [gradient.norm() for gradient in run.gradients]
+
+
+def clipped(run):
+    return [nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)]
+
+
+def scaled(run):
+    for gradient in run.gradients:
+        gradient.mul_(0.5)
+    return run.gradients[:2]
+
+
+def of_moments(run):
+    torch._foreach_mul_(run.moments, 0.5) if run.moments else None
+    return [moment.sum() for moment in run.moments]
+
+
+def viewed(run):
+    """Aliases of gradients, which are written to by their memory's address."""
+    run.views = [gradient.view(-1).detach() for gradient in run.gradients]
+    for view in run.views:
+        view.data[0] = 0.25
+    return run.views
+
+
+def saved(run):
+    file = io.BytesIO()
+    torch.save(run.optimizer.state_dict(), file)
+    state = torch.load(io.BytesIO(file.getvalue()), map_location="cpu")
+    run.optimizer.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    return [value for _, place in sorted(state["state"].items()) for _, value in sorted(place.items())]
+
+
+LOOKS = {look.__name__: look for look in (nothing, norms, clipped, scaled, of_moments, viewed, saved)}
+KINDS = {
+    "whole": {"kind": Signed, "fused": True},
+    "uncleared": {"clears": False},
+    "momentum": {"kind": torch.optim.SGD, "momentum": 0.9},
+}
+READS = [*((look, "uncleared") for look in LOOKS), ("nothing", "whole"), ("clipped", "whole"), ("norms", "momentum")]
+
+
+@pytest.mark.parametrize(("look", "kind"), READS)
+def test_whoever_reads_gradients_and_state_reads_their_bits(late, look, kind):
+    expected = Run("none", LOOKS[look], **KINDS[kind]).found
+    for seed, place in enumerate(("ram", "ssd")):
+        gc.collect()
+        late.reseed(seed)
+        assert_same(expected, Run(place, LOOKS[look], **KINDS[kind]).found)
+    gc.collect()
+
+
+@pytest.mark.parametrize("place", ["ram", "ssd"])
+def test_large_weights_step_in_parts(late, place, monkeypatch):
+    monkeypatch.setattr("hf_offload.state.step.CUT_ELEMENTS", 1024)
+    monkeypatch.setattr("hf_offload.state.setting.part_bytes", lambda budget: 4096)
+    expected = Run("none", of_moments).found
+    gc.collect()
+    run = Run(place, of_moments)
+    streaming = streaming_of(run.optimizer)
+    assert any(streaming.spans(parameter, None) for parameter in run.model.parameters())
+    assert_same(expected, run.found)
+    del run, streaming
+    gc.collect()
+
+
+@pytest.mark.parametrize("look", ["norms", "clipped", "scaled", "of_moments"])
+def test_what_somebody_reads_leaves_the_device_again(late, look):
+    run = Run("ram", LOOKS[look])
+    largest = max(parameter.nbytes for parameter in run.model.parameters())
+    assert max(run.came_bytes[1:]) <= largest  # of the last that was read, whose alias had not gone
+    del run
+    gc.collect()
+
+
+def test_a_state_dict_of_state_that_is_away_takes_no_memory_of_the_device(late):
+    run = Run("ssd", nothing)
+    streaming_of(run.optimizer).finish()
+    gc.collect()
+    before = torch.accelerator.memory_allocated("late:0")
+    state = run.optimizer.state_dict()["state"]
+    large = [value for place in state.values() for value in place.values() if value.nbytes >= 4096]
+    assert {value.device.type for value in large} == {"cpu"}
+    assert torch.accelerator.memory_allocated("late:0") == before
+    del run
+    gc.collect()

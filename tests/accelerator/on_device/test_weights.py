@@ -1,14 +1,18 @@
 """Weights that leave the device between uses: the bits of the run that keeps them there, whatever its streams do first."""
 
+import copy
 import gc
+import io
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from hf_offload import OffloadConfig, OffloadSession, attach
-from hf_offload.state.contexts import outside
+from hf_offload.errors import OffloadConfigError
 from tests.accelerator.on_device.training import Case, batch, build
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import NAMES
@@ -102,8 +106,274 @@ def test_weights_leave_the_device(late):
     residency = session.residency
     with torch.no_grad():
         model(**batch(Case(), 0))
-    with residency._lock, outside():
-        residency._make_room(0)
+    residency.let_all_leave()
     gc.collect()
     assert before - torch.accelerator.memory_allocated("late:0") > 0.9 * weights
     session.detach()
+
+
+# -- what else reads weights ------------------------------------------------------------------------------------------------
+
+LLAMA = Case(name="llama")
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    return model(**batch(LLAMA, seed)).loss
+
+
+def step(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def generated(model: nn.Module) -> list[torch.Tensor]:
+    words = batch(LLAMA, 0)["input_ids"][:, :4]
+    with torch.no_grad():
+        return [model.eval().generate(words, max_new_tokens=4, do_sample=False, pad_token_id=0)]
+
+
+def saved(model: nn.Module) -> list[torch.Tensor]:
+    """What was saved is as of then, also once the model has been trained."""
+    file = io.BytesIO()
+    state = model.state_dict()
+    torch.save(state, file)
+    found = list(torch.load(io.BytesIO(file.getvalue()), map_location="cpu").values())
+    loss_of(model).backward()
+    step(model)
+    torch.__future__.set_swap_module_params_on_conversion(False)  # as on other accelerators
+    try:
+        model.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(True)
+    return [*found, loss_of(model)]
+
+
+def pickled(model: nn.Module) -> list[torch.Tensor]:
+    """Storages are written after all tensors were pickled."""
+    file = io.BytesIO()
+    torch.save(list(model.parameters()), file)
+    return torch.load(io.BytesIO(file.getvalue()), map_location="cpu", weights_only=False)
+
+
+def of_storages(model: nn.Module) -> list[torch.Tensor]:
+    storages = [parameter.untyped_storage() for parameter in model.parameters()]
+    loss_of(model)
+    return [torch.empty(0, device="late:0").set_(storage) for storage in storages]
+
+
+def copied(model: nn.Module) -> list[torch.Tensor]:
+    copies = [copy.deepcopy(parameter) for parameter in model.parameters()]
+    assert {type(one) for one in copies} == {nn.Parameter}
+    whole = copy.deepcopy(model)
+    return [*copies, loss_of(whole)]
+
+
+def averaged(model: nn.Module) -> list[torch.Tensor]:
+    with torch.no_grad():
+        average = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        torch._foreach_lerp_(average, list(model.parameters()), 0.5)
+        loss_of(model)
+        torch._foreach_lerp_(average, list(model.parameters()), 0.5)
+    return average
+
+
+def aliased(model: nn.Module) -> list[torch.Tensor]:
+    aliases = [parameter.data for parameter in model.parameters()]
+    loss_of(model).backward()
+    step(model)
+    for alias in aliases:
+        alias.mul_(1.5)
+    return [*aliases, loss_of(model)]
+
+
+def written_to(model: nn.Module) -> list[torch.Tensor]:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+            parameter.data.add_(0.01)
+        loss_of(model)
+        for parameter in model.parameters():
+            parameter.data[0] = 0.25
+    return [loss_of(model)]
+
+
+def stepped_by_a_fused_optimizer(model: nn.Module) -> list[torch.Tensor]:
+    """Which counts no new versions."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for seed in range(2):
+        loss_of(model, seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss_of(model), *model.parameters()]
+
+
+def regularized(model: nn.Module) -> list[torch.Tensor]:
+    """A graph outside of the model's forwards saves weights, too, some of which are in memory by chance."""
+    penalty = sum((parameter**2).sum() for parameter in model.parameters())
+    loss = loss_of(model) + 0.01 * penalty
+    loss_of(model, 1)
+    loss.backward()
+    return [loss, *(parameter.grad for parameter in model.parameters())]
+
+
+def with_a_head_outside(model: nn.Module) -> list[torch.Tensor]:
+    hidden = model.model(**{k: v for k, v in batch(LLAMA, 0).items() if k != "labels"}).last_hidden_state
+    loss = functional.linear(hidden, model.lm_head.weight).logsumexp(-1).mean()
+    loss_of(model, 1)
+    loss.backward()
+    return [loss, *(parameter.grad for parameter in model.parameters())]
+
+
+def transformed(model: nn.Module) -> list[torch.Tensor]:
+    weights = dict(model.named_parameters())
+    inputs = batch(LLAMA, 0)
+
+    def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (), inputs).loss
+
+    found = torch.func.grad(loss)(weights)
+    return [found[name] for name in weights]
+
+
+def flattened(model: nn.Module) -> list[torch.Tensor]:
+    return [nn.utils.parameters_to_vector(model.parameters())]
+
+
+def without_a_forward_of_the_model(model: nn.Module) -> list[torch.Tensor]:
+    hidden = model.model.embed_tokens(batch(LLAMA, 0)["input_ids"])
+    first = model.lm_head(hidden).sum()
+    loss_of(model, 1)
+    first.backward()
+    return [first, model.lm_head.weight.grad]
+
+
+def of_two_forwards(model: nn.Module) -> list[torch.Tensor]:
+    (loss_of(model) * loss_of(model, 1)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def differentiated_twice(model: nn.Module) -> list[torch.Tensor]:
+    weights = list(model.parameters())
+    first = torch.autograd.grad(loss_of(model), weights, create_graph=True)
+    return list(torch.autograd.grad(sum((one**2).sum() for one in first), weights))
+
+
+def accumulated_and_scaled(model: nn.Module) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("late", init_scale=1024.0)
+    norms = []
+    for number in range(2):
+        scaler.scale(loss_of(model, number)).backward()
+        scaler.scale(loss_of(model, number + 2)).backward()
+        scaler.unscale_(optimizer)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=number == 0)
+    return [*norms, *model.parameters()]
+
+
+USAGES: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
+    usage.__name__: usage
+    for usage in (
+        generated, saved, pickled, of_storages, copied, averaged, aliased, written_to, regularized,
+        stepped_by_a_fused_optimizer, with_a_head_outside, transformed,
+        flattened, without_a_forward_of_the_model, of_two_forwards, differentiated_twice,
+        accumulated_and_scaled,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("usage", USAGES)
+def test_whoever_reads_weights_reads_their_bits(late, usage):
+    def found(**settings: str) -> list[torch.Tensor]:
+        model = build(LLAMA)
+        session = park(model, **settings)
+        torch.manual_seed(7)
+        values = [value.detach().cpu() for value in USAGES[usage](model)]
+        session.detach()
+        return values
+
+    expected = found()
+    for seed, place in enumerate(("ram", "ssd")):
+        gc.collect()
+        late.reseed(seed)
+        assert_same(expected, found(params=place))
+    gc.collect()
+
+
+class CopiesItsWeight(nn.Module):
+    """A kernel of the device reads its arguments at once, and a copy when its stream gets there."""
+
+    def __init__(self, value: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4096,), value))
+
+    def forward(self, copied: torch.Tensor) -> None:
+        copied.copy_(self.weight, non_blocking=True)
+
+
+def test_memory_of_a_weight_that_another_stream_uses_is_no_other_one_s_before(late):
+    model = nn.Sequential(*(CopiesItsWeight(float(number)) for number in range(4))).to("late:0")
+    session = park(model, params="ram")
+    here, there = torch.Stream(device="late:0"), torch.Stream(device="late:0")
+    late.reseed(0, 0.0)  # each stream as late as it may
+    copies = [torch.empty(4096, pin_memory=True) for _ in range(2)]
+    with torch.no_grad():
+        with here:
+            model[0](copies[0])
+        with there:
+            model[0](copies[1])
+        with here:
+            for number in (1, 2, 3):
+                model[number](torch.empty(4096, pin_memory=True))
+    torch.accelerator.synchronize()
+    assert [one.abs().max().item() for one in copies] == [0.0, 0.0]
+    session.detach()
+
+
+def test_training_holds_two_blocks_on_the_device(late):
+    model = build(Case(name="llama", checkpointing="not reentrant"))
+    session = park(model, params="ram")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    weights = session.residency
+    here, units = [], weights._units.units
+    for seed in range(3):
+        weights._units.most_bytes = 0
+        loss_of(model, seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        here.append((weights.most_bytes, weights.bytes_in_memory, torch.accelerator.memory_allocated("late:0")))
+    largest, second, *others = sorted((unit.nbytes for unit in units), reverse=True)
+    most = (
+        largest + second + min(others)
+    )  # of the norm, whose operation in backward is the last one before those of blocks
+    assert all(bytes_at_most <= most for bytes_at_most, _, _ in here)
+    assert here[1] == here[2]
+    session.detach()
+    del optimizer, weights, units
+
+
+def test_a_state_dict_of_weights_that_are_away_takes_no_memory_of_the_device(late):
+    model = build(LLAMA)
+    session = park(model, params="ssd")
+    session.residency.let_all_leave()
+    gc.collect()
+    before = torch.accelerator.memory_allocated("late:0")
+    state = model.state_dict()
+    assert {value.device.type for value in state.values()} == {"cpu"}
+    assert torch.accelerator.memory_allocated("late:0") - before < 1 << 16
+    expected = [value.clone() for value in state.values()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    session.residency.let_all_leave()
+    assert_same(expected, list(state.values()))
+    session.detach()
+
+
+def test_a_compiled_model_is_refused(late):
+    model = build(LLAMA)
+    model.compile(backend="eager")
+    with pytest.raises(OffloadConfigError, match="params='none'"):
+        attach(model, OffloadConfig(tier="none", params="ram", min_bytes=0))
