@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hf_offload.state.optimizer import streaming_of
 from hf_offload.session import OffloadSession
+from hf_offload.state.optimizer import streaming_of
 from hf_offload.training.gauges import Gauge
 
 INTERVAL_S = 0.1

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_offload.optimizers.streamed import streaming_of
 from hf_offload.session import OffloadSession
+from hf_offload.state.optimizer import streaming_of
 
 IN_MEMORY, LAZY, IN_BACKWARD = "memory", "ssd", "ssd-in-backward"
 WAYS = (IN_MEMORY, LAZY, IN_BACKWARD)
