@@ -75,10 +75,10 @@ class InstantTier(Tier):
     def reserve(self, nbytes: int, place: str | None = None) -> Slot:
         return Slot(nbytes)
 
-    def write(self, slot: Slot, buffer: torch.Tensor) -> "Future[None]":
+    def write(self, slot: Slot, buffer: torch.Tensor, begin: int = 0) -> "Future[None]":
         return _done()
 
-    def read(self, slot: Slot, into: torch.Tensor, urgent: bool = False) -> "Future[None]":
+    def read(self, slot: Slot, into: torch.Tensor, urgent: bool = False, begin: int = 0) -> "Future[None]":
         return _done()
 
     def free(self, slot: Slot) -> None:

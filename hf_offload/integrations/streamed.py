@@ -11,7 +11,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.session import OffloadSession
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.state.optimizer import clip_grad_norm_, streaming_of
-from hf_offload.state.parked import parked_of
+from hf_offload.state.registry import parked_of
 
 _OWN_STATE = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.XLA, DistributedType.MEGATRON_LM)
 

@@ -19,8 +19,9 @@ from hf_offload.planning.optimizer_state import is_elsewhere, missing_state, sta
 from hf_offload.planning.other_threads import follow_backward, let_backward_go, put_back
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.state.gradients import has_gradient
-from hf_offload.state.parked import observers, parked_of
-from hf_offload.state.weights import moves, weights_of
+from hf_offload.state.registry import observers, parked_of
+from hf_offload.state.storages import moves
+from hf_offload.state.weights import weights_of
 from hf_offload.tensors import nbytes_of, parameter_count
 
 # Share of the saved bytes up to which it may be that another backward needs them again, and is not looked at.

@@ -24,9 +24,10 @@ from hf_offload.settings.memory_modes import NONE, OF_ADAPTERS
 from hf_offload.settings.schema import OffloadConfig, snapshots_held, with_checked
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.optimizer import check_streamable, state_per_weight, streaming_of
-from hf_offload.state.parked import parked_of
+from hf_offload.state.registry import parked_of
 from hf_offload.state.setting import StreamedSetting
-from hf_offload.state.weights import Weights, moves, park_weights, weights_of
+from hf_offload.state.storages import moves
+from hf_offload.state.weights import Weights, park_weights, weights_of
 from hf_offload.storage.handling import WAITS
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, WEIGHTS, RunStorage
 from hf_offload.tensors import nbytes_of

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from hf_offload.state.optimizer import streaming_of
-from hf_offload.state.parked import parked_of
+from hf_offload.state.registry import parked_of
 from hf_offload.storage.service import models_in_use
 from hf_offload.tensors import nbytes_of
 

@@ -22,7 +22,7 @@ from hf_offload.plan.footprint import BlockSpan, Segment
 from hf_offload.planning.other_threads import Follower
 from hf_offload.planning.workspace import workspace_bytes
 from hf_offload.state.gradients import gradient_of, has_gradient_here
-from hf_offload.state.parked import is_parked
+from hf_offload.state.registry import is_parked
 from hf_offload.storage.handling import Handling
 from hf_offload.storage.store import is_slab
 from hf_offload.structure.effects import Effects

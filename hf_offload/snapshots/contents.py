@@ -17,8 +17,8 @@ from hf_offload.ranks import Ranks
 from hf_offload.snapshots.memory import Small, Writable, Write
 from hf_offload.state.guard import own_class
 from hf_offload.state.lent import complete, lent_of
-from hf_offload.state.parked import parked_of
-from hf_offload.state.weights import moves
+from hf_offload.state.registry import parked_of
+from hf_offload.state.storages import moves
 from hf_offload.storage.kept import Kept
 
 _ALIGNMENT = 64

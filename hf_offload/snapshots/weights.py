@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hf_offload.errors import OffloadConfigError, SnapshotError
 from hf_offload.snapshots import contents
-from hf_offload.state.parked import parked_of
-from hf_offload.state.weights import moves
+from hf_offload.state.registry import parked_of
+from hf_offload.state.storages import moves
 from hf_offload.storage.kept import Kept
 
 WEIGHTS_FILE = "model.safetensors"

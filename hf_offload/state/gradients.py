@@ -10,7 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_offload.state import guard
 from hf_offload.state.contexts import outside
-from hf_offload.state.parked import Parked, Where, parked_of
+from hf_offload.state.parked import Parked, Where
+from hf_offload.state.registry import parked_of
 from hf_offload.storage.store import Store
 from hf_offload.surgery import InertInCopies
 

@@ -4,9 +4,11 @@ A guarded tensor is the same object, of a subclass of its class, until nothing i
 put off, factors of clipping, or, on an accelerator, its memory.
 """
 
+import contextlib
 import copy
 import functools
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -86,6 +88,16 @@ _ADDRESSES = frozenset([Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage]
 """After these, nothing tells how long the memory is used: it stays until the next gradient or step."""
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+keep_in_memory: Callable[[list[Any]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+"""A block in which tensors are in memory, and stay: units know how."""
+as_saved: Callable[[Tensor], Tensor] = _itself
+"""What a state dict has of a tensor: :mod:`~hf_offload.state.lent` knows."""
+
+
 class Debt(Protocol):
     """What a tensor owes."""
 
@@ -107,11 +119,11 @@ class Guarded:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         owing: list[Any] = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Guarded)]
-        if func is Tensor.detach and _is_saving() and (saved := _saved(args[0])) is not args[0]:
+        if func is Tensor.detach and _is_saving() and (saved := as_saved(args[0])) is not args[0]:
             return saved
         unseen = func in _UNSEEN
         visited = [] if func in _ADDRESSES else [debt for tensor in owing for debt in debts_of(tensor)]
-        with pinned([tensor for tensor in owing if not tensor.is_cpu]):  # on a CPU, what is away can be read
+        with keep_in_memory([tensor for tensor in owing if not tensor.is_cpu]):  # on a CPU, what is away can be read
             try:
                 settle(owing, unseen)
                 return func(*args, **kwargs)
@@ -184,16 +196,3 @@ def _is_saving() -> bool:
             break
         frame = frame.f_back
     return frame is not None and frame.f_code is _SAVING
-
-
-def _saved(tensor: Tensor) -> Tensor:
-    from hf_offload.state.lent import saved
-
-    return saved(tensor)
-
-
-def pinned(tensors: list[Any]) -> Any:
-    """A block in which those of ``tensors`` stay in memory that are there, or come."""
-    from hf_offload.state.units import pinned as pinned_units
-
-    return pinned_units(tensors)

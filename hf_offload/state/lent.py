@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hf_offload.errors import OffloadError
 from hf_offload.state import guard
-from hf_offload.state.parked import Parked, parked_of
-from hf_offload.state.weights import moves
+from hf_offload.state.parked import Parked
+from hf_offload.state.registry import parked_of
+from hf_offload.state.storages import moves
 from hf_offload.storage.kept import KeptSlot
 
 _LENT = "_hf_offload_lent"  # an attribute of the storage: copies of it have none
@@ -101,3 +102,6 @@ def complete(tensor: Tensor) -> None:
     for debt in guard.debts_of(tensor):
         if not isinstance(debt, Parked):
             debt.settle(False)
+
+
+guard.as_saved = saved

@@ -19,7 +19,7 @@ from hf_offload.state.gradients import gradient_of
 from hf_offload.state.known import state_per_weight as state_per_weight_of
 from hf_offload.state.known import steps_by_weight, steps_in_parts
 from hf_offload.state.lent import check_loaded, saved
-from hf_offload.state.parked import pause
+from hf_offload.state.registry import pause
 from hf_offload.state.shadow import Shadow, make_shadow, options_of, step_of
 from hf_offload.state.step import Streaming, Trained
 from hf_offload.state.units import pinned

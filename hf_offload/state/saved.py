@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.state.parked import Parked, parked_of
+from hf_offload.state.parked import Parked
+from hf_offload.state.registry import parked_of
 from hf_offload.state.units import Unit, Units, in_backward, unit_with
 from hf_offload.surgery import EagerHook
 from hf_offload.tensors import is_wrapped
@@ -41,7 +42,7 @@ class SavedWeight:
 
     def __init__(self, tensor: Tensor, parked: Parked, units: Units, unit: Unit):
         with torch._C.DisableTorchFunctionSubclass():
-            self._holder = parked.holder()
+            self._holder = parked.uses.holder()
             self._counter = tensor.detach()  # shares the version
             self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self.version = tensor._version

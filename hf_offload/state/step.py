@@ -8,11 +8,10 @@ Note: one rule for all schedules
 """
 
 import contextlib
-import dataclasses
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -32,40 +31,24 @@ from hf_offload.state.gradients import (
     norm_of,
     park_gradient,
     parked_gradient,
-    scaled,
     set_gradient,
     watch,
 )
-from hf_offload.state.parked import Parked, Where, empty_away, is_held, parked_of, pause
-from hf_offload.state.shadow import CUT_ELEMENTS, Shadow, attributes_of, captured, names_of, options_of
+from hf_offload.state.registry import is_held, parked_of, pause
+from hf_offload.state.shadow import Shadow, attributes_of, names_of, options_of
 from hf_offload.state.units import in_backward, pinned, unit_with
+from hf_offload.state.update import Update, Updates, may_move, state_tensors
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
-from hf_offload.storage.store import Slab, Store
+from hf_offload.storage.store import Store
 from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_STATE_BYTES = 4096
-"""Smaller tensors of a state, such as counters, stay in memory."""
 _CHECKPOINT = CheckpointFunction.backward.__code__
 _UPDATE_LATER = (
     "go on from the last checkpoint, with max_grad_norm=1e9, which clips nothing and updates after backward, or without "
     "update_in_backward()."
 )
-
-
-@dataclasses.dataclass
-class Update:
-    """A step that has been taken and not computed yet, with the state of its optimizer, which may go. ``done`` parts of it
-    are.
-    """
-
-    state: dict[Any, Any]
-    context: StepContext
-    options: dict[str, Any]
-    gradient: Tensor
-    done: int = 0
-    counted: int = 0  # changes of the parameter's version that were counted when it was noted
 
 
 class Trained:
@@ -211,13 +194,12 @@ class Streaming:
         self.gradient_store = gradient_store
         self._optimizer = weakref.ref(optimizer)
         self.shadow = shadow
+        self._updates = Updates(shadow, state_store, part_bytes)
         self._smallest_bytes = smallest_bytes
-        self._part_bytes = part_bytes
         self._must_stream = must_stream
         self._has_asked = False
         self._entries: set[int] = set()  # ids of the keys of the state, before the present step
         self._trained: dict[int, Trained] = {}
-        self._staying: set[int] = set()  # ids of parameters whose state and gradients stay for now
 
     # -- parameters ---------------------------------------------------------------------------------------------------------
 
@@ -244,7 +226,7 @@ class Streaming:
 
     def moves(self, parameter: Tensor) -> bool:
         """Whether its state and gradients leave memory now."""
-        return self.trained_of(parameter) is not None and id(parameter) not in self._staying
+        return self.trained_of(parameter) is not None and id(parameter) not in self._updates.staying
 
     def let_stay(self, parameters: Iterable[Tensor]) -> None:
         """State and gradients of these are in memory from now on, and those of all others leave it again. Between steps."""
@@ -253,7 +235,7 @@ class Streaming:
             for trained in self.records:
                 parameter = trained.parameter_ref()
                 assert parameter is not None
-                if id(parameter) in wanted and id(parameter) not in self._staying:
+                if id(parameter) in wanted and id(parameter) not in self._updates.staying:
                     self.finish([trained])
                     for tensor in (*self.state_tensors(parameter), gradient_of(parameter)):
                         parked = None if tensor is None else parked_of(tensor)
@@ -261,7 +243,7 @@ class Streaming:
                             guard.settle([tensor])
                             parked.come()
                             parked.forget()
-            left, self._staying = self._staying - wanted, wanted & self._trained.keys()
+            left, self._updates.staying = self._updates.staying - wanted, wanted & self._trained.keys()
             for key in left:
                 parameter = self._trained[key].parameter_ref()
                 if parameter is not None:
@@ -290,22 +272,20 @@ class Streaming:
         optimizer = self._optimizer()
         return {} if optimizer is None else vars(optimizer)["state"]
 
-    def state_tensors(self, parameter: Tensor, state: dict[Any, Any] | None = None) -> list[Tensor]:
-        """The tensors of its state that may leave memory, by default of the optimizer's present ``state``."""
-        found = tree_leaves((self.state if state is None else state).get(parameter) or {})
-        return [t for t in found if isinstance(t, Tensor) and _may_move(t, SMALLEST_STATE_BYTES)]
+    def state_tensors(self, parameter: Tensor) -> list[Tensor]:
+        """The tensors of its present state that may leave memory."""
+        return state_tensors(self.state, parameter)
 
-    def park_state(self, parameter: Tensor, state: dict[Any, Any] | None = None) -> None:
-        """Let its state leave memory, as :meth:`state_tensors` finds it."""
-        if id(parameter) in self._staying:
-            return
+    def park_state(self, parameter: Tensor) -> None:
+        """Let its present state leave memory."""
         trained = self.trained_of(parameter)
-        for tensor in self.state_tensors(parameter, state):
-            parked = parked_of(tensor) or Parked(
-                tensor, f"the state of {'' if trained is None else trained.name}", self.state_store
-            )
-            parked.leave()
-            self.state_store.throttle()
+        self._updates.park(parameter, "" if trained is None else trained.name, self.state)
+
+    def spans(self, parameter: Tensor, update: Update | None = None) -> list[tuple[int, int]] | None:
+        """Ranges of the parameter's bytes that an ``update`` computes one after the other; None for all at once."""
+        if update is None:
+            return self._updates.spans(parameter, self.state, None)
+        return self._updates.spans(parameter, update.state, update.gradient)
 
     def forget_owed(self, parameter: Tensor) -> None:
         """Its update is not to be computed any more."""
@@ -345,7 +325,7 @@ class Streaming:
                 self._refuse_sparse(trained)
             elif self._updates_now() and _comes_once(trained):
                 self._update_in_backward(trained, parameter, gradient)
-            elif id(parameter) not in self._staying and _may_move(gradient, self._smallest_bytes):
+            elif id(parameter) not in self._updates.staying and may_move(gradient, self._smallest_bytes):
                 assert self.gradient_store is not None
                 park_gradient(
                     gradient, f"the gradient of {trained.name}", self.gradient_store, self.wants_norms and is_outside()
@@ -414,7 +394,11 @@ class Streaming:
                         trained.end_backward()
                     if gradient is None:
                         continue
-                    if trained is None or id(parameter) in self._staying or gradient.layout is not torch.strided:
+                    if (
+                        trained is None
+                        or id(parameter) in self._updates.staying
+                        or gradient.layout is not torch.strided
+                    ):
                         staying.append(number)
                         continue
                     noted.append(
@@ -516,9 +500,9 @@ class Streaming:
                     trained.update = None  # from here on, it is the update itself that reads the parameter
                     try:
                         with pinned([parameter], finishes=False), torch._C.DisableTorchFunctionSubclass():
-                            self._compute(trained, parameter, update)
+                            self._updates.compute(parameter, trained.name, update, trained.read_ahead)
                     except BaseException:
-                        if update.done != _GIVEN_UP:
+                        if not update.is_given_up:
                             trained.update = update
                             for tensor in self._concerned(parameter, update):
                                 guard.put(tensor, trained)
@@ -533,203 +517,6 @@ class Streaming:
         return self.state_store.storage.handling.of(kind)
 
     # -- one update ---------------------------------------------------------------------------------------------------------
-
-    def spans(self, parameter: Tensor, update: Update | None = None) -> list[tuple[int, int]] | None:
-        """Ranges of the parameter's bytes that step one after the other; None where it steps as a whole."""
-        if self._part_bytes is None or parameter.nbytes <= self._part_bytes:
-            return None
-        elements = max(1, self._part_bytes // parameter.itemsize // CUT_ELEMENTS) * CUT_ELEMENTS
-        tensors = [parameter, *([] if update is None else [update.gradient])]
-        tensors += [
-            t
-            for t in self.state_tensors(parameter, None if update is None else update.state)
-            if t.shape == parameter.shape
-        ]
-        if parameter.numel() <= elements or not all(t.is_contiguous() for t in tensors):
-            return None
-        if any((parked := parked_of(t)) is not None and parked.is_held for t in tensors[1:]):
-            return None  # who has the address reads there
-        size = elements * parameter.itemsize
-        return [(begin, min(begin + size, parameter.nbytes)) for begin in range(0, parameter.nbytes, size)]
-
-    def _compute(self, trained: Trained, parameter: Tensor, update: Update) -> None:
-        spans = self.spans(parameter, update)
-        before = parameter._version
-        if spans is None:
-            self._compute_whole(trained, parameter, update)
-            changes = parameter._version - before
-        else:
-            changes = self._compute_parts(trained, parameter, update, spans)
-        if changes:  # fused ones count none
-            # As often as in memory, where an update is one step.
-            version = before - update.counted + changes
-            torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
-
-    def _compute_whole(self, trained: Trained, parameter: Tensor, update: Update) -> None:
-        state, gradient = update.state, update.gradient
-        guard.settle([gradient, *self.state_tensors(parameter, update.state)])
-        for tensor in (gradient, *self.state_tensors(parameter, update.state)):
-            parked = parked_of(tensor)
-            if parked is not None:
-                parked.come()
-        live = gradient_of(parameter)
-        set_gradient(parameter, gradient)
-        try:
-            its = {parameter: state[parameter]} if parameter in state else {}
-            after = self.shadow.step([{**update.options, "params": [parameter]}], its, update.context.attributes)
-        except Exception:
-            update.done = _GIVEN_UP  # the class has raised an error, as it does in memory: the step is not taken
-            raise
-        finally:
-            set_gradient(parameter, live)
-        if parameter in after:
-            state[parameter] = after[parameter]
-        if live is gradient and (parked := parked_gradient(gradient)) is not None:
-            parked.leave()
-        self.park_state(parameter, update.state)
-
-    def _compute_parts(self, trained: Trained, parameter: Tensor, update: Update, spans: list[tuple[int, int]]) -> int:
-        state, changes = update.state, 0
-        flat, size = parameter.view(-1), parameter.itemsize
-        while update.done < len(spans):
-            span = [at // size for at in spans[update.done]]
-            target = flat[slice(*span)].detach()
-            its: dict[str, Any] = state.get(parameter) or {}
-            parts = {} if _are_new(its) else {name: _Part.of(value, parameter, *span) for name, value in its.items()}
-            gradient = _Part.of(update.gradient, parameter, *span)
-            assert gradient is not None
-            update.done += 1
-            trained.read_ahead(update)  # arrives while this part is computed
-            parked = parked_gradient(update.gradient)
-            target.grad = scaled(gradient.tensor, () if parked is None else parked.factors)
-            version, counted = target.grad._version, parameter._version
-            before = {name: captured(its[name]) if part is None else part.tensor for name, part in parts.items()}
-            try:
-                after = self.shadow.step(
-                    [{**update.options, "params": [target]}],
-                    {target: before} if parts else {},
-                    update.context.attributes,
-                ).get(target)
-            except Exception:
-                update.done = _GIVEN_UP
-                raise
-            changes = parameter._version - counted
-            self._put_part(
-                trained, update.state, parameter, its, after or {}, parts, span, is_last=update.done == len(spans)
-            )
-            gradient.release(target.grad if target.grad._version != version else None)
-            self.state_store.throttle()
-            signals_deferred.deliver()
-        for tensor in self.state_tensors(parameter, update.state):
-            moved = parked_of(tensor)
-            if moved is not None and moved.parts.are_written:
-                moved.parts.end()
-        self.park_state(parameter, update.state)
-        return changes
-
-    def _put_part(
-        self,
-        trained: Trained,
-        state: dict[Any, Any],
-        parameter: Tensor,
-        its: dict[str, Any],
-        after: Mapping[str, Any],
-        parts: "Mapping[str, _Part | None]",
-        span: list[int],
-        is_last: bool,
-    ) -> None:
-        """Let ``after`` be the state of a part: numbers for each element where it belongs, what is the same for all parts
-        once, after the last one.
-        """
-        for name, value in after.items():
-            part = parts.get(name)
-            of_elements = isinstance(value, Tensor) and value.dim() == 1 and value.numel() == span[1] - span[0]
-            if part is None and of_elements:
-                if name not in its:
-                    like = torch.empty(parameter.shape, dtype=value.dtype, device="meta")
-                    its[name] = empty_away(like, parameter.device, f"the state of {trained.name}", self.state_store)
-                part = _Part.empty(its[name], *span)
-            if part is not None:
-                part.put(value)
-            elif name not in its:
-                its[name] = value
-            elif is_last and isinstance(value, Tensor) and isinstance(its[name], Tensor):
-                its[name].copy_(value)
-            elif is_last:
-                its[name] = value
-        if after and parameter not in state:
-            state[parameter] = its
-
-
-_GIVEN_UP = -1
-
-
-class _Part:
-    """The elements from ``begin`` to ``end`` of a tensor, flat: where they are in memory, or in a slab of the tier."""
-
-    def __init__(self, parked: Parked | None, first_byte: int, slab: Slab | None, tensor: Tensor):
-        self.tensor = tensor
-        self._parked, self._first_byte, self._slab = parked, first_byte, slab
-
-    @classmethod
-    def of(cls, value: Any, parameter: Tensor, begin: int, end: int) -> "_Part | None":
-        """Those of a tensor of the parameter's shape; None for anything else."""
-        if not isinstance(value, Tensor) or value.shape != parameter.shape:
-            return None
-        parked = parked_of(value)
-        if parked is not None and parked.where is not Where.AWAY:
-            parked.come()
-        if parked is None or parked.where is not Where.AWAY:
-            return cls(None, 0, None, value.view(-1)[begin:end].detach())
-        first, last = begin * value.itemsize, end * value.itemsize
-        slab = parked.parts.load(first, last - first)
-        content = slab.content[: last - first].view(value.dtype)
-        return cls(parked, first, slab, content.to(value.device))
-
-    @classmethod
-    def empty(cls, tensor: Tensor, begin: int, end: int) -> "_Part":
-        """Those of a tensor that has no values yet."""
-        parked = parked_of(tensor)
-        assert parked is not None
-        nbytes = (end - begin) * tensor.itemsize
-        slab = parked.store.new_slab(nbytes)
-        return cls(parked, begin * tensor.itemsize, slab, slab.content[:nbytes].view(tensor.dtype))
-
-    def put(self, value: Tensor) -> None:
-        """Let these be the elements."""
-        if self._parked is None:
-            if value.data_ptr() != self.tensor.data_ptr():
-                self.tensor.copy_(value)
-            return
-        assert self._slab is not None
-        content = self._slab.content[: value.nbytes].view(value.dtype)
-        if value.data_ptr() != content.data_ptr():
-            content.copy_(value)
-        self._parked.parts.store(self._first_byte, self._slab)
-
-    def release(self, changed: Tensor | None) -> None:
-        """The elements are not needed any more; they were ``changed`` into these, if they were."""
-        if changed is not None and self._parked is not None and self._parked.tensors:
-            self.put(changed)
-        elif self._slab is not None and self._parked is not None:
-            self._parked.store.recycle(self._slab)
-
-
-def _are_new(its: Mapping[str, Any]) -> bool:
-    """Whether a state is being made, by the first update, which was interrupted."""
-    tensors = (value for value in its.values() if isinstance(value, Tensor))
-    return any((parked := parked_of(tensor)) is not None and parked.is_new for tensor in tensors)
-
-
-def _may_move(tensor: Tensor, smallest_bytes: int) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        if guard.own_class(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return False
-        if tensor.requires_grad or tensor.is_meta or tensor.is_inference() or tensor.nbytes < smallest_bytes:
-            return False
-        if tensor.device.type == "cpu" and tensor.is_shared() and parked_of(tensor) is None:
-            return False
-        return tensor.untyped_storage().nbytes() in (tensor.nbytes, 0)
 
 
 def _are_same(one: Any, other: Any) -> bool:

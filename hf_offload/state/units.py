@@ -18,9 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import in_recompute
 from hf_offload.interrupts import signals_deferred
+from hf_offload.state import guard
 from hf_offload.state.contexts import is_outside, outside
+from hf_offload.state.lent import check_loaded
 from hf_offload.state.order import UseOrder
-from hf_offload.state.parked import Parked, parked_of, pause
+from hf_offload.state.parked import Parked
+from hf_offload.state.registry import parked_of, pause
 from hf_offload.storage.handling import Handling
 from hf_offload.storage.service import WEIGHTS
 from hf_offload.structure.units import find_blocks
@@ -122,7 +125,7 @@ class Units:
                 for parameter in new:
                     self._by_parameter[id(parameter)] = unit
                     _units_of[id(parameter)] = weakref.ref(parameter, _forget(id(parameter))), self, unit
-            mine = list({id(unit): unit for p in parameters if (unit := self.unit_of(p)) is not None}.values())
+            mine = list({id(its): its for p in parameters if (its := self.unit_of(p)) is not None}.values())
             if mine:
                 arrive = EagerHook(_Arrive(self, mine))
                 self._handles.append(owner.register_forward_pre_hook(arrive))
@@ -135,14 +138,14 @@ class Units:
         if not self._is_paused and not self._running:
             self._is_paused = True
             for weight in self._weights():
-                weight.note_uses()
+                weight.pause()
 
     def resume(self) -> None:
         """A forward or backward runs."""
         if self._is_paused:
             self._is_paused = False
             for weight in self._weights():
-                weight.find_exposed()
+                weight.resume()
 
     def _weights(self) -> Iterator[Parked]:
         return (weight for unit in self.units for weight in unit.weights)
@@ -400,9 +403,10 @@ def _again(owner: "weakref.ref[nn.Module]", hook: EagerHook, handle: RemovableHa
     )
 
 
-def _check_loaded(module: nn.Module, state_dict: Any, *_: Any) -> None:
-    from hf_offload.state.lent import check_loaded
+guard.keep_in_memory = pinned
 
+
+def _check_loaded(module: nn.Module, state_dict: Any, *_: Any) -> None:
     for tensor in state_dict.values():
         if isinstance(tensor, Tensor):
             check_loaded(tensor)

@@ -11,15 +11,18 @@ from hf_offload.plan.windows import weights_window
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.contexts import outside
-from hf_offload.state.parked import Parked, Where, parked_of
+from hf_offload.state.derived import ParkedWeight
+from hf_offload.state.parked import Parked, Where
 from hf_offload.state.refusals import refuse
+from hf_offload.state.registry import parked_of
+from hf_offload.state.storages import moves
 from hf_offload.state.units import Units, unit_with, units_of
 from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.storage.opening import named_directories, open_tier
 from hf_offload.storage.service import WEIGHTS, RunStorage, share_storage, storage_of
 from hf_offload.storage.store import Store
 from hf_offload.structure.units import find_blocks
-from hf_offload.tensors import has_storage, is_wrapped, nbytes_of
+from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +75,7 @@ class Weights:
         if parked is None:
             if not may_leave(parameter, config):
                 return None
-            parked = Parked(parameter, name, self.store, takes_digests=True)
+            parked = ParkedWeight(parameter, name, self.store)
             self._parked[id(parked)] = parked
             self._largest_bytes = max(self._largest_bytes, parked.nbytes)
         else:
@@ -89,8 +92,8 @@ class Weights:
             of_layer = vars(module.state).values() if hasattr(getattr(module, "state", None), "CB") else ()
             for parameter in module.parameters(recurse=False):
                 parked = parked_of(parameter) if moves(parameter) else None
-                for alias in (*of_layer, *vars(parameter).values()) if parked is not None else ():
-                    if type(alias) is Tensor and parked_of(alias) is parked:
+                for alias in (*of_layer, *vars(parameter).values()):
+                    if parked is not None and type(alias) is Tensor and parked_of(alias) is parked:
                         parked.add(alias)
 
     def take_in(self, name: str, parameter: nn.Parameter, config: OffloadConfig) -> None:
@@ -309,19 +312,6 @@ def place_for(weights: int, config: OffloadConfig, on_host: bool) -> str:
         "stay in memory" if place == "none" else f"go to {place}",
     )
     return place
-
-
-def moves(tensor: Tensor) -> bool:
-    """Whether a tensor of this kind can leave memory: one with strides and bytes of its own. Wrapper subclasses, sparse,
-    nested and quantised tensors, and those of ``torch.func`` stay.
-    """
-    return (
-        has_storage(tensor)
-        and tensor.layout is torch.strided
-        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.is_inference())
-        and not is_wrapped(tensor)
-        and not hasattr(tensor, "__tensor_flatten__")
-    )
 
 
 def may_leave(parameter: nn.Parameter, config: OffloadConfig) -> bool:

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from hf_offload.state.parked import _parked
+from hf_offload.state.registry import _parked
 from tests.helpers.package_threads import OurThreads
 from tests.helpers.parked import parked
 from tests.helpers.streamed import mlp

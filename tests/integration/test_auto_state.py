@@ -15,7 +15,7 @@ from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.planning.automatic import AutomaticPlan
 from hf_offload.state import step
 from hf_offload.state.optimizer import streaming_of
-from hf_offload.state.parked import parked_of
+from hf_offload.state.registry import parked_of
 from hf_offload.state.shadow import Shadow
 from hf_offload.state.step import Streaming
 from hf_offload.state.units import Units

@@ -14,9 +14,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_offload import OffloadCallback, OffloadConfig, OffloadPlugin, attach
 from hf_offload.errors import OffloadConfigError
 from hf_offload.session import attached_session
-from hf_offload.state.parked import parked_of
 from hf_offload.state.refusals import refuse
-from hf_offload.state.weights import moves, weights_of
+from hf_offload.state.registry import parked_of
+from hf_offload.state.storages import moves
+from hf_offload.state.weights import weights_of
 from tests.helpers.parked import leave_memory, parked
 from tests.helpers.streamed import mlp
 from tests.helpers.tiny_models import ExampleDataset, tiny_model

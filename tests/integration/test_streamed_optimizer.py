@@ -101,23 +101,6 @@ def test_a_loop_has_the_bits_of_the_run_in_memory(kind, clip, backwards, place, 
     assert same(expected, loop.results())
 
 
-def test_state_is_not_in_memory_between_steps(tmp_path):
-    loop = Loop("ssd", tmp_path)
-    streaming = streaming_of(loop.optimizer)
-    streaming.finish()
-    assert_on_tier(loop)
-    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
-    assert_on_tier(loop)
-
-
-def assert_on_tier(loop):
-    streaming = streaming_of(loop.optimizer)
-    large = [p for p in loop.model.parameters() if p.nbytes >= SMALLEST]
-    assert large
-    assert all(not dict.__contains__(loop.optimizer.state, p) for p in large)
-    assert all(streaming.has_state(p) for p in large)
-
-
 def data():
     random = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 512, (32,), generator=random) for _ in range(64)]

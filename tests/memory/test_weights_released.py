@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload.state.parked import _parked
+from hf_offload.state.registry import _parked
 from hf_offload.state.units import units_of
 from tests.helpers.parked import in_memory, parked
 

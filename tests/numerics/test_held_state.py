@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_offload.state.optimizer import streaming_of
-from hf_offload.state.parked import Where, parked_of
+from hf_offload.state.parked import Where
+from hf_offload.state.registry import parked_of
 from tests.helpers.streamed import Run, mlp, same, stream_in_parts, train
 
 OPTIMIZERS = {

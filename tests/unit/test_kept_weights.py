@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.snapshots.weights import left_on_drives
-from hf_offload.state.parked import parked_of
+from hf_offload.state.registry import parked_of
 from hf_offload.state.units import pinned
 from hf_offload.state.weights import weights_of
 from hf_offload.storage.kept import Kept

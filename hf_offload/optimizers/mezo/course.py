@@ -24,7 +24,9 @@ from hf_offload.optimizers.mezo.directions import Directions, Move, Shift, Updat
 from hf_offload.optimizers.mezo.pairs import UnfitError
 from hf_offload.state import guard
 from hf_offload.state.contexts import outside
-from hf_offload.state.parked import Parked, Where, is_held, parked_of
+from hf_offload.state.derived import ParkedWeight
+from hf_offload.state.parked import Where
+from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.units import pinned, unit_with
 
 Place = tuple[int, int]
@@ -242,7 +244,7 @@ class _Stage:
 
 
 class MovingWeight:
-    """How far one weight is: what its unit and its guard ask, and a :class:`~hf_offload.state.parked.Derivation`.
+    """How far one weight is: what its unit and its guard ask, and a :class:`~hf_offload.state.derived.Derivation`.
 
     Attributes:
         number: In the order in which directions are drawn.
@@ -353,6 +355,9 @@ class MovingWeight:
         with contextlib.nullcontext() if is_in_memory else pinned([parameter]):
             self.finish()
 
+    def done(self) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`."""
+
     def check_stepped(self) -> None:
         pass
 
@@ -376,7 +381,7 @@ class MovingWeight:
                 guard.lift(tensor, self)
             self._course.note_settled(self)
 
-    def _move(self, parameter: nn.Parameter, parked: Parked | None) -> None:
+    def _move(self, parameter: nn.Parameter, parked: ParkedWeight | None) -> None:
         self._check()
         course = self._course
         if parked is not None:
@@ -404,7 +409,7 @@ class MovingWeight:
                 self.kept()
         self._note(parameter)
 
-    def _restore(self, parameter: nn.Parameter, parked: Parked | None) -> None:
+    def _restore(self, parameter: nn.Parameter, parked: ParkedWeight | None) -> None:
         before, self.now = self.copy_of, (-1, 0)
         if before is not None:
             parameter.detach().copy_(before[1])
@@ -456,5 +461,6 @@ class MovingWeight:
 _OWED = "mezo"
 
 
-def _parked_of(parameter: nn.Parameter) -> Parked | None:
-    return parked_of(parameter) if torch._C._has_storage(parameter) else None
+def _parked_of(parameter: nn.Parameter) -> ParkedWeight | None:
+    found = parked_of(parameter) if torch._C._has_storage(parameter) else None
+    return found if isinstance(found, ParkedWeight) else None

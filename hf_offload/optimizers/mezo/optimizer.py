@@ -32,7 +32,7 @@ from hf_offload.optimizers.mezo.log import Known, MezoLog, Row, Setup
 from hf_offload.optimizers.mezo.passes import Passes
 from hf_offload.optimizers.mezo.together import Losses, Together
 from hf_offload.optimizers.projected.projections import draw_seed
-from hf_offload.state.parked import parked_of
+from hf_offload.state.registry import parked_of
 
 logger = logging.getLogger(__name__)
 

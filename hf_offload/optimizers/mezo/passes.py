@@ -12,7 +12,7 @@ from hf_offload.optimizers.mezo.course import Course
 from hf_offload.optimizers.mezo.pairs import UnfitError, run_in_turns
 from hf_offload.optimizers.mezo.python_state import PythonState
 from hf_offload.state.contexts import is_outside
-from hf_offload.state.parked import parked_of
+from hf_offload.state.registry import parked_of
 from hf_offload.state.units import unit_with
 from hf_offload.structure.units import find_blocks
 

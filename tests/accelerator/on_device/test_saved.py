@@ -13,7 +13,8 @@ from torch import nn
 from hf_offload import OffloadConfig, OffloadError, attach
 from hf_offload.snapshots import contents
 from hf_offload.state.optimizer import streaming_of
-from hf_offload.state.parked import Where, parked_of
+from hf_offload.state.parked import Where
+from hf_offload.state.registry import parked_of
 from hf_offload.storage.kept import Kept
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_behind", "late")
@@ -148,7 +149,7 @@ def bytes_of(kept, tensor):
 def test_snapshots_leave_state_on_its_drive(parts, noted):
     run = Run(optimizer="ssd")
     streaming = streaming_of(run.optimizer)
-    streaming._part_bytes = SIZE * SIZE * 4 // parts
+    streaming._updates.part_bytes = SIZE * SIZE * 4 // parts
     streaming.state_store.storage.takes_digests = noted
     run.steps(1)
     kept = Kept()

@@ -192,7 +192,7 @@ def test_whoever_reads_gradients_and_state_reads_their_bits(late, look, kind):
 
 @pytest.mark.parametrize("place", ["ram", "ssd"])
 def test_large_weights_step_in_parts(late, place, monkeypatch):
-    monkeypatch.setattr("hf_offload.state.step.CUT_ELEMENTS", 1024)
+    monkeypatch.setattr("hf_offload.state.update.CUT_ELEMENTS", 1024)
     monkeypatch.setattr("hf_offload.state.setting.part_bytes", lambda budget: 4096)
     expected = Run("none", of_moments).found
     gc.collect()

@@ -1,0 +1,170 @@
+"""Parts of a storage that is away: updates are computed without the memory for all of it."""
+
+import functools
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from hf_offload.interrupts import signals_deferred
+from hf_offload.state import guard
+from hf_offload.state.storages import bytes_of
+from hf_offload.storage.store import HeldSlot, Slab, whole_pages
+
+if TYPE_CHECKING:
+    from hf_offload.state.parked import Parked
+
+
+class Parts:
+    """The bytes of an away storage a part at a time, without the memory for all of them.
+
+    From the first :meth:`store` to the end of the last write, tensors over the storage are guarded: the mapping may have
+    former bytes. Where a write fails, its bytes stay in memory, and all of the storage comes with them when it is read.
+    """
+
+    def __init__(self, parked: "Parked"):
+        self._parked = parked
+        self._reads: dict[int, tuple[Slab, Future[None]]] = {}
+        self._writes: dict[int, tuple[Slab, Future[None]]] = {}
+        self.rescued: dict[int, Slab] = {}
+        self._target: HeldSlot | None = None  # of what is written, if not the same slot
+        self._is_elsewhere = False  # in another slot than the one that is mapped
+        self._digests: dict[tuple[int, int], bytes] = {}  # of what is written
+        self._is_open = False  # from the first store to the end
+
+    @property
+    def are_written(self) -> bool:
+        """Whether parts are on their way to the tier."""
+        return bool(self._writes or self.rescued or self._is_open)
+
+    def read_ahead(self, begin: int, nbytes: int) -> bool:
+        """Begin to read a part; false if there is no room in the window."""
+        parked = self._parked
+        if not parked.can_be_read_in_parts or begin in self._reads or begin in self._writes:
+            return True
+        if not parked.store.has_room_to_read(nbytes):
+            return False
+        self._begin(begin, nbytes, urgent=False)
+        return True
+
+    def drop_reads(self) -> None:
+        """Forget what was read ahead."""
+        while self._reads:
+            slab, future = self._reads.popitem()[1]
+            self._parked.store.wait(future)
+            self._parked.store.recycle(slab)
+
+    def load(self, begin: int, nbytes: int) -> Slab:
+        """A part, in memory that is the caller's.
+
+        Raises :class:`~hf_offload.errors.StorageError` if it cannot be read; it can be asked for again.
+        """
+        parked = self._parked
+        storage = parked.storage
+        assert storage is not None
+        if begin in self._writes:
+            self.wait()
+        if begin in self.rescued or not parked.can_be_read_in_parts:
+            slab = parked.store.new_slab(nbytes)
+            found = self.rescued.pop(begin, None)
+            source = bytes_of(storage)[begin : begin + nbytes] if found is None else found.content[:nbytes]
+            slab.content[:nbytes].copy_(source)
+            return slab
+        read = self._reads.pop(begin, None)
+        if read is not None:
+            parked.store.wait(read[1])
+        if read is None or read[1].exception() is not None:
+            read = self._begin(begin, nbytes, urgent=True)
+            del self._reads[begin]
+            parked.store.wait(read[1])
+        read[1].result()
+        return read[0]
+
+    def _begin(self, begin: int, nbytes: int, urgent: bool) -> tuple[Slab, Future[None]]:
+        parked = self._parked
+        assert parked.slot is not None
+        with signals_deferred:
+            slab = parked.store.new_slab(nbytes)
+            self._reads[begin] = slab, parked.store.read(parked.slot.slot, slab, begin, urgent)
+            parked.note_read()
+            return self._reads[begin]
+
+    def store(self, begin: int, slab: Slab) -> None:
+        """Begin to write a part. All parts are stored, one after the other, until :meth:`end`."""
+        parked = self._parked
+        storage = parked.storage
+        if storage is None:
+            return
+        parked.drop_read()
+        with signals_deferred:
+            if self._target is None and parked.takes_another_slot:
+                slot = parked.store.reserve(whole_pages(parked.nbytes))
+                self._target = parked.store.free_with(slot, storage)
+            target = self._target or parked.slot
+            assert target is not None
+            self._is_open = True
+            parked.begin_parts()
+            if parked.store.storage.takes_digests and not parked.on_host:
+                end = min(begin + slab.nbytes, parked.nbytes)
+                self._digests[begin, end] = xxhash.xxh3_128_digest(memoryview(slab.memory)[: end - begin])
+            future = parked.store.write(target.slot, slab, begin, functools.partial(self._written, begin))
+            self._writes[begin] = slab, future
+
+    def end(self) -> None:
+        """All parts were stored."""
+        with signals_deferred:
+            is_known = sum(last - first for first, last in self._digests) == self._parked.nbytes
+            self._parked.take_parts(self._target, self._digests if is_known else {})
+            self._is_elsewhere = self._is_elsewhere or self._target is not None
+            self._target, self._digests, self._is_open = None, {}, False
+            self._ended()
+
+    def _written(self, begin: int) -> None:
+        slab, future = self._writes.pop(begin, (None, None))
+        if slab is None or future is None:
+            return
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            self._parked.store.say(error)
+            self.rescued[begin] = slab
+        else:
+            self._parked.store.recycle(slab)
+        self._ended()
+
+    def _ended(self) -> None:
+        """Where nothing is under way any more, the slot is what tensors over the storage read."""
+        parked = self._parked
+        storage = parked.storage
+        if self.are_written or storage is None:
+            return
+        if parked.on_host and self._is_elsewhere:
+            self._is_elsewhere = False
+            parked.depart(storage)
+        for tensor in parked.tensors:
+            guard.lift(tensor, self)
+
+    def wait(self) -> None:
+        """Wait until all parts were written."""
+        for begin, (_, future) in list(self._writes.items()):
+            self._parked.store.wait(future)
+            self._written(begin)
+
+    def overlay(self, slab: Slab) -> bool:
+        """Put the parts that could not be written over what was read of the slot; false if there are none."""
+        has_any = bool(self.rescued)
+        while self.rescued:
+            begin, rescued = self.rescued.popitem()
+            slab.content[begin : begin + rescued.nbytes].copy_(rescued.content)
+        return has_any
+
+    def settle(self, unseen: bool) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`."""
+        self.wait()
+        if self.rescued:
+            self._parked.come()
+        self._ended()
+        for tensor in self._parked.tensors:
+            guard.lift(tensor, self)
+
+    def done(self) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`."""

@@ -1,0 +1,84 @@
+"""All storages that are moved: by the storage, those that are on their way, and what is told to whom."""
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_offload.state.storages import storage_of
+from hf_offload.state.uses import has_others
+
+if TYPE_CHECKING:
+    from hf_offload.state.parked import Parked
+
+
+class Observer(Protocol):
+    """Counts memory."""
+
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """Its bytes are counted where it is stored."""
+
+
+observers: "weakref.WeakSet[Observer]" = weakref.WeakSet()
+_parked: "dict[int, Parked]" = {}
+leaving: "dict[int, Parked]" = {}
+"""Those whose bytes are in memory, and being written."""
+read_ahead: "dict[int, Parked]" = {}
+"""Those of which something was read ahead."""
+
+
+def register(parked: "Parked", storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
+    """``parked`` moves ``storage`` from now on, which it may refer to weakly."""
+    # pop(key, reference) runs no Python, in which Ctrl-C would be lost.
+    gone: Any = functools.partial(_parked.pop, id(storage))
+    _parked[id(storage)] = parked
+    return weakref.ref(storage, gone)
+
+
+def forget(storage: torch.UntypedStorage) -> None:
+    """Nothing moves ``storage`` any more."""
+    _parked.pop(id(storage), None)
+
+
+def tell(storage: torch.UntypedStorage) -> None:
+    """Tell who counts memory that the bytes of ``storage`` are not theirs to count."""
+    for observer in list(observers):
+        observer.forget(storage)
+
+
+def parked_of(tensor: Tensor) -> "Parked | None":
+    """What moves the storage of a strided ``tensor``, if anything does."""
+    if not _parked:
+        return None
+    storage = storage_of(tensor)
+    found = _parked.get(id(storage))
+    return found if found is not None and found.is_of(storage) else None
+
+
+def is_parked(storage: torch.UntypedStorage) -> bool:
+    """Whether anything moves a storage."""
+    found = _parked.get(id(storage))
+    return found is not None and found.is_of(storage)
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Whether others have the memory of a tensor, who would read it without asking."""
+    if not torch._C._has_storage(tensor) or tensor.layout is not torch.strided:
+        return False
+    parked = parked_of(tensor)
+    if parked is not None:
+        return parked.is_held
+    storage = storage_of(tensor)
+    return (tensor.device.type == "cpu" and storage.is_shared()) or has_others(storage, 1)
+
+
+def pause() -> None:
+    """Code of the user runs from now on, which may write to tensors without a new version (fused optimizers, ``.data``): what
+    is still being written stays in memory for now, and what was read ahead is forgotten.
+    """
+    for parked in list(leaving.values()):
+        parked.stay_for_now()
+    while read_ahead:
+        read_ahead.popitem()[1].drop_reads()

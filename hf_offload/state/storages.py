@@ -1,0 +1,54 @@
+"""Storages of tensors: their bytes, and the one place where their pointer is swapped."""
+
+import math
+
+import torch
+import xxhash
+from torch import Tensor
+
+from hf_offload.state.contexts import unseen
+from hf_offload.tensors import has_storage, is_wrapped
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """That of a tensor, whatever its class does about it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """The bytes of a storage, where they are."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def swap_pointer(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Let ``storage``, and with it all tensors, views and aliases over it, have the memory of ``other``; its size stays."""
+    with unseen():
+        storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def digest_of(storage: torch.UntypedStorage) -> bytes:
+    """A digest of the memory: on an accelerator, of the sums of its words by row and by column, which that computes."""
+    content = bytes_of(storage)
+    if content.device.type == "cpu":
+        return xxhash.xxh3_128_digest(content.numpy().data)
+    words = content[: content.numel() // 4 * 4].view(torch.int32)
+    width = max(1, math.isqrt(words.numel()))
+    square = words[: words.numel() // width * width].view(-1, width)
+    rest = content[4 * square.numel() :].to(torch.int64)
+    sums = torch.cat([square.sum(0, dtype=torch.int64), square.sum(1, dtype=torch.int64), rest])
+    return xxhash.xxh3_128_digest(sums.cpu().numpy().data)
+
+
+def moves(tensor: Tensor) -> bool:
+    """Whether a tensor of this kind can leave memory: one with strides and bytes of its own. Wrapper subclasses, sparse,
+    nested and quantised tensors, and those of ``torch.func`` stay.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return (
+            has_storage(tensor)
+            and tensor.layout is torch.strided
+            and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.is_inference())
+            and not is_wrapped(tensor)
+            and not hasattr(tensor, "__tensor_flatten__")
+        )

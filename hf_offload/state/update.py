@@ -1,0 +1,282 @@
+"""One update of one parameter, computed by the class of its optimizer: as a whole, or a part at a time."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hf_offload.interrupts import signals_deferred
+from hf_offload.state import guard
+from hf_offload.state.contexts import StepContext
+from hf_offload.state.gradients import gradient_of, parked_gradient, scaled, set_gradient
+from hf_offload.state.parked import Parked, empty_away
+from hf_offload.state.registry import parked_of
+from hf_offload.state.shadow import CUT_ELEMENTS, Shadow, captured
+from hf_offload.storage.store import Slab, Store
+
+SMALLEST_STATE_BYTES = 4096
+"""Smaller tensors of a state, such as counters, stay in memory."""
+
+
+@dataclasses.dataclass
+class Update:
+    """A step that has been taken and not computed yet.
+
+    Attributes:
+        state: That of the optimizer, which may go.
+        context: What the step's updates have in common.
+        options: Those of the parameter's group, at the step.
+        gradient: That of the step.
+        done: How many parts are computed.
+        counted: Changes of the parameter's version that were counted when it was noted.
+        is_given_up: The optimizer's class has raised an error, as it does in memory: the step is not taken.
+    """
+
+    state: dict[Any, Any]
+    context: StepContext
+    options: dict[str, Any]
+    gradient: Tensor
+    done: int = 0
+    counted: int = 0
+    is_given_up: bool = False
+
+
+def state_tensors(state: Mapping[Any, Any], parameter: Tensor) -> list[Tensor]:
+    """The tensors of the parameter's state that may leave memory."""
+    found = tree_leaves(state.get(parameter) or {})
+    return [tensor for tensor in found if isinstance(tensor, Tensor) and may_move(tensor, SMALLEST_STATE_BYTES)]
+
+
+def may_move(tensor: Tensor, smallest_bytes: int) -> bool:
+    """Whether a gradient, or a tensor of a state, may leave memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if guard.own_class(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return False
+        if tensor.requires_grad or tensor.is_meta or tensor.is_inference() or tensor.nbytes < smallest_bytes:
+            return False
+        if tensor.device.type == "cpu" and tensor.is_shared() and parked_of(tensor) is None:
+            return False
+        return tensor.untyped_storage().nbytes() in (tensor.nbytes, 0)
+
+
+class Updates:
+    """Computes updates.
+
+    Args:
+        shadow: Steps some of the optimizer's parameters.
+        store: Where its state goes.
+        part_bytes: Size of the parts that parameters are cut into; None leaves them whole.
+
+    Attributes:
+        part_bytes: As given.
+        staying: Ids of the parameters whose state stays in memory for now.
+    """
+
+    def __init__(self, shadow: Shadow, store: Store, part_bytes: int | None):
+        self.shadow = shadow
+        self._store = store
+        self.part_bytes = part_bytes
+        self.staying: set[int] = set()
+
+    def park(self, parameter: Tensor, name: str, state: Mapping[Any, Any]) -> None:
+        """Let the parameter's state leave memory."""
+        if id(parameter) in self.staying:
+            return
+        for tensor in state_tensors(state, parameter):
+            parked = parked_of(tensor) or Parked(tensor, f"the state of {name}", self._store)
+            parked.leave()
+            self._store.throttle()
+
+    def spans(
+        self, parameter: Tensor, state: Mapping[Any, Any], gradient: Tensor | None
+    ) -> list[tuple[int, int]] | None:
+        """Ranges of the parameter's bytes that step one after the other; None where it steps as a whole."""
+        if self.part_bytes is None or parameter.nbytes <= self.part_bytes:
+            return None
+        elements = max(1, self.part_bytes // parameter.itemsize // CUT_ELEMENTS) * CUT_ELEMENTS
+        others = [tensor for tensor in state_tensors(state, parameter) if tensor.shape == parameter.shape]
+        others += [] if gradient is None else [gradient]
+        if parameter.numel() <= elements or not all(tensor.is_contiguous() for tensor in (parameter, *others)):
+            return None
+        if any((parked := parked_of(tensor)) is not None and parked.is_held for tensor in others):
+            return None  # who has the address reads there
+        size = elements * parameter.itemsize
+        return [(begin, min(begin + size, parameter.nbytes)) for begin in range(0, parameter.nbytes, size)]
+
+    def compute(self, parameter: Tensor, name: str, update: Update, read_ahead: Callable[[Update], object]) -> None:
+        """Compute the update of a parameter, which is called ``name``: ``read_ahead`` begins to read for its next part.
+
+        After an error of the optimizer's class, the update is given up, as in memory.
+        """
+        spans = self.spans(parameter, update.state, update.gradient)
+        before = parameter._version
+        if spans is None:
+            self._compute_whole(parameter, name, update)
+            changes = parameter._version - before
+        else:
+            changes = self._compute_parts(parameter, name, update, spans, read_ahead)
+        if changes:  # fused ones count none
+            # As often as in memory, where an update is one step.
+            version = before - update.counted + changes
+            torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
+
+    def _compute_whole(self, parameter: Tensor, name: str, update: Update) -> None:
+        state, gradient = update.state, update.gradient
+        needed = [gradient, *state_tensors(state, parameter)]
+        guard.settle(needed)
+        for tensor in needed:
+            parked = parked_of(tensor)
+            if parked is not None:
+                parked.come()
+        live = gradient_of(parameter)
+        set_gradient(parameter, gradient)
+        try:
+            its = {parameter: state[parameter]} if parameter in state else {}
+            after = self.shadow.step([{**update.options, "params": [parameter]}], its, update.context.attributes)
+        except Exception:
+            update.is_given_up = True  # the class has raised an error, as it does in memory: the step is not taken
+            raise
+        finally:
+            set_gradient(parameter, live)
+        if parameter in after:
+            state[parameter] = after[parameter]
+        if live is gradient and (parked := parked_gradient(gradient)) is not None:
+            parked.leave()
+        self.park(parameter, name, state)
+
+    def _compute_parts(
+        self,
+        parameter: Tensor,
+        name: str,
+        update: Update,
+        spans: list[tuple[int, int]],
+        read_ahead: Callable[[Update], object],
+    ) -> int:
+        state, changes = update.state, 0
+        flat, size = parameter.view(-1), parameter.itemsize
+        while update.done < len(spans):
+            span = [at // size for at in spans[update.done]]
+            target = flat[slice(*span)].detach()
+            its: dict[str, Any] = state.get(parameter) or {}
+            parts = {} if _are_new(its) else {key: _Part.of(value, parameter, *span) for key, value in its.items()}
+            gradient = _Part.of(update.gradient, parameter, *span)
+            assert gradient is not None
+            update.done += 1
+            read_ahead(update)  # arrives while this part is computed
+            parked = parked_gradient(update.gradient)
+            target.grad = scaled(gradient.tensor, () if parked is None else parked.factors)
+            version, counted = target.grad._version, parameter._version
+            before = {key: captured(its[key]) if part is None else part.tensor for key, part in parts.items()}
+            try:
+                after = self.shadow.step(
+                    [{**update.options, "params": [target]}],
+                    {target: before} if parts else {},
+                    update.context.attributes,
+                ).get(target)
+            except Exception:
+                update.is_given_up = True
+                raise
+            changes = parameter._version - counted
+            is_last = update.done == len(spans)
+            self._put_part(parameter, name, its, after or {}, parts, span, is_last)
+            if after and parameter not in state:
+                state[parameter] = its
+            gradient.release(target.grad if target.grad._version != version else None)
+            self._store.throttle()
+            signals_deferred.deliver()
+        for tensor in state_tensors(state, parameter):
+            moved = parked_of(tensor)
+            if moved is not None and moved.parts.are_written:
+                moved.parts.end()
+        self.park(parameter, name, state)
+        return changes
+
+    def _put_part(
+        self,
+        parameter: Tensor,
+        name: str,
+        its: dict[str, Any],
+        after: Mapping[str, Any],
+        parts: "Mapping[str, _Part | None]",
+        span: list[int],
+        is_last: bool,
+    ) -> None:
+        """Let ``after`` be the state of a part: numbers for each element where it belongs, what is the same for all parts
+        once, after the last one.
+        """
+        for key, value in after.items():
+            part = parts.get(key)
+            of_elements = isinstance(value, Tensor) and value.dim() == 1 and value.numel() == span[1] - span[0]
+            if part is None and of_elements:
+                if key not in its:
+                    like = torch.empty(parameter.shape, dtype=value.dtype, device="meta")
+                    its[key] = empty_away(like, parameter.device, f"the state of {name}", self._store)
+                part = _Part.empty(its[key], *span)
+            if part is not None:
+                part.put(value)
+            elif key not in its:
+                its[key] = value
+            elif is_last and isinstance(value, Tensor) and isinstance(its[key], Tensor):
+                its[key].copy_(value)
+            elif is_last:
+                its[key] = value
+
+
+class _Part:
+    """The elements from ``begin`` to ``end`` of a tensor, flat: where they are in memory, or in a slab of the tier."""
+
+    def __init__(self, parked: Parked | None, first_byte: int, slab: Slab | None, tensor: Tensor):
+        self.tensor = tensor
+        self._parked, self._first_byte, self._slab = parked, first_byte, slab
+
+    @classmethod
+    def of(cls, value: Any, parameter: Tensor, begin: int, end: int) -> "_Part | None":
+        """Those of a tensor of the parameter's shape; None for anything else."""
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return None
+        parked = parked_of(value)
+        if parked is not None and not parked.is_away:
+            parked.come()
+        if parked is None or not parked.is_away:
+            return cls(None, 0, None, value.view(-1)[begin:end].detach())
+        first, last = begin * value.itemsize, end * value.itemsize
+        slab = parked.parts.load(first, last - first)
+        content = slab.content[: last - first].view(value.dtype)
+        return cls(parked, first, slab, content.to(value.device))
+
+    @classmethod
+    def empty(cls, tensor: Tensor, begin: int, end: int) -> "_Part":
+        """Those of a tensor that has no values yet."""
+        parked = parked_of(tensor)
+        assert parked is not None
+        nbytes = (end - begin) * tensor.itemsize
+        slab = parked.store.new_slab(nbytes)
+        return cls(parked, begin * tensor.itemsize, slab, slab.content[:nbytes].view(tensor.dtype))
+
+    def put(self, value: Tensor) -> None:
+        """Let these be the elements."""
+        if self._parked is None:
+            if value.data_ptr() != self.tensor.data_ptr():
+                self.tensor.copy_(value)
+            return
+        assert self._slab is not None
+        content = self._slab.content[: value.nbytes].view(value.dtype)
+        if value.data_ptr() != content.data_ptr():
+            content.copy_(value)
+        self._parked.parts.store(self._first_byte, self._slab)
+
+    def release(self, changed: Tensor | None) -> None:
+        """The elements are not needed any more; they were ``changed`` into these, if they were."""
+        if changed is not None and self._parked is not None and self._parked.tensors:
+            self.put(changed)
+        elif self._slab is not None and self._parked is not None:
+            self._parked.store.recycle(self._slab)
+
+
+def _are_new(its: Mapping[str, Any]) -> bool:
+    """Whether a state is being made, by the first update, which was interrupted."""
+    tensors = (value for value in its.values() if isinstance(value, Tensor))
+    return any((parked := parked_of(tensor)) is not None and parked.is_new for tensor in tensors)
