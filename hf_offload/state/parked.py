@@ -45,7 +45,7 @@ class Where(enum.Enum):
     AWAY = "in the slot"
 
 
-class Parked:
+class Parked(guard.Debt):
     """The storage of one tensor, or of several that share it.
 
     Attributes:
@@ -93,6 +93,7 @@ class Parked:
         self._slab: Slab | None = None  # that the storage points to, or whose bytes are being written
         self._write: Future[None] | None = None
         self._read: tuple[Slab, Future[None]] | None = None
+        self._former: list[HeldSlot] = []  # which the storage points to until the present one has all bytes
         self._kept: list[KeptSlot] = []  # who holds the slot: what is written next goes to another one
         self._is_private = False  # the mapping, which may have been written to
         self._stream: Any = None if self.on_host else torch.accelerator.current_stream(self._device)  # its memory's
@@ -271,6 +272,7 @@ class Parked:
         slab, self._slab = self._slab, None
         if slab is not None:
             self.store.recycle(slab)
+        self.free_former()
         self.where, self._is_private = Where.AWAY, is_private
 
     def mapped(self, private: bool) -> torch.UntypedStorage:
@@ -314,6 +316,11 @@ class Parked:
         self.stays = True
         self.store.kept_bytes += self.nbytes
 
+    def free_former(self) -> None:
+        """Nothing points to slots that it had before the present one."""
+        while self._former:
+            self.store.free(self._former.pop())
+
     def _let_slot_go(self) -> None:
         slot, self.slot = self.slot, None
         self._is_clean = False
@@ -335,7 +342,8 @@ class Parked:
     def take_parts(self, slot: HeldSlot | None, digests: dict[tuple[int, int], bytes]) -> None:
         """All bytes were stored in parts: in the slot, or in another ``slot`` that it has from now on."""
         if slot is not None:
-            self._let_slot_go()
+            self._former += [] if self.slot is None else [self.slot]
+            self._kept.clear()
             self.slot = slot
         self._digest, self._range_digests, self.version = b"", digests, self.present_version()
         self._is_clean, self.is_new = True, False
@@ -397,6 +405,7 @@ class Parked:
                 if self._write is None:
                     self.store.recycle(slab)
                     self._slab = None
+            self.free_former()
             self.where, self._is_private = Where.HERE, False
             self.version = self.present_version()
             for tensor in self.tensors:
@@ -419,8 +428,11 @@ class Parked:
             visited.store.throttle()
 
     def forget(self) -> None:
-        """It is in memory, and a plain one from now on."""
+        """It is in memory, and a plain one from now on. Where others have the address of the slot, it stays there."""
         guard.settle(self.tensors)
+        if not self.is_here:
+            self.stays = True
+            return
         self._let_slot_go()
         storage = self._storage()
         if storage is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hf_offload.state.parked import Parked
 
 
-class Parts:
+class Parts(guard.Debt):
     """The bytes of an away storage a part at a time, without the memory for all of them.
 
     From the first :meth:`store` to the end of the last write, tensors over the storage are guarded: the mapping may have
@@ -137,9 +137,12 @@ class Parts:
         storage = parked.storage
         if self.are_written or storage is None:
             return
-        if parked.on_host and self._is_elsewhere:
+        if self._is_elsewhere:
             self._is_elsewhere = False
-            parked.depart(storage)
+            if parked.on_host:
+                parked.depart(storage)
+            else:
+                parked.free_former()
         for tensor in parked.tensors:
             guard.lift(tensor, self)
 
@@ -165,6 +168,3 @@ class Parts:
         self._ended()
         for tensor in self._parked.tensors:
             guard.lift(tensor, self)
-
-    def done(self) -> None:
-        """See :class:`~hf_offload.state.guard.Debt`."""

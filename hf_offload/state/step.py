@@ -51,7 +51,7 @@ _UPDATE_LATER = (
 )
 
 
-class Trained:
+class Trained(guard.Debt):
     """One parameter of one optimizer.
 
     Attributes:
@@ -82,9 +82,6 @@ class Trained:
             found[0].complete(found[1])
         self.finish()
         self.check_stepped()
-
-    def done(self) -> None:
-        """See :class:`~hf_offload.state.guard.Debt`."""
 
     def finish(self) -> None:
         """Compute the update that is owed, if one is."""
@@ -141,6 +138,10 @@ class Trained:
                 f"The optimizer's {', '.join(changed)} changed between a backward, which has updated {self.name}, and its "
                 f"step: {_UPDATE_LATER}"
             )
+
+    def before_gradient(self) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`: the gradient has gone with the update."""
+        self.check_stepped()
 
     def end_backward(self) -> None:
         """What was updated in backward belongs to a step now."""

@@ -243,7 +243,7 @@ class _Stage:
         self.moves: list[Callable[[int], Move]] = []
 
 
-class MovingWeight:
+class MovingWeight(guard.Debt):
     """How far one weight is: what its unit and its guard ask, and a :class:`~hf_offload.state.derived.Derivation`.
 
     Attributes:
@@ -354,9 +354,6 @@ class MovingWeight:
         is_in_memory = _parked_of(parameter) is None  # and the others of its unit need not come
         with contextlib.nullcontext() if is_in_memory else pinned([parameter]):
             self.finish()
-
-    def done(self) -> None:
-        """See :class:`~hf_offload.state.guard.Debt`."""
 
     def check_stepped(self) -> None:
         pass
