@@ -72,7 +72,6 @@ _HARMLESS = frozenset(
     ]
 )
 """What neither reads nor writes values. Not ``dim``: ``torch.func.vmap`` asks for it before it wraps a tensor, unasked."""
-_READS_OF_GRADIENTS = frozenset([Tensor.grad.__get__])  # type: ignore[union-attr]
 _UNSEEN = frozenset(
     [
         Tensor.data.__get__,  # type: ignore[attr-defined]
@@ -106,9 +105,6 @@ class Debt:
         """See to it, and :func:`lift` the guard. ``unseen``, the tensor may be written to without a new version."""
         raise NotImplementedError
 
-    def before_gradient(self) -> None:
-        """The gradient is about to be looked at. Raise an error where it has gone."""
-
     def done(self) -> None:
         """The operation is over that it was settled for, and nobody has the tensor's address."""
 
@@ -120,9 +116,6 @@ class Guarded:
     @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _READS_OF_GRADIENTS:
-            for debt in debts_of(args[0]):
-                debt.before_gradient()
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -139,10 +139,6 @@ class Trained(guard.Debt):
                 f"step: {_UPDATE_LATER}"
             )
 
-    def before_gradient(self) -> None:
-        """See :class:`~hf_offload.state.guard.Debt`: the gradient has gone with the update."""
-        self.check_stepped()
-
     def end_backward(self) -> None:
         """What was updated in backward belongs to a step now."""
         parameter = self.parameter_ref()

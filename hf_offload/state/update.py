@@ -157,6 +157,9 @@ class Updates:
     ) -> int:
         state, changes = update.state, 0
         flat, size = parameter.view(-1), parameter.itemsize
+        parked = parked_gradient(update.gradient)
+        if parked is not None and not parked.is_away:
+            guard.settle([update.gradient])  # multiplied in memory, once
         while update.done < len(spans):
             span = [at // size for at in spans[update.done]]
             target = flat[slice(*span)].detach()
