@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_offload.state import guard
 from hf_offload.state.contexts import outside
-from hf_offload.state.parked import Parked, Where
+from hf_offload.state.parked import Parked
 from hf_offload.state.registry import parked_of
 from hf_offload.storage.store import Store
 from hf_offload.surgery import InertInCopies
@@ -62,7 +62,7 @@ def has_gradient_here(parameter: Tensor) -> bool:
     """Whether there is a gradient in memory, which is not about to leave it."""
     gradient = gradient_of(parameter)
     parked = parked_gradient(gradient)
-    return gradient is not None and (parked is None or parked.where is Where.HERE)
+    return gradient is not None and (parked is None or (parked.is_here and not parked.is_due))
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:

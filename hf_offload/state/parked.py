@@ -57,6 +57,7 @@ class Parked(guard.Debt):
         stays: It does not leave any more: there was no room, or a write has failed.
         compares: Whether it is compared with what the slot has, rather than written once more, where it may have been written
             to without a new version.
+        is_due: It is in memory only until it can leave.
         is_new: It has no bytes yet: they are stored in parts.
         uses: Who has its memory.
         slot: What has its bytes while it is away.
@@ -76,6 +77,7 @@ class Parked(guard.Debt):
         self.nbytes = storage.nbytes()
         self.on_host = storage.device.type == "cpu"
         self.stays = False
+        self.is_due = False
         self.is_new = False
         self.slot: HeldSlot | None = None
         self.parts = Parts(self)
@@ -83,6 +85,7 @@ class Parked(guard.Debt):
         self.written = object()
         self.lent: list[Any] = []
         self._device = storage.device
+        self._address = storage.data_ptr()
         self._storage = registry.register(self, storage)
         self.uses = Uses(self._storage, self.on_host, self.compares)
         self._tensors: list[weakref.ref[Tensor]] = []
@@ -182,7 +185,7 @@ class Parked(guard.Debt):
         if self.where is not Where.HERE or self.stays or self._is_pinned:
             return False
         storage = self._storage()
-        if storage is None:
+        if storage is None or self._is_elsewhere(storage):
             return False
         self.wait_until_written()  # which may find that it has to stay
         with signals_deferred:
@@ -242,7 +245,7 @@ class Parked(guard.Debt):
     def stay_for_now(self) -> None:
         """It may be written to before the write has ended: on a CPU, it stays in memory."""
         if self.on_host and self.where is Where.LEAVING:
-            self.where = Where.HERE
+            self.where, self.is_due = Where.HERE, True
             self.doubt()
 
     def doubt(self) -> None:
@@ -257,7 +260,7 @@ class Parked(guard.Debt):
         with unseen():
             slab.content[: self.nbytes].copy_(bytes_of(storage))
         if self.on_host:
-            swap_pointer(storage, slab.storage(self.nbytes))
+            self._point(storage, slab.storage(self.nbytes))
             self._slab = slab
         return slab
 
@@ -266,7 +269,7 @@ class Parked(guard.Debt):
         assert self.slot is not None
         is_private = self.on_host and self.is_kept
         if self.on_host:
-            swap_pointer(storage, self.mapped(is_private))
+            self._point(storage, self.mapped(is_private))
         else:
             self._empty(storage)
         slab, self._slab = self._slab, None
@@ -274,6 +277,23 @@ class Parked(guard.Debt):
             self.store.recycle(slab)
         self.free_former()
         self.where, self._is_private = Where.AWAY, is_private
+
+    def _point(self, storage: torch.UntypedStorage, memory: torch.UntypedStorage) -> None:
+        swap_pointer(storage, memory)
+        self._address = storage.data_ptr()
+
+    def _is_elsewhere(self, storage: torch.UntypedStorage) -> bool:
+        """Whether PyTorch has given the storage other memory (``share_memory_()``, ``resize_()``), where it stays then."""
+        if storage.data_ptr() == self._address:
+            return False
+        self.wait_until_written()
+        self.drop_reads()
+        self._let_slot_go()
+        self.where, self.stays, self._is_private, self._slab = Where.HERE, True, False, None
+        self._address = storage.data_ptr()
+        for tensor in self.tensors:
+            guard.lift(tensor, self)
+        return True
 
     def mapped(self, private: bool) -> torch.UntypedStorage:
         """The slot's bytes as memory of the CPU."""
@@ -285,7 +305,7 @@ class Parked(guard.Debt):
             return torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage()
 
     def _empty(self, storage: torch.UntypedStorage) -> None:
-        swap_pointer(storage, torch.UntypedStorage(0, device=self._device))
+        self._point(storage, torch.UntypedStorage(0, device=self._device))
         for tensor in self.tensors:
             guard.put(tensor, self)
 
@@ -381,7 +401,8 @@ class Parked(guard.Debt):
         Raises :class:`~hf_offload.errors.StorageError` if it cannot be read; it can be asked for again.
         """
         storage = self._storage()
-        if storage is None or self.where is Where.HERE:
+        self.is_due = False
+        if storage is None or self._is_elsewhere(storage) or self.where is Where.HERE:
             return
         for lent in self.lent:
             lent.check()
@@ -396,12 +417,12 @@ class Parked(guard.Debt):
         assert slab is not None
         with signals_deferred:
             if self.on_host:
-                swap_pointer(storage, slab.storage(self.nbytes))
+                self._point(storage, slab.storage(self.nbytes))
                 self._slab = slab
             else:
                 content = slab.content[: self.nbytes].to(self._device)
                 self._stream = torch.accelerator.current_stream(self._device)
-                swap_pointer(storage, content.untyped_storage())
+                self._point(storage, content.untyped_storage())
                 if self._write is None:
                     self.store.recycle(slab)
                     self._slab = None
@@ -511,7 +532,7 @@ class Parked(guard.Debt):
         if not (was_here and self._digest):  # others may have written to the mapping
             self._digest = kept.digest(*whole)
         if not self._is_private:
-            swap_pointer(storage, self.mapped(private=True))
+            self._point(storage, self.mapped(private=True))
             self._is_private = True
         return [KeptRange(kept, *whole, self._digest)]
 

@@ -7,6 +7,7 @@ Note: the floor
 import contextlib
 import functools
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -101,6 +102,7 @@ class Units:
         self._recent: list[Unit] = []
         self._running = 0  # forwards of the model
         self._is_paused = True  # code of the user runs
+        self._process = os.getpid()
         self.units: list[Unit] = []
         self._by_parameter: dict[int, Unit] = {}
         self._order = UseOrder(0)
@@ -209,6 +211,11 @@ class Units:
     @contextlib.contextmanager
     def using(self, units: Iterable[Unit], finishes: bool = True) -> Iterator[None]:
         """A block in which ``units`` are in memory, and updated unless it is for an update."""
+        if os.getpid() != self._process:  # a child reads where the bytes are, and cannot move them
+            for owed in [owed for unit in units if finishes for owed in list(unit.owed.values())]:
+                owed.finish()
+            yield
+            return
         used: list[Unit] = []
         try:
             with signals_deferred, self._section(), self.lock:

@@ -38,14 +38,14 @@ def _double(model):
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize("place", ["ssd", "ram"])
-def test_a_worker_that_was_forked_is_told_what_to_do(place, tmp_path):
+def test_a_worker_that_was_forked_reads_weights_where_they_are(place, tmp_path):
     model = mlp()
-    expected = model(batch(0)).detach()
+    expected = [model(batch(number)).detach() for number in range(2)]
     session = parked(model, tmp_path if place == "ssd" else None, place)
     leave_memory(session)
-    with pytest.raises(Exception, match=r"The weight 0\.weight cannot be read.*in a forked process.*'spawn'"):
-        _answers(model, "fork")
-    assert torch.equal(model(batch(0)), expected)
+    found = _answers(model, "fork")
+    assert all(torch.equal(one, other[0]) for one, other in zip(expected, found, strict=True))
+    assert torch.equal(model(batch(0)), expected[0])
 
 
 def test_workers_and_processes_that_are_given_the_model_have_its_weights(tmp_path):
