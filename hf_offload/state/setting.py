@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.errors import OffloadConfigError
 from hf_offload.plan.windows import part_bytes, state_window
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
@@ -36,7 +36,7 @@ _STATE_PER_WEIGHT = 2
 class StreamedSetting:
     """``config.state_place`` for the model of a session. It keeps neither the model nor an optimizer.
 
-    Until an optimizer is prepared, gradients are refused: the run would take the memory it was not to take.
+    Gradients stay in memory until an optimizer is prepared, which is said once.
     ``is_planned``: a plan has chosen the place, so what cannot be streamed stays in memory, as with ``"auto"``.
     """
 
@@ -60,7 +60,7 @@ class StreamedSetting:
         self._guards: list[RemovableHandle] = []
         if self._place != "none":
             self._guards = [
-                p.register_post_accumulate_grad_hook(_refuse_gradient) for p in model.parameters() if p.requires_grad
+                p.register_post_accumulate_grad_hook(self._say_staying) for p in model.parameters() if p.requires_grad
             ]
 
     def open(self) -> None:
@@ -109,9 +109,7 @@ class StreamedSetting:
                 f"memory mode. {'It decides about all weights together.' if own else error}"
             ) from error
         streaming.let_stay(())  # what a plan of another session has kept
-        for guard in self._guards:
-            guard.remove()
-        self._guards.clear()
+        self._end_watch()
         self._streamings.add(streaming)
         if present is None:
             self._tell(streaming, optimizer, compiled)
@@ -159,14 +157,24 @@ class StreamedSetting:
                 )
 
     def close(self) -> None:
-        """Compute what is noted, and let gradients be without an optimizer. Streamed optimizers stay so. Idempotent."""
-        for guard in self._guards:
-            guard.remove()
-        self._guards.clear()
+        """Compute what is noted. Streamed optimizers stay so. Idempotent."""
+        self._end_watch()
         while self._opened:
             self._opened.popitem()[1].close()
         for streaming in list(self._streamings):
             streaming.finish()
+
+    def _say_staying(self, parameter: Any) -> None:
+        self._end_watch()
+        logger.warning(
+            "optimizer=%r is set, but no optimizer was prepared: gradients and state stay in memory. Pass yours to "
+            "session.prepare_optimizer() before the first step.",
+            self._config.state_place,
+        )
+
+    def _end_watch(self) -> None:
+        while self._guards:
+            self._guards.pop().remove()
 
     def _open(self, account: str) -> Tier:
         if account in self._opened:
@@ -216,13 +224,6 @@ def _memory_bytes(on_host: bool) -> int:
     if on_host:
         return ram_bytes()[0] or 0
     return torch.accelerator.get_memory_info()[1]
-
-
-def _refuse_gradient(parameter: Any) -> None:
-    raise OffloadError(
-        "OffloadConfig(optimizer=...) is set, but no optimizer was prepared: pass yours to session.prepare_optimizer() "
-        "before the first step."
-    )
 
 
 def _is_compiled(module: nn.Module) -> bool:
