@@ -200,7 +200,7 @@ class Parked:
             self._note_written(digest, slab)
             self._may_differ = self.on_host
             self._slab, self.where = slab, Where.LEAVING
-            registry.leaving[id(self)] = self
+            registry.note_on_the_way(self)
             registry.tell(storage)
             if not self.on_host:
                 self._empty(storage)
@@ -291,7 +291,6 @@ class Parked:
         write, self._write = self._write, None
         if write is None:
             return
-        registry.leaving.pop(id(self), None)
         storage = self._storage()
         error = None if write.cancelled() else write.exception()
         self._is_clean = error is None and not write.cancelled()
@@ -411,11 +410,14 @@ class Parked:
 
     def done(self) -> None:
         """See :class:`~hf_offload.state.guard.Debt`."""
-        _visited.append(self)
+        _visited.append(weakref.ref(self))
         for _ in range(min(_RETRIES, len(_visited))):
-            visited = _visited.pop()
+            reference = _visited.pop()
+            visited = reference()
+            if visited is None:
+                continue
             if not visited.leave() and visited.is_alive and visited.is_here and not visited.stays:
-                _visited.appendleft(visited)  # somebody has an alias: the others come first
+                _visited.appendleft(reference)  # somebody has an alias: the others come first
             visited.store.throttle()
 
     def forget(self) -> None:
@@ -445,7 +447,6 @@ class Parked:
             read = self._begin_read(urgent=True)
             self._read = None
             self.store.wait(read[1])
-        registry.read_ahead.pop(id(self), None)
         read[1].result()
         if self.parts.overlay(read[0]):
             self.stays, self._is_clean = True, False
@@ -458,12 +459,8 @@ class Parked:
         with signals_deferred:
             slab = self.store.new_slab(self.nbytes)
             self._read = slab, self.store.read(self.slot.slot, slab, 0, urgent)
-            self.note_read()
+            registry.note_on_the_way(self)
             return self._read
-
-    def note_read(self) -> None:
-        """Something was read ahead."""
-        registry.read_ahead[id(self)] = self
 
     def drop_reads(self) -> None:
         """Forget what was read ahead: it may be written to where it is."""
@@ -531,7 +528,7 @@ class Parked:
         return self.is_alive and self.written is written and (self.where is Where.AWAY or is_same)
 
 
-_visited: collections.deque[Parked] = collections.deque()
+_visited: collections.deque[weakref.ref[Parked]] = collections.deque()
 """What came because somebody has read it."""
 
 

@@ -111,8 +111,9 @@ class _InUse(threading.local):
 
 def _release(units: list[Unit]) -> None:
     """The operation is over, or all of backward."""
-    while units:
-        units.pop().uses -= 1
+    with signals_deferred:
+        while units:
+            units.pop().uses -= 1
 
 
 _in_use = _InUse()
