@@ -78,3 +78,17 @@ def test_memory_of_gradients_and_state_goes_without_the_garbage_collector(tmp_pa
     known = [weakref.ref(one) for one in _parked.values()]
     optimizer.state.clear()
     assert sum(one() is not None for one in known) == 4
+
+
+def test_a_model_whose_update_is_owed_goes_although_it_has_gradients(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    session = parked(model, tmp_path, optimizer="ssd")
+    optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        model(torch.randn(3, 64)).sum().backward()
+        optimizer.step()
+    assert all(streaming_of(optimizer).trained_of(one).update is not None for one in model.parameters())
+    weights = [weakref.ref(one) for one in model.parameters()]
+    del model, session, optimizer
+    gc.collect()
+    assert [one() for one in weights] == [None] * 4

@@ -361,6 +361,9 @@ class MovingWeight:
     def check_stepped(self) -> None:
         pass
 
+    def overwritten(self) -> None:
+        pass
+
     def read_ahead(self) -> bool:
         return True
 
