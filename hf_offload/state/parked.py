@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hf_offload.errors import OffloadError
+from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard, registry
 from hf_offload.state.contexts import outside, unseen
@@ -447,7 +447,7 @@ class Parked:
             read = self._begin_read(urgent=True)
             self._read = None
             self.store.wait(read[1])
-        read[1].result()
+        self.check_read(read[1])
         if self.parts.overlay(read[0]):
             self.stays, self._is_clean = True, False
         if self.on_host and self.compares:  # others may have written to the mapping
@@ -461,6 +461,14 @@ class Parked:
             self._read = slab, self.store.read(self.slot.slot, slab, 0, urgent)
             registry.note_on_the_way(self)
             return self._read
+
+    def check_read(self, read: "Future[None]") -> None:
+        """Raise :class:`~hf_offload.errors.StorageError` if a read that has ended has failed."""
+        try:
+            read.result()
+        except StorageError as error:
+            what = self.name[:1].upper() + self.name[1:] if " " in self.name else f"The weight {self.name}"
+            raise StorageError(f"{what} cannot be read back: go on from the last checkpoint. {error}") from error
 
     def drop_reads(self) -> None:
         """Forget what was read ahead: it may be written to where it is."""

@@ -83,7 +83,7 @@ class Parts:
             read = self._begin(begin, nbytes, urgent=True)
             del self._reads[begin]
             parked.store.wait(read[1])
-        read[1].result()
+        parked.check_read(read[1])
         return read[0]
 
     def _begin(self, begin: int, nbytes: int, urgent: bool) -> tuple[Slab, Future[None]]:
