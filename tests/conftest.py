@@ -151,3 +151,20 @@ def modes_left_as_they_were():
     before = _modes()
     yield
     assert _modes() == before
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """No garbage, of earlier tests for one, is collected while a signal can come.
+
+    Much of it leaves weak sets of the standard library, threads for example: functions in Python, where an error that a
+    handler raises is discarded.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as it was

@@ -143,7 +143,7 @@ class ParkedWeight(Parked):
             slab = self.store.new_slab(self.nbytes)
             read = self.store.read(self.slot.slot, slab, 0, urgent=True)
             self.store.wait(read)
-            read.result()
+            self.check_read(read)
             bytes_of(storage).copy_(slab.content[: self.nbytes])
             self.store.recycle(slab)
             self.version, self._derived_digest, self._is_clean = self.present_version(), None, True

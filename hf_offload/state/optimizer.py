@@ -201,6 +201,8 @@ class StreamedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state dict of the optimizer's own class. It has state that is not in an accelerator's memory on the CPU."""
         state = self.state
+        for trained in _streamed[self].records:
+            trained.check_stepped()
         if all(parameter.device.type == "cpu" for parameter in _streamed[self].parameters()):
             return super().state_dict()
         mapped = collections.defaultdict(dict, {key: tree_map_only(Tensor, saved, its) for key, its in state.items()})

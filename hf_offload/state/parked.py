@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hf_offload.errors import OffloadError
+from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard, registry
 from hf_offload.state.contexts import outside, unseen
@@ -204,7 +204,7 @@ class Parked(guard.Debt):
             self._note_written(digest, slab)
             self._may_differ = self.on_host
             self._slab, self.where = slab, Where.LEAVING
-            registry.leaving[id(self)] = self
+            registry.note_on_the_way(self)
             registry.tell(storage)
             if not self.on_host:
                 self._empty(storage)
@@ -313,7 +313,6 @@ class Parked(guard.Debt):
         write, self._write = self._write, None
         if write is None:
             return
-        registry.leaving.pop(id(self), None)
         storage = self._storage()
         error = None if write.cancelled() else write.exception()
         self._is_clean = error is None and not write.cancelled()
@@ -441,11 +440,14 @@ class Parked(guard.Debt):
 
     def done(self) -> None:
         """See :class:`~hf_offload.state.guard.Debt`."""
-        _visited.append(self)
+        _visited.append(weakref.ref(self))
         for _ in range(min(_RETRIES, len(_visited))):
-            visited = _visited.pop()
+            reference = _visited.pop()
+            visited = reference()
+            if visited is None:
+                continue
             if not visited.leave() and visited.is_alive and visited.is_here and not visited.stays:
-                _visited.appendleft(visited)  # somebody has an alias: the others come first
+                _visited.appendleft(reference)  # somebody has an alias: the others come first
             visited.store.throttle()
 
     def forget(self) -> None:
@@ -478,8 +480,7 @@ class Parked(guard.Debt):
             read = self._begin_read(urgent=True)
             self._read = None
             self.store.wait(read[1])
-        registry.read_ahead.pop(id(self), None)
-        read[1].result()
+        self.check_read(read[1])
         if self.parts.overlay(read[0]):
             self.stays, self._is_clean = True, False
         if self.on_host and self.compares:  # others may have written to the mapping
@@ -491,12 +492,16 @@ class Parked(guard.Debt):
         with signals_deferred:
             slab = self.store.new_slab(self.nbytes)
             self._read = slab, self.store.read(self.slot.slot, slab, 0, urgent)
-            self.note_read()
+            registry.note_on_the_way(self)
             return self._read
 
-    def note_read(self) -> None:
-        """Something was read ahead."""
-        registry.read_ahead[id(self)] = self
+    def check_read(self, read: "Future[None]") -> None:
+        """Raise :class:`~hf_offload.errors.StorageError` if a read that has ended has failed."""
+        try:
+            read.result()
+        except StorageError as error:
+            what = self.name[:1].upper() + self.name[1:] if " " in self.name else f"The weight {self.name}"
+            raise StorageError(f"{what} cannot be read back: go on from the last checkpoint. {error}") from error
 
     def drop_reads(self) -> None:
         """Forget what was read ahead: it may be written to where it is."""
@@ -564,7 +569,7 @@ class Parked(guard.Debt):
         return self.is_alive and self.written is written and (self.where is Where.AWAY or is_same)
 
 
-_visited: collections.deque[Parked] = collections.deque()
+_visited: collections.deque[weakref.ref[Parked]] = collections.deque()
 """What came because somebody has read it."""
 
 

@@ -1,13 +1,13 @@
 """Parts of a storage that is away: updates are computed without the memory for all of it."""
 
-import functools
+import weakref
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from hf_offload.interrupts import signals_deferred
-from hf_offload.state import guard
+from hf_offload.state import guard, registry
 from hf_offload.state.storages import bytes_of
 from hf_offload.storage.store import HeldSlot, Slab, whole_pages
 
@@ -23,7 +23,7 @@ class Parts(guard.Debt):
     """
 
     def __init__(self, parked: "Parked"):
-        self._parked = parked
+        self._owner = weakref.ref(parked)  # which holds this
         self._reads: dict[int, tuple[Slab, Future[None]]] = {}
         self._writes: dict[int, tuple[Slab, Future[None]]] = {}
         self.rescued: dict[int, Slab] = {}
@@ -31,6 +31,12 @@ class Parts(guard.Debt):
         self._is_elsewhere = False  # in another slot than the one that is mapped
         self._digests: dict[tuple[int, int], bytes] = {}  # of what is written
         self._is_open = False  # from the first store to the end
+
+    @property
+    def _parked(self) -> "Parked":
+        parked = self._owner()
+        assert parked is not None
+        return parked
 
     @property
     def are_written(self) -> bool:
@@ -77,7 +83,7 @@ class Parts(guard.Debt):
             read = self._begin(begin, nbytes, urgent=True)
             del self._reads[begin]
             parked.store.wait(read[1])
-        read[1].result()
+        parked.check_read(read[1])
         return read[0]
 
     def _begin(self, begin: int, nbytes: int, urgent: bool) -> tuple[Slab, Future[None]]:
@@ -86,7 +92,7 @@ class Parts(guard.Debt):
         with signals_deferred:
             slab = parked.store.new_slab(nbytes)
             self._reads[begin] = slab, parked.store.read(parked.slot.slot, slab, begin, urgent)
-            parked.note_read()
+            registry.note_on_the_way(parked)
             return self._reads[begin]
 
     def store(self, begin: int, slab: Slab) -> None:
@@ -107,7 +113,7 @@ class Parts(guard.Debt):
             if parked.store.storage.takes_digests and not parked.on_host:
                 end = min(begin + slab.nbytes, parked.nbytes)
                 self._digests[begin, end] = xxhash.xxh3_128_digest(memoryview(slab.memory)[: end - begin])
-            future = parked.store.write(target.slot, slab, begin, functools.partial(self._written, begin))
+            future = parked.store.write(target.slot, slab, begin, lambda: parked.parts._written(begin))
             self._writes[begin] = slab, future
 
     def end(self) -> None:
@@ -162,9 +168,12 @@ class Parts(guard.Debt):
 
     def settle(self, unseen: bool) -> None:
         """See :class:`~hf_offload.state.guard.Debt`."""
+        parked = self._owner()
+        if parked is None:
+            return
         self.wait()
         if self.rescued:
-            self._parked.come()
+            parked.come()
         self._ended()
-        for tensor in self._parked.tensors:
+        for tensor in parked.tensors:
             guard.lift(tensor, self)

@@ -23,10 +23,8 @@ class Observer(Protocol):
 
 observers: "weakref.WeakSet[Observer]" = weakref.WeakSet()
 _parked: "dict[int, Parked]" = {}
-leaving: "dict[int, Parked]" = {}
-"""Those whose bytes are in memory, and being written."""
-read_ahead: "dict[int, Parked]" = {}
-"""Those of which something was read ahead."""
+_on_the_way: "dict[int, weakref.ref[Parked]]" = {}
+"""Those whose bytes are in memory and being written, or of which something was read ahead."""
 
 
 def register(parked: "Parked", storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
@@ -40,6 +38,12 @@ def register(parked: "Parked", storage: torch.UntypedStorage) -> weakref.ref[tor
 def forget(storage: torch.UntypedStorage) -> None:
     """Nothing moves ``storage`` any more."""
     _parked.pop(id(storage), None)
+
+
+def note_on_the_way(parked: "Parked") -> None:
+    """Its bytes are being written while they are in memory, or are read ahead. It may go meanwhile."""
+    gone: Any = functools.partial(_on_the_way.pop, id(parked))
+    _on_the_way[id(parked)] = weakref.ref(parked, gone)
 
 
 def tell(storage: torch.UntypedStorage) -> None:
@@ -78,7 +82,9 @@ def pause() -> None:
     """Code of the user runs from now on, which may write to tensors without a new version (fused optimizers, ``.data``): what
     is still being written stays in memory for now, and what was read ahead is forgotten.
     """
-    for parked in list(leaving.values()):
-        parked.stay_for_now()
-    while read_ahead:
-        read_ahead.popitem()[1].drop_reads()
+    for key, reference in list(_on_the_way.items()):
+        parked = reference()
+        if parked is not None:
+            parked.stay_for_now()
+            parked.drop_reads()
+        _on_the_way.pop(key, None)

@@ -111,8 +111,9 @@ class _InUse(threading.local):
 
 def _release(units: list[Unit]) -> None:
     """The operation is over, or all of backward."""
-    while units:
-        units.pop().uses -= 1
+    with signals_deferred:
+        while units:
+            units.pop().uses -= 1
 
 
 _in_use = _InUse()
@@ -162,8 +163,16 @@ class _Follow:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
+        self._unwind()
+
+    def _unwind(self) -> None:
+        """Leave forwards that Ctrl-C has ended, which calls no hook."""
+        while self._thread.entered:
+            self.leave()
 
     def enter(self, module: nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._unwind()
         if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
             self._thread.entered.append(None)
             return
@@ -171,14 +180,17 @@ class _Follow:
         if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             self._thread.entered.append(None)  # those of an engine save weights, too; checkpointing's must be innermost
             return
-        hooks.__enter__()
-        self._thread.entered.append(hooks)
+        with signals_deferred:
+            hooks.__enter__()
+            self._thread.entered.append(hooks)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, *_: Any) -> None:
         if self._thread.entered:
-            hooks = self._thread.entered.pop()
-            if hooks is not None:
-                hooks.__exit__()
+            with signals_deferred:
+                hooks = self._thread.entered.pop()
+                top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+                if hooks is not None and top is not None and top[0] is pack:
+                    hooks.__exit__()
 
 
 def follow_saved(model: nn.Module) -> _Follow:

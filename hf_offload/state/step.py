@@ -51,12 +51,27 @@ _UPDATE_LATER = (
 )
 
 
+class _OfOthers(guard.Debt):
+    """What the gradient and the state of a parameter owe. C++ holds gradients, too, so that the garbage collector would take
+    what they refer to for being in use.
+    """
+
+    def __init__(self, trained: "Trained"):
+        self._trained = weakref.ref(trained)
+
+    def settle(self, unseen: bool) -> None:
+        trained = self._trained()
+        if trained is not None:
+            trained.settle(unseen)
+
+
 class Trained(guard.Debt):
     """One parameter of one optimizer.
 
     Attributes:
         name: For messages.
         update: What it owes.
+        of_others: What its gradient and state owe with it.
         spent_norm: 2-norm of the gradient that it was updated with in this step's backward.
     """
 
@@ -65,6 +80,7 @@ class Trained(guard.Debt):
         self.streaming = streaming
         self.parameter_ref = weakref.ref(parameter)
         self.update: Update | None = None
+        self.of_others = _OfOthers(self)
         self.spent_norm: Tensor | None = None
         self.spent_options: dict[str, Any] = {}
         self.comes_once = False
@@ -124,6 +140,10 @@ class Trained(guard.Debt):
                 "those of half a step: go on from the last checkpoint. If backward was not interrupted, something reads "
                 "weights before the step: set max_grad_norm, which then updates after backward."
             )
+
+    def overwritten(self) -> None:
+        """See :class:`~hf_offload.state.units.Owed`: a value that is loaded is not that of half a step."""
+        self.end_backward()
 
     def check_step(self, options: dict[str, Any]) -> None:
         """Raise :class:`~hf_offload.errors.OffloadError` where a step with these ``options`` would not do what backward has
@@ -449,18 +469,24 @@ class Streaming:
         assert parameter is not None
         torch.autograd.graph.increment_version(parameter)
         update.counted = 1
-        for tensor in self._concerned(parameter, update):
-            guard.put(tensor, trained)
+        self._guard(trained, parameter, update)
 
     def _concerned(self, parameter: Tensor, update: Update) -> list[Tensor]:
+        """The other tensors of an update."""
         state = tree_leaves(update.state.get(parameter) or {})
-        return [parameter, update.gradient, *(one for one in state if isinstance(one, Tensor))]
+        return [update.gradient, *(one for one in state if isinstance(one, Tensor))]
+
+    def _guard(self, trained: Trained, parameter: Tensor, update: Update) -> None:
+        guard.put(parameter, trained)
+        for tensor in self._concerned(parameter, update):
+            guard.put(tensor, trained.of_others)
 
     def _lift(self, trained: Trained, update: Update) -> None:
         parameter = trained.parameter_ref()
         if parameter is not None:
+            guard.lift(parameter, trained)
             for tensor in self._concerned(parameter, update):
-                guard.lift(tensor, trained)
+                guard.lift(tensor, trained.of_others)
 
     def _step_in_memory(self, groups: list[dict[str, Any]], context: StepContext) -> None:
         if not groups:
@@ -501,8 +527,7 @@ class Streaming:
                     except BaseException:
                         if not update.is_given_up:
                             trained.update = update
-                            for tensor in self._concerned(parameter, update):
-                                guard.put(tensor, trained)
+                            self._guard(trained, parameter, update)
                         raise
             except StorageError as error:
                 raise StorageError(

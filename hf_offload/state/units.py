@@ -8,9 +8,11 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +32,7 @@ from hf_offload.storage.service import WEIGHTS
 from hf_offload.structure.units import find_blocks
 from hf_offload.surgery import EagerHook
 
+_CALL = nn.Module._call_impl.__code__
 _AHEAD = 8
 """How many units are looked at to read them ahead."""
 _BEGIN = -1
@@ -44,6 +47,9 @@ class Owed(Protocol):
 
     def check_stepped(self) -> None:
         """Raise where the parameter has the value of half a step."""
+
+    def overwritten(self) -> None:
+        """The parameter gets another value, which is loaded."""
 
     def read_ahead(self) -> bool:
         """Begin to read what it needs; false if there is no room for that."""
@@ -100,7 +106,6 @@ class Units:
         self._handles: list[RemovableHandle] = []
         self._in_fast_paths: list[tuple[weakref.ref[nn.Module], EagerHook, RemovableHandle]] = []
         self._recent: list[Unit] = []
-        self._running = 0  # forwards of the model
         self._is_paused = True  # code of the user runs
         self._process = os.getpid()
         self.units: list[Unit] = []
@@ -115,7 +120,7 @@ class Units:
         self._handles.clear()
         self._handles.append(model.register_forward_pre_hook(EagerHook(self._begin), prepend=True))
         self._handles.append(model.register_forward_hook(EagerHook(self._end), always_call=True))
-        self._handles.append(model.register_load_state_dict_pre_hook(EagerHook(_check_loaded)))
+        self._handles.append(model.register_load_state_dict_pre_hook(EagerHook(self._loads)))
         self._in_fast_paths.clear()
         fast_paths = [set(one.modules()) for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer)]
         for name, owner in _owners(model):
@@ -135,19 +140,32 @@ class Units:
                     self._in_fast_paths.append((weakref.ref(owner), arrive, self._handles[-1]))
         self._order = UseOrder(len(self.units))
 
-    def pause(self) -> None:
-        """Code of the user runs from now on, unless a forward or backward goes on."""
-        if not self._is_paused and not self._running:
+    def pause(self, ends: bool = False) -> None:
+        """Code of the user runs from now on, unless a forward or backward goes on; the innermost forward ``ends``."""
+        if not self._is_paused and self._count_forwards() == ends:
             self._is_paused = True
             for weight in self._weights():
                 weight.pause()
 
-    def resume(self) -> None:
-        """A forward or backward runs."""
+    def resume(self, begins: bool = False) -> None:
+        """A forward or backward runs; the innermost forward ``begins``."""
+        if not self._is_paused and self._count_forwards() == begins and torch._C._current_graph_task_id() == -1:
+            self._is_paused = True  # for errors and Ctrl-C end backwards, and Ctrl-C forwards, without a word
+            for weight in self._weights():
+                weight.uses.suspect()
         if self._is_paused:
             self._is_paused = False
             for weight in self._weights():
                 weight.resume()
+
+    def _count_forwards(self) -> int:
+        """How many forwards of the model this thread is in."""
+        model, count = self._model(), 0
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            count += frame.f_code is _CALL and frame.f_locals["self"] is model
+            frame = frame.f_back
+        return count
 
     def _weights(self) -> Iterator[Parked]:
         return (weight for unit in self.units for weight in unit.weights)
@@ -175,11 +193,10 @@ class Units:
         """A forward of the model begins."""
         if in_recompute():
             return
-        self._running += 1
         with signals_deferred, self._section(), self.lock:
             self._order.used(_BEGIN)
             pause()
-            self.resume()
+            self.resume(begins=True)
             for unit in self.units:
                 unit.was_called = False
             transformed = torch._C._functorch.peek_interpreter_stack() is not None
@@ -193,12 +210,22 @@ class Units:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward of the model has ended."""
         if not in_recompute():
-            self._running = max(0, self._running - 1)
             self._in_fast_paths = [
                 (owner, hook, _again(owner, hook, handle)) for owner, hook, handle in self._in_fast_paths
             ]
             with signals_deferred:
-                pause_all()
+                pause_all(self)
+
+    def _loads(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+        """Values are about to be loaded into the model."""
+        for tensor in state_dict.values():
+            if isinstance(tensor, Tensor):
+                check_loaded(tensor)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            unit = self.unit_of(parameter) if prefix + name in state_dict else None
+            for (_, key), owed in [] if unit is None else list(unit.owed.items()):
+                if key == id(parameter):
+                    owed.overwritten()
 
     # -- uses -------------------------------------------------------------------------------------------------------------
 
@@ -239,7 +266,7 @@ class Units:
         """
         with self.using([unit]):
             pass
-        if not self._running and torch._C._current_graph_task_id() == -1 and self.limit_bytes is not None:
+        if not self._count_forwards() and torch._C._current_graph_task_id() == -1 and self.limit_bytes is not None:
             with self.lock, outside():
                 self._recent = [recent for recent in self._recent if recent is not unit]
                 for weight in unit.weights:
@@ -329,11 +356,11 @@ class Units:
         return [self.units[number] for number in dict.fromkeys(coming)]
 
 
-def pause_all() -> None:
-    """Code of the user runs from now on."""
+def pause_all(ending: Units | None = None) -> None:
+    """Code of the user runs from now on: a forward of the model of ``ending`` ends."""
     pause()
     for units in list(_of_models.values()):
-        units.pause()
+        units.pause(units is ending)
 
 
 class _Backwards(threading.local):
@@ -411,12 +438,6 @@ def _again(owner: "weakref.ref[nn.Module]", hook: EagerHook, handle: RemovableHa
 
 
 guard.keep_in_memory = pinned
-
-
-def _check_loaded(module: nn.Module, state_dict: Any, *_: Any) -> None:
-    for tensor in state_dict.values():
-        if isinstance(tensor, Tensor):
-            check_loaded(tensor)
 
 
 def _forget(key: int) -> Any:

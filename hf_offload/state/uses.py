@@ -62,6 +62,10 @@ class Uses:
         storage = self._storage()
         self._noted = None if storage is None else _count(storage)
 
+    def suspect(self) -> None:
+        """Code of the user has run: whatever others have of the memory may be an address."""
+        self._are_addresses, self._noted = True, None
+
     def resume(self, is_held: bool) -> None:
         """It has run. Aliases that forwards and backwards keep for themselves follow the storage."""
         self._are_addresses = is_held and self.may_be_addresses

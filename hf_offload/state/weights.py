@@ -55,12 +55,18 @@ class Weights:
 
     def park(self, model: nn.Module, config: OffloadConfig) -> None:
         """Let all that may leave do so from now on, but for as many as fit."""
-        model_ref = weakref.ref(model)
+        model_ref, self_ref = weakref.ref(model), weakref.ref(self)
         units = self._units = units_of(model)
         units.follow(model)
         units.handling, units.throttle = self.store.storage.handling, self.store.throttle
         units.limit_bytes = self._limit_bytes
-        units.adopt = lambda parameter: self.receive(_name_of(parameter, model_ref()), parameter, config)
+
+        def adopt(parameter: nn.Parameter) -> None:
+            weights = self_ref()  # which holds the units
+            if weights is not None:
+                weights.receive(_name_of(parameter, model_ref()), parameter, config)
+
+        units.adopt = adopt
         with units.lock, outside():
             for name, parameter in model.named_parameters():
                 self.receive(name, parameter, config)

@@ -132,9 +132,15 @@ class Store:
     # -- transfers --------------------------------------------------------------------------------------------------------
 
     def write(self, slot: Slot, slab: Slab, begin: int, ended: Callable[[], None]) -> "Future[None]":
-        """Begin to write; ``ended`` is called by :meth:`collect` and by what waits, in the thread of the calls."""
+        """Begin to write; ``ended`` is called by :meth:`collect` and by what waits, in the thread of the calls. What the tier
+        refuses is a write that has failed.
+        """
         with signals_deferred:
-            future = self.tier.write(slot, slab.content, begin)
+            try:
+                future = self.tier.write(slot, slab.content, begin)
+            except TierFullError as error:  # a write limit that is met
+                future = Future()
+                future.set_exception(error.with_traceback(None))
             self._writing.append((future, slab.nbytes, ended))
         return future
 

@@ -1,5 +1,3 @@
-import gc
-
 import pytest
 import torch
 
@@ -11,20 +9,3 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def no_collections():
-    """No garbage, of earlier tests for one, is collected while a signal can come.
-
-    Much of it leaves weak sets of the standard library, threads for example: functions in Python, where an error that a
-    handler raises is discarded.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    yield
-    gc.enable()
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()  # as it was

@@ -4,13 +4,15 @@ import functools
 import gc
 
 import pytest
+import torch
+from torch import nn
 
 from hf_offload.state import saved
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.units import units_of
 from tests.faults.interrupted import Interrupted, check_all, check_some, used_bytes
 from tests.faults.numbered_steps import Training
-from tests.helpers.parked import leave_memory
+from tests.helpers.parked import leave_memory, parked
 
 QUICK_POINTS = 6
 
@@ -70,6 +72,36 @@ def interrupted(kind, tmp_path, no_collections):
 
 def test_ctrl_c_at_a_point_of_a_step_loses_no_weight(interrupted):
     check_some(interrupted, QUICK_POINTS)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_array_that_is_made_after_ctrl_c_has_the_weight(phase, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(5)])
+    parked(model, tmp_path)
+    inputs = torch.ones(2, 64)
+    model(inputs).sum().backward()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for layer in model:
+        if phase == "forward":
+            handle = model[3].register_forward_hook(interrupt)
+        else:
+            handle = model[2].register_full_backward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(inputs).sum().backward()
+        handle.remove()
+        array = layer.weight.detach().numpy()
+        expected = array.copy() + 1
+        with torch.no_grad():
+            layer.weight.add_(1)
+        for each in model:  # weights come, and let others leave
+            each(inputs)
+        assert (array == expected).all()
+        model(inputs)  # leaves what the interrupted one has entered
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 @pytest.mark.full

@@ -53,7 +53,7 @@ class Streamed(Interrupted):
         streaming = streaming_of(training.optimizer)
         gc.collect()
         kept = sum(record.state_bytes for record in streaming.records)
-        granules = 4096 * sum(len(record.states) for record in streaming.records)
+        granules = 4096 * 2 * len(streaming.records)
         assert used_bytes(streaming.state_store, kept + granules) <= kept + granules, f"after {point}"
         assert used_bytes(streaming.gradient_store, 0) == 0, f"after {point}"
 

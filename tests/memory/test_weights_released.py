@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload.state.registry import _parked
+from hf_offload.state.optimizer import streaming_of
+from hf_offload.state.registry import _parked, parked_of
 from hf_offload.state.units import units_of
 from tests.helpers.parked import in_memory, parked
 
@@ -57,3 +58,37 @@ def test_backward_that_fails_does_not_keep_the_next_one_from_asking(tmp_path):
     handle.remove()
     model(torch.randn(3, 64)).sum().backward()
     assert all(unit.uses == 0 for unit in units_of(model).units)
+
+
+@pytest.mark.parametrize("part_bytes", [None, 4096])
+def test_memory_of_gradients_and_state_goes_without_the_garbage_collector(tmp_path, part_bytes, no_collections):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    session = parked(model, tmp_path, optimizer="ssd")
+    optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    streaming_of(optimizer)._updates.part_bytes = part_bytes
+    for _ in range(3):
+        model(torch.randn(3, 64)).sum().backward()
+        known = [weakref.ref(parked_of(one.grad)) for one in model.parameters()]
+        optimizer.step()
+        model(torch.randn(3, 64))
+        optimizer.zero_grad()
+        for store in (streaming_of(optimizer).gradient_store, streaming_of(optimizer).state_store):
+            store.settle()
+        assert [one() for one in known] == [None] * 4
+    known = [weakref.ref(one) for one in _parked.values()]
+    optimizer.state.clear()
+    assert sum(one() is not None for one in known) == 4
+
+
+def test_a_model_whose_update_is_owed_goes_although_it_has_gradients(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    session = parked(model, tmp_path, optimizer="ssd")
+    optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        model(torch.randn(3, 64)).sum().backward()
+        optimizer.step()
+    assert all(streaming_of(optimizer).trained_of(one).update is not None for one in model.parameters())
+    weights = [weakref.ref(one) for one in model.parameters()]
+    del model, session, optimizer
+    gc.collect()
+    assert [one() for one in weights] == [None] * 4

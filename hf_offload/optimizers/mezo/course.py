@@ -358,6 +358,9 @@ class MovingWeight(guard.Debt):
     def check_stepped(self) -> None:
         pass
 
+    def overwritten(self) -> None:
+        pass
+
     def read_ahead(self) -> bool:
         return True
 
