@@ -1,6 +1,7 @@
 """MeZO with weights on tiers: the bits of a run in memory, and how often each weight is read and written."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -175,8 +176,8 @@ def test_a_view_that_a_forward_keeps_has_the_weight_of_this_forward(restore, tmp
         model[1].register_forward_pre_hook(lambda *_, model=model, kept=kept: kept.append(model[0].weight[:1]))
         model[7].register_forward_hook(lambda module, args, output, kept=kept: output + kept.pop())
         optimizer = optimizer_of(model, restore)
-        inputs = torch.randn(4, 64)
-        losses = [float(optimizer.step(lambda: model(inputs).pow(2).mean())) for _ in range(3)]
+        closure = functools.partial(lambda model, inputs: model(inputs).pow(2).mean(), model, torch.randn(4, 64))
+        losses = [float(optimizer.step(closure)) for _ in range(3)]
         found.append((losses, optimizer.log, weights(model)))
     assert found[0][:2] == found[1][:2]
     assert same(found[0][2], found[1][2])
