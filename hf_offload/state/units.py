@@ -281,11 +281,9 @@ class Units:
             if unit.uses or unit in self._recent:
                 continue
             for weight in unit.weights:
-                if weight.is_here and weight.leave():
+                if excess > 0 and weight.is_here and weight.leave():
                     excess -= weight.nbytes
             self.throttle()
-            if excess <= 0:
-                return
 
     def let_all_leave(self) -> None:
         """Let no weight be in memory that may leave."""
