@@ -54,10 +54,10 @@ class ParkedWeight(Parked):
     # -- what leaves --------------------------------------------------------------------------------------------------------
 
     def leave(self, writes: bool = False, must: bool = False) -> bool:
-        """See :meth:`Parked.leave`. A value of which the slot's is needed again is dropped."""
+        """See :meth:`Parked.leave`. A value of which the slot's is needed again is dropped, unless others hold it."""
         if self.derivation is None or not self.derivation.needs_slot or self.slot is None:
             return super().leave(writes, must)
-        if self.where is not Where.HERE or self.stays or self._is_pinned:
+        if self.where is not Where.HERE or self.stays or self.is_held:
             return False
         self.wait_until_written()
         storage = self._storage()
@@ -67,8 +67,14 @@ class ParkedWeight(Parked):
         return True
 
     def _need_not_be_written(self, writes: bool) -> bool:
-        may_go = self.derivation is None or (self.derivation.may_go and not writes)
-        return may_go and super()._need_not_be_written(writes)
+        if self.derivation is not None and (writes or not self.derivation.may_go or self._is_derived_and_held):
+            return False
+        return super()._need_not_be_written(writes)
+
+    @property
+    def _is_derived_and_held(self) -> bool:
+        """Whether aliases would read the slot, which has another value than memory."""
+        return self._derived_digest is not None and self.is_held
 
     @property
     def _expected_digest(self) -> bytes:

@@ -65,6 +65,7 @@ class Unit:
         owed: What computes updates that they wait for, by the optimizer and the parameter.
         uses: How many use it now.
         was_called: Its owner was called in the last forward: updates may wait for that.
+        is_in_fast_path: A module that takes a fast path in evaluation reads its weights, without calling their owner.
     """
 
     def __init__(self, name: str, number: int, parameters: Iterable[nn.Parameter]):
@@ -75,6 +76,7 @@ class Unit:
         self.owed: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()  # of Owed
         self.uses = 0
         self.was_called = False
+        self.is_in_fast_path = False
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +124,9 @@ class Units:
         self._handles.append(model.register_forward_hook(EagerHook(self._end), always_call=True))
         self._handles.append(model.register_load_state_dict_pre_hook(EagerHook(self._loads)))
         self._in_fast_paths.clear()
-        fast_paths = [set(one.modules()) for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer)]
+        encoders = [one for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer)]
+        fast_paths = {module for encoder in encoders for module in encoder.modules()}
+        not_called = {one.out_proj for one in model.modules() if isinstance(one, nn.MultiheadAttention)}
         for name, owner in _owners(model):
             parameters = list(owner.parameters(recurse=name in find_blocks(model)))
             new = [p for p in parameters if self.unit_of(p) is None]
@@ -136,7 +140,9 @@ class Units:
             if mine:
                 arrive = EagerHook(_Arrive(self, mine))
                 self._handles.append(owner.register_forward_pre_hook(arrive))
-                if any(owner in fast for fast in fast_paths):
+                for unit in mine:
+                    unit.is_in_fast_path |= owner in fast_paths or owner in not_called
+                if owner in fast_paths:
                     self._in_fast_paths.append((weakref.ref(owner), arrive, self._handles[-1]))
         self._order = UseOrder(len(self.units))
 
@@ -197,13 +203,13 @@ class Units:
             self._order.used(_BEGIN)
             pause()
             self.resume(begins=True)
+            transformed = torch._C._functorch.peek_interpreter_stack() is not None
+            evaluates = transformed or not torch.is_grad_enabled() or not module.training
             for unit in self.units:
                 unit.was_called = False
-            transformed = torch._C._functorch.peek_interpreter_stack() is not None
-            if transformed or not torch.is_grad_enabled() or not module.training:
-                # Modules read weights of others then, to see whether a fast path may be taken.
-                for owed in [owed for unit in self.units for owed in list(unit.owed.values())]:
-                    owed.finish()
+                if unit.owed and (transformed or (evaluates and unit.is_in_fast_path)):
+                    self.need(unit)
+            if evaluates:
                 for _, _, handle in self._in_fast_paths:
                     handle.remove()  # with any hook inside, PyTorch computes in another way
 
@@ -309,11 +315,9 @@ class Units:
             if unit.uses or unit in self._recent:
                 continue
             for weight in unit.weights:
-                if weight.is_here and weight.leave():
+                if excess > 0 and weight.is_here and weight.leave():
                     excess -= weight.nbytes
             self.throttle()
-            if excess <= 0:
-                return
 
     def let_all_leave(self) -> None:
         """Let no weight be in memory that may leave."""

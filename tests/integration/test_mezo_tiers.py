@@ -1,6 +1,7 @@
 """MeZO with weights on tiers: the bits of a run in memory, and how often each weight is read and written."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -160,6 +161,26 @@ def test_memory_that_others_hold_follows_at_once(restore, tmp_path):
     assert seen[0] == seen[1]
     assert len(set(seen[0])) == len(seen[0])
     assert same(weights(model), weights(other))
+
+
+@RESTORES
+def test_a_view_that_a_forward_keeps_has_the_weight_of_this_forward(restore, tmp_path):
+    found = []
+    for is_attached in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+        if is_attached:
+            session = attached(model, tmp_path, memory_budget=None)
+            assert session.residency.limit_bytes < session.residency.total_bytes / 2
+        kept = []
+        model[1].register_forward_pre_hook(lambda *_, model=model, kept=kept: kept.append(model[0].weight[:1]))
+        model[7].register_forward_hook(lambda module, args, output, kept=kept: output + kept.pop())
+        optimizer = optimizer_of(model, restore)
+        closure = functools.partial(lambda model, inputs: model(inputs).pow(2).mean(), model, torch.randn(4, 64))
+        losses = [float(optimizer.step(closure)) for _ in range(3)]
+        found.append((losses, optimizer.log, weights(model)))
+    assert found[0][:2] == found[1][:2]
+    assert same(found[0][2], found[1][2])
 
 
 @RESTORES
