@@ -287,13 +287,6 @@ class Streaming:
             return self._updates.spans(parameter, self.state, None)
         return self._updates.spans(parameter, update.state, update.gradient)
 
-    def forget_owed(self, parameter: Tensor) -> None:
-        """Its update is not to be computed any more."""
-        trained = self.trained_of(parameter)
-        if trained is not None and trained.update is not None:
-            self._lift(trained, trained.update)
-            trained.update = None
-
     # -- gradients ----------------------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo
@@ -515,8 +508,6 @@ class Streaming:
 
     def _section(self, kind: str | None = OPTIMIZER_STATE) -> contextlib.AbstractContextManager[Any]:
         return self.state_store.storage.handling.of(kind)
-
-    # -- one update ---------------------------------------------------------------------------------------------------------
 
 
 def _are_same(one: Any, other: Any) -> bool:
