@@ -2,8 +2,8 @@
 
 Note: one rule for all schedules
     A step notes for each parameter the options of its group and its gradient as they are now: an :class:`Update`. The
-    parameter owes it until its unit is used next, or somebody reads the parameter, its gradient or its state. It is computed
-    at once with ``lazy`` false, and where others hold the parameter's memory, who would read it without asking. A failure or
+    parameter owes it until its unit is used next, or an operation reads the parameter, its gradient or its state. It is
+    computed at once with ``lazy`` false, and where others hold the parameter's memory, who would read it without asking. A failure or
     Ctrl-C between two parts leaves the rest owed: the next use completes it, or raises.
 """
 
@@ -424,7 +424,7 @@ class Streaming:
             state[key] = state.pop(key)
 
     def _may_wait(self, trained: Trained, update: Update) -> bool:
-        """Whether nobody can read the parameter without asking."""
+        """Whether no code is known that could read the parameter without asking."""
         parameter = trained.parameter_ref()
         found = None if parameter is None else unit_with(parameter)
         if parameter is None or found is None or not found[1].was_called:
