@@ -3,8 +3,8 @@
 Note: one rule for all schedules
     A step notes for each parameter the options of its group and its gradient as they are now: an :class:`Update`. The
     parameter owes it until its unit is used next, or an operation reads the parameter, its gradient or its state. It is
-    computed at once with ``lazy`` false, and where others hold the parameter's memory, who would read it without asking. A failure or
-    Ctrl-C between two parts leaves the rest owed: the next use completes it, or raises.
+    computed at once with ``lazy`` false, and where others hold the parameter's memory, who would read it without asking. A
+    failure or Ctrl-C between two parts leaves the rest owed: the next use completes it, or raises.
 """
 
 import contextlib
