@@ -32,32 +32,6 @@ class Effect:
 
 _RUNS = ("arguments", "memory mode", "callback", "plugin", "plain loop", "auto", "hf_offload.run", "autoload")
 _STATE = ("optimizer", "weights")
-_ASKING = (
-    "torch._functorch.eager_transforms._wrap_tensor_for_grad",
-    "torch._functorch.eager_transforms._wrap_functional_tensor",
-    "torch._functorch.vmap._add_batch_dim",
-    "torch.autograd.function.Function.apply",
-    "torch.tensor",
-    "torch.as_tensor",
-    "torch.asarray",
-    "torch.sparse_coo_tensor",
-    "torch.to_dlpack",
-    "torch.utils.dlpack.to_dlpack",
-    "torch.nested.nested_tensor",
-    "torch.Tensor.__new__",
-    "torch.Tensor.set_",
-    "torch.Tensor.new",
-    "torch.Tensor.new_tensor",
-    "torch.Tensor.as_subclass",
-    "torch.Tensor._make_subclass",
-    "torch.jit.ScriptFunction.__call__",
-    "torch.ScriptMethod.__call__",
-    "torch.jit._recursive.create_script_module_impl",
-    "torch.autograd._engine_run_backward",
-    "torch.utils.swap_tensors",
-    "torch.utils.checkpoint._make_saved_tensor",
-    "torch.utils.checkpoint._checkpoint_hook.__init__",
-)
 _ACCELERATOR = ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")
 
 # All of them: tests/integration/test_effects.py compares the state of processes with this list.
@@ -83,13 +57,6 @@ EFFECTS = (
         "CPU, on first use",
         "mallopt() keeps freed memory in glibc's heap; a preloaded allocator is left alone",
         dict.fromkeys(_RUNS, ("mallopt",)),
-    ),
-    Effect(
-        "weights or optimizer state that leave memory, on first use",
-        "torch.func's wrappers, torch.autograd.Function.apply, constructors and methods of tensors that do not ask for them, "
-        "TorchScript, and what begins a backward and what a checkpoint keeps, let a weight come that is elsewhere, and "
-        "change nothing for other tensors",
-        {"optimizer": _ASKING, "weights": _ASKING},
     ),
     Effect(
         "tier auto, until it is detached",
@@ -120,7 +87,8 @@ EFFECTS = (
 
 WITHIN_A_STEP = (
     "forward of a model that offloads, or a block of offload_activations: hooks for saved tensors, in its thread",
-    "operation with a weight that is elsewhere: hooks for saved tensors, in its thread",
+    "weights or state that leave memory, while bytes move or an update is computed: autocast, modes, transforms and "
+    "traces are switched off in its thread, and PyTorch's default dtype is that of the step",
     "bookkeeping of the engine, microseconds at a time: handlers of signals such as Ctrl-C's run right after it",
     "tier auto, in a step that is measured: hooks around every optimizer's step, a dispatch mode that counts tensors, and "
     "torch.autograd._engine_run_backward lets that mode count where backward runs in another thread, too",

@@ -1,4 +1,4 @@
-"""Tensors that must not be read as they are: whoever reads one settles first what it owes.
+"""Tensors that must not be read as they are: an operation on one settles first what it owes.
 
 A guarded tensor is the same object, of a subclass of its class, until nothing is owed any more. It owes an update that was
 put off, factors of clipping, or, on an accelerator, its memory.
@@ -106,7 +106,7 @@ class Debt:
         raise NotImplementedError
 
     def done(self) -> None:
-        """The operation is over that it was settled for, and nobody has the tensor's address."""
+        """The operation that it was settled for has ended, and did not hand out the tensor's address."""
 
 
 class Guarded:

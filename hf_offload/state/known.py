@@ -2,8 +2,8 @@
 
 Note: any other class
     The step of a class that is not in the table may look at all weights together, count, or draw random numbers. It runs as
-    it is, as a whole: gradients and state are in memory for the step, and leave again after it. That is exact for any class,
-    and takes the memory of all state at once.
+    it is, as a whole. On an accelerator, gradients and state are in memory for the step, and leave after it; on a CPU, it
+    reads and writes them where they are mapped. That is exact for any class.
 """
 
 import torch

@@ -1,14 +1,14 @@
 """A storage whose bytes are in memory, or in a slot of a tier: its pointer is swapped, and all tensors over it follow.
 
-Note: why nobody reads wrong bytes
+Note: why no code reads wrong bytes
     Tensors, views and aliases share one storage, and the storage has one pointer. Here, it points to a slab; away, on a CPU,
-    to the slot itself, mapped: who reads it reads the drive, and who writes it writes there. The pointer turns to the slot
+    to the slot itself, mapped: reads and writes go to the drive. The pointer turns to the slot
     only when the write of the slab has ended, in the thread that trains. Where others have the address itself (NumPy arrays,
     DLPack), the pointer stays as it is: the storage's use count tells.
 
     On an accelerator, an away storage has no memory, and its tensors are guarded (:mod:`~hf_offload.state.guard`). A guard
-    sees who comes later, and nobody who writes without a new version: sums of the memory, computed there, tell whether it is
-    what the slot has. What others hold stays: an alias, the storage itself, a weight that a graph has saved without our
+    sees later operations, but no writes without a new version: sums of the memory, computed there, tell whether it is what
+    the slot has. What others hold stays: an alias, the storage itself, a weight that a graph has saved without our
     hooks, or that a transform of ``torch.func`` has wrapped. Memory that streams other than its own have used is free when
     these have, too.
 """
@@ -177,7 +177,7 @@ class Parked(guard.Debt):
     # -- leaving ----------------------------------------------------------------------------------------------------------
 
     def leave(self, writes: bool = False, must: bool = False) -> bool:
-        """Begin to leave memory, and write what has changed; if it ``writes``, also what could be made again. False if it
+        """Begin to leave memory, and write what has changed; if it ``writes``, also what could be rebuilt. False if it
         stays; if it ``must`` not for want of room, :class:`~hf_offload.errors.TierFullError` is raised.
 
         On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
@@ -218,7 +218,7 @@ class Parked(guard.Debt):
 
     @property
     def _expected_digest(self) -> bytes:
-        """That of memory if nobody has written to it; nothing where it is not known."""
+        """That of memory if it was not written to; nothing where it is not known."""
         return self._digest
 
     def _note_written(self, digest: bytes, slab: Slab) -> None:
@@ -576,7 +576,7 @@ _visited: collections.deque[weakref.ref[Parked]] = collections.deque()
 def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> Tensor:
     """A tensor as ``like`` on ``device``, whose bytes are to be stored in parts: it takes no memory until then."""
     nbytes = like.numel() * like.element_size()
-    with outside():  # nobody is to count it
+    with outside():  # it is not to be counted
         if device.type == "cpu":
             storage = Slab(nbytes).storage(nbytes)  # the system gives memory to what is touched
         else:

@@ -2,9 +2,9 @@
 
 Note: one rule for all schedules
     A step notes for each parameter the options of its group and its gradient as they are now: an :class:`Update`. The
-    parameter owes it until its unit is used next, or somebody reads the parameter, its gradient or its state. It is computed
-    at once with ``lazy`` false, and where others hold the parameter's memory, who would read it without asking. A failure or
-    Ctrl-C between two parts leaves the rest owed: the next use completes it, or raises.
+    parameter owes it until its unit is used next, or an operation reads the parameter, its gradient or its state. It is
+    computed at once with ``lazy`` false, and where others hold the parameter's memory, who would read it without asking. A
+    failure or Ctrl-C between two parts leaves the rest owed: the next use completes it, or raises.
 """
 
 import contextlib
@@ -304,13 +304,6 @@ class Streaming:
             return self._updates.spans(parameter, self.state, None)
         return self._updates.spans(parameter, update.state, update.gradient)
 
-    def forget_owed(self, parameter: Tensor) -> None:
-        """Its update is not to be computed any more."""
-        trained = self.trained_of(parameter)
-        if trained is not None and trained.update is not None:
-            self._lift(trained, trained.update)
-            trained.update = None
-
     # -- gradients ----------------------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo
@@ -448,7 +441,7 @@ class Streaming:
             state[key] = state.pop(key)
 
     def _may_wait(self, trained: Trained, update: Update) -> bool:
-        """Whether nobody can read the parameter without asking."""
+        """Whether no code is known that could read the parameter without asking."""
         parameter = trained.parameter_ref()
         found = None if parameter is None else unit_with(parameter)
         if parameter is None or found is None or not found[1].was_called:
@@ -537,8 +530,6 @@ class Streaming:
 
     def _section(self, kind: str | None = OPTIMIZER_STATE) -> contextlib.AbstractContextManager[Any]:
         return self.state_store.storage.handling.of(kind)
-
-    # -- one update ---------------------------------------------------------------------------------------------------------
 
 
 def _are_same(one: Any, other: Any) -> bool:

@@ -26,7 +26,7 @@ from hf_offload.state.contexts import is_outside, outside
 from hf_offload.state.lent import check_loaded
 from hf_offload.state.order import UseOrder
 from hf_offload.state.parked import Parked
-from hf_offload.state.registry import parked_of, pause
+from hf_offload.state.registry import pause
 from hf_offload.storage.handling import Handling
 from hf_offload.storage.service import WEIGHTS
 from hf_offload.structure.units import find_blocks
@@ -73,7 +73,7 @@ class Unit:
         self.number = number
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.weights: list[Parked] = []
-        self.owed: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()  # of Owed
+        self.owed: weakref.WeakValueDictionary[Any, Owed] = weakref.WeakValueDictionary()
         self.uses = 0
         self.was_called = False
         self.is_in_fast_path = False
@@ -113,9 +113,9 @@ class Units:
         self.units: list[Unit] = []
         self._by_parameter: dict[int, Unit] = {}
         self._order = UseOrder(0)
-        self.follow(model)
+        self.refresh(model)
 
-    def follow(self, model: nn.Module) -> None:
+    def refresh(self, model: nn.Module) -> None:
         """Look at the model again: it may have other modules by now. Idempotent."""
         for handle in self._handles:
             handle.remove()
@@ -458,6 +458,3 @@ def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if not inside and has_own and not isinstance(module, torch.jit.ScriptModule):
             found.append((name or type(model).__name__, module))
     return found
-
-
-__all__ = ["Unit", "Units", "parked_of", "pinned", "unit_with", "units_of"]

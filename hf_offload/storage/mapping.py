@@ -35,13 +35,6 @@ def map_ranges(ranges: Sequence[tuple[int, int, int]], private: bool = False) ->
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def forget_pages(tensor: torch.Tensor) -> None:
-    """Let the system take back the memory of what was read through a mapping."""
-    address, nbytes = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-    if nbytes:
-        _libc().madvise(address, nbytes, mmap.MADV_DONTNEED)
-
-
 def _map(address: int | None, nbytes: int, access: int, flags: int, descriptor: int, offset: int) -> int:
     found = _libc().mmap(address, nbytes, access, flags, descriptor, offset)
     if found == _FAILED:
@@ -56,5 +49,4 @@ def _libc() -> Any:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc
