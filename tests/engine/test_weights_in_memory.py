@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload.state.contexts import outside
 from hf_offload.state.order import UseOrder
+from hf_offload.state.units import pause_all
+from hf_offload.storage.store import whole_pages
 from tests.faults.failing_calls import Hang
 from tests.helpers.parked import in_memory, leave_memory, parked
 
 WIDTH = 136
-NBYTES = 4 * WIDTH * WIDTH  # enough for its buffer to be used again
+NBYTES = whole_pages(4 * WIDTH * WIDTH)
 
 
 def layers(count=6):
@@ -32,7 +33,7 @@ def use_all(model):
 
 def reading(session):
     """Names of what is on its way to memory, or there."""
-    return {weight.name for weight in session.residency.weights() if weight._stored and weight._stored._read}
+    return {weight.name for weight in session.residency.weights() if weight._read}
 
 
 def test_the_order_of_uses_is_learned():
@@ -55,78 +56,98 @@ def test_what_comes_next_is_read_ahead_and_no_more_than_the_window_has_room_for(
     use_all(model)
     use_all(model)
     leave_memory(session)
-    seen = []
+    names, nbytes = [], []
     for layer in model:
-        layer.register_forward_hook(lambda *_: seen.append(sum(each.nbytes for each in store._reading)))
-    with torch.no_grad():
-        model[0](torch.ones(1, WIDTH))
-    assert reading(session) == {"1.weight", "2.weight"}
+        layer.register_forward_hook(lambda *_: names.append(reading(session)))
+        layer.register_forward_hook(lambda *_: nbytes.append(sum(store._reading.values())))
     use_all(model)
-    assert max(seen) == 2 * NBYTES
+    assert names[0] == {"1.weight", "2.weight"}
+    assert max(nbytes) == 2 * NBYTES
 
 
 def test_weights_that_are_used_last_leave_first(chain):
     model, session, _, _ = chain
-    session.residency.limit_bytes = 3 * NBYTES
+    session.residency.limit_bytes = 3 * model[0].weight.nbytes
     for _ in range(3):
         use_all(model)
     with torch.no_grad():
-        model[0](torch.ones(1, WIDTH))
-        model[1](torch.ones(1, WIDTH))
-        model[2](torch.ones(1, WIDTH))
-        model[3](torch.ones(1, WIDTH))
-    # 2 was used before 3, and is farther away than 0 only where the order is known: 4, 5, 0, 1, 2, 3.
-    assert "3.weight" in in_memory(session)
-    assert in_memory(session) & {"0.weight", "1.weight"}
-    assert "2.weight" not in in_memory(session)
-
-
-def come(weight):
-    weight.enter()
-    weight.leave()
-
-
-def go(weight, store):
-    with weight.residency._lock, outside():
-        weight.send(store)
+        for layer in model[:3]:
+            layer(torch.ones(1, WIDTH))
+    # 2 is in use, and 1 was before it; 3 is used sooner than 0.
+    assert in_memory(session) == {"1.weight", "2.weight", "3.weight"}
 
 
 @pytest.fixture
 def written(chain, monkeypatch):
-    """A weight that was changed, and has come back while the drive writes it: with its value, and the drive that waits."""
+    """A weight that was changed and leaves, and a drive that does not write it before it is told to."""
     model, session, store, weights = chain
-    store.window_bytes = 64 << 20  # room for buffers that are kept for others
-    expected = model[0].weight.detach().clone() + 1
+    store.window_bytes = 64 << 20  # room for slabs that are kept for others
     leave_memory(session)
     session.residency.limit_bytes = 1 << 30
-    come(weights[0])
+    weights[0].come()
+    expected = model[0].weight.detach().clone() + 1
     with torch.no_grad():
         model[0].weight.add_(1)
     hang = Hang(monkeypatch, "write_once")
     try:
-        go(weights[0], store)
+        assert weights[0].leave()
         assert hang.inside.wait(60)
-        come(weights[0])
         yield model[0].weight, weights[0], store, expected, hang
     finally:
         hang.end()
 
 
-def test_memory_that_comes_back_while_the_drive_writes_it_is_the_weights_own(written):
-    parameter, _, store, expected, hang = written
-    phase = parameter.data_ptr() % 4096
-    hang.end()
-    store.settle()
-    store.new_buffer(NBYTES, phase).fill_(0xFF)
-    assert torch.equal(parameter.detach(), expected)
-
-
-def test_memory_that_was_looked_at_while_the_drive_writes_it_is_kept_until_it_is_written(written):
+def test_memory_that_leaves_is_the_weights_until_it_is_written(written):
     parameter, weight, store, expected, hang = written
-    phase = weight._buffer.data_ptr() % 4096
-    go(weight, store)
-    store.new_buffer(NBYTES, phase).fill_(0xFF)
+    store.new_slab(NBYTES).content.fill_(0xFF)
+    assert torch.equal(parameter.detach(), expected)
     hang.end()
     store.settle()
-    assert not weight.is_in_memory
+    store.new_slab(NBYTES).content.fill_(0xFF)
+    assert weight.is_away
     assert torch.equal(parameter.detach(), expected)
+
+
+def test_memory_that_comes_back_while_the_drive_writes_it_is_the_weights_own(written):
+    parameter, weight, store, expected, hang = written
+    weight.come()
+    hang.end()
+    store.settle()
+    store.new_slab(NBYTES).content.fill_(0xFF)
+    assert weight.is_here
+    assert torch.equal(parameter.detach(), expected)
+
+
+def test_memory_that_is_written_to_while_it_leaves_stays(written):
+    parameter, _, store, expected, hang = written
+    with torch.no_grad():
+        parameter.add_(1)
+    hang.end()
+    store.settle()
+    assert torch.equal(parameter.detach(), expected + 1)
+
+
+@pytest.mark.parametrize("then", ["stays", "leaves"])
+def test_code_of_the_user_writes_without_a_new_version_to_what_is_being_written(written, then):
+    parameter, weight, store, expected, hang = written
+    pause_all()
+    parameter.data.add_(1)
+    hang.end()
+    store.settle()
+    if then == "leaves":
+        assert weight.leave()
+        store.settle()
+        assert weight.is_away
+    assert torch.equal(parameter.detach(), expected + 1)
+
+
+def test_code_of_the_user_writes_to_what_was_read_ahead(chain):
+    model, session, _, weights = chain
+    leave_memory(session)
+    expected = model[0].weight.detach() + 1
+    assert weights[0].read_ahead()
+    assert reading(session) == {"0.weight"}
+    pause_all()
+    model[0].weight.data.add_(1)
+    weights[0].come()
+    assert torch.equal(model[0].weight.detach(), expected)
