@@ -287,13 +287,6 @@ class Streaming:
             return self._updates.spans(parameter, self.state, None)
         return self._updates.spans(parameter, update.state, update.gradient)
 
-    def forget_owed(self, parameter: Tensor) -> None:
-        """Its update is not to be computed any more."""
-        trained = self.trained_of(parameter)
-        if trained is not None and trained.update is not None:
-            self._lift(trained, trained.update)
-            trained.update = None
-
     # -- gradients ----------------------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo
@@ -465,6 +458,11 @@ class Streaming:
             for tensor in self._concerned(parameter, update):
                 guard.lift(tensor, trained)
 
+    def _give_up(self, trained: Trained) -> None:
+        if trained.update is not None:
+            self._lift(trained, trained.update)
+            trained.update = None
+
     def _step_in_memory(self, groups: list[dict[str, Any]], context: StepContext) -> None:
         if not groups:
             return
@@ -502,7 +500,10 @@ class Streaming:
                         with pinned([parameter], finishes=False), torch._C.DisableTorchFunctionSubclass():
                             self._updates.compute(parameter, trained.name, update, trained.read_ahead)
                     except BaseException:
-                        if not update.is_given_up:
+                        if update.is_given_up:  # in memory, nothing is stepped after it
+                            for other in owing[number + 1 :]:
+                                self._give_up(other)
+                        else:
                             trained.update = update
                             for tensor in self._concerned(parameter, update):
                                 guard.put(tensor, trained)
