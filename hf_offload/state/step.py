@@ -481,6 +481,11 @@ class Streaming:
             for tensor in self._concerned(parameter, update):
                 guard.lift(tensor, trained.of_others)
 
+    def _give_up(self, trained: Trained) -> None:
+        if trained.update is not None:
+            self._lift(trained, trained.update)
+            trained.update = None
+
     def _step_in_memory(self, groups: list[dict[str, Any]], context: StepContext) -> None:
         if not groups:
             return
@@ -518,7 +523,10 @@ class Streaming:
                         with pinned([parameter], finishes=False), torch._C.DisableTorchFunctionSubclass():
                             self._updates.compute(parameter, trained.name, update, trained.read_ahead)
                     except BaseException:
-                        if not update.is_given_up:
+                        if update.is_given_up:  # in memory, nothing is stepped after it
+                            for other in owing[number + 1 :]:
+                                self._give_up(other)
+                        else:
                             trained.update = update
                             self._guard(trained, parameter, update)
                         raise

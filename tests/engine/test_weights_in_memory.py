@@ -77,9 +77,9 @@ def test_weights_that_are_used_last_leave_first(chain):
     assert in_memory(session) == {"1.weight", "2.weight", "3.weight"}
 
 
-@pytest.fixture
-def written(chain, monkeypatch):
-    """A weight that was changed and leaves, and a drive that does not write it before it is told to."""
+@pytest.fixture(params=["before", "after"])
+def written(chain, monkeypatch, request):
+    """A weight that was changed and leaves, and a drive that hangs before it writes the bytes, or after that."""
     model, session, store, weights = chain
     store.window_bytes = 64 << 20  # room for slabs that are kept for others
     leave_memory(session)
@@ -88,7 +88,7 @@ def written(chain, monkeypatch):
     expected = model[0].weight.detach().clone() + 1
     with torch.no_grad():
         model[0].weight.add_(1)
-    hang = Hang(monkeypatch, "write_once")
+    hang = Hang(monkeypatch, "write_once", done=request.param == "after")
     try:
         assert weights[0].leave()
         assert hang.inside.wait(60)

@@ -35,11 +35,12 @@ class Faults:
 
 class Hang:
     """Calls of one kind hang until :meth:`end`, and whoever waits for them is impatient as long as they do: no sooner, for
-    a busy machine may take its time over a call that does end.
+    a busy machine may take its time over a call that does end. Those that are ``done`` have done their work before.
     """
 
-    def __init__(self, monkeypatch, side):
+    def __init__(self, monkeypatch, side, done=False):
         self._monkeypatch = monkeypatch
+        self._done = done
         monkeypatch.setattr(Tier, "stall_limit_s", 0.3)
         self.inside = threading.Event()
         self._go = threading.Event()
@@ -47,9 +48,10 @@ class Hang:
         monkeypatch.setattr(disk_io, side, self._call)
 
     def _call(self, *arguments):
+        found = self._real(*arguments) if self._done else None
         self.inside.set()
         assert self._go.wait(TIMEOUT_S)
-        return self._real(*arguments)
+        return found if self._done else self._real(*arguments)
 
     def end(self):
         self._monkeypatch.setattr(Tier, "stall_limit_s", TIMEOUT_S)

@@ -352,7 +352,7 @@ def hooks_of_the_user_come_before_and_step(run):
 def hooks_of_the_user_come_before_and_clip(run):
     model = mlp()
     for weight in (model[0].weight, model[2].weight, model[4].weight):
-        weight.register_post_accumulate_grad_hook(lambda _: run.log(run.clip(model, 0.1)))
+        weight.register_post_accumulate_grad_hook(lambda _: run.log(run.clip(model, 0.001)))
     optimizer = adamw(run, model)
     for number in range(3):
         for part in range(3):
@@ -388,6 +388,17 @@ def gradients_are_set_to_zeros(run):
         (optimizer if number % 2 else model).zero_grad(set_to_none=False)
         optimizer.step()
         run.log([p.grad for p in model.parameters()])
+    run.log_all(model, optimizer)
+
+
+@scenario
+def a_class_writes_its_gradients(run):
+    """With Nesterov's momentum, SGD adds to lists of gradients in place."""
+    model = mlp()
+    optimizer = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, nesterov=True, foreach=True)
+    )
+    train(run, model, optimizer, after=lambda _: run.log([p.grad for p in model.parameters()]), zero=False)
     run.log_all(model, optimizer)
 
 

@@ -1,6 +1,7 @@
 """Optimizer state that others hold while steps go on: it is that of the run in memory, whichever way it is held."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.parked import Where
 from hf_offload.state.registry import parked_of
+from tests.faults.failing_calls import Hang
 from tests.helpers.streamed import Run, mlp, same, stream_in_parts, train
 
 OPTIMIZERS = {
@@ -148,3 +150,21 @@ def test_looking_at_state_without_holding_it_keeps_none_in_memory(tmp_path):
     moved = [parked_of(state["exp_avg"]) for state in optimizer.state.values()]
     streaming_of(optimizer).state_store.settle()
     assert {one.where for one in moved if one is not None} == {Where.AWAY}
+
+
+def test_state_that_is_being_written_in_parts_is_that_after_the_step(tmp_path, monkeypatch):
+    stream_in_parts(monkeypatch)
+    logs = []
+    for place in ("none", "ssd"):
+        run, model = Run(place, tmp_path), mlp()
+        optimizer = run.prepare(model, OPTIMIZERS["adamw"](model.parameters()))
+        train(run, model, optimizer, steps=2)
+        held = optimizer.state[model[0].weight]["exp_avg"]
+        train(run, model, optimizer, steps=1, first=2)
+        hang = Hang(monkeypatch, "write_once") if place == "ssd" else None
+        model[0].weight.sum()  # which completes the step
+        if hang is not None:
+            threading.Timer(0.1, hang.end).start()
+        run.log(held)
+        logs.append(run.logged)
+    assert same(*logs)

@@ -148,7 +148,8 @@ def test_integers_that_an_optimizer_passes_by_are_no_obstacle(group, tmp_path):
 
 
 def test_an_update_that_is_an_error_is_one_of_its_step(tmp_path):
-    """Its state has another dtype than the weights since."""
+    """Its state has another dtype than the weights since. No weight is stepped, then or later."""
+    found = []
     for place in ("none", "ssd"):
         model = mlp()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
@@ -162,6 +163,8 @@ def test_an_update_that_is_an_error_is_one_of_its_step(tmp_path):
                 optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="expected dtype"):
             optimizer.step()
+        found.append([model(torch.ones(4, 96, dtype=torch.float64)), *model.parameters()])
+    assert same(*found)
 
 
 OPTIMIZERS = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hf_offload import OffloadConfig, attach
@@ -164,22 +165,24 @@ TAKES = {
 }
 
 
+def two_steps(model, optimizer):
+    for _ in range(2):  # the first one makes the state, at once
+        model[0].weight.sum().backward()
+        optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*nested tensors", "ignore:To copy construct")
 @pytest.mark.parametrize("take", TAKES.values(), ids=TAKES)
 @pytest.mark.parametrize("waits", [False, True], ids=["on a tier", "waits"])
 def test_functions_that_do_not_ask_find_weights(take, waits, tmp_path):
     """With an update to come, or from the tier, in a process that a weight without memory would end."""
     expected = mlp()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    expected[0].weight.sum().backward()
-    optimizer.step()
+    two_steps(expected, torch.optim.AdamW(expected.parameters(), lr=0.1))
 
     model = mlp()
     settings = OffloadConfig(tier="none", optimizer="ram", min_bytes=1)
     session = attach(model, settings) if waits else parked(model, tmp_path)
-    optimizer = session.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    model[0].weight.sum().backward()
-    optimizer.step()
+    two_steps(model, session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1)))
     if not waits:
         leave_memory(session)
     weight = model[0].weight
@@ -234,6 +237,18 @@ def test_a_module_that_is_added_takes_its_fast_path(tmp_path):
         assert torch.equal(model[1](inputs), expected)
 
 
+class FastPaths(TorchDispatchMode):
+    """Counts layers that compute in one operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._transformer_encoder_layer_fwd.default
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("needs_gradient", [True, False])
@@ -243,9 +258,12 @@ def test_a_fast_path_is_taken_with_gradients_enabled_where_nothing_needs_one(tmp
     model.requires_grad_(not frozen)
     inputs = torch.randn(2, 5, 32, requires_grad=needs_gradient)
     padding = torch.tensor([5 * [False], 3 * [False] + 2 * [True]])
-    expected = model(inputs, src_key_padding_mask=padding)
+    with FastPaths() as in_memory:
+        expected = model(inputs, src_key_padding_mask=padding)
     parked(model, tmp_path)
-    assert torch.equal(model(inputs, src_key_padding_mask=padding), expected)
+    with FastPaths() as found:
+        assert torch.equal(model(inputs, src_key_padding_mask=padding), expected)
+    assert found.count == in_memory.count == (0 if needs_gradient or not frozen else 2)
 
 
 def with_data(tensor, weight):

@@ -16,6 +16,7 @@ from hf_offload.snapshots.memory import MemoryFile, damage_of
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.kept import Kept, KeptRange
 from hf_offload.storage.service import RunStorage
+from tests.helpers.streamed import Run, copied, mlp, same, stream_in_parts, train
 
 COUNT = 1_000_123
 """No multiple of a block: the ends stay in memory."""
@@ -163,6 +164,28 @@ def test_copies_of_state_have_no_placeholders(tmp_path):
     assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], whole)
     kept.release()
     session.detach()
+
+
+def test_steps_in_parts_leave_state_that_is_kept_as_it_is(tmp_path, monkeypatch):
+    stream_in_parts(monkeypatch)
+    logs, kept = [], Kept()
+    for place in ("none", "ssd"):
+        run, model = Run(place, tmp_path), mlp()
+        optimizer = run.prepare(model, torch.optim.AdamW(model.parameters()))
+        train(run, model, optimizer, steps=2)
+        before = copied(optimizer.state_dict())
+        held = contents.optimizer_state(optimizer, kept)
+        train(run, model, optimizer, steps=2, first=2)
+        run.log_all(model, optimizer)
+        logs.append(run.logged)
+    assert same(*logs)
+    placeholders = [(number, state["exp_avg"]) for number, state in held["state"].items() if kept.has(state["exp_avg"])]
+    assert len(placeholders) == 3
+    for number, placeholder in placeholders:
+        (part,) = kept.parts_of(placeholder.untyped_storage())
+        expected = before["state"][number]["exp_avg"].numpy().tobytes()
+        assert bytes_of(part.slot, part.begin, part.end) == expected
+    kept.release()
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["copied", "kept"])
