@@ -74,6 +74,16 @@ def test_ctrl_c_at_a_point_of_a_step_loses_no_weight(interrupted):
     check_some(interrupted, QUICK_POINTS)
 
 
+@pytest.mark.parametrize(
+    "entry", ["saved.py pack", "saved.py unpack", "units.py using", "step.py arrived", "step.py step"]
+)
+def test_ctrl_c_where_pytorch_calls_the_package_loses_no_weight(entry, tmp_path, no_collections):
+    file, function = entry.split()
+    interrupted = Parked("streamed", tmp_path)
+    points = [each for each in interrupted.points() if each[0].endswith(f"/state/{file}") and each[1] == function]
+    assert any(interrupted.check(point) for point in (points[0], points[-1]))
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_an_array_that_is_made_after_ctrl_c_has_the_weight(phase, tmp_path):
     torch.manual_seed(0)
