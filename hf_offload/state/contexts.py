@@ -82,7 +82,7 @@ def outside() -> Iterator[None]:
 
 
 def unseen() -> contextlib.AbstractContextManager[Any]:
-    """What runs inside is no operation of the training that modes of dispatch are to see."""
+    """A block whose operations are hidden from modes of dispatch: they are not part of the training."""
     return _disable_current_modes() if _get_current_dispatch_mode_stack() else contextlib.nullcontext()
 
 

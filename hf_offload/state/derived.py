@@ -1,4 +1,4 @@
-"""Weights whose value in use can be made again from the one in the slot, so that not each value has to be written."""
+"""Weights whose value in use can be rebuilt from the one in the slot, so that not each value has to be written."""
 
 from typing import Protocol
 
@@ -21,7 +21,7 @@ class Derivation(Protocol):
 
     @property
     def may_go(self) -> bool:
-        """Whether the value in memory need not be written: it is made again from the one in the slot."""
+        """Whether the value in memory need not be written: it can be rebuilt from the one in the slot."""
 
     def arrived(self) -> None:
         """What reads the storage finds the value of the slot from now on."""
@@ -156,7 +156,7 @@ class ParkedWeight(Parked):
         return True
 
     def is_derivable(self) -> bool:
-        """Whether memory has the value that was read from the slot, or derived from it: nobody else has changed it."""
+        """Whether memory has the value that was read from the slot, or derived from it, without other changes."""
         storage = self._storage()
         if self._copy is None:
             self.wait_until_written()  # before it changes

@@ -1,4 +1,4 @@
-"""Tensors that must not be read as they are: whoever reads one settles first what it owes.
+"""Tensors that must not be read as they are: a read settles first what the tensor owes.
 
 A guarded tensor is the same object, of a subclass of its class, until nothing is owed any more. It owes an update that was
 put off, factors of clipping, or, on an accelerator, its memory.
@@ -105,7 +105,7 @@ class Debt(Protocol):
         """See to it, and :func:`lift` the guard. ``unseen``, the tensor may be written to without a new version."""
 
     def done(self) -> None:
-        """The operation is over that it was settled for, and nobody has the tensor's address."""
+        """The operation is over that it was settled for, and has given away no address of the tensor."""
 
 
 class Guarded:

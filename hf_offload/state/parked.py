@@ -1,13 +1,13 @@
 """A storage whose bytes are in memory, or in a slot of a tier: its pointer is swapped, and all tensors over it follow.
 
-Note: why nobody reads wrong bytes
+Note: why no read finds wrong bytes
     Tensors, views and aliases share one storage, and the storage has one pointer. Here, it points to a slab; away, on a CPU,
     to the slot itself, mapped: who reads it reads the drive, and who writes it writes there. The pointer turns to the slot
     only when the write of the slab has ended, in the thread that trains. Where others have the address itself (NumPy arrays,
     DLPack), the pointer stays as it is: the storage's use count tells.
 
     On an accelerator, an away storage has no memory, and its tensors are guarded (:mod:`~hf_offload.state.guard`). A guard
-    sees who comes later, and nobody who writes without a new version: sums of the memory, computed there, tell whether it is
+    sees who comes later, but not writes without a new version: sums of the memory, computed there, tell whether it is
     what the slot has. What others hold stays: an alias, the storage itself, a weight that a graph has saved without our
     hooks, or that a transform of ``torch.func`` has wrapped. Memory that streams other than its own have used is free when
     these have, too.
@@ -173,7 +173,7 @@ class Parked:
     # -- leaving ----------------------------------------------------------------------------------------------------------
 
     def leave(self, writes: bool = False, must: bool = False) -> bool:
-        """Begin to leave memory, and write what has changed; if it ``writes``, also what could be made again. False if it
+        """Begin to leave memory, and write what has changed; if it ``writes``, also what could be rebuilt. False if it
         stays; if it ``must`` not for want of room, :class:`~hf_offload.errors.TierFullError` is raised.
 
         On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
@@ -214,7 +214,7 @@ class Parked:
 
     @property
     def _expected_digest(self) -> bytes:
-        """That of memory if nobody has written to it; nothing where it is not known."""
+        """That of memory if it was not written to; empty where it is not known."""
         return self._digest
 
     def _note_written(self, digest: bytes, slab: Slab) -> None:
@@ -415,7 +415,7 @@ class Parked:
         for _ in range(min(_RETRIES, len(_visited))):
             visited = _visited.pop()
             if not visited.leave() and visited.is_alive and visited.is_here and not visited.stays:
-                _visited.appendleft(visited)  # somebody has an alias: the others come first
+                _visited.appendleft(visited)  # an alias holds it: the others come first
             visited.store.throttle()
 
     def forget(self) -> None:
@@ -532,13 +532,13 @@ class Parked:
 
 
 _visited: collections.deque[Parked] = collections.deque()
-"""What came because somebody has read it."""
+"""What came because it was read through a guard."""
 
 
 def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> Tensor:
     """A tensor as ``like`` on ``device``, whose bytes are to be stored in parts: it takes no memory until then."""
     nbytes = like.numel() * like.element_size()
-    with outside():  # nobody is to count it
+    with outside():  # modes are not to count it
         if device.type == "cpu":
             storage = Slab(nbytes).storage(nbytes)  # the system gives memory to what is touched
         else:

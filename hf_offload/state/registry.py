@@ -1,4 +1,4 @@
-"""All storages that are moved: by the storage, those that are on their way, and what is told to whom."""
+"""All storages that are moved: by the storage, those that are on their way, and observers."""
 
 import functools
 import weakref

@@ -77,7 +77,7 @@ class StreamedSetting:
             return
         compiled = any(_is_compiled(module) for module in model.modules())
         in_graph = self._alone and not compiled
-        units_of(model).follow(model)
+        units_of(model).refresh(model)
         names = {id(p): name for name, p in model.named_parameters()}
         present = streaming_of(optimizer)
         budget = None if self._config.memory_budget is None else int(self._config.memory_budget)

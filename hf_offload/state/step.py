@@ -2,7 +2,7 @@
 
 Note: one rule for all schedules
     A step notes for each parameter the options of its group and its gradient as they are now: an :class:`Update`. The
-    parameter owes it until its unit is used next, or somebody reads the parameter, its gradient or its state. It is computed
+    parameter owes it until its unit is used next, or the parameter, its gradient or its state is read. It is computed
     at once with ``lazy`` false, and where others hold the parameter's memory, who would read it without asking. A failure or
     Ctrl-C between two parts leaves the rest owed: the next use completes it, or raises.
 """
@@ -431,7 +431,7 @@ class Streaming:
             state[key] = state.pop(key)
 
     def _may_wait(self, trained: Trained, update: Update) -> bool:
-        """Whether nobody can read the parameter without asking."""
+        """Whether every read of the parameter goes through its unit or its guard."""
         parameter = trained.parameter_ref()
         found = None if parameter is None else unit_with(parameter)
         if parameter is None or found is None or not found[1].was_called:

@@ -106,9 +106,9 @@ class Units:
         self.units: list[Unit] = []
         self._by_parameter: dict[int, Unit] = {}
         self._order = UseOrder(0)
-        self.follow(model)
+        self.refresh(model)
 
-    def follow(self, model: nn.Module) -> None:
+    def refresh(self, model: nn.Module) -> None:
         """Look at the model again: it may have other modules by now. Idempotent."""
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Who has the memory of a storage, beside the tensors that are known to be over it."""
+"""Who has the memory of a storage, other than the tensors that are known to be over it."""
 
 import sys
 import weakref

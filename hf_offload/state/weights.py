@@ -57,7 +57,7 @@ class Weights:
         """Let all that may leave do so from now on, but for as many as fit."""
         model_ref = weakref.ref(model)
         units = self._units = units_of(model)
-        units.follow(model)
+        units.refresh(model)
         units.handling, units.throttle = self.store.storage.handling, self.store.throttle
         units.limit_bytes = self._limit_bytes
         units.adopt = lambda parameter: self.receive(_name_of(parameter, model_ref()), parameter, config)

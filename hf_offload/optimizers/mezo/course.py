@@ -5,7 +5,7 @@ Note: what is written
     its memory comes, it makes those that it has not made; it goes without being written where the same moves lead
     there from what was written before. So a step reads a weight once for each forward pass, and writes it once.
     The operations of each weight and their order are those of weights in memory, and so are the bits. Until a weight has
-    made its moves, it is guarded: whoever reads it elsewhere than in its unit lets it move first.
+    made its moves, it is guarded: a read elsewhere than in its unit lets it move first.
     A weight that is to be as it was (``restore="pristine"``) is written before it moves, and read again instead of going
     back: as often as one that goes back.
 """
@@ -308,7 +308,7 @@ class MovingWeight:
     # -- the unit, and the guard ----------------------------------------------------------------------------------------
 
     def guard(self) -> None:
-        """Let whoever reads the weight make its moves first, if there are any."""
+        """Let the weight make its moves before it is read, if there are any."""
         parameter = self._parameter()
         if parameter is not None and self.now != self._course.end:
             parked = _parked_of(parameter)
