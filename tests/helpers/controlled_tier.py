@@ -50,7 +50,8 @@ class ControlledTier(Tier):
         self.stats.reserve(nbytes)
         return slot
 
-    def write(self, slot: MemorySlot, buffer: torch.Tensor) -> "Future[None]":
+    def write(self, slot: MemorySlot, buffer: torch.Tensor, begin: int = 0) -> "Future[None]":
+        assert begin == 0, "slots are written and read as a whole"
         slot.phase = buffer.data_ptr() % PAGE
         future: Future[None] = Future()
         box = [buffer]
@@ -73,7 +74,8 @@ class ControlledTier(Tier):
         self._pools["write"].submit(work)
         return future
 
-    def read(self, slot: MemorySlot, into: torch.Tensor, urgent: bool = False) -> "Future[None]":
+    def read(self, slot: MemorySlot, into: torch.Tensor, urgent: bool = False, begin: int = 0) -> "Future[None]":
+        assert begin == 0, "slots are written and read as a whole"
         if slot.freed:
             raise StorageError("read on a slot of the test's tier that was freed")
         if self.fail_writes and slot.bytes is None:

@@ -5,7 +5,6 @@ import itertools
 import re
 
 import pytest
-import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +38,7 @@ from hf_offload.planning.known import Terms, known_by_simulating
 from hf_offload.ranks import Ranks
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.service import RunStorage
-from hf_offload.storage.store import Store
+from hf_offload.storage.store import Slab, Store
 from tests.helpers.handmade_footprints import MB, footprint_of
 
 LAYERS, WEIGHT = 8, 150 * MB
@@ -624,11 +623,11 @@ def test_buffers_that_are_larger_than_a_window_has_to_spare_are_not_kept_for_the
 
 
 def test_spare_buffers_take_as_much_as_plans_count_on():
-    window = 16 * MB
+    window = 16 << 20
     store = Store(RunStorage(), RamTier(storage=RunStorage()), "state", window)
     for _ in range(8):
-        store.recycle(store.new_buffer(MB))
-        store.recycle(torch.empty(MB, dtype=torch.uint8))
+        store.recycle(store.new_slab(1 << 20))
+        store.recycle(Slab(1 << 20))
     assert store.buffer_bytes == spare_bytes(window)
 
 
