@@ -28,7 +28,6 @@ REASONS = {
     ("plan/hardware.py", "'cuda'"): "the cards whose data sheets are known are NVIDIA's",
     ("planning/machine.py", "torch.cuda.is_available"): _CUFILE,
     ("planning/machine.py", "'cuda.bindings.cufile'"): _CUFILE,
-    ("state/guard.py", "'is_cuda'"): "an attribute of tensors, which reads no value",
     ("storage/host_memory.py", "torch.cuda.is_available"): _REGISTER,
     ("storage/host_memory.py", "torch.cuda.cudart"): _REGISTER,
     ("storage/host_memory.py", "torch.cuda.current_device"): _REGISTER,
