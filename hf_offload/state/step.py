@@ -34,9 +34,9 @@ from hf_offload.state.gradients import (
     set_gradient,
     watch,
 )
-from hf_offload.state.registry import is_held, parked_of, pause
+from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.shadow import Shadow, attributes_of, names_of, options_of
-from hf_offload.state.units import in_backward, pinned, unit_with
+from hf_offload.state.units import in_backward, pinned, stepping, unit_with
 from hf_offload.state.update import Update, Updates, may_move, state_tensors
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
 from hf_offload.storage.store import Store
@@ -369,7 +369,7 @@ class Streaming:
         Raises :class:`~hf_offload.errors.StorageError` if something cannot be read: the step can then be completed, or no
         parameter that is not complete can be used.
         """
-        with signals_deferred, self._section(), torch.no_grad():
+        with signals_deferred, self._section(), torch.no_grad(), stepping():
             self.finish()
             if not self.in_backward:
                 self._entries = set(map(id, self.state))
@@ -413,7 +413,6 @@ class Streaming:
                     at_once.append(trained)
             self.finish(at_once, contextlib.nullcontext())
             self._sort_state()
-            pause()
 
     def _sort_state(self) -> None:
         """What a step has put into the state comes in the order of the groups, as in memory."""
@@ -481,38 +480,39 @@ class Streaming:
         in another ``context``.
         """
         owing = [one for one in (self.records if which is None else which) if one.update is not None]
-        for number, trained in enumerate(owing):
-            parameter, update = trained.parameter_ref(), trained.update
-            if parameter is None or update is None:
-                continue
-            for coming in owing[number + 1 : number + 3]:
-                coming.read_ahead()
-            try:
-                with (
-                    signals_deferred,
-                    self._section(),
-                    update.context.restored() if context is None else context,
-                    torch.no_grad(),
-                ):
-                    self._lift(trained, update)
-                    trained.update = None  # from here on, it is the update itself that reads the parameter
-                    try:
-                        with pinned([parameter], finishes=False), torch._C.DisableTorchFunctionSubclass():
-                            self._updates.compute(parameter, trained.name, update, trained.read_ahead)
-                    except BaseException:
-                        if update.is_given_up:  # in memory, nothing is stepped after it
-                            for other in owing[number + 1 :]:
-                                self._give_up(other)
-                        else:
-                            trained.update = update
-                            for tensor in self._concerned(parameter, update):
-                                guard.put(tensor, trained)
-                        raise
-            except StorageError as error:
-                raise StorageError(
-                    f"The last step of {trained.name} cannot be completed, so its value must not be used: go on from the "
-                    f"last checkpoint. {error}"
-                ) from error
+        with stepping() if len(owing) > 1 else contextlib.nullcontext():
+            for number, trained in enumerate(owing):
+                parameter, update = trained.parameter_ref(), trained.update
+                if parameter is None or update is None:
+                    continue
+                for coming in owing[number + 1 : number + 3]:
+                    coming.read_ahead()
+                try:
+                    with (
+                        signals_deferred,
+                        self._section(),
+                        update.context.restored() if context is None else context,
+                        torch.no_grad(),
+                    ):
+                        self._lift(trained, update)
+                        trained.update = None  # from here on, it is the update itself that reads the parameter
+                        try:
+                            with pinned([parameter], finishes=False), torch._C.DisableTorchFunctionSubclass():
+                                self._updates.compute(parameter, trained.name, update, trained.read_ahead)
+                        except BaseException:
+                            if update.is_given_up:  # in memory, nothing is stepped after it
+                                for other in owing[number + 1 :]:
+                                    self._give_up(other)
+                            else:
+                                trained.update = update
+                                for tensor in self._concerned(parameter, update):
+                                    guard.put(tensor, trained)
+                            raise
+                except StorageError as error:
+                    raise StorageError(
+                        f"The last step of {trained.name} cannot be completed, so its value must not be used: go on from the "
+                        f"last checkpoint. {error}"
+                    ) from error
 
     def _section(self, kind: str | None = OPTIMIZER_STATE) -> contextlib.AbstractContextManager[Any]:
         return self.state_store.storage.handling.of(kind)

@@ -134,9 +134,10 @@ class Units:
         self._order = UseOrder(len(self.units))
 
     def pause(self) -> None:
-        """Code of the user runs from now on, unless a forward or backward goes on."""
-        if not self._is_paused and not self._running:
+        """Code of the user runs from now on, unless a forward, backward or step goes on."""
+        if not self._is_paused and not self._running and not _steps.depth:
             self._is_paused = True
+            pause()
             for weight in self._weights():
                 weight.pause()
 
@@ -310,6 +311,8 @@ class Units:
         return sorted(present, key=lambda unit: next_use.get(unit.number, never), reverse=True)
 
     def _read_ahead(self) -> None:
+        if not (self._running or _steps.depth or torch._C._current_graph_task_id() >= 0):
+            return  # code of the user runs next
         for unit in self.coming()[:_AHEAD]:
             if not all(weight.read_ahead() for weight in unit.weights):
                 return
@@ -327,6 +330,29 @@ def pause_all() -> None:
     pause()
     for units in list(_of_models.values()):
         units.pause()
+
+
+class _Steps(threading.local):
+    """By thread, how many blocks of :func:`stepping` it is in."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_steps = _Steps()
+
+
+@contextlib.contextmanager
+def stepping() -> Iterator[None]:
+    """A block that updates several parameters: code of the user runs when it has ended."""
+    _steps.depth += 1
+    try:
+        yield
+    finally:
+        _steps.depth -= 1
+        is_running = any(units._running for units in list(_of_models.values()))
+        if not (_steps.depth or is_running or torch._C._current_graph_task_id() >= 0):
+            pause_all()
 
 
 class _Backwards(threading.local):
