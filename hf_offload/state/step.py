@@ -34,9 +34,9 @@ from hf_offload.state.gradients import (
     set_gradient,
     watch,
 )
-from hf_offload.state.registry import is_held, parked_of, pause
+from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.shadow import Shadow, attributes_of, names_of, options_of
-from hf_offload.state.units import in_backward, pinned, unit_with
+from hf_offload.state.units import in_backward, pinned, stepping, unit_with
 from hf_offload.state.update import Update, Updates, may_move, state_tensors
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
 from hf_offload.storage.store import Store
@@ -389,7 +389,7 @@ class Streaming:
         Raises :class:`~hf_offload.errors.StorageError` if something cannot be read: the step can then be completed, or no
         parameter that is not complete can be used.
         """
-        with signals_deferred, self._section(), torch.no_grad():
+        with signals_deferred, self._section(), torch.no_grad(), stepping():
             self.finish()
             if not self.in_backward:
                 self._entries = set(map(id, self.state))
@@ -433,7 +433,6 @@ class Streaming:
                     at_once.append(trained)
             self.finish(at_once, contextlib.nullcontext())
             self._sort_state()
-            pause()
 
     def _sort_state(self) -> None:
         """What a step has put into the state comes in the order of the groups, as in memory."""

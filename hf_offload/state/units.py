@@ -150,6 +150,7 @@ class Units:
         """Code of the user runs from now on, unless a forward or backward goes on; the innermost forward ``ends``."""
         if not self._is_paused and self._count_forwards() == ends:
             self._is_paused = True
+            pause()
             for weight in self._weights():
                 weight.pause()
 
@@ -348,6 +349,8 @@ class Units:
         return sorted(present, key=lambda unit: next_use.get(unit.number, never), reverse=True)
 
     def _read_ahead(self) -> None:
+        if not (self._running or _steps.depth or torch._C._current_graph_task_id() >= 0):
+            return  # code of the user runs next
         for unit in self.coming()[:_AHEAD]:
             if not all(weight.read_ahead() for weight in unit.weights):
                 return
@@ -365,6 +368,29 @@ def pause_all(ending: Units | None = None) -> None:
     pause()
     for units in list(_of_models.values()):
         units.pause(units is ending)
+
+
+class _Steps(threading.local):
+    """By thread, how many blocks of :func:`stepping` it is in."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_steps = _Steps()
+
+
+@contextlib.contextmanager
+def stepping() -> Iterator[None]:
+    """A block that updates several parameters: code of the user runs when it has ended."""
+    _steps.depth += 1
+    try:
+        yield
+    finally:
+        _steps.depth -= 1
+        is_running = any(units._running for units in list(_of_models.values()))
+        if not (_steps.depth or is_running or torch._C._current_graph_task_id() >= 0):
+            pause_all()
 
 
 class _Backwards(threading.local):

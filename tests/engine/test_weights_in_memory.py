@@ -151,3 +151,18 @@ def test_code_of_the_user_writes_to_what_was_read_ahead(chain):
     model[0].weight.data.add_(1)
     weights[0].come()
     assert torch.equal(model[0].weight.detach(), expected)
+
+
+def test_code_of_the_user_writes_between_modules_that_it_calls(chain):
+    model, session, _, _ = chain
+    inputs = torch.ones(1, WIDTH)
+    for _ in range(2):
+        use_all(model)
+    with torch.no_grad():
+        for number, layer in enumerate(model):
+            layer.weight.mul_(2)
+            layer(inputs)
+            for other in model:
+                other.weight.data.fill_(number)
+            session.residency.store.settle()
+            assert all((other(inputs) == number * WIDTH).all() for other in model)

@@ -168,3 +168,19 @@ def test_state_that_is_being_written_in_parts_is_that_after_the_step(tmp_path, m
         run.log(held)
         logs.append(run.logged)
     assert same(*logs)
+
+
+def test_state_that_is_held_is_written_to_without_a_new_version(tmp_path):
+    logs = []
+    for place in ("none", "ssd"):
+        run, model = Run(place, tmp_path), mlp()
+        optimizer = run.prepare(model, OPTIMIZERS["adamw"](model.parameters()))
+        train(run, model, optimizer, steps=1)
+        held = [state["exp_avg"] for state in optimizer.state.values()]
+        train(run, model, optimizer, steps=2, first=1)
+        for each in held:
+            each.data.fill_(1)
+        train(run, model, optimizer, steps=2, first=3)
+        run.log_all(model, optimizer)
+        logs.append(run.logged)
+    assert same(*logs)
