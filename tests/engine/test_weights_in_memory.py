@@ -153,16 +153,20 @@ def test_code_of_the_user_writes_to_what_was_read_ahead(chain):
     assert torch.equal(model[0].weight.detach(), expected)
 
 
-def test_code_of_the_user_writes_between_modules_that_it_calls(chain):
-    model, session, _, _ = chain
+def test_code_of_the_user_writes_between_modules_that_it_calls(chain, monkeypatch):
+    model, _, store, _ = chain
+    store.window_bytes = 64 << 20  # no call waits for the drive
     inputs = torch.ones(1, WIDTH)
     for _ in range(2):
         use_all(model)
     with torch.no_grad():
-        for number, layer in enumerate(model):
-            layer.weight.mul_(2)
+        model[0](inputs)
+        model[0].weight.mul_(2)
+        hang = Hang(monkeypatch, "write_once", done=True)
+        for layer in model[1:3]:  # for which the first one leaves
             layer(inputs)
-            for other in model:
-                other.weight.data.fill_(number)
-            session.residency.store.settle()
-            assert all((other(inputs) == number * WIDTH).all() for other in model)
+        for layer in model:
+            layer.weight.data.fill_(3)
+        hang.end()
+        store.settle()
+        assert all((layer(inputs) == 3 * WIDTH).all() for layer in model)
