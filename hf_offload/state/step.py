@@ -506,37 +506,38 @@ class Streaming:
         in another ``context``.
         """
         owing = [one for one in (self.records if which is None else which) if one.update is not None]
-        for number, trained in enumerate(owing):
-            parameter, update = trained.parameter_ref(), trained.update
-            if parameter is None or update is None:
-                continue
-            for coming in owing[number + 1 : number + 3]:
-                coming.read_ahead()
-            try:
-                with (
-                    signals_deferred,
-                    self._section(),
-                    update.context.restored() if context is None else context,
-                    torch.no_grad(),
-                ):
-                    self._lift(trained, update)
-                    trained.update = None  # from here on, it is the update itself that reads the parameter
-                    try:
-                        with pinned([parameter], finishes=False), torch._C.DisableTorchFunctionSubclass():
-                            self._updates.compute(parameter, trained.name, update, trained.read_ahead)
-                    except BaseException:
-                        if update.is_given_up:  # in memory, nothing is stepped after it
-                            for other in owing[number + 1 :]:
-                                self._give_up(other)
-                        else:
-                            trained.update = update
-                            self._guard(trained, parameter, update)
-                        raise
-            except StorageError as error:
-                raise StorageError(
-                    f"The last step of {trained.name} cannot be completed, so its value must not be used: go on from the "
-                    f"last checkpoint. {error}"
-                ) from error
+        with stepping() if len(owing) > 1 else contextlib.nullcontext():
+            for number, trained in enumerate(owing):
+                parameter, update = trained.parameter_ref(), trained.update
+                if parameter is None or update is None:
+                    continue
+                for coming in owing[number + 1 : number + 3]:
+                    coming.read_ahead()
+                try:
+                    with (
+                        signals_deferred,
+                        self._section(),
+                        update.context.restored() if context is None else context,
+                        torch.no_grad(),
+                    ):
+                        self._lift(trained, update)
+                        trained.update = None  # from here on, it is the update itself that reads the parameter
+                        try:
+                            with pinned([parameter], finishes=False), torch._C.DisableTorchFunctionSubclass():
+                                self._updates.compute(parameter, trained.name, update, trained.read_ahead)
+                        except BaseException:
+                            if update.is_given_up:  # in memory, nothing is stepped after it
+                                for other in owing[number + 1 :]:
+                                    self._give_up(other)
+                            else:
+                                trained.update = update
+                                self._guard(trained, parameter, update)
+                            raise
+                except StorageError as error:
+                    raise StorageError(
+                        f"The last step of {trained.name} cannot be completed, so its value must not be used: go on from the "
+                        f"last checkpoint. {error}"
+                    ) from error
 
     def _section(self, kind: str | None = OPTIMIZER_STATE) -> contextlib.AbstractContextManager[Any]:
         return self.state_store.storage.handling.of(kind)

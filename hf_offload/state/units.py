@@ -148,7 +148,7 @@ class Units:
 
     def pause(self, ends: bool = False) -> None:
         """Code of the user runs from now on, unless a forward or backward goes on; the innermost forward ``ends``."""
-        if not self._is_paused and self._count_forwards() == ends:
+        if not (self._is_paused or _steps.depth) and self._count_forwards() == ends:
             self._is_paused = True
             pause()
             for weight in self._weights():
@@ -349,7 +349,7 @@ class Units:
         return sorted(present, key=lambda unit: next_use.get(unit.number, never), reverse=True)
 
     def _read_ahead(self) -> None:
-        if not (self._running or _steps.depth or torch._C._current_graph_task_id() >= 0):
+        if not (_steps.depth or torch._C._current_graph_task_id() >= 0 or self._count_forwards()):
             return  # code of the user runs next
         for unit in self.coming()[:_AHEAD]:
             if not all(weight.read_ahead() for weight in unit.weights):
@@ -388,7 +388,7 @@ def stepping() -> Iterator[None]:
         yield
     finally:
         _steps.depth -= 1
-        is_running = any(units._running for units in list(_of_models.values()))
+        is_running = any(units._count_forwards() for units in list(_of_models.values()))
         if not (_steps.depth or is_running or torch._C._current_graph_task_id() >= 0):
             pause_all()
 
