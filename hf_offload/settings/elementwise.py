@@ -32,7 +32,7 @@ class RecomputeElementwiseConfig:
     switches: Sequence[str]
 
     def __post_init__(self) -> None:
-        if not self.switches:
+        if self.switches is None or (isinstance(self.switches, (str, tuple, list)) and not self.switches):
             object.__setattr__(self, "switches", ())
             return
         name = names_of(RecomputeElementwiseConfig).get("switches", "recompute_elementwise")
