@@ -32,12 +32,12 @@ class RecomputeElementwiseConfig:
     switches: Sequence[str]
 
     def __post_init__(self) -> None:
-        if not self.switches:
-            object.__setattr__(self, "switches", ())
-            return
+        given: Any = self.switches
+        if given is None or (isinstance(given, str) and not given):
+            given = ()
         name = names_of(RecomputeElementwiseConfig).get("switches", "recompute_elementwise")
         read: Any = names(f"switches, which are {', '.join(SWITCHES)} and {ALL_EXACT!r}", or_none=True)
-        switches = tuple(dict.fromkeys(read(name, self.switches)))
+        switches = tuple(dict.fromkeys(read(name, given)))
         with collect_errors(name) as check:
             for switch in switches:
                 with check:
@@ -72,7 +72,7 @@ def recompute_elementwise(value: Any, name: str = "recompute_elementwise") -> Re
         return value
     if isinstance(value, str) and not value:
         return None
-    if value is False or (isinstance(value, (str, tuple, list)) and value in (OFF, (), [])):
+    if value is False or (isinstance(value, str) and value == OFF):
         return RecomputeElementwiseConfig(())
     with naming(RecomputeElementwiseConfig, {"switches": name}):
         return RecomputeElementwiseConfig(value)

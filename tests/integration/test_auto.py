@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import logging
 
 import pytest
@@ -282,18 +281,17 @@ def test_a_prediction_is_corrected_after_three_steps_and_then_ever_more_rarely(
 
 
 class GivenClock:
-    """By which steps take these seconds."""
+    """By which forwards of ``model`` take these seconds, and nothing else does, whoever asks for the time."""
 
-    def __init__(self, seconds):
-        gc.collect()  # models of other tests, whose sessions would ask for the time, too
+    def __init__(self, model, seconds):
         self._seconds = iter(seconds)
         self._now_s = 1e6
-        self._is_running = False
+        model.register_forward_hook(self._pass)
+
+    def _pass(self, *_):
+        self._now_s += next(self._seconds)
 
     def perf_counter(self):
-        if self._is_running:
-            self._now_s += next(self._seconds)
-        self._is_running = not self._is_running
         return self._now_s
 
 
@@ -310,8 +308,9 @@ def test_the_clock_of_a_step_stops_with_the_optimizer(monkeypatch):
 
 def test_a_run_of_slow_steps_does_not_stay_the_prediction(tmp_path, monkeypatch, no_overhead):
     slow, usual = [1000.0] * 3, [1.0] * 4
-    monkeypatch.setattr("hf_offload.planning.pace.time", GivenClock([1.0] * 3 + slow + usual))
-    _, _, forecast, _ = train(model_of("gpt2"), auto("1GiB", tmp_path), 10)
+    model = model_of("gpt2")
+    monkeypatch.setattr("hf_offload.planning.pace.time", GivenClock(model, [1.0] * 3 + slow + usual))
+    _, _, forecast, _ = train(model, auto("1GiB", tmp_path), 10)
     assert forecast.step_s == pytest.approx(1.0)
     assert forecast.measured_step_s == slow + usual
 

@@ -355,6 +355,11 @@ def test_a_value_that_cannot_be_compared_is_refused_as_a_memory_mode():
         OffloadArguments(memory_mode=Odd())
 
 
+def test_a_value_that_cannot_be_compared_is_refused_as_elementwise_recompute():
+    with pytest.raises(OffloadConfigError, match="recompute_elementwise"):
+        OffloadArguments(recompute_elementwise=Odd())
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @settings(max_examples=120, **RELAXED)
 @given(data=st.data())
