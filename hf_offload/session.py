@@ -433,6 +433,16 @@ class OffloadSession:
         if self._state is not None:
             self._state.update_in_backward(in_backward, unless)
 
+    def defer_updates(self) -> None:
+        """Let updates of weights wait until their modules run next, so that their state is read and written beside the forward.
+
+        The caller promises that between a step and the next forward, weights are read by modules, or by operations that
+        subclasses of tensors see (``__torch_function__``): ``torch.tensor(weight)``, nested tensors and transforms of
+        ``torch.func`` that get a weight itself would read its former value. The Trainer's loop keeps the promise.
+        """
+        if self._state is not None:
+            self._state.defer_updates()
+
     def when_streamed(self, call: Callable[[], None]) -> None:
         """``call`` once the optimizer is streamed, if it stays in memory until a plan needs its room."""
         if self._state is not None:

@@ -30,6 +30,7 @@ def train(shape: Shape, directory: str, most_written_bytes: int, seconds: float)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     session.prepare_optimizer(optimizer)
     session.update_in_backward(True)  # nothing is clipped: gradients need not leave memory
+    session.defer_updates()
     weights = sum(p.numel() for p in model.parameters())
     _say("made", seconds=time.perf_counter() - begin, weights=weights, peak_bytes=gauge.peak(), **_moved(session))
     batches = text_tokens(shape.tokens)

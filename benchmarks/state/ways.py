@@ -31,6 +31,7 @@ def train_in_torch(way: str, model: torch.nn.Module, session: OffloadSession) ->
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
     session.prepare_optimizer(optimizer)
     session.update_in_backward(way == IN_BACKWARD)
+    session.defer_updates()
 
     def update() -> None:
         if way != IN_BACKWARD:

@@ -120,6 +120,7 @@ class OffloadCallback(TrainerCallback):
             if mode == NONE:
                 raise
             raise OffloadConfigError(f"memory_mode={mode!r}: {error}") from error
+        self.session.defer_updates()
         own_resident_state(optimizer)
         scaler = None if trainer is None else trainer.accelerator.scaler
         # What a step needs is known when a gradient arrives: nothing adds up, is scaled or clipped before the step.

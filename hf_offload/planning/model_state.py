@@ -77,7 +77,7 @@ class ModelState:
         self._limit_bytes = self._budget_bytes = 0
         self._hardware: Hardware | None = None
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
-        self._in_backward = False
+        self._in_backward = self._defers_updates = False
         self._unless: Callable[[], bool] | None = None
         self._state_per_weight = 0.0
         self._has_warned = False
@@ -326,6 +326,12 @@ class ModelState:
         if self.streamed is not None:
             self.streamed.update_in_backward(in_backward, unless)
 
+    def defer_updates(self) -> None:
+        """See :meth:`hf_offload.session.OffloadSession.defer_updates`."""
+        self._defers_updates = True
+        if self.streamed is not None:
+            self.streamed.defer_updates()
+
     def close(self) -> None:
         """Compute what is noted. Streamed optimizers stay so. Idempotent."""
         if self.streamed is not None:
@@ -391,6 +397,8 @@ class ModelState:
             call()
         self._after_streaming.clear()
         setting.update_in_backward(self._in_backward, self._unless)
+        if self._defers_updates:
+            setting.defer_updates()
         self._state_per_weight = max(map(state_per_weight, optimizers))
         return True
 

@@ -68,7 +68,6 @@ def stream(
     *,
     smallest_bytes: int,
     gradients: bool,
-    lazy: bool = True,
     part_bytes: int = PART_BYTES,
     window_bytes: int = STATE_WINDOW_BYTES,
     must_stream: bool = True,
@@ -98,7 +97,6 @@ def stream(
         Store(storage, open_tier(GRADIENTS), GRADIENTS, window_bytes) if gradients else None,
         smallest_bytes=smallest_bytes,
         part_bytes=part_bytes if steps_in_parts(kind) else None,
-        lazy=lazy and gradients,
         must_stream=must_stream,
         whole=not steps_by_weight(optimizer, kind),
     )

@@ -89,7 +89,6 @@ class StreamedSetting:
                 names,
                 smallest_bytes=self._config.smallest_bytes(self._on_host),
                 gradients=in_graph,
-                lazy=in_graph,
                 part_bytes=part_bytes(budget),
                 window_bytes=state_window(budget),
                 must_stream=self._must_stream,
@@ -156,6 +155,11 @@ class StreamedSetting:
                     "Each weight is updated in backward: nothing is accumulated, scaled or clipped before a step."
                 )
 
+    def defer_updates(self) -> None:
+        """See :meth:`hf_offload.session.OffloadSession.defer_updates`."""
+        for streaming in list(self._streamings):
+            streaming.defers = streaming.streams_gradients and not streaming.whole
+
     def close(self) -> None:
         """Compute what is noted. Streamed optimizers stay so. Idempotent."""
         self._end_watch()
@@ -204,7 +208,7 @@ class StreamedSetting:
         if compiled:
             why = "gradients stay in memory, where compiled code expects them"
         if streaming.streams_gradients:
-            why = "gradients leave memory in backward, and each weight is updated when it is next used"
+            why = "gradients leave memory in backward"
         if streaming.whole:
             why = (
                 "all of it comes back for each step, and gradients, too: its class is not one of those that are known to "

@@ -2,9 +2,9 @@
 
 Note: one rule for all schedules
     A step notes for each parameter the options of its group and its gradient as they are now: an :class:`Update`. The
-    parameter owes it until its unit is used next, or an operation reads the parameter, its gradient or its state. It is
-    computed at once with ``lazy`` false, and where others hold the parameter's memory, who would read it without asking. A
-    failure or Ctrl-C between two parts leaves the rest owed: the next use completes it, or raises.
+    parameter owes it until it is computed: at once, or where the loop ``defers`` updates, when the parameter's unit is used
+    next, or an operation reads the parameter, its gradient or its state, unless others hold the parameter's memory, who would
+    read it without asking. A failure or Ctrl-C between two parts leaves the rest owed: the next use completes it, or raises.
 """
 
 import contextlib
@@ -181,7 +181,6 @@ class Streaming:
         state_store, gradient_store: Where they go; None leaves gradients in memory.
         smallest_bytes: Smaller parameters are not moved.
         part_bytes: Size of the parts that parameters are cut into; None leaves them whole.
-        lazy: Whether updates wait for the next use of their parameter.
         must_stream: Whether a gradient that cannot leave memory is an error.
         whole: Whether the optimizer's own ``step()`` runs as it is.
 
@@ -189,6 +188,8 @@ class Streaming:
         in_backward: Whether each parameter is updated as soon as it has a gradient, from the options of that moment. The
             caller promises one backward a step, and that nothing changes gradients in between.
         unless: Asked when the first gradient of a step arrives: where it is true, ``in_backward`` ends before that.
+        defers: Whether updates wait for the next use of their parameter, as
+            :meth:`~hf_offload.session.OffloadSession.defer_updates` says.
         wants_norms: Whether gradients are measured as they leave memory, for clipping.
     """
 
@@ -201,13 +202,12 @@ class Streaming:
         *,
         smallest_bytes: int,
         part_bytes: int | None,
-        lazy: bool,
         must_stream: bool,
         whole: bool,
     ):
         self.in_backward = False
         self.unless: Callable[[], bool] | None = None
-        self.lazy = lazy and not whole
+        self.defers = False
         self.whole = whole
         self.wants_norms = False
         self.state_store = state_store
@@ -422,7 +422,7 @@ class Streaming:
                     in_memory.append({**options, **names_of(group, staying), "params": params})
             self._step_in_memory(in_memory, context)
             models = {found[0] for found in map(unit_with, self.parameters()) if found is not None}
-            may_wait = self.lazy and is_outside() and not any(model.is_compiled for model in models)
+            may_wait = self.defers and is_outside() and not any(model.is_compiled for model in models)
             at_once: list[Trained] = []
             for trained, update in noted:
                 waits = may_wait and self._may_wait(trained, update)

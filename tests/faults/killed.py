@@ -47,6 +47,7 @@ def streamed_steps(directory: Path | None, params: str = "none") -> list[torch.T
     if session.residency is not None:
         session.residency.limit_bytes = 1
     session.prepare_optimizer(optimizer)
+    session.defer_updates()
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.linspace(-1, 1, 64 * 64).reshape(64, 64)).square().mean().backward()

@@ -32,6 +32,7 @@ class Training:
             if self.session.residency is not None:
                 self.session.residency.limit_bytes = 1
             self.session.prepare_optimizer(self.optimizer)
+            self.session.defer_updates()
             self.session.update_in_backward(in_backward)
 
     def step(self, number):

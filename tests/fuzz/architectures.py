@@ -153,6 +153,7 @@ def run(config: Any, name: str, kind: str, checkpointed: bool, place: str | None
     if place is not None:
         session = attach(model, OffloadConfig(tier=tier, params=place, optimizer=place, min_bytes=64))
         session.prepare_optimizer(optimizer)
+        session.defer_updates()
         session.residency.limit_bytes = 1
     results: dict[str, Any] = {}
     torch.manual_seed(5)

@@ -163,6 +163,7 @@ class Training:
         if config is not None:
             self.session = attach(self.model, config)
             self.session.prepare_optimizer(self.optimizer)
+            self.session.defer_updates()
         self.losses: list[float] = []
         self.steps = self.most = 0
         self._held: list[Tensor] = []

@@ -157,6 +157,7 @@ class Player(Trains):
         where = {"directory": self._directory} if self._place == "ssd" else {}
         self.session = attach(self.model, OffloadConfig(tier="none", optimizer=self._place, min_bytes=4096, **where))
         self.session.prepare_optimizer(self.optimizer)
+        self.session.defer_updates()
         self.streamed.append(streaming_of(self.optimizer))
 
     def _state_dict(self) -> dict[str, Any]:
@@ -337,6 +338,7 @@ class Player(Trains):
         self._make_optimizer()
         if not in_memory and self.session is not None:
             self.session.prepare_optimizer(self.optimizer)
+            self.session.defer_updates()
             self.streamed.append(streaming_of(self.optimizer))
 
     def let_stay(self, rng: random.Random) -> None:

@@ -142,6 +142,7 @@ class Player(Trains):
         self.stores.append(residency.store)
         if self._streamed:
             self.session.prepare_optimizer(self.optimizer)
+            self.session.defer_updates()
 
     def _weight(self, rng: random.Random) -> nn.Parameter:
         return rng.choice(list(self.model.parameters()) or [nn.Parameter(torch.zeros(1))])
@@ -331,6 +332,7 @@ class Player(Trains):
         self._make_optimizer()
         if self.session is not None and self._streamed:
             self.session.prepare_optimizer(self.optimizer)
+            self.session.defer_updates()
 
     def _forget(self) -> None:
         self._held, self._losses = [], []

@@ -48,8 +48,9 @@ class Run:
     state_comes_and_goes = False
     """Whether weights are not streamed for some of the time."""
 
-    def __init__(self, place: str, directory: Any, **settings: Any):
+    def __init__(self, place: str, directory: Any, *, defers: bool = True, **settings: Any):
         self.place = place
+        self.defers = defers
         self.settings = {"tier": "none", "min_bytes": 256, **settings}
         if place == "ssd":
             self.settings["directory"] = directory
@@ -62,6 +63,8 @@ class Run:
             if self.session is None or self.session.model is not model:
                 self.session = attach(model, OffloadConfig(optimizer=self.place, **self.settings))
             assert self.session.prepare_optimizer(optimizer) is optimizer
+            if self.defers:
+                self.session.defer_updates()
         return optimizer
 
     def clip(self, model: nn.Module, max_norm: float, **options: Any) -> torch.Tensor:

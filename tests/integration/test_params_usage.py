@@ -132,6 +132,7 @@ def test_transforms_know_weights_that_are_elsewhere(transform, settings, tmp_pat
         config = OffloadConfig(tier="none", min_bytes=SMALLEST, **transform, **chosen)
         with offload_activations(model, config) as session:
             optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+            session.defer_updates()
             if session.residency is not None:
                 session.residency.limit_bytes = 1
             losses, saved = [], Counter()

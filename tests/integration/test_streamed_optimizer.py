@@ -46,6 +46,7 @@ class Loop:
             config = OffloadConfig(tier="none", optimizer=place, min_bytes=SMALLEST, **directory)
             self.session = attach(self.model, config)
             assert self.session.prepare_optimizer(self.optimizer) is self.optimizer
+            self.session.defer_updates()
         random = torch.Generator().manual_seed(1)
         torch.manual_seed(7)  # of dropout
         self.losses, self.norms = [], []
@@ -212,6 +213,7 @@ def test_clipping_takes_what_pytorch_s_takes(place, tmp_path):
         config = OffloadConfig(tier="none", optimizer=place, min_bytes=SMALLEST, directory=directory)
         session = attach(model, config)
         session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        session.defer_updates()
         model(input_ids=tokens, labels=tokens).loss.backward()
         assert torch.equal(clip(session, model), norm)
         assert all(map(torch.equal, [one.grad for one in model.parameters()], gradients))
@@ -226,6 +228,7 @@ def test_a_plan_for_a_budget_counts_what_stays_in_memory(place, tmp_path):
     config = OffloadConfig(tier="auto", memory_budget="1GiB", optimizer=place, min_bytes=SMALLEST, directory=tmp_path)
     session = attach(model, config)
     session.prepare_optimizer(optimizer)
+    session.defer_updates()
     for step in range(4):
         tokens = torch.full((2, 32), step)
         with session.scope():

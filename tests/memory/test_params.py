@@ -41,6 +41,7 @@ def test_weights_of_two_blocks_are_in_memory_at_most(place, checkpointed, tmp_pa
     files = {"directory": tmp_path} if place == "ssd" else {}
     session = attach(model, OffloadConfig(tier="none", params=place, optimizer=place, min_bytes=1, **files))
     optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    session.defer_updates()
     if checkpointed:
         model.activation_checkpointing_enable({"use_reentrant": False})
     block = sum(each.nbytes for each in model.transformer.h[0].parameters())
@@ -146,6 +147,7 @@ def test_nothing_is_left_on_the_tier_when_the_model_goes(place, optimizer, tmp_p
     session = attach(model, config)
     session.residency.limit_bytes = 1
     trainer = session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    session.defer_updates()
     for _ in range(2):
         model(WORDS, labels=WORDS).loss.backward()
         trainer.step()

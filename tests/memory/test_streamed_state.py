@@ -20,6 +20,7 @@ def peak_of_training(place, folder):
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         session = attach(model, OffloadConfig(tier="none", optimizer=place, **files))
         session.prepare_optimizer(optimizer)
+        session.defer_updates()
         for _ in range(3):
             model(torch.ones(2, WIDTH)).square().mean().backward()
             session.clip_grad_norm_(1.0)

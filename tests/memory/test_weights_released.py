@@ -65,6 +65,7 @@ def test_memory_of_gradients_and_state_goes_without_the_garbage_collector(tmp_pa
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     session = parked(model, tmp_path, optimizer="ssd")
     optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    session.defer_updates()
     streaming_of(optimizer)._updates.part_bytes = part_bytes
     for _ in range(3):
         model(torch.randn(3, 64)).sum().backward()
@@ -87,6 +88,7 @@ def test_a_model_whose_update_is_owed_goes_although_it_has_gradients(tmp_path):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     session = parked(model, tmp_path, optimizer="ssd")
     optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    session.defer_updates()
     for _ in range(2):
         model(torch.randn(3, 64)).sum().backward()
         optimizer.step()

@@ -55,6 +55,7 @@ def run(combination, moved, folder):
         )
         session = attach(model, config)
         session.prepare_optimizer(optimizer)
+        session.defer_updates()
         session.residency.limit_bytes = 1 if tuned == "full" else session.residency.total_bytes // 4
         session.residency.begin_run()
     torch.manual_seed(11)

@@ -207,6 +207,7 @@ def test_traces_have_the_weights_as_they_are(tmp_path):
     model = mlp()
     session = parked(model, tmp_path, optimizer="ram")
     optimizer = session.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    session.defer_updates()
     session.residency.limit_bytes = 1
     script = torch.jit.trace(model, torch.ones(1, 96))
     inputs = torch.ones(1, 96)

@@ -61,6 +61,7 @@ def test_keys_of_the_state_come_as_in_memory(act, in_backward):
         session = None if config is None else attach(model, config)
         if session is not None:
             session.prepare_optimizer(optimizer)
+            session.defer_updates()
             session.update_in_backward(in_backward)
         found = []
         for number in range(3):

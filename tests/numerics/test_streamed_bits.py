@@ -56,6 +56,7 @@ class Training:
             )
             self.session = attach(self.model, config)
             self.session.prepare_optimizer(self.optimizer)
+            self.session.defer_updates()
         self.losses, self.norms = [], []
         torch.manual_seed(11)  # of dropout
 

@@ -22,6 +22,7 @@ def trained(case, place, tier="none", clip=True, fused=False):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     session = attach(model, OffloadConfig(tier=tier, optimizer=place, min_bytes=0))
     session.prepare_optimizer(optimizer)
+    session.defer_updates()
     torch.manual_seed(7)
     found = []
     for step in range(STEPS):
@@ -80,6 +81,7 @@ def test_state_leaves_the_device(late):
     weights = sum(parameter.nbytes for parameter in model.parameters())
     session = attach(model, OffloadConfig(tier="none", optimizer="ram", min_bytes=0))
     session.prepare_optimizer(optimizer)
+    session.defer_updates()
     gc.collect()
     before = torch.accelerator.memory_allocated("late:0")
     for step in range(2):
@@ -108,6 +110,7 @@ class Run:
         self.optimizer = kind(self.model.parameters(), lr=1e-2, **options)
         self.session = attach(self.model, OffloadConfig(tier="none", optimizer=place, min_bytes=0))
         self.session.prepare_optimizer(self.optimizer)
+        self.session.defer_updates()
         self.found = []
         self.came_bytes = []  # that were still there after the look
         for step in range(STEPS):
