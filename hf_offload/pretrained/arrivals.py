@@ -105,7 +105,7 @@ class Arrivals:
         self._place = place
         if place == "none":
             return
-        refuse_processes(config, processes)
+        refuse_processes(config, processes, on_host)
         local = min(processes, int(os.environ.get("LOCAL_WORLD_SIZE") or processes))
         config = self._config = part_of(config, local)
         self._storage.begin_run(config, on_host, processes=local)

@@ -12,7 +12,7 @@ from hf_offload.settings.schema import OffloadConfig
 
 def refuse(model: nn.Module, config: OffloadConfig, processes: int) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` for a model whose weights cannot leave memory."""
-    refuse_processes(config, processes)
+    refuse_processes(config, processes, all(parameter.is_cpu for parameter in model.parameters()))
     if getattr(model, "hf_device_map", None):
         raise OffloadConfigError(
             "The model was loaded with a device_map (hf_device_map), so accelerate's hooks move its weights already: load it "
@@ -28,10 +28,12 @@ def refuse(model: nn.Module, config: OffloadConfig, processes: int) -> None:
         _refuse_parameter(name, parameter)
 
 
-def refuse_processes(config: OffloadConfig, count: int) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` if ``count`` processes train one model together by gradients."""
+def refuse_processes(config: OffloadConfig, count: int, on_host: bool) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` if ``count`` processes train one model together by gradients on
+    accelerators, whose collective operations ask no tensor's class. On a CPU, they read what is away where it is.
+    """
     mode = config.mode()
-    if count > 1 and (mode is None or mode.uses_gradients):
+    if count > 1 and not on_host and (mode is None or mode.uses_gradients):
         raise OffloadConfigError(
             f"params=... moves the weights of one process, and {count} train together, which exchange gradients of "
             "weights in memory: shard them with FSDP2 and its CPUOffloadPolicy (fsdp_offload_params: true in the file of "

@@ -74,15 +74,17 @@ def replicated(rank, folder):
 
 
 def streamed(rank, folder):
-    """Optimizer state on a drive. Gradients stay: they are reduced in memory."""
+    """Optimizer state and weights on tiers. Gradients stay: they are reduced in memory."""
 
-    def run(place):
+    def run(place, params="none", **options):
         model = tiny_model("llama")
-        wrapped = DistributedDataParallel(model)
+        wrapped = DistributedDataParallel(model, **options)
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
         files = {} if place == "none" else {"directory": folder}
-        session = attach(model, OffloadConfig(tier="none", optimizer=place, min_bytes=0, **files))
+        session = attach(model, OffloadConfig(tier="none", optimizer=place, params=params, min_bytes=0, **files))
         session.prepare_optimizer(optimizer)
+        if session.residency is not None:
+            session.residency.limit_bytes = 1
         torch.manual_seed(rank)
         for step in range(4):
             wrapped(**tiny_batch("llama", seed=10 * rank + step)).loss.backward()
@@ -92,12 +94,15 @@ def streamed(rank, folder):
         moved = session.stats.accounts.get("optimizer state", {}).get("ssd")
         return weights(model), optimizer.state_dict()["state"], 0 if moved is None else moved.written_bytes
 
-    expected, found = run("none"), run("ssd")
-    assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
-    for place, state in expected[1].items():
-        assert all(torch.equal(found[1][place][name], value) for name, value in state.items())
-    assert expected[2] == 0
-    assert found[2] > 0
+    for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+        expected = run("none", **options)
+        assert expected[2] == 0
+        for params in ("none", "ram", "ssd"):
+            found = run("ssd", params, **options)
+            assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
+            for place, state in expected[1].items():
+                assert all(torch.equal(found[1][place][name], value) for name, value in state.items())
+            assert found[2] > 0
 
 
 def sharded(rank, folder):

@@ -137,7 +137,8 @@ def test_a_sharded_parameter_is_refused(tmp_path):
 
 def test_several_processes_are_handed_over():
     with pytest.raises(OffloadConfigError, match=r"2 train together.*--where fsdp2.*--where zero3.*params='none'"):
-        refuse(mlp(), OffloadConfig(), processes=2)
+        refuse(mlp().to("meta"), OffloadConfig(), processes=2)
+    refuse(mlp(), OffloadConfig(), processes=2)  # on a CPU, they train
 
 
 @pytest.mark.parametrize(

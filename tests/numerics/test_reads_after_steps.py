@@ -37,7 +37,9 @@ def test_a_read_after_a_step_sees_it_whatever_dispatches_it(params, tmp_path):
     found = []
     for place in ("none", "ssd"):
         model = mlp()
-        model.traced = [torch.jit.trace(nn.Sequential(*model), torch.ones(1, 96))]  # in a list, it is none of its modules
+        model.traced = [
+            torch.jit.trace(nn.Sequential(*model), torch.ones(1, 96))
+        ]  # in a list, it is none of its modules
         run = Run(place, tmp_path, defers=False, params=params if place == "ssd" else "none")
         optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
         if run.session is not None and run.session.residency is not None:

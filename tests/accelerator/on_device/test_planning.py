@@ -143,3 +143,21 @@ def test_the_self_test_passes_on_a_device_that_is_late(late, monkeypatch, tmp_pa
     checks = self_test.run_checks([tmp_path], torch.device("late:0"))
     assert [check for check in checks if not check.passed] == []
     assert len(checks) == 7
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_gradients_that_are_looked_at_before_the_step_are_measured(looks, late):
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to("late:0")
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = attach(model, OffloadConfig(tier="none", optimizer="ram", min_bytes=0))
+    session.prepare_optimizer(optimizer)
+    meter = measuring.StepMeter(model, lambda: 0, lambda: 0.0, lambda: 0)
+    meter.begin()
+    meter.begin_forward([], True)
+    model(torch.ones(4, 64, device="late:0")).sum().backward()
+    held = [parameter.grad.view(-1) for parameter in model.parameters() if looks]
+    optimizer.step()
+    meter.end()
+    assert meter.footprint(0).looks_at_gradients is looks
+    assert len(held) == (4 if looks else 0)
+    session.detach()

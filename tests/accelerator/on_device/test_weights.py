@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_offload import OffloadConfig, OffloadSession, attach
+from hf_offload import OffloadConfig, OffloadSession, attach, create_from_config
 from hf_offload.errors import OffloadConfigError
 from tests.accelerator.on_device.training import Case, batch, build
 from tests.helpers.tables import rows
@@ -377,3 +378,10 @@ def test_a_compiled_model_is_refused(late):
     model.compile(backend="eager")
     with pytest.raises(OffloadConfigError, match="params='none'"):
         attach(model, OffloadConfig(tier="none", params="ram", min_bytes=0))
+
+
+def test_weights_of_several_processes_are_refused_before_they_are_made(late, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as launchers do
+    config = GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=96, n_positions=32)
+    with torch.device("late:0"), pytest.raises(OffloadConfigError, match=r"2 train together.*--where fsdp2.*--where zero3"):
+        create_from_config(GPT2LMHeadModel, config, config=OffloadConfig(tier="none", params="ram"))
