@@ -434,7 +434,7 @@ class OffloadSession:
             self._state.update_in_backward(in_backward, unless)
 
     def defer_updates(self) -> None:
-        """Let updates of weights wait until their modules run next, so that state moves beside the forward.
+        """Let updates of weights wait until their modules run next, so that state moves during the forward.
 
         The caller promises that between a step and the next forward, weights are read by modules, or by operations that
         subclasses of tensors see (``__torch_function__``): ``torch.tensor(weight)``, nested tensors and transforms of

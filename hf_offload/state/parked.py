@@ -447,7 +447,7 @@ class Parked(guard.Debt):
             if visited is None:
                 continue
             if not visited.leave() and visited.is_alive and visited.is_here and not visited.stays:
-                _visited.appendleft(reference)  # somebody has an alias: the others come first
+                _visited.appendleft(reference)  # there is an alias: the others come first
             visited.store.throttle()
 
     def forget(self) -> None:
@@ -570,7 +570,7 @@ class Parked(guard.Debt):
 
 
 _visited: collections.deque[weakref.ref[Parked]] = collections.deque()
-"""What came because somebody has read it."""
+"""What came because it was read."""
 
 
 def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> Tensor:

@@ -178,14 +178,17 @@ def test_the_trainer_has_the_bits_of_the_run_in_memory_and_resumes_either_way(wa
         assert same(expected[1:], resumed[1:])
 
 
-def test_an_optimizer_that_is_not_prepared_is_noticed(tmp_path):
-    from hf_offload.errors import OffloadError
-
-    model = gpt2()
-    attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=tmp_path))
-    tokens = torch.zeros(1, 8, dtype=torch.long)
-    with pytest.raises(OffloadError, match="prepare_optimizer"):
+def test_gradients_stay_in_memory_until_an_optimizer_is_prepared_which_is_said_once(tmp_path, caplog):
+    found = []
+    for place in ("none", "ssd"):
+        model = gpt2()
+        directory = None if place == "none" else tmp_path
+        attach(model, OffloadConfig(tier="none", optimizer=place, directory=directory))
+        tokens = torch.zeros(1, 8, dtype=torch.long)
         model(input_ids=tokens, labels=tokens).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+    assert sum("prepare_optimizer" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("place", ["none", "ssd"])

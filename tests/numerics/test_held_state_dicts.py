@@ -1,11 +1,10 @@
-"""State dicts that are held while training goes on: loading them is what it is in memory, or an error."""
+"""State dicts that are held while training goes on: loading them is what it is in memory."""
 
 import copy
 
 import pytest
 import torch
 
-from hf_offload.errors import OffloadError
 from hf_offload.state.optimizer import streaming_of
 from tests.helpers.streamed import Run, mlp, same, stream_in_parts, train
 
@@ -59,70 +58,18 @@ def held(run, make, of, way, stays="never"):
     run.log_all(model, optimizer)
 
 
-def error_of(run, *args):
-    try:
-        held(run, *args)
-    except RuntimeError as error:  # load_state_dict() of a model makes one of ours
-        return str(error)
-    return None
-
-
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("of", OF)
 @pytest.mark.parametrize("way", ["held", "at once", "copied", "loaded twice", "after others"])
 @pytest.mark.parametrize("stays", ["never", "to the end", "for a while"])
-def test_loading_what_was_held_has_the_bits_of_the_run_in_memory_or_is_an_error(
-    make, place, of, way, stays, tmp_path, monkeypatch
-):
+def test_loading_what_was_held_has_the_bits_of_the_run_in_memory(make, place, of, way, stays, tmp_path, monkeypatch):
     stream_in_parts(monkeypatch)
     optimizer, settings = PLACES[place]
     plain, streamed = Run("none", tmp_path), Run(optimizer, tmp_path, **settings)
-    assert error_of(plain, make, OF[of], way) is None
-    error = error_of(streamed, make, OF[of], way, stays)
-    stale = ("held", "loaded twice") if of == "state" else ("held",) if place == "weights" else ()
-    if way in stale:
-        assert error is not None
-        assert f"copy.deepcopy({'optimizer' if of == 'state' else 'model'}.state_dict())" in error
-    else:
-        assert error is None
-        assert same(plain.logged, streamed.logged)
-
-
-@pytest.mark.parametrize("way", ["at once", "after steps", "loaded", "loaded and after steps"])
-@pytest.mark.parametrize("stays", [False, True])
-def test_state_that_was_given_out_and_changed_in_place_is_an_error(way, stays, tmp_path):
-    run, model = Run("ssd", tmp_path), mlp()
-    optimizer = run.prepare(model, OPTIMIZERS[0](model.parameters()))
-    train(run, model, optimizer, steps=2)
-    taken = optimizer.state_dict()
-    if way.startswith("loaded"):
-        taken = copy.deepcopy(taken)
-        optimizer.load_state_dict(taken)
-    let_all_stay(optimizer, stays)
-    if way.endswith("after steps"):
-        train(run, model, optimizer, steps=2, first=2)
-    taken["state"][0]["exp_avg"].zero_()
-    del taken
-    with pytest.raises(OffloadError, match=r"of 0.weight, from state_dict.* was changed in place"):
-        train(run, model, optimizer, steps=1, first=4)
-
-
-@pytest.mark.parametrize("stays", [False, True])
-def test_what_was_loaded_before_another_state_may_be_changed_and_is_loaded_only_if_no_step_has_changed_it(
-    stays, tmp_path
-):
-    run, model = Run("ssd", tmp_path), mlp()
-    optimizer = run.prepare(model, OPTIMIZERS[0](model.parameters()))
-    train(run, model, optimizer, steps=2)
-    taken = optimizer.state_dict()
-    let_all_stay(optimizer, stays)
-    train(run, model, optimizer, steps=1, first=2)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    with pytest.raises(OffloadError, match="copies of then"):
-        optimizer.load_state_dict(taken)
-    taken["state"][0]["exp_avg"].zero_()
-    train(run, model, optimizer, steps=1, first=3)
+    held(plain, make, OF[of], way)
+    held(streamed, make, OF[of], way, stays)
+    assert same(plain.logged, streamed.logged)
 
 
 def held_and_loaded(run):

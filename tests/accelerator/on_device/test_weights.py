@@ -383,5 +383,8 @@ def test_a_compiled_model_is_refused(late):
 def test_weights_of_several_processes_are_refused_before_they_are_made(late, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # as launchers do
     config = GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=96, n_positions=32)
-    with torch.device("late:0"), pytest.raises(OffloadConfigError, match=r"2 train together.*--where fsdp2.*--where zero3"):
+    with (
+        torch.device("late:0"),
+        pytest.raises(OffloadConfigError, match=r"2 train together.*--where fsdp2.*--where zero3"),
+    ):
         create_from_config(GPT2LMHeadModel, config, config=OffloadConfig(tier="none", params="ram"))
