@@ -581,9 +581,10 @@ def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> T
             storage = Slab(nbytes).storage(nbytes)  # the system gives memory to what is touched
         else:
             storage = torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[assignment]
+            swap_pointer(storage, torch.UntypedStorage(0, device=device))
         made = torch.empty(0, dtype=like.dtype, device=device).set_(storage, 0, like.shape, like.stride())
         parked = Parked(made, name, store)
         if device.type != "cpu":
-            parked._empty(storage)
+            guard.put(made, parked)
     parked.where, parked.is_new = Where.AWAY, True
     return made
