@@ -2,7 +2,6 @@
 
 import collections
 import logging
-import mmap
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,7 +10,7 @@ import torch
 
 from hf_offload.errors import StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.storage.buffers import PAGE
+from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.handling import WAITS
 from hf_offload.storage.service import RunStorage
 from hf_offload.storage.tier import Slot, Tier
@@ -37,8 +36,8 @@ class Slab:
     __slots__ = ("content", "memory")
 
     def __init__(self, nbytes: int):
-        self.memory = mmap.mmap(-1, whole_pages(nbytes))
-        self.content = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.content = empty_at_phase(whole_pages(nbytes), 0)
+        self.memory = memoryview(self.content.numpy())
         storage = self.content.untyped_storage()
         _slabs[id(storage)] = storage
 
