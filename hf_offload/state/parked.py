@@ -136,6 +136,16 @@ class Parked(guard.Debt):
         return self.where is Where.HERE
 
     @property
+    def is_guarded(self) -> bool:
+        """Whether all its tensors are."""
+        return all(guard.is_guarded(tensor) for tensor in self.tensors)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it is being read, or was read ahead."""
+        return self._read is not None
+
+    @property
     def is_away(self) -> bool:
         """Whether the slot alone has the bytes."""
         return self.where is Where.AWAY
@@ -225,7 +235,7 @@ class Parked(guard.Debt):
         """What memory has is being written: its ``digest``, and a slab with it."""
         self._digest, self._range_digests = digest, {}
         if self.store.storage.takes_digests and not self.on_host:
-            self._range_digests = {(0, self.nbytes): xxhash.xxh3_128_digest(memoryview(slab.memory)[: self.nbytes])}
+            self._range_digests = {(0, self.nbytes): xxhash.xxh3_128_digest(slab.memory[: self.nbytes])}
         self.version, self._is_clean, self.written = self.present_version(), False, object()
 
     def _reserve(self, storage: torch.UntypedStorage, must: bool = False) -> bool:
@@ -394,6 +404,11 @@ class Parked(guard.Debt):
         self._begin_read(urgent=False)
         return True
 
+    def begin_to_come(self) -> None:
+        """Begin to read it, whether the window has room or not: it is needed at once, by :meth:`come`."""
+        if self.can_be_read_in_parts and self._read is None and not (self.parts.are_written or self._is_pinned):
+            self._begin_read(urgent=True)
+
     def come(self) -> None:
         """Be in memory. On a CPU, it stays where it is while others have its address.
 
@@ -484,7 +499,7 @@ class Parked(guard.Debt):
         if self.parts.overlay(read[0]):
             self.stays, self._is_clean = True, False
         if self.on_host and self.compares:  # others may have written to the mapping
-            self._digest = xxhash.xxh3_128_digest(memoryview(read[0].memory)[: self.nbytes])
+            self._digest = xxhash.xxh3_128_digest(read[0].memory[: self.nbytes])
         return read[0]
 
     def _begin_read(self, urgent: bool) -> tuple[Slab, Future[None]]:

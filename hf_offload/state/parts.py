@@ -112,7 +112,7 @@ class Parts(guard.Debt):
             parked.begin_parts()
             if parked.store.storage.takes_digests and not parked.on_host:
                 end = min(begin + slab.nbytes, parked.nbytes)
-                self._digests[begin, end] = xxhash.xxh3_128_digest(memoryview(slab.memory)[: end - begin])
+                self._digests[begin, end] = xxhash.xxh3_128_digest(slab.memory[: end - begin])
             future = parked.store.write(target.slot, slab, begin, lambda: parked.parts._written(begin))
             self._writes[begin] = slab, future
 

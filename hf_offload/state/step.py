@@ -75,6 +75,7 @@ class Trained(guard.Debt):
         name: For messages.
         update: What it owes.
         of_others: What its gradient and state owe with it.
+        is_read: All that its update needs was read ahead, or asked for.
         spent_norm: 2-norm of the gradient that it was updated with in this step's backward.
     """
 
@@ -86,6 +87,7 @@ class Trained(guard.Debt):
         self.of_others = _OfOthers(self)
         self.spent_norm: Tensor | None = None
         self.spent_options: dict[str, Any] = {}
+        self.is_read = False
         self.comes_once = False
         self.arrivals = 0
         self.layout: Any = None  # in the last step
@@ -108,15 +110,18 @@ class Trained(guard.Debt):
 
     def read_ahead(self, update: Update | None = None) -> bool:
         """Begin to read what the next part of its update needs; false if the window has no room."""
+        if update is None and (self.is_read or not (self.update or self.streaming.in_backward)):
+            return True
         update, parameter = update or self.update, self.parameter_ref()
-        if parameter is None or (update is None and not self.streaming.in_backward):
+        if parameter is None:
             return True
         needed = [p for t in self.streaming.state_tensors(parameter) if (p := parked_of(t)) is not None]
         gradient = None if update is None else parked_gradient(update.gradient)
         needed += [] if gradient is None else [gradient]
         spans = self.streaming.spans(parameter, update)
         if spans is None:
-            return all(one.read_ahead() for one in needed)
+            self.is_read = all(one.read_ahead() for one in needed)
+            return self.is_read
         part = 0 if update is None else update.done
         if part == len(spans):
             return True
@@ -433,6 +438,8 @@ class Streaming:
                     at_once.append(trained)
             self.finish(at_once, contextlib.nullcontext())
             self._sort_state()
+            for model in models:
+                model.read_ahead_for_updates()
 
     def _sort_state(self) -> None:
         """What a step has put into the state comes in the order of the groups, as in memory."""
@@ -521,6 +528,7 @@ class Streaming:
                         torch.no_grad(),
                     ):
                         self._lift(trained, update)
+                        trained.is_read = False
                         trained.update = None  # from here on, it is the update itself that reads the parameter
                         try:
                             with pinned([parameter], finishes=False), torch._C.DisableTorchFunctionSubclass():

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from hf_offload.state import guard
 from hf_offload.state.contexts import is_outside, outside
 from hf_offload.state.lent import check_loaded
 from hf_offload.state.order import UseOrder
-from hf_offload.state.parked import Parked
+from hf_offload.state.parked import Parked, Where
 from hf_offload.state.registry import pause
 from hf_offload.storage.handling import Handling
 from hf_offload.storage.service import WEIGHTS
@@ -86,7 +86,12 @@ class Unit:
     @property
     def bytes_here(self) -> int:
         """Those of them that are in memory."""
-        return sum(weight.nbytes for weight in self.weights if weight.is_here)
+        return sum(weight.nbytes for weight in self.weights if weight.where is Where.HERE)
+
+    @property
+    def bytes_taken(self) -> int:
+        """Those, and what is being read."""
+        return sum(weight.nbytes for weight in self.weights if weight.where is Where.HERE or weight.is_coming)
 
 
 class Units:
@@ -296,29 +301,46 @@ class Units:
             for parameter in (found for reference in unit.parameters if (found := reference()) is not None):
                 self.adopt(parameter)
         if self._misses(unit):
-            self.make_room(unit.nbytes - unit.bytes_here)
+            self._begin_to_bring(unit, keeps=self._recent, must=True)
             for weight in unit.weights:
                 weight.come()
         for weight in unit.weights if self.limit_bytes is not None else ():
             weight.note_stream()
         self.most_bytes = max(self.most_bytes, self.bytes_here)
+        self._read_ahead()
         for owed in list(unit.owed.values()) if finishes else ():
             owed.finish()
         self._read_ahead()
         self.throttle()
 
-    def make_room(self, nbytes: int) -> None:
-        """Let units leave that are used last, until so many bytes may come."""
+    def _begin_to_bring(self, unit: Unit, keeps: Sequence[Unit], must: bool = False) -> bool:
+        """Begin to read the rest of a unit, for which others leave but those that it ``keeps``. False if there is no room for
+        it, unless it ``must``.
+        """
+        missing = [weight for weight in unit.weights if weight.where is not Where.HERE and not weight.is_coming]
+        if missing:
+            has_room = self.make_room(sum(weight.nbytes for weight in missing), [unit, *keeps])
+            if not (has_room or must):
+                return False
+            for weight in missing:
+                weight.begin_to_come()
+        return True
+
+    def make_room(self, nbytes: int, keeps: Sequence[Unit] = ()) -> bool:
+        """Let units leave that are used last, but those that it ``keeps``, until so many bytes may come. False if they may
+        not.
+        """
         if self.limit_bytes is None:
-            return
-        excess = self.bytes_here + nbytes - self.limit_bytes
+            return True
+        excess = sum(unit.bytes_taken for unit in self.units) + nbytes - self.limit_bytes
         for unit in self._farthest_first() if excess > 0 else ():
-            if unit.uses or unit in self._recent:
+            if unit.uses or unit in keeps:
                 continue
             for weight in unit.weights:
                 if excess > 0 and weight.is_here and weight.leave():
                     excess -= weight.nbytes
             self.throttle()
+        return excess <= 0
 
     def let_all_leave(self) -> None:
         """Let no weight be in memory that may leave."""
@@ -333,7 +355,8 @@ class Units:
     @property
     def bytes_here(self) -> int:
         """Bytes of the weights in memory that may leave it."""
-        return sum(unit.bytes_here for unit in self.units)
+        weights = itertools.chain.from_iterable(unit.weights for unit in self.units)
+        return sum(weight.nbytes for weight in weights if weight.where is Where.HERE)
 
     @property
     def total_bytes(self) -> int:
@@ -351,16 +374,29 @@ class Units:
     def _read_ahead(self) -> None:
         if not (_steps.depth or torch._C._current_graph_task_id() >= 0 or self._count_forwards()):
             return  # code of the user runs next
-        for unit in self.coming()[:_AHEAD]:
-            if not all(weight.read_ahead() for weight in unit.weights):
-                return
-            if not all(owed.read_ahead() for owed in list(unit.owed.values())):
+        coming = self.coming()
+        _read_for_updates(coming)
+        for place, unit in enumerate(coming if self.limit_bytes is not None else ()):
+            if not self._begin_to_bring(unit, keeps=[*self._recent[-1:], *coming[:place]]):
                 return
 
-    def coming(self) -> list[Unit]:
-        """Those that are probably used from now on, in order, before another forward begins."""
-        coming = itertools.takewhile(lambda number: number != _BEGIN, self._order.coming())
+    def read_ahead_for_updates(self) -> None:
+        """Begin to read what the first updates that wait for the next forward need: while they wait, nobody writes there."""
+        _read_for_updates(self.coming(skips=True))
+
+    def coming(self, skips: bool = False) -> list[Unit]:
+        """Those that are probably used from now on, in order, before another forward begins; or in that one, if it
+        ``skips`` its beginning.
+        """
+        coming = iter(self._order.coming())
+        if skips:
+            coming = itertools.dropwhile(lambda number: number == _BEGIN, coming)
+        coming = itertools.takewhile(lambda number: number != _BEGIN, coming)
         return [self.units[number] for number in dict.fromkeys(coming)]
+
+
+def _read_for_updates(coming: list[Unit]) -> None:
+    all(owed.read_ahead() for unit in coming[:_AHEAD] for owed in list(unit.owed.values()))  # until there is no room
 
 
 def pause_all(ending: Units | None = None) -> None:

@@ -127,10 +127,11 @@ class Updates:
         state, gradient = update.state, update.gradient
         needed = [gradient, *state_tensors(state, parameter)]
         guard.settle(needed)
-        for tensor in needed:
-            parked = parked_of(tensor)
-            if parked is not None:
-                parked.come()
+        moved = [parked for tensor in needed if (parked := parked_of(tensor)) is not None]
+        for parked in moved:
+            parked.begin_to_come()
+        for parked in moved:
+            parked.come()
         live = gradient_of(parameter)
         set_gradient(parameter, gradient)
         try:

@@ -262,9 +262,8 @@ def open_weights(
     """The weights of a model to come, whose largest parameter has ``largest_bytes``."""
     directories = named_directories(config) if place == "ssd" else ()
     tier = open_tier(storage, config, on_host, WEIGHTS, directories)
-    return Weights(
-        Store(storage, tier, WEIGHTS, weights_window(limit_bytes, largest_bytes)), limit_bytes, largest_bytes
-    )
+    store = Store(storage, tier, WEIGHTS, weights_window(limit_bytes, largest_bytes), counts_reads=False)
+    return Weights(store, limit_bytes, largest_bytes)
 
 
 def settle(model: nn.Module, weights: Weights, config: OffloadConfig) -> Weights:

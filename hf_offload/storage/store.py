@@ -10,7 +10,7 @@ import torch
 
 from hf_offload.errors import StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.storage.buffers import PAGE, empty_at_phase
+from hf_offload.storage.buffers import PAGE
 from hf_offload.storage.handling import WAITS
 from hf_offload.storage.service import RunStorage
 from hf_offload.storage.tier import Slot, Tier
@@ -36,8 +36,11 @@ class Slab:
     __slots__ = ("content", "memory")
 
     def __init__(self, nbytes: int):
-        self.content = empty_at_phase(whole_pages(nbytes), 0)
-        self.memory = memoryview(self.content.numpy())
+        # Of PyTorch's allocator, whose memory is warm: the system would give, and zero, each page when it is touched.
+        raw = torch.empty(whole_pages(nbytes) + PAGE, dtype=torch.uint8, device="cpu")
+        start = -raw.data_ptr() % PAGE
+        self.memory = memoryview(raw.numpy())[start : start + whole_pages(nbytes)]
+        self.content = torch.frombuffer(self.memory, dtype=torch.uint8)
         storage = self.content.untyped_storage()
         _slabs[id(storage)] = storage
 
@@ -64,15 +67,23 @@ class Store:
 
     Calls come from one thread at a time.
 
+    Args:
+        storage: The run's.
+        tier: Where it goes.
+        what: The account.
+        window_bytes: Of it on the way.
+        counts_reads: Half of the window is for what is read ahead. Otherwise, what asks for that knows how much it may be.
+
     Attributes:
         kept_bytes: Bytes that stay in memory for want of room, or after a write that failed.
         refusal: Why something stayed in memory, if anything did.
         dropped: Slots whose tensors have gone. They are appended in whatever thread, also where no lock may be taken.
     """
 
-    def __init__(self, storage: RunStorage, tier: Tier, what: str, window_bytes: int):
+    def __init__(self, storage: RunStorage, tier: Tier, what: str, window_bytes: int, counts_reads: bool = True):
         self.tier = tier
         self.window_bytes = window_bytes
+        self._counts_reads = counts_reads
         self.kept_bytes = 0
         self.storage = storage
         self.what = what
@@ -179,7 +190,8 @@ class Store:
     def throttle(self) -> None:
         """Wait for the drive where too much is on its way to it."""
         self.collect()
-        while sum(nbytes for _, nbytes, _ in self._writing) > self.window_bytes // 2:
+        most = self.window_bytes // 2 if self._counts_reads else self.window_bytes
+        while sum(nbytes for _, nbytes, _ in self._writing) > most:
             self.wait(self._writing[0][0])
             self.collect()
 
