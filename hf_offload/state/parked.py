@@ -222,6 +222,13 @@ class Parked(guard.Debt):
             self._write = self.store.write(self.slot.slot, slab, 0, self._written)
         return True
 
+    def let_go(self) -> bool:
+        """Leave, or forget what was read ahead. False if it takes the memory that it took."""
+        if self.is_coming:
+            self.drop_reads()
+            return True
+        return self.leave()
+
     def _need_not_be_written(self, writes: bool) -> bool:
         """Whether the slot has what memory has, for all that versions tell."""
         return self._is_clean and self.present_version() == self.version

@@ -117,11 +117,13 @@ class Trained(guard.Debt):
             return True
         needed = [p for t in self.streaming.state_tensors(parameter) if (p := parked_of(t)) is not None]
         gradient = None if update is None else parked_gradient(update.gradient)
-        needed += [] if gradient is None else [gradient]
         spans = self.streaming.spans(parameter, update)
         if spans is None:
-            self.is_read = all(one.read_ahead() for one in needed)
+            self.is_read = all(one.read_ahead() for one in needed) and (
+                gradient is None or gradient.parts.read_ahead(0, gradient.nbytes)
+            )
             return self.is_read
+        needed += [] if gradient is None else [gradient]
         part = 0 if update is None else update.done
         if part == len(spans):
             return True

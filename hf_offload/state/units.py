@@ -337,7 +337,7 @@ class Units:
             if unit.uses or unit in keeps:
                 continue
             for weight in unit.weights:
-                if excess > 0 and weight.is_here and weight.leave():
+                if excess > 0 and weight.let_go():
                     excess -= weight.nbytes
             self.throttle()
         return excess <= 0
@@ -368,7 +368,7 @@ class Units:
         for place, number in enumerate(self._order.coming()):
             next_use.setdefault(number, place)
         never = len(self.units) * 1000
-        present = [unit for unit in self.units if unit.bytes_here]
+        present = [unit for unit in self.units if unit.bytes_taken]
         return sorted(present, key=lambda unit: next_use.get(unit.number, never), reverse=True)
 
     def _read_ahead(self) -> None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.state.contexts import StepContext
-from hf_offload.state.gradients import gradient_of, parked_gradient, scaled, set_gradient
+from hf_offload.state.gradients import ParkedGradient, gradient_of, scaled, set_gradient
 from hf_offload.state.parked import Parked, empty_away
 from hf_offload.state.registry import parked_of
 from hf_offload.state.shadow import CUT_ELEMENTS, Shadow, captured
@@ -124,16 +124,18 @@ class Updates:
             torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
 
     def _compute_whole(self, parameter: Tensor, name: str, update: Update) -> None:
-        state, gradient = update.state, update.gradient
-        needed = [gradient, *state_tensors(state, parameter)]
+        state = update.state
+        needed = state_tensors(state, parameter)
         guard.settle(needed)
         moved = [parked for tensor in needed if (parked := parked_of(tensor)) is not None]
         for parked in moved:
             parked.begin_to_come()
+        gradient = _Part.whole(update.gradient)
         for parked in moved:
             parked.come()
         live = gradient_of(parameter)
-        set_gradient(parameter, gradient)
+        set_gradient(parameter, gradient.tensor)
+        version = gradient.tensor._version
         try:
             its = {parameter: state[parameter]} if parameter in state else {}
             after = self.shadow.step([{**update.options, "params": [parameter]}], its, update.context.attributes)
@@ -144,8 +146,8 @@ class Updates:
             set_gradient(parameter, live)
         if parameter in after:
             state[parameter] = after[parameter]
-        if live is gradient and (parked := parked_gradient(gradient)) is not None:
-            parked.leave()
+        gradient.release(gradient.tensor if gradient.tensor._version != version else None)
+        self._end_parts(parameter, update)
         self.park(parameter, name, state)
 
     def _compute_parts(
@@ -158,9 +160,6 @@ class Updates:
     ) -> int:
         state, changes = update.state, 0
         flat, size = parameter.view(-1), parameter.itemsize
-        parked = parked_gradient(update.gradient)
-        if parked is not None and not parked.is_away:
-            guard.settle([update.gradient])  # multiplied in memory, once
         while update.done < len(spans):
             span = [at // size for at in spans[update.done]]
             target = flat[slice(*span)].detach()
@@ -170,8 +169,7 @@ class Updates:
             assert gradient is not None
             update.done += 1
             read_ahead(update)  # arrives while this part is computed
-            parked = parked_gradient(update.gradient)
-            target.grad = scaled(gradient.tensor, () if parked is None else parked.factors)
+            target.grad = gradient.tensor
             version, counted = target.grad._version, parameter._version
             before = {key: captured(its[key]) if part is None else part.tensor for key, part in parts.items()}
             try:
@@ -191,12 +189,18 @@ class Updates:
             gradient.release(target.grad if target.grad._version != version else None)
             self._store.throttle()
             signals_deferred.deliver()
-        for tensor in state_tensors(state, parameter):
+        self._end_parts(parameter, update)
+        self.park(parameter, name, state)
+        return changes
+
+    def _end_parts(self, parameter: Tensor, update: Update) -> None:
+        """All parts that have changed are stored."""
+        for tensor in (update.gradient, *state_tensors(update.state, parameter)):
             moved = parked_of(tensor)
             if moved is not None and moved.parts.are_written:
                 moved.parts.end()
-        self.park(parameter, name, state)
-        return changes
+                if isinstance(moved, ParkedGradient):  # what was stored was multiplied
+                    moved.factors, moved.norm = (), None
 
     def _put_part(
         self,
@@ -241,15 +245,32 @@ class _Part:
         """Those of a tensor of the parameter's shape; None for anything else."""
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             return None
-        parked = parked_of(value)
-        if parked is not None and not parked.is_away:
-            parked.come()
+        found = cls._away(value, begin * value.itemsize, end * value.itemsize)
+        return found or cls(None, 0, None, value.view(-1)[begin:end].detach())
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> "_Part":
+        """All of them, in the tensor's shape."""
+        part = cls._away(tensor, 0, tensor.nbytes)
+        if part is None:
+            return cls(None, 0, None, tensor)
+        part.tensor = part.tensor.as_strided(tensor.shape, tensor.stride())
+        return part
+
+    @classmethod
+    def _away(cls, tensor: Tensor, first: int, last: int) -> "_Part | None":
+        """The elements in these bytes of a tensor that is away: of a gradient, multiplied with its factors. None where the
+        tensor is in memory, then with its own factors.
+        """
+        parked = parked_of(tensor)
         if parked is None or not parked.is_away:
-            return cls(None, 0, None, value.view(-1)[begin:end].detach())
-        first, last = begin * value.itemsize, end * value.itemsize
+            guard.settle([tensor])
+            if parked is not None:
+                parked.come()
+            return None
         slab = parked.parts.load(first, last - first)
-        content = slab.content[: last - first].view(value.dtype)
-        return cls(parked, first, slab, content.to(value.device))
+        content = slab.content[: last - first].view(tensor.dtype).to(tensor.device)
+        return cls(parked, first, slab, scaled(content, parked.factors if isinstance(parked, ParkedGradient) else ()))
 
     @classmethod
     def empty(cls, tensor: Tensor, begin: int, end: int) -> "_Part":
