@@ -268,7 +268,10 @@ def _weights(footprint: Footprint, held: Held) -> list[Transfer]:
     weights, uses = footprint.weights, footprint.uses
     in_order = sorted(weights, key=lambda unit: uses[unit].forward)
     moved = _moved_weights(
-        tuple((unit, weights[unit]) for unit in in_order), staying_weights(footprint, held), held.in_backward
+        tuple((unit, weights[unit]) for unit in in_order),
+        staying_weights(footprint, held),
+        least_weights(footprint),
+        held.in_backward,
     )
     found: dict[tuple[int, str, bool], int] = {}
     for one in moved:
@@ -288,7 +291,9 @@ class _Moved(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)  # the same for every place of state, and in all steps that use them in this order
-def _moved_weights(in_order: tuple[tuple[str, UnitWeights], ...], limit_bytes: int, in_backward: bool) -> list[_Moved]:
+def _moved_weights(
+    in_order: tuple[tuple[str, UnitWeights], ...], limit_bytes: int, ahead_bytes: int, in_backward: bool
+) -> list[_Moved]:
     """What leaves is what is used last: when forward ends, the end of the model is in memory, and when backward ends, its
     beginning.
     """
@@ -307,7 +312,7 @@ def _moved_weights(in_order: tuple[tuple[str, UnitWeights], ...], limit_bytes: i
                 backward.append((unit, numbers[each], trains and in_backward))
     uses = [*forward, *reversed(backward)]
     in_turn = [Use(number, place, changes) for place, (_, number, changes) in enumerate(uses)]
-    moved = passing(in_turn, sizes, limit_bytes)
+    moved = passing(in_turn, sizes, limit_bytes, ahead_bytes)
     found = []
     for loads, each_moved in ((True, moved.read), (False, moved.written)):
         for place, number in each_moved:
@@ -349,7 +354,9 @@ def _weights_of_forwards(footprint: Footprint, held: Held) -> list[Transfer]:
     """
     assert held.weights is not None
     total = sum(one.weight_bytes for one in footprint.weights.values())
-    leaving = max(0, total - max(held.weights_bytes, least_weights(footprint)))
+    # Where any leave, there is room for a block that is read ahead.
+    block = least_weights(footprint)
+    leaving = max(0, total - max(block, held.weights_bytes - block)) if _leave(footprint, held) else 0
     both = _takes_turns(footprint, held)
     second: dict[str, int] = {}
     for index, segment in enumerate(footprint.segments):

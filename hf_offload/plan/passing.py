@@ -1,7 +1,8 @@
 """Weights of which only a part is in memory, in the steps of a training: what comes and goes when.
 
 The rule is that of :class:`~hf_offload.state.units.Units`: where a weight needs room, those leave that are used
-last. It knows uses from the step before, so what is played is a step after others.
+last, and what comes next is read ahead into the same memory, until the step ends. It knows uses from the step before, so what
+is played is a step after others.
 """
 
 import dataclasses
@@ -32,8 +33,10 @@ _STEPS = 3
 """In the first, all weights come; the last is like all others."""
 
 
-def passing(uses: Sequence[Use], sizes: Sequence[int], limit_bytes: int) -> Passing:
-    """Play steps with these uses, in order, of weights of these sizes, of which ``limit_bytes`` may be in memory."""
+def passing(uses: Sequence[Use], sizes: Sequence[int], limit_bytes: int, ahead_bytes: int = 0) -> Passing:
+    """Play steps with these uses, in order, of weights of these sizes, of which ``limit_bytes`` may be in memory, and
+    ``ahead_bytes`` of these before they are used.
+    """
     sequence = list(itertools.chain.from_iterable(itertools.repeat(uses, _STEPS)))
     next_use = _next_uses(sequence)
     in_memory: set[int] = set()
@@ -44,28 +47,54 @@ def passing(uses: Sequence[Use], sizes: Sequence[int], limit_bytes: int) -> Pass
     held_bytes: list[int] = []
     read: list[tuple[int, int]] = []
     written: list[tuple[int, int]] = []
-    for place, use in enumerate(sequence):
-        if place == len(uses) * (_STEPS - 1):
-            read, written, held_bytes = [], [], []
-        one = use.weight
-        if one not in in_memory:
-            while in_memory and held + sizes[one] > limit_bytes:
-                when, other = heapq.heappop(farthest)
-                if other not in in_memory or -when != due[other]:
-                    continue
+    early: set[int] = set()  # read ahead, and not used yet
+    known = 0  # all that is used from here to this place is in memory
+
+    def comes(one: int, at: int, wanted_at: int, before: int) -> bool:
+        """Let it come in segment ``at`` for a use in ``wanted_at``: instead of those that are used after place ``before``."""
+        nonlocal held
+        while in_memory and held + sizes[one] > limit_bytes:
+            when, other = farthest[0]
+            if other in in_memory and -when == due[other]:
+                if -when <= before:
+                    return False
                 in_memory.remove(other)
+                early.discard(other)
                 held -= sizes[other]
                 if other in changed:
                     changed.remove(other)
-                    written.append((use.at, other))
-            in_memory.add(one)
-            held += sizes[one]
-            read.append((use.at, one))
+                    written.append((at, other))
+            heapq.heappop(farthest)
+        in_memory.add(one)
+        held += sizes[one]
+        read.append((wanted_at, one))
+        return True
+
+    for place, use in enumerate(sequence):
+        if place % len(uses) == 0:
+            known = place
+            if place == len(uses) * (_STEPS - 1):
+                read, written, held_bytes = [], [], []
+        one = use.weight
+        if one not in in_memory:
+            comes(one, use.at, use.at, -1)
+        early.discard(one)
         held_bytes.append(held)
         if use.changes:
             changed.add(one)
         due[one] = next_use[place]
         heapq.heappush(farthest, (-next_use[place], one))
+        known = max(known, place + 1)
+        while known < (place // len(uses) + 1) * len(uses):
+            coming = sequence[known]
+            if coming.weight not in in_memory:
+                too_many = sum(sizes[other] for other in early) + sizes[coming.weight] > ahead_bytes
+                if too_many or not comes(coming.weight, use.at, coming.at, known):
+                    break
+                early.add(coming.weight)
+                due[coming.weight] = known
+                heapq.heappush(farthest, (-known, coming.weight))
+            known += 1
     return Passing(tuple(read), tuple(written), tuple(held_bytes))
 
 

@@ -265,6 +265,10 @@ class Parked(guard.Debt):
             self.where, self.is_due = Where.HERE, True
             self.doubt()
 
+    def note_change(self) -> None:
+        """It was written to, and versions may not tell: an update of several parts counts as one change."""
+        self._is_clean, self.written = False, object()
+
     def doubt(self) -> None:
         """It may be written to without a new version."""
         self._may_differ = True

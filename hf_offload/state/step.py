@@ -26,6 +26,7 @@ from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.state.contexts import StepContext, is_outside, outside
+from hf_offload.state.derived import ParkedWeight
 from hf_offload.state.gradients import (
     gradient_of,
     norm_of,
@@ -471,7 +472,11 @@ class Streaming:
     def _put_off(self, trained: Trained, update: Update) -> None:
         parameter = trained.parameter_ref()
         assert parameter is not None
-        torch.autograd.graph.increment_version(parameter)
+        parked = parked_of(parameter)
+        if isinstance(parked, ParkedWeight):
+            parked.count_change(parameter)  # it need not be written for that
+        else:
+            torch.autograd.graph.increment_version(parameter)
         update.counted = 1
         self._guard(trained, parameter, update)
 

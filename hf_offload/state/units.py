@@ -376,8 +376,11 @@ class Units:
             return  # code of the user runs next
         coming = self.coming()
         _read_for_updates(coming)
+        # As much as the largest unit: for more, what is needed again would have to leave.
+        room = max((unit.nbytes for unit in self.units), default=0)
         for place, unit in enumerate(coming if self.limit_bytes is not None else ()):
-            if not self._begin_to_bring(unit, keeps=[*self._recent[-1:], *coming[:place]]):
+            room -= unit.nbytes - unit.bytes_here
+            if room < 0 or not self._begin_to_bring(unit, keeps=[*self._recent[-1:], *coming[:place]]):
                 return
 
     def read_ahead_for_updates(self) -> None:

@@ -118,6 +118,9 @@ class Updates:
             changes = parameter._version - before
         else:
             changes = self._compute_parts(parameter, name, update, spans, read_ahead)
+        parked = parked_of(parameter)
+        if parked is not None:
+            parked.note_change()
         if changes:  # fused ones count none
             # As often as in memory, where an update is one step.
             version = before - update.counted + changes

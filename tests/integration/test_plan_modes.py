@@ -19,7 +19,9 @@ from hf_offload.memory_modes.blockwise import Blockwise
 from hf_offload.optimizers.blockwise import BlockwiseConfig, deepest_turn
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.holding import Held, hold, least_weights, moved_bytes
+from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.settings.memory_modes import memory_mode, mode_names
+from hf_offload.storage.buffers import PAGE
 from hf_offload.tensors import parameter_count
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import _ARCHITECTURES, tiny_batch, tiny_model
@@ -191,7 +193,9 @@ def test_a_step_without_backward_is_two_forwards_with_one_direction():
 
 
 def test_weights_of_a_step_without_backward_pass_as_in_a_run():
-    """Two passes in turns read each weight once and write all; two passes read what leaves twice and write it once."""
+    """Two passes in turns read each weight once and write all; two passes read what leaves twice and write it once. A block
+    is read ahead while another computes.
+    """
     shape = workload_of("llama").in_mode("mezo")
     config = copy.deepcopy(shape.config)
     config.num_hidden_layers = 8
@@ -206,9 +210,9 @@ def test_weights_of_a_step_without_backward_pass_as_in_a_run():
     (written, read), (written_twice, read_twice) = moved_bytes(turns), moved_bytes(passes)
     assert few < total // 2
     assert written["ssd"] == total
-    assert read["ssd"] == pytest.approx(total // 2, rel=0.01)
-    assert written_twice["ssd"] == pytest.approx(total / 4, rel=0.01)
-    assert read_twice["ssd"] == pytest.approx(total / 2, rel=0.01)
+    assert read["ssd"] == pytest.approx(total // 2 + few, rel=0.01)
+    assert written_twice["ssd"] == pytest.approx(total / 4 + few, rel=0.01)
+    assert read_twice["ssd"] == pytest.approx(total / 2 + 2 * few, rel=0.01)
     assert least.base_bytes == counted.base_bytes - total + few
     assert sum(segment.seconds for segment in turns.segments) == pytest.approx(seconds, rel=0.05)
     assert max(segment.live_bytes for segment in turns.segments) > max(one.live_bytes for one in counted.segments)
@@ -218,17 +222,19 @@ def test_weights_of_a_step_without_backward_pass_as_in_a_run():
 @pytest.mark.parametrize("restore", ["reference", "pristine"])
 def test_a_plan_counts_what_a_run_without_backward_reads_and_writes(restore, part):
     """With few weights in memory, and with most of them. What is in memory when a pass begins is not all that it uses
-    first: a block or two are read more.
+    first: a block or two, and the embeddings, are read more.
     """
     settings = {"restore": restore}
     shape = workload_of("gpt2").in_mode("mezo", settings)
     config = copy.deepcopy(shape.config)
     config.num_hidden_layers = 12
     counted = count_workload(dataclasses.replace(shape, config=config), CARD)
-    total = sum(one.weight_bytes for one in counted.weights.values())
     torch.manual_seed(0)
     model = type(tiny_model("gpt2"))(config)
-    config = {"tier": "none", "memory_mode": "mezo", "memory_mode_kwargs": settings, "params": "ram", "min_bytes": 0}
+    weights = unit_weights(model, counted.units, counted.state_bytes, PAGE)  # what is smaller moves as a whole page
+    total = sum(one.weight_bytes for one in weights.values())
+    counted = dataclasses.replace(counted, weights=weights, copy_bytes=total if counted.copy_bytes else 0)
+    config = {"tier": "none", "memory_mode": "mezo", "memory_mode_kwargs": settings, "params": "ram", "min_bytes": PAGE}
     if part:
         config["memory_budget"] = round(part * total)
     session = attach(model, OffloadConfig(**config))
@@ -244,11 +250,13 @@ def test_a_plan_counts_what_a_run_without_backward_reads_and_writes(restore, par
     found = hold(counted, held, 1 << 30, on_host=True)
     predicted_written, predicted_read = (each["ram"] for each in moved_bytes(found))
     assert residency.total_bytes == total
+    block = least_weights(counted)
+    more = block + model.transformer.wte.weight.nbytes + model.transformer.wpe.weight.nbytes
     if part and restore == "reference":  # what leaves in the second pass alone is written, too
-        assert predicted_written <= (written_later - written) / 2 <= predicted_written + 2 * least_weights(counted)
+        assert predicted_written <= (written_later - written) / 2 <= predicted_written + more + block
     else:
         assert (written_later - written) / 2 == pytest.approx(predicted_written, rel=0.02)
-    assert predicted_read <= (read_later - read) / 2 <= predicted_read + least_weights(counted)
+    assert 0.98 * predicted_read <= (read_later - read) / 2 <= predicted_read + more
     copies = counted.copy_bytes
     assert copies == (total if restore == "pristine" else 0)
     without = hold(dataclasses.replace(counted, copy_bytes=0), held, 1 << 30, on_host=True)

@@ -284,7 +284,7 @@ def test_of_steps_that_are_as_fast_one_that_spares_the_drive_is_taken():
     assert set(found.solution.placements.values()) == {Placement.KEEP}
 
 
-@pytest.mark.parametrize("budget", [1800 * MB, 4000 * MB])
+@pytest.mark.parametrize("budget", [2800 * MB, 4000 * MB])
 def test_of_plans_that_are_as_fast_a_run_takes_one_that_moves_fewer_bytes(budget):
     """Weights and state stay where their room is not needed, though a step would be as fast with them on a tier."""
     footprint, hardware = trained(), machine()
@@ -591,10 +591,10 @@ def test_a_likely_peak_counts_of_what_is_on_its_way_what_is_there_at_that_time()
 
     saved, live = sum(step.saved_bytes.values()), max(one.live_bytes for one in step.segments)
     # When the first gradients are on their way, which fill half of their window next to a quarter that is spare, state has
-    # been written: on a slow drive, they wait for it. The window of weights is full then, and 50 MB are released.
+    # been written: on a slow drive, they wait for it. The window of weights is full then.
     passing = windows[WEIGHTS] + windows[GRADIENTS] * 3 // 4 + spare_bytes(windows[STATE])
     for bytes_per_s in (1e6, 1e13):
-        assert played(likely_peak, bytes_per_s) == least + saved - 50 * MB + live + passing
+        assert played(likely_peak, bytes_per_s) == least + saved + live + passing
         assert played(likely_peak, bytes_per_s) < played(simulate, bytes_per_s).peak_bytes
 
 
