@@ -80,13 +80,14 @@ def is_held(tensor: Tensor) -> bool:
 
 def pause() -> None:
     """Code of the user runs from now on, which may write to tensors without a new version (fused optimizers, ``.data``): what
-    is still being written stays in memory for now, and what was read ahead is forgotten, unless its tensors are guarded: then,
-    code that asks for them settles what they owe, which takes what was read.
+    is still being written stays in memory for now, and what was read ahead is forgotten. Of guarded tensors it is kept: who
+    asks for these settles what they owe, which takes what was read.
     """
     for key, reference in list(_on_the_way.items()):
         parked = reference()
         if parked is not None:
             parked.stay_for_now()
-            if not parked.is_guarded:
-                parked.drop_reads()
+            if parked.is_guarded:
+                continue
+            parked.drop_reads()
         _on_the_way.pop(key, None)

@@ -4,7 +4,6 @@ Each is a function of a model and of ``away``, which lets its weights leave memo
 midst of it.
 """
 
-import contextlib
 import copy
 import io
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -81,55 +79,11 @@ def trained(model, away, steps=2, between=lambda step: None, **options):
 
 
 @usage
-def functionalize(away):
-    model = away(mlp())
-    called = torch.func.functionalize(lambda x: model(x).add_(1))(batch(0))
-    of_a_weight = torch.func.functionalize(lambda w: w.clone().mul_(2) @ w.t())(model[0].weight)
-    return [called, of_a_weight]
-
-
-@usage
-def make_fx_of_a_model(away):
-    model = away(mlp())
-    graph = make_fx(lambda x: model(x))(batch(0))
-    away.again()
-    with torch.no_grad():
-        model[0].weight.mul_(2)
-    away.again()
-    return [graph(batch(1)), values(model)]
-
-
-@usage
-def make_fx_of_weights(away):
-    model = away(mlp())
-    graph = make_fx(lambda w, x: x @ w.t())(model[0].weight, batch(0))
-    away.again()
-    return [graph(model[0].weight, batch(1)), values(model)]
-
-
-@usage
 def symbolic_trace(away):
     model = away(mlp())
     graph = torch.fx.symbolic_trace(model)
     away.again()
     return [graph(batch(0)), values(model), values(graph)]
-
-
-@usage
-def linearize(away):
-    model = away(mlp())
-    output, tangent = torch.func.linearize(model, batch(0))
-    away.again()
-    return [output, tangent(batch(1)), values(model)]
-
-
-@usage
-def linearize_over_weights(away):
-    model = away(mlp())
-    named = dict(model.named_parameters())
-    output, tangent = torch.func.linearize(lambda w: torch.func.functional_call(model, w, batch(0)), named)
-    away.again()
-    return [output, tangent({name: torch.ones_like(p) for name, p in named.items()}), values(model)]
 
 
 @usage
@@ -150,32 +104,11 @@ def export(away):
 
 
 @usage
-def export_strictly(away):
-    model = away(mlp())
-    with away.sessions[0].weights() if away.sessions else contextlib.nullcontext():
-        program = torch.export.export(model, (batch(0),), strict=True)
-    away.again()
-    return [program.module()(batch(1)), values(model)]
-
-
-@usage
 def trace(away):
     model = away(mlp())
     script = torch.jit.trace(model, batch(0))
     away.again()
     return [script(batch(1)), values(model)]
-
-
-@usage
-def fake_tensors(away):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    model = away(mlp())
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        shape = model(torch.empty(8, 96)).shape
-    meta = copy.deepcopy(model).to("meta")
-    away.again()
-    return [list(shape), [list(p.shape) for p in meta.parameters()], values(model)]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -303,17 +236,6 @@ def _wrapped(name, before):
 for _name in WRAPPERS:
     USAGES[f"{_name}_before"] = _wrapped(_name, before=True)
     USAGES[f"{_name}_after"] = _wrapped(_name, before=False)
-
-
-@usage
-def half_in_the_midst(away):
-    model = away(mlp())
-    found = [trained(model, away)]
-    for convert in (nn.Module.bfloat16, nn.Module.half, nn.Module.double, nn.Module.float):
-        convert(model)
-        away.again()
-        found.append(trained(model, away, foreach=True))
-    return found
 
 
 @usage
