@@ -347,7 +347,7 @@ class Parked(guard.Debt):
             if self._slab is not None and not self.on_host:  # it has come back
                 self.store.recycle(self._slab)
                 self._slab = None
-        elif self.on_host and self.present_version() != self.version:
+        elif self.on_host and (self.present_version() != self.version or self._is_pinned):
             self.where, self._is_clean = Where.HERE, False
         else:
             self.depart(storage)
@@ -452,6 +452,7 @@ class Parked(guard.Debt):
                     self.store.recycle(slab)
                     self._slab = None
             self.free_former()
+            self.parts.rescued.clear()
             self.where, self._is_private = Where.HERE, False
             self.version = self.present_version()
             for tensor in self.tensors:
@@ -487,7 +488,7 @@ class Parked(guard.Debt):
         if storage is not None:
             registry.forget(storage)
 
-    def let_come(self) -> None:
+    def bring_for_good(self) -> None:
         """Be in memory, and stay there."""
         self.come()
         self.wait_until_written()
@@ -600,17 +601,27 @@ _visited: collections.deque[weakref.ref[Parked]] = collections.deque()
 
 
 def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> Tensor:
-    """A tensor as ``like`` on ``device``, whose bytes are to be stored in parts: it takes no memory until then."""
+    """A tensor as ``like`` on ``device``, whose bytes are to be stored in parts: it takes no memory until then. In memory,
+    where the tier has no room.
+    """
     nbytes = like.numel() * like.element_size()
+    slot = store.try_reserve(whole_pages(nbytes))
     with outside():  # it is not to be counted
         if device.type == "cpu":
-            storage = Slab(nbytes).storage(nbytes)  # the system gives memory to what is touched
+            storage = Slab(nbytes).storage(nbytes)  # whose pages take memory when they are touched
+        elif slot is None:
+            storage = torch.UntypedStorage(nbytes, device=device)
         else:
             storage = torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[assignment]
             swap_pointer(storage, torch.UntypedStorage(0, device=device))
         made = torch.empty(0, dtype=like.dtype, device=device).set_(storage, 0, like.shape, like.stride())
         parked = Parked(made, name, store)
-        if device.type != "cpu":
-            guard.put(made, parked)
-    parked.where, parked.is_new = Where.AWAY, True
+        if slot is None:
+            parked._stay()
+        else:
+            parked.parts.begin(slot, storage)
+            parked.where = Where.AWAY
+            if device.type != "cpu":
+                guard.put(made, parked)
+    parked.is_new = True
     return made

@@ -4,12 +4,14 @@ import weakref
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+import torch
 import xxhash
 
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard, registry
 from hf_offload.state.storages import bytes_of
 from hf_offload.storage.store import HeldSlot, Slab, whole_pages
+from hf_offload.storage.tier import Slot
 
 if TYPE_CHECKING:
     from hf_offload.state.parked import Parked
@@ -72,7 +74,7 @@ class Parts(guard.Debt):
             self.wait()
         if begin in self.rescued or not parked.can_be_read_in_parts:
             slab = parked.store.new_slab(nbytes)
-            found = self.rescued.pop(begin, None)
+            found = self.rescued.get(begin)
             source = bytes_of(storage)[begin : begin + nbytes] if found is None else found.content[:nbytes]
             slab.content[:nbytes].copy_(source)
             return slab
@@ -95,6 +97,10 @@ class Parts(guard.Debt):
             registry.note_on_the_way(parked)
             return self._reads[begin]
 
+    def begin(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        """What is written goes to ``slot``, which is the storage's when all parts were stored."""
+        self._target = self._parked.store.free_with(slot, storage)
+
     def store(self, begin: int, slab: Slab) -> None:
         """Begin to write a part. All parts are stored, one after the other, until :meth:`end`."""
         parked = self._parked
@@ -104,8 +110,14 @@ class Parts(guard.Debt):
         parked.drop_read()
         with signals_deferred:
             if self._target is None and parked.takes_another_slot:
-                slot = parked.store.reserve(whole_pages(parked.nbytes))
-                self._target = parked.store.free_with(slot, storage)
+                slot = parked.store.try_reserve(whole_pages(parked.nbytes))
+                if slot is None:  # all of it stays in memory
+                    parked.bring_for_good()
+                    end = min(begin + slab.nbytes, parked.nbytes)
+                    bytes_of(storage)[begin:end].copy_(slab.content[: end - begin])
+                    parked.store.recycle(slab)
+                    return
+                self.begin(slot, storage)
             target = self._target or parked.slot
             assert target is not None
             self._is_open = True
@@ -160,11 +172,9 @@ class Parts(guard.Debt):
 
     def overlay(self, slab: Slab) -> bool:
         """Put the parts that could not be written over what was read of the slot; false if there are none."""
-        has_any = bool(self.rescued)
-        while self.rescued:
-            begin, rescued = self.rescued.popitem()
+        for begin, rescued in self.rescued.items():
             slab.content[begin : begin + rescued.nbytes].copy_(rescued.content)
-        return has_any
+        return bool(self.rescued)
 
     def settle(self, unseen: bool) -> None:
         """See :class:`~hf_offload.state.guard.Debt`."""

@@ -109,8 +109,8 @@ class Trained(guard.Debt):
         """Compute the update that is owed, if one is."""
         self.streaming.finish([self])
 
-    def read_ahead(self, update: Update | None = None) -> bool:
-        """Begin to read what the next part of its update needs; false if the window has no room."""
+    def read_ahead(self, update: Update | None = None, part: int = 0) -> bool:
+        """Begin to read what its update needs, or this ``part`` of it; false if the window has no room."""
         if update is None and (self.is_read or not (self.update or self.streaming.in_backward)):
             return True
         update, parameter = update or self.update, self.parameter_ref()
@@ -125,8 +125,8 @@ class Trained(guard.Debt):
             )
             return self.is_read
         needed += [] if gradient is None else [gradient]
-        part = 0 if update is None else update.done
-        if part == len(spans):
+        part = max(part, 0 if update is None else update.done)
+        if part >= len(spans):
             return True
         begin, end = spans[part]
         ratios = [one.nbytes // parameter.nbytes for one in needed]
@@ -323,6 +323,7 @@ class Streaming:
         gradient = gradient_of(parameter)
         if gradient is not None:
             with self._section(GRADIENTS), outside():
+                guard.settle([gradient])  # an update that waits for it, too
                 parked = parked_gradient(gradient)
                 if parked is not None:
                     parked.settle(unseen=False)
@@ -478,17 +479,19 @@ class Streaming:
         else:
             torch.autograd.graph.increment_version(parameter)
         update.counted = 1
-        self._guard(trained, parameter, update)
+        self._guard(trained)
 
     def _concerned(self, parameter: Tensor, update: Update) -> list[Tensor]:
         """The other tensors of an update."""
         state = tree_leaves(update.state.get(parameter) or {})
         return [update.gradient, *(one for one in state if isinstance(one, Tensor))]
 
-    def _guard(self, trained: Trained, parameter: Tensor, update: Update) -> None:
-        guard.put(parameter, trained)
-        for tensor in self._concerned(parameter, update):
-            guard.put(tensor, trained.of_others)
+    def _guard(self, trained: Trained) -> None:
+        parameter, update = trained.parameter_ref(), trained.update
+        if parameter is not None and update is not None:
+            guard.put(parameter, trained)
+            for tensor in self._concerned(parameter, update):
+                guard.put(tensor, trained.of_others)
 
     def _lift(self, trained: Trained, update: Update) -> None:
         parameter = trained.parameter_ref()
@@ -546,7 +549,8 @@ class Streaming:
                                     self._give_up(other)
                             else:
                                 trained.update = update
-                                self._guard(trained, parameter, update)
+                            for other in owing[number:]:
+                                self._guard(other)
                             raise
                 except StorageError as error:
                     raise StorageError(

@@ -1,7 +1,8 @@
 """What comes and goes together: the parameters of a block, of an embedding, of a head; and in which order.
 
 Note: the floor
-    The unit in use and the one before it stay, whatever the limit: two blocks are the fewest weights that are ever in memory.
+    The unit in use stays, whatever the limit. Next to it is room for the one that is read ahead: two blocks are the fewest
+    weights that are ever in memory.
 """
 
 import contextlib
@@ -112,7 +113,7 @@ class Units:
         self._model = weakref.ref(model)
         self._handles: list[RemovableHandle] = []
         self._in_fast_paths: list[tuple[weakref.ref[nn.Module], EagerHook, RemovableHandle]] = []
-        self._recent: list[Unit] = []
+        self._used_by: weakref.WeakKeyDictionary[threading.Thread, Unit] = weakref.WeakKeyDictionary()
         self._is_paused = True  # code of the user runs
         self._process = os.getpid()
         self.units: list[Unit] = []
@@ -280,7 +281,7 @@ class Units:
             pass
         if not self._count_forwards() and torch._C._current_graph_task_id() == -1 and self.limit_bytes is not None:
             with self.lock, outside():
-                self._recent = [recent for recent in self._recent if recent is not unit]
+                self._used_by.pop(threading.current_thread(), None)
                 for weight in unit.weights:
                     weight.leave()
                 for weight in unit.weights:
@@ -293,15 +294,13 @@ class Units:
         return self.limit_bytes is not None and any(not weight.is_here for weight in unit.weights)
 
     def _bring(self, unit: Unit, finishes: bool) -> None:
-        if unit in self._recent:
-            self._recent.remove(unit)
-        self._recent = [*self._recent[-1:], unit]
+        self._used_by[threading.current_thread()] = unit
         if any(not weight.tensors for weight in unit.weights):  # they were given other memory
             unit.weights = [weight for weight in unit.weights if weight.tensors]
             for parameter in (found for reference in unit.parameters if (found := reference()) is not None):
                 self.adopt(parameter)
         if self._misses(unit):
-            self._begin_to_bring(unit, keeps=self._recent, must=True)
+            self._begin_to_bring(unit, must=True)
             for weight in unit.weights:
                 weight.come()
         for weight in unit.weights if self.limit_bytes is not None else ():
@@ -313,9 +312,9 @@ class Units:
         self._read_ahead()
         self.throttle()
 
-    def _begin_to_bring(self, unit: Unit, keeps: Sequence[Unit], must: bool = False) -> bool:
-        """Begin to read the rest of a unit, for which others leave but those that it ``keeps``. False if there is no room for
-        it, unless it ``must``.
+    def _begin_to_bring(self, unit: Unit, keeps: Sequence[Unit] = (), must: bool = False) -> bool:
+        """Begin to read the rest of a unit, for which others leave but those that are used now and those that it ``keeps``.
+        False if there is no room for it, unless it ``must``.
         """
         missing = [weight for weight in unit.weights if weight.where is not Where.HERE and not weight.is_coming]
         if missing:
@@ -327,12 +326,13 @@ class Units:
         return True
 
     def make_room(self, nbytes: int, keeps: Sequence[Unit] = ()) -> bool:
-        """Let units leave that are used last, but those that it ``keeps``, until so many bytes may come. False if they may
-        not.
+        """Let units leave that are used last, but not now, and none that it ``keeps``, until so many bytes may come. False if
+        they may not.
         """
         if self.limit_bytes is None:
             return True
         excess = sum(unit.bytes_taken for unit in self.units) + nbytes - self.limit_bytes
+        keeps = [*keeps, *self._used_by.values()]
         for unit in self._farthest_first() if excess > 0 else ():
             if unit.uses or unit in keeps:
                 continue
@@ -345,7 +345,7 @@ class Units:
     def let_all_leave(self) -> None:
         """Let no weight be in memory that may leave."""
         with self.lock:
-            self._recent.clear()
+            self._used_by.clear()
             for unit in self.units:
                 if not unit.uses:
                     for weight in unit.weights:
@@ -380,11 +380,11 @@ class Units:
         room = max((unit.nbytes for unit in self.units), default=0)
         for place, unit in enumerate(coming if self.limit_bytes is not None else ()):
             room -= unit.nbytes - unit.bytes_here
-            if room < 0 or not self._begin_to_bring(unit, keeps=[*self._recent[-1:], *coming[:place]]):
+            if room < 0 or not self._begin_to_bring(unit, keeps=coming[:place]):
                 return
 
     def read_ahead_for_updates(self) -> None:
-        """Begin to read what the first updates that wait for the next forward need: while they wait, nobody writes there."""
+        """Begin to read what the first updates that wait for the next forward need: while they wait, they are guarded."""
         _read_for_updates(self.coming(skips=True))
 
     def coming(self, skips: bool = False) -> list[Unit]:

@@ -31,6 +31,7 @@ class Update:
         options: Those of the parameter's group, at the step.
         gradient: That of the step.
         done: How many parts are computed.
+        is_computed: The optimizer's class has computed all of it, as a whole.
         counted: Changes of the parameter's version that were counted when it was noted.
         is_given_up: The optimizer's class has raised an error, as it does in memory: the step is not taken.
     """
@@ -40,6 +41,7 @@ class Update:
     options: dict[str, Any]
     gradient: Tensor
     done: int = 0
+    is_computed: bool = False
     counted: int = 0
     is_given_up: bool = False
 
@@ -106,14 +108,19 @@ class Updates:
         size = elements * parameter.itemsize
         return [(begin, min(begin + size, parameter.nbytes)) for begin in range(0, parameter.nbytes, size)]
 
-    def compute(self, parameter: Tensor, name: str, update: Update, read_ahead: Callable[[Update], object]) -> None:
+    def compute(
+        self, parameter: Tensor, name: str, update: Update, read_ahead: Callable[[Update, int], object]
+    ) -> None:
         """Compute the update of a parameter, which is called ``name``: ``read_ahead`` begins to read for its next part.
 
         After an error of the optimizer's class, the update is given up, as in memory.
         """
         spans = self.spans(parameter, update.state, update.gradient)
         before = parameter._version
-        if spans is None:
+        if update.is_computed:  # and was interrupted then
+            changes = 0
+            self._end(parameter, name, update)
+        elif spans is None:
             self._compute_whole(parameter, name, update)
             changes = parameter._version - before
         else:
@@ -149,9 +156,9 @@ class Updates:
             set_gradient(parameter, live)
         if parameter in after:
             state[parameter] = after[parameter]
+        update.is_computed = True
         gradient.release(gradient.tensor if gradient.tensor._version != version else None)
-        self._end_parts(parameter, update)
-        self.park(parameter, name, state)
+        self._end(parameter, name, update)
 
     def _compute_parts(
         self,
@@ -159,7 +166,7 @@ class Updates:
         name: str,
         update: Update,
         spans: list[tuple[int, int]],
-        read_ahead: Callable[[Update], object],
+        read_ahead: Callable[[Update, int], object],
     ) -> int:
         state, changes = update.state, 0
         flat, size = parameter.view(-1), parameter.itemsize
@@ -170,8 +177,7 @@ class Updates:
             parts = {} if _are_new(its) else {key: _Part.of(value, parameter, *span) for key, value in its.items()}
             gradient = _Part.of(update.gradient, parameter, *span)
             assert gradient is not None
-            update.done += 1
-            read_ahead(update)  # arrives while this part is computed
+            read_ahead(update, update.done + 1)  # arrives while this part is computed
             target.grad = gradient.tensor
             version, counted = target.grad._version, parameter._version
             before = {key: captured(its[key]) if part is None else part.tensor for key, part in parts.items()}
@@ -184,6 +190,7 @@ class Updates:
             except Exception:
                 update.is_given_up = True
                 raise
+            update.done += 1
             changes = parameter._version - counted
             is_last = update.done == len(spans)
             self._put_part(parameter, name, its, after or {}, parts, span, is_last)
@@ -192,18 +199,20 @@ class Updates:
             gradient.release(target.grad if target.grad._version != version else None)
             self._store.throttle()
             signals_deferred.deliver()
-        self._end_parts(parameter, update)
-        self.park(parameter, name, state)
+        self._end(parameter, name, update)
         return changes
 
-    def _end_parts(self, parameter: Tensor, update: Update) -> None:
-        """All parts that have changed are stored."""
+    def _end(self, parameter: Tensor, name: str, update: Update) -> None:
+        """All is computed, and all parts that have changed are stored: the state leaves memory."""
         for tensor in (update.gradient, *state_tensors(update.state, parameter)):
             moved = parked_of(tensor)
+            if moved is not None and moved.is_new:
+                moved.is_new = False
             if moved is not None and moved.parts.are_written:
                 moved.parts.end()
                 if isinstance(moved, ParkedGradient):  # what was stored was multiplied
                     moved.factors, moved.norm = (), None
+        self.park(parameter, name, update.state)
 
     def _put_part(
         self,
@@ -279,7 +288,8 @@ class _Part:
     def empty(cls, tensor: Tensor, begin: int, end: int) -> "_Part":
         """Those of a tensor that has no values yet."""
         parked = parked_of(tensor)
-        assert parked is not None
+        if parked is None or not parked.is_away:
+            return cls(None, 0, None, tensor.view(-1)[begin:end].detach())
         nbytes = (end - begin) * tensor.itemsize
         slab = parked.store.new_slab(nbytes)
         return cls(parked, begin * tensor.itemsize, slab, slab.content[:nbytes].view(tensor.dtype))

@@ -186,7 +186,7 @@ class Weights:
         """Let all weights be in memory, for good."""
         with outside():
             for parked in self.weights():
-                parked.let_come()
+                parked.bring_for_good()
         if self._units is not None:
             self._units.limit_bytes = None
             for unit in self._units.units:

@@ -63,7 +63,7 @@ class DiskSlot(QueuedSlot):
     pieces: tuple[Piece, ...] = ()
     place: str = ""
     image: _Image | None = None
-    prepaid: bool = True  # its next write is already counted against the write limit
+    prepaid_bytes: int = 0  # of its next writes: already counted against the write limit
 
     @property
     def location(self) -> str:
@@ -160,7 +160,8 @@ class DiskTier(QueuedTier):
                 raise
             self.stats.reserve(room)
             where = ", ".join(f"{self._room.files[piece.file]} at offset {piece.offset}" for piece in pieces[:4])
-            return DiskSlot(nbytes, room_bytes=room, pieces=tuple(pieces), place=where or "an empty slot")
+            where = where or "an empty slot"
+            return DiskSlot(nbytes, room_bytes=room, pieces=tuple(pieces), place=where, prepaid_bytes=nbytes)
 
     def keep(self, slot: Slot) -> KeptSlot | None:
         assert isinstance(slot, DiskSlot)
@@ -196,8 +197,7 @@ class DiskTier(QueuedTier):
         self._room.give(self._number, slot.pieces)
         self.stats.release(slot.room_bytes)
         slot.image = None
-        if slot.prepaid:
-            self.storage.disk_writes.give(slot.nbytes)
+        self.storage.disk_writes.give(slot.prepaid_bytes)
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 
@@ -205,9 +205,9 @@ class DiskTier(QueuedTier):
         slot = transfer.slot
         assert isinstance(slot, DiskSlot)
         if transfer.kind == "write":
-            if not slot.prepaid:
-                self._pay(slot.nbytes)
-            slot.prepaid = False
+            prepaid = min(slot.prepaid_bytes, len(transfer.part))
+            self._pay(len(transfer.part) - prepaid)
+            slot.prepaid_bytes -= prepaid
             transfer.payload = self._cut(transfer.address, len(transfer.part))
         else:
             transfer.payload = slot.image
@@ -311,7 +311,7 @@ class DiskTier(QueuedTier):
             is_part = len(transfer.part) < slot.nbytes
             slot.image = _Image(0, b"", b"", slot.nbytes, []) if is_part else transfer.payload
         if outcome == "cancelled":
-            slot.prepaid = True
+            slot.prepaid_bytes += len(transfer.part)
 
     # -- end -----------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class Slab:
         # Of PyTorch's allocator, whose memory is warm: the system would give, and zero, each page when it is touched.
         raw = torch.empty(whole_pages(nbytes) + PAGE, dtype=torch.uint8, device="cpu")
         start = -raw.data_ptr() % PAGE
-        self.memory = memoryview(raw.numpy())[start : start + whole_pages(nbytes)]
+        self.memory = raw.numpy().data[start : start + whole_pages(nbytes)]
         self.content = torch.frombuffer(self.memory, dtype=torch.uint8)
         storage = self.content.untyped_storage()
         _slabs[id(storage)] = storage
@@ -178,14 +178,12 @@ class Store:
         with signals_deferred:
             while self.dropped:
                 self.free(self.dropped.popleft())
-            running = collections.deque[tuple[Future[None], int, Callable[[], None]]]()
-            while self._writing:
+            for _ in range(len(self._writing)):
                 future, nbytes, ended = self._writing.popleft()
                 if future.done():
                     ended()
                 else:
-                    running.append((future, nbytes, ended))
-            self._writing = running
+                    self._writing.append((future, nbytes, ended))
 
     def throttle(self) -> None:
         """Wait for the drive where too much is on its way to it."""

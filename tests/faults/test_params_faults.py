@@ -94,7 +94,7 @@ def test_nothing_is_left_after_faults(tmp_path, monkeypatch):
     made = Training(tmp_path, **PARKED)
     with monkeypatch.context() as patch:
         Faults(patch, "write_once", EIO, range(3, 5))
-        Faults(patch, "read_once", EIO, range(2, 3))
+        Faults(patch, "read_once", EIO, range(2, 12))  # ahead, and once more
         with pytest.raises(StorageError, match="cannot be read back"):
             made.run()
     assert [unit.name for unit in units_of(made.model).units if unit.uses] == []

@@ -174,11 +174,11 @@ def with_weights(step, weight):
 
 
 def test_it_is_chosen_where_all_would_fit_but_weights_and_state_are_waited_for():
-    step = with_weights(step_of([20 * MB] * 4, [20 * MB] * 4, [0.01] * 4, [0.005] * 4), 40 * MB)
+    step = with_weights(step_of([20 * MB] * 4, [20 * MB] * 4, [0.01] * 4, [0.005] * 4), 80 * MB)
     hardware = describe_hardware("24GB", tflops=80, pcie="5GB/s", ssd="3GB/s", ram="64GB")
     allowed = Allowed(state="ssd", weights="ssd")
-    found = choose(step, hardware, 400 * MB, allowed)
-    problem = problem_of(step, hardware, 400 * MB, found.held, allowed)
+    found = choose(step, hardware, 600 * MB, allowed)
+    problem = problem_of(step, hardware, 600 * MB, found.held, allowed)
     kept = problem.play(Choices(problem).uniform(Placement.KEEP), problem.windows[0], "keep")
     assert problem.fits(kept)
     assert found.step_s < kept.timeline.step_s
