@@ -50,9 +50,10 @@ def test_the_order_of_uses_is_learned():
     assert order.coming()[:3] == [2, 1, 0]
 
 
-def test_what_comes_next_is_read_ahead_and_no_more_than_there_is_room_for(chain):
+@pytest.mark.parametrize("units", [2, 4])
+def test_what_comes_next_is_read_ahead_and_no_more_than_the_largest_unit(chain, units):
     model, session, store, _ = chain
-    session.residency.limit_bytes = 2 * model[0].weight.nbytes
+    session.residency.limit_bytes = units * model[0].weight.nbytes
     use_all(model)
     use_all(model)
     leave_memory(session)
