@@ -108,29 +108,14 @@ def norm_of(gradient: Tensor, norm_type: float) -> Tensor:
 def watch(
     parameter: nn.Parameter, before: Callable[[Tensor], None], arrived: Callable[[Tensor], None]
 ) -> list[RemovableHandle]:
-    """Call ``before`` with a parameter whose gradient is about to be added up, and ``arrived`` once it is in ``.grad``."""
+    """Call ``before`` with a gradient to be added up, and ``arrived`` with the parameter once it is in ``.grad``."""
     trains = parameter.requires_grad
     parameter.requires_grad_(True)
     try:
-        call: Any = InertInCopies(_Before(parameter, before))
+        call: Any = InertInCopies(before)
         return [
             parameter.register_hook(call),
             parameter.register_post_accumulate_grad_hook(InertInCopies(arrived)),
         ]
     finally:
         parameter.requires_grad_(trains)
-
-
-class _Before:
-    """A hook that gets the gradient, and knows the parameter, which holds it."""
-
-    def __init__(self, parameter: nn.Parameter, call: Callable[[Tensor], None]):
-        import weakref
-
-        self._parameter = weakref.ref(parameter)
-        self._call = call
-
-    def __call__(self, gradient: Tensor) -> None:
-        parameter = self._parameter()
-        if parameter is not None:
-            self._call(parameter)

@@ -195,7 +195,7 @@ class Parked(guard.Debt):
         if self.where is not Where.HERE or self.stays or self._is_pinned:
             return False
         storage = self._storage()
-        if storage is None or self._is_elsewhere(storage):
+        if storage is None or self._has_other_memory(storage):
             return False
         self.wait_until_written()  # which may find that it has to stay
         with signals_deferred:
@@ -303,7 +303,7 @@ class Parked(guard.Debt):
         swap_pointer(storage, memory)
         self._address = storage.data_ptr()
 
-    def _is_elsewhere(self, storage: torch.UntypedStorage) -> bool:
+    def _has_other_memory(self, storage: torch.UntypedStorage) -> bool:
         """Whether PyTorch has given the storage other memory (``share_memory_()``, ``resize_()``), where it stays then."""
         if storage.data_ptr() == self._address:
             return False
@@ -388,8 +388,8 @@ class Parked(guard.Debt):
         self._digest, self._range_digests, self.version = b"", digests, self.present_version()
         self._is_clean, self.is_new = True, False
 
-    def begin_parts(self) -> None:
-        """Its bytes in the slot are going to change."""
+    def note_part(self) -> None:
+        """A part of its bytes in the slot is going to change."""
         self._digest, self._range_digests, self.written = b"", {}, object()
         for tensor in self.tensors:
             guard.put(tensor, self.parts)
@@ -427,7 +427,7 @@ class Parked(guard.Debt):
         """
         storage = self._storage()
         self.is_due = False
-        if storage is None or self._is_elsewhere(storage) or self.where is Where.HERE:
+        if storage is None or self._has_other_memory(storage) or self.where is Where.HERE:
             return
         for lent in self.lent:
             lent.check()

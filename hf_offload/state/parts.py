@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Parts(guard.Debt):
     """The bytes of an away storage a part at a time, without the memory for all of them.
 
-    From the first :meth:`store` to the end of the last write, tensors over the storage are guarded: the mapping may have
+    From the first :meth:`write` to the end of the last write, tensors over the storage are guarded: the mapping may have
     former bytes. Where a write fails, its bytes stay in memory, and all of the storage comes with them when it is read.
     """
 
@@ -30,7 +30,7 @@ class Parts(guard.Debt):
         self._writes: dict[int, tuple[Slab, Future[None]]] = {}
         self.rescued: dict[int, Slab] = {}
         self._target: HeldSlot | None = None  # of what is written, if not the same slot
-        self._is_elsewhere = False  # in another slot than the one that is mapped
+        self._slot_changed = False  # the mapped one is not the one that was written
         self._digests: dict[tuple[int, int], bytes] = {}  # of what is written
         self._is_open = False  # from the first store to the end
 
@@ -101,7 +101,7 @@ class Parts(guard.Debt):
         """What is written goes to ``slot``, which is the storage's when all parts were stored."""
         self._target = self._parked.store.free_with(slot, storage)
 
-    def store(self, begin: int, slab: Slab) -> None:
+    def write(self, begin: int, slab: Slab) -> None:
         """Begin to write a part. All parts are stored, one after the other, until :meth:`end`."""
         parked = self._parked
         storage = parked.storage
@@ -121,7 +121,7 @@ class Parts(guard.Debt):
             target = self._target or parked.slot
             assert target is not None
             self._is_open = True
-            parked.begin_parts()
+            parked.note_part()
             if parked.store.storage.takes_digests and not parked.on_host:
                 end = min(begin + slab.nbytes, parked.nbytes)
                 self._digests[begin, end] = xxhash.xxh3_128_digest(slab.memory[: end - begin])
@@ -133,7 +133,7 @@ class Parts(guard.Debt):
         with signals_deferred:
             is_known = sum(last - first for first, last in self._digests) == self._parked.nbytes
             self._parked.take_parts(self._target, self._digests if is_known else {})
-            self._is_elsewhere = self._is_elsewhere or self._target is not None
+            self._slot_changed = self._slot_changed or self._target is not None
             self._target, self._digests, self._is_open = None, {}, False
             self._ended()
 
@@ -155,8 +155,8 @@ class Parts(guard.Debt):
         storage = parked.storage
         if self.are_written or storage is None:
             return
-        if self._is_elsewhere:
-            self._is_elsewhere = False
+        if self._slot_changed:
+            self._slot_changed = False
             if parked.on_host:
                 parked.depart(storage)
             else:

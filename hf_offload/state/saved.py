@@ -11,7 +11,7 @@ from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state.parked import Parked
 from hf_offload.state.registry import parked_of
-from hf_offload.state.units import Unit, Units, in_backward, unit_with
+from hf_offload.state.units import Unit, Units, pause_after_backward, unit_with
 from hf_offload.surgery import EagerHook
 from hf_offload.tensors import is_wrapped
 
@@ -103,7 +103,7 @@ class _InUse(threading.local):
                 callback = functools.partial(_release, self._units)
                 torch.autograd.Variable._execution_engine.queue_callback(callback)
             self._operation = operation
-        in_backward()
+        pause_after_backward()
         units.need(unit)
         unit.uses += 1
         self._units.append(unit)

@@ -17,6 +17,7 @@ from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.optimizer import stream, streaming_of
+from hf_offload.state.refusals import is_compiled
 from hf_offload.state.step import Streaming
 from hf_offload.state.units import units_of
 from hf_offload.storage.host_memory import ram_bytes
@@ -75,7 +76,7 @@ class StreamedSetting:
         """Stream ``optimizer``, which is the same object afterwards. Idempotent."""
         if self._place == "none":
             return
-        compiled = any(_is_compiled(module) for module in model.modules())
+        compiled = any(is_compiled(module) for module in model.modules())
         in_graph = self._alone and not compiled
         units_of(model).refresh(model)
         names = {id(p): name for name, p in model.named_parameters()}
@@ -228,10 +229,6 @@ def _memory_bytes(on_host: bool) -> int:
     if on_host:
         return ram_bytes()[0] or 0
     return torch.accelerator.get_memory_info()[1]
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def _refuse_scripted(model: nn.Module) -> None:

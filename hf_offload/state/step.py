@@ -37,7 +37,7 @@ from hf_offload.state.gradients import (
 )
 from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.shadow import Shadow, attributes_of, names_of, options_of
-from hf_offload.state.units import in_backward, pinned, stepping, unit_with
+from hf_offload.state.units import pause_after_backward, pinned, stepping, unit_with
 from hf_offload.state.update import Update, Updates, may_move, state_tensors
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
 from hf_offload.storage.store import Store
@@ -241,7 +241,8 @@ class Streaming:
             trained = Trained(parameter, name, self)
             self._trained[id(parameter)] = trained
             if self.gradient_store is not None:
-                trained.handles = watch(parameter, _weak(trained, self.before), _weak(trained, self.arrived))
+                before, arrived = _weak(trained, self.before), _weak(trained, self.arrived)
+                trained.handles = watch(parameter, before, arrived)
             unit = unit_with(parameter)
             if unit is not None:
                 unit[1].owed[id(self), id(parameter)] = trained
@@ -311,16 +312,16 @@ class Streaming:
 
     def spans(self, parameter: Tensor, update: Update | None = None) -> list[tuple[int, int]] | None:
         """Ranges of the parameter's bytes that an ``update`` computes one after the other; None for all at once."""
-        if update is None:
-            return self._updates.spans(parameter, self.state, None)
-        return self._updates.spans(parameter, update.state, update.gradient)
+        state, gradient = (self.state, None) if update is None else (update.state, update.gradient)
+        return self._updates.spans(parameter, state, gradient)
 
     # -- gradients ----------------------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo
-    def before(self, trained: Trained, parameter: Tensor) -> None:
+    def before(self, trained: Trained, _: Tensor) -> None:
         """A gradient is about to be added to what is in ``.grad``."""
-        gradient = gradient_of(parameter)
+        parameter = trained.parameter_ref()
+        gradient = None if parameter is None else gradient_of(parameter)
         if gradient is not None:
             with self._section(GRADIENTS), outside():
                 guard.settle([gradient])  # an update that waits for it, too
@@ -341,7 +342,7 @@ class Streaming:
                 f"{trained.name} has got a gradient, while the update of the last step is not computed yet: a forward has "
                 "used its former value. Use it by its module, or read it from the module before."
             )
-        in_backward()
+        pause_after_backward()
         with self._section(GRADIENTS), outside():
             if gradient.layout is not torch.strided:
                 self._refuse_sparse(trained)
@@ -581,10 +582,10 @@ def _weak(trained: Trained, call: Callable[[Trained, Tensor], None]) -> Callable
     reference = weakref.ref(trained)
     method = weakref.WeakMethod(call)
 
-    def called(parameter: Tensor) -> None:
+    def called(tensor: Tensor) -> None:
         found, its = method(), reference()
         if found is not None and its is not None:
-            found(its, parameter)
+            found(its, tensor)
 
     return called
 

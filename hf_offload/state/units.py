@@ -442,7 +442,7 @@ class _Backwards(threading.local):
 _backwards = _Backwards()
 
 
-def in_backward() -> None:
+def pause_after_backward() -> None:
     """A hook of a backward runs: :func:`pause_all` is called once it has ended."""
     number = torch._C._current_graph_task_id()
     if number >= 0 and number != _backwards.number:

@@ -304,7 +304,7 @@ class _Part:
         content = self._slab.content[: value.nbytes].view(value.dtype)
         if value.data_ptr() != content.data_ptr():
             content.copy_(value)
-        self._parked.parts.store(self._first_byte, self._slab)
+        self._parked.parts.write(self._first_byte, self._slab)
 
     def release(self, changed: Tensor | None) -> None:
         """The elements are not needed any more; they were ``changed`` into these, if they were."""

@@ -67,6 +67,10 @@ def test_weights_that_are_loaded_after_a_step_that_failed_are_those_that_were_lo
     model, optimizer = training(folder=tmp_path)
     best = {name: value.clone() for name, value in model.state_dict().items()}
     backward(model, 1)
+    streaming = streaming_of(optimizer)
+    for parameter in model.parameters():
+        streaming.park_state(parameter)
+    streaming.state_store.settle()  # so that the step has to read it
     with monkeypatch.context() as patch:
         Faults(patch, "read_once", errno.EIO, range(1, 100))
         with pytest.raises(StorageError, match="cannot be completed"):
