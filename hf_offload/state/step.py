@@ -401,6 +401,9 @@ class Streaming:
         """
         with signals_deferred, self._section(), torch.no_grad(), stepping():
             self.finish()
+            for debt in [debt for parameter in self.parameters() for debt in guard.debts_of(parameter)]:
+                if isinstance(debt, Trained):
+                    debt.finish()  # of another optimizer of the same weights, which came first
             if not self.in_backward:
                 self._entries = set(map(id, self.state))
             self._has_asked = False

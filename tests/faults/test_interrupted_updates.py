@@ -122,6 +122,27 @@ def test_a_gradient_that_is_added_to_is_not_that_of_the_step_before(tmp_path):
     assert same(*found)
 
 
+def test_a_second_optimizer_of_the_same_weights_steps_after_the_first(tmp_path):
+    found = []
+    for place in ("none", "ssd"):
+        model = mlp()
+        optimizers = [
+            torch.optim.AdamW(model.parameters(), lr=0.1),
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        ]
+        if place == "ssd":
+            session = attach(model, OffloadConfig(tier="none", optimizer="ssd", min_bytes=256, directory=tmp_path))
+            for optimizer in optimizers:
+                session.prepare_optimizer(optimizer)
+            session.defer_updates()
+        for number in range(3):
+            backward(model, number)
+            for optimizer in optimizers:
+                optimizer.step()
+        found.append([model.state_dict(), *(one.state_dict()["state"] for one in optimizers)])
+    assert same(*found)
+
+
 def test_an_array_of_a_gradient_that_is_leaving_keeps_its_values(tmp_path):
     model, optimizer = training(folder=tmp_path)
     kept = {}
