@@ -32,6 +32,8 @@ def clip_parked(
         norms: list[tuple[Tensor, torch.dtype]] = []
         for parameter in parameters:
             trained, gradient = trained_of(parameter), gradient_of(parameter)
+            if trained is not None:
+                trained.finish()  # a step that was taken is one with the gradient as it was
             if gradient is not None:
                 found.append(gradient)
                 norms.append((_norm(gradient, norm_type, trained), gradient.dtype))

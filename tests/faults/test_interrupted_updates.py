@@ -143,6 +143,24 @@ def test_a_second_optimizer_of_the_same_weights_steps_after_the_first(tmp_path):
     assert same(*found)
 
 
+def test_clipping_after_a_step_is_not_of_that_step(tmp_path):
+    found = []
+    for place in ("none", "ssd"):
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        clip = torch.nn.utils.clip_grad_norm_
+        if place == "ssd":
+            session = attach(model, OffloadConfig(tier="none", optimizer="ssd", min_bytes=256, directory=tmp_path))
+            session.prepare_optimizer(optimizer)
+            session.defer_updates()
+        for number in range(3):
+            backward(model, number)
+            optimizer.step()
+            clip(model.parameters(), 1e-3) if place == "none" else session.clip_grad_norm_(1e-3)
+        found.append(values(model, optimizer))
+    assert same(*found)
+
+
 def test_an_array_of_a_gradient_that_is_leaving_keeps_its_values(tmp_path):
     model, optimizer = training(folder=tmp_path)
     kept = {}
