@@ -45,6 +45,11 @@ class Update:
     counted: int = 0
     is_given_up: bool = False
 
+    @property
+    def unscales(self) -> bool:
+        """Whether the step divides the gradient by the scale of a ``GradScaler``, as fused ones do: no version counts it."""
+        return self.context.attributes.get("grad_scale") is not None
+
 
 def state_tensors(state: Mapping[Any, Any], parameter: Tensor) -> list[Tensor]:
     """The tensors of the parameter's state that may leave memory."""
@@ -128,7 +133,7 @@ class Updates:
         parked = parked_of(parameter)
         if parked is not None:
             parked.note_change()
-        if changes:  # fused ones count none
+        if changes:  # fused steps count none
             # As often as in memory, where an update is one step.
             version = before - update.counted + changes
             torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
@@ -157,7 +162,7 @@ class Updates:
         if parameter in after:
             state[parameter] = after[parameter]
         update.is_computed = True
-        gradient.release(gradient.tensor if gradient.tensor._version != version else None)
+        gradient.release(gradient.tensor if update.unscales or gradient.tensor._version != version else None)
         self._end(parameter, name, update)
 
     def _compute_parts(
@@ -196,7 +201,7 @@ class Updates:
             self._put_part(parameter, name, its, after or {}, parts, span, is_last)
             if after and parameter not in state:
                 state[parameter] = its
-            gradient.release(target.grad if target.grad._version != version else None)
+            gradient.release(target.grad if update.unscales or target.grad._version != version else None)
             self._store.throttle()
             signals_deferred.deliver()
         self._end(parameter, name, update)

@@ -425,6 +425,11 @@ def test_a_gradient_scaler(fused, unscaled, tmp_path):
         for number in range(5):
             loss = model(batch(number)).square().mean() * (float("inf") if number == 3 else 1)
             scaler.scale(loss).backward()
+            for parameter in model.parameters():
+                if (parked := parked_gradient(parameter.grad)) is not None:
+                    parked.leave()  # where backward has ended before it was written
+                    parked.wait_until_written()
+                    assert parked.is_away
             if unscaled:
                 scaler.unscale_(optimizer)
                 run.log(run.clip(model, 0.1))
