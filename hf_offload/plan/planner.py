@@ -161,10 +161,12 @@ def too_small(
             f"no less: 16-bit weights, or a model with smaller blocks{vocabulary}",
         )
     elif footprint.transfers:
+        stays = footprint.gradient_bytes and GRADIENTS not in moved
+        what = "one block of weights, all gradients" if stays else "one block of weights"
         advice.insert(
             0,
-            f"one block of weights, and what is on its way to tiers, take {format_bytes(weights)} of it, and all else of "
-            f"the model's state has left memory: 16-bit weights, or a model with smaller blocks{vocabulary}",
+            f"{what}, and what is on its way to tiers, take {format_bytes(weights)} of it, and all else of the model's state "
+            f"has left memory: 16-bit weights, or a model with smaller blocks{vocabulary}",
         )
     elif weights > 0.5 * timeline.peak_bytes:
         on_tier = "" if state_may_leave else "state on a tier (optimizer='ssd' or 'ram', also with several processes), "

@@ -20,7 +20,6 @@ from hf_offload.planning.other_threads import follow_backward, let_backward_go, 
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.state.gradients import has_gradient
 from hf_offload.state.registry import observers, parked_of
-from hf_offload.state.storages import moves
 from hf_offload.state.weights import weights_of
 from hf_offload.tensors import nbytes_of, parameter_count
 
@@ -477,7 +476,7 @@ class StepMeter(StepRecorder):
 
     def _base_bytes(self) -> int:
         residency = weights_of(self.model)
-        resident = (p for p in self.model.parameters() if not moves(p) or parked_of(p) is None)
+        resident = (p for p in self.model.parameters() if parked_of(p) is None)
         weights = sum(nbytes_of(tensor) for tensor in {*resident, *self.model.buffers()})
         return weights + (0 if residency is None else residency.budget_bytes) + self._state_bytes
 

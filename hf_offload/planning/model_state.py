@@ -26,7 +26,6 @@ from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.optimizer import check_streamable, state_per_weight, streaming_of
 from hf_offload.state.registry import parked_of
 from hf_offload.state.setting import StreamedSetting
-from hf_offload.state.storages import moves
 from hf_offload.state.weights import Weights, park_weights, weights_of
 from hf_offload.storage.handling import WAITS
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, WEIGHTS, RunStorage
@@ -49,8 +48,8 @@ class ModelState:
 
     Where they are ``auto`` together with the tier, a plan without activations says what leaves memory when the optimizer is
     prepared, which is when its bytes are known: nothing, if all of them are within the budget. After a measured step, another
-    one says what is where (:meth:`hold`). Of several processes, the first one decides for all, and gradients and weights stay
-    in the memory of each, which reduce gradients there.
+    one says what is where (:meth:`hold`). Of several processes, the first one decides for all. Gradients then stay in memory,
+    where processes reduce them, and so do weights on accelerators.
 
     Attributes:
         residency: Which weights are in memory; None where all of them are.
@@ -69,11 +68,13 @@ class ModelState:
         self._on_host = next((p.device.type == "cpu" for p in model.parameters()), True)
         self._place = "ssd" if self._on_host or config.drive_settings else "ram"
         automatic = config.tier == "auto"
-        alone = automatic and ranks.count == 1 and any(p.requires_grad for p in model.parameters())
+        can_park = (
+            automatic and (ranks.count == 1 or self._on_host) and any(p.requires_grad for p in model.parameters())
+        )
         self._may_stream = automatic and config.state_place == "auto"
         self._may_stay = self._may_stream  # gradients and state of some weights, where those of others leave memory
-        self._may_park = alone and config.weights_place == "auto"
-        self._may_resize = alone and config.weights_place != "none"
+        self._may_park = can_park and config.weights_place == "auto"
+        self._may_resize = can_park and config.weights_place != "none"
         self._limit_bytes = self._budget_bytes = 0
         self._hardware: Hardware | None = None
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
@@ -158,9 +159,7 @@ class ModelState:
 
     def _warn_of(self, optimizer: Optimizer, residency: Weights) -> None:
         """Say, once, that the step of ``optimizer`` needs more memory than ``residency`` leaves for weights."""
-        trained = [
-            p for group in optimizer.param_groups for p in group["params"] if moves(p) and parked_of(p) is not None
-        ]
+        trained = [p for group in optimizer.param_groups for p in group["params"] if parked_of(p) is not None]
         nbytes = sum(nbytes_of(p) for p in trained)
         if nbytes > residency.limit_bytes and not self._has_warned and self._config.memory_mode == NONE:
             self._has_warned = True

@@ -73,12 +73,8 @@ def state_of(optimizer: torch.optim.Optimizer, elsewhere: Container[int] = ()) -
     for key, value in list(vars(optimizer).get("state", optimizer.state).items()):
         if id(key) not in elsewhere:
             for leaf in tree_leaves(value):
-                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not _is_away(leaf):
+                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and parked_of(leaf) is None:
                     yield leaf
-
-
-def _is_away(tensor: torch.Tensor) -> bool:
-    return torch._C._has_storage(tensor) and parked_of(tensor) is not None
 
 
 def is_elsewhere(optimizer: torch.optim.Optimizer, elsewhere: Container[int]) -> bool:

@@ -101,7 +101,7 @@ class Arrivals:
         processes = _launched_processes()
         place = "none" if processes > 1 and config.params is None else config.weights_place
         if place == "auto":
-            place = place_for(self._expected_bytes, config, on_host)
+            place = place_for("params", "weights", self._expected_bytes, config, on_host)
         self._place = place
         if place == "none":
             return

@@ -75,9 +75,7 @@ def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 
 def parked_gradient(gradient: Tensor | None) -> ParkedGradient | None:
     """What moves a gradient, if anything does."""
-    if gradient is None or gradient.layout is not torch.strided or not torch._C._has_storage(gradient):
-        return None
-    found = parked_of(gradient)
+    found = None if gradient is None else parked_of(gradient)
     return found if isinstance(found, ParkedGradient) else None
 
 

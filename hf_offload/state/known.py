@@ -8,6 +8,7 @@ Note: any other class
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -46,7 +47,11 @@ def steps_in_parts(kind: type[Optimizer]) -> bool:
 
 
 def steps_by_weight(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
-    """Whether ``kind``, the class of ``optimizer``, steps each weight by its gradient, its state and its group's options."""
+    """Whether ``kind``, the class of ``optimizer``, steps each weight by its gradient, its state and its group's options.
+    Shards of FSDP2 step as a whole.
+    """
+    if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
+        return False
     if _name(kind).startswith(_BITSANDBYTES):
         # Options for single weights are found by the place of a weight in the groups.
         manager = vars(optimizer).get("mng")

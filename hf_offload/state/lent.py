@@ -75,7 +75,7 @@ def check_loaded(tensor: Tensor) -> None:
 
 def saved(tensor: Tensor) -> Tensor:
     """``tensor``, as a state dict has it: itself where it is in memory, or on a CPU."""
-    parked = parked_of(tensor) if moves(tensor) else None
+    parked = parked_of(tensor)
     if parked is None or parked.on_host:
         return tensor
     complete(tensor)

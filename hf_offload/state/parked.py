@@ -148,7 +148,8 @@ class Parked(guard.Debt):
     @property
     def is_away(self) -> bool:
         """Whether the slot alone has the bytes."""
-        return self.where is Where.AWAY
+        storage = self._storage()
+        return self.where is Where.AWAY and (storage is None or not self._was_given_memory(storage))
 
     @property
     def is_held(self) -> bool:
@@ -195,7 +196,7 @@ class Parked(guard.Debt):
         if self.where is not Where.HERE or self.stays or self._is_pinned:
             return False
         storage = self._storage()
-        if storage is None or self._has_other_memory(storage):
+        if storage is None or self._was_given_memory(storage):
             return False
         self.wait_until_written()  # which may find that it has to stay
         with signals_deferred:
@@ -303,8 +304,10 @@ class Parked(guard.Debt):
         swap_pointer(storage, memory)
         self._address = storage.data_ptr()
 
-    def _has_other_memory(self, storage: torch.UntypedStorage) -> bool:
-        """Whether PyTorch has given the storage other memory (``share_memory_()``, ``resize_()``), where it stays then."""
+    def _was_given_memory(self, storage: torch.UntypedStorage) -> bool:
+        """Whether PyTorch has given the storage other memory (``share_memory_()``, ``resize_()``). It stays there then, and
+        the slot is freed.
+        """
         if storage.data_ptr() == self._address:
             return False
         self.wait_until_written()
@@ -427,7 +430,7 @@ class Parked(guard.Debt):
         """
         storage = self._storage()
         self.is_due = False
-        if storage is None or self._has_other_memory(storage) or self.where is Where.HERE:
+        if storage is None or self._was_given_memory(storage) or self.where is Where.HERE:
             return
         for lent in self.lent:
             lent.check()

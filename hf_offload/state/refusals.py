@@ -1,5 +1,6 @@
 """Models whose weights cannot leave memory, each with what to do instead."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ def refuse(model: nn.Module, config: OffloadConfig, processes: int) -> None:
             "without, or set params='none'."
         )
     # On a CPU, what is away can be read where it is. A whole model in TorchScript takes no hooks.
-    modules = model.named_modules()
+    modules = list(model.named_modules())
     if all(parameter.is_cpu for parameter in model.parameters()):
-        modules = iter([("", model)] if isinstance(model, torch.jit.ScriptModule) else [])
+        modules = [("", model)] if isinstance(model, torch.jit.ScriptModule) else []
     for name, module in modules:
         _refuse_module(name or "The model", module)
+    refuse_scripts("params", modules)
+    refuse_shards("params", model)
     for name, parameter in model.named_parameters():
-        _refuse_parameter(name, parameter)
+        if parameter.is_meta:
+            raise OffloadConfigError(f"{name} is on the meta device, without values: load the model first.")
 
 
 def refuse_processes(config: OffloadConfig, count: int, on_host: bool) -> None:
@@ -47,12 +51,36 @@ def is_compiled(module: nn.Module) -> bool:
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
+def refuse_scripts(setting: str, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for modules in TorchScript: nothing sees what they read."""
+    for name, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise OffloadConfigError(
+                f"{name or 'The model'} is in TorchScript, which reads weights without asking for them: use the module that "
+                f"it was made of, or set {setting}='none'."
+            )
+
+
+def refuse_shards(setting: str, model: nn.Module) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for weights that another library shards and moves. The optimizer's
+    state of FSDP2's shards may leave memory where they are on the CPU.
+    """
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise OffloadConfigError(
+                f"{name} belongs to DeepSpeed's ZeRO-3, which moves weights and state itself: use its offload_param and "
+                f"offload_optimizer, or set {setting}='none'."
+            )
+        on_host = isinstance(parameter, DTensor) and parameter.device.type == "cpu"
+        is_shard = isinstance(parameter, DTensor) or type(parameter).__name__ == "FlatParameter"
+        if is_shard and not (on_host and setting == "optimizer"):
+            raise OffloadConfigError(
+                f"{name} is sharded by FSDP: use FSDP2's CPUOffloadPolicy (fsdp_offload_params: true), or set "
+                f"{setting}='none'."
+            )
+
+
 def _refuse_module(name: str, module: Any) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise OffloadConfigError(
-            f"{name} is in TorchScript, which reads weights without asking for them: use the module that it was made of, or "
-            "set params='none'."
-        )
     if isinstance(module, nn.DataParallel):
         raise OffloadConfigError(
             f"{name} is an nn.DataParallel, which copies all weights to each GPU: start one process, or set params='none'."
@@ -62,16 +90,3 @@ def _refuse_module(name: str, module: Any) -> None:
             f"{name} is compiled, and compiled code reads weights without asking for them: leave torch.compile out, or set "
             "params='none'."
         )
-
-
-def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
-    if hasattr(parameter, "ds_id"):
-        raise OffloadConfigError(
-            f"{name} belongs to DeepSpeed's ZeRO-3, which moves weights itself: use its offload_param, or set params='none'."
-        )
-    if isinstance(parameter, DTensor) or type(parameter).__name__ == "FlatParameter":
-        raise OffloadConfigError(
-            f"{name} is sharded by FSDP: use FSDP2's CPUOffloadPolicy (fsdp_offload_params: true), or set params='none'."
-        )
-    if parameter.is_meta:
-        raise OffloadConfigError(f"{name} is on the meta device, without values: load the model first.")

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_offload.state.storages import storage_of
+from hf_offload.state.storages import moves, storage_of
 from hf_offload.state.uses import has_others
+from hf_offload.tensors import is_wrapped
 
 if TYPE_CHECKING:
     from hf_offload.state.parked import Parked
@@ -53,12 +54,22 @@ def tell(storage: torch.UntypedStorage) -> None:
 
 
 def parked_of(tensor: Tensor) -> "Parked | None":
-    """What moves the storage of a strided ``tensor``, if anything does."""
-    if not _parked:
+    """What moves the storage of ``tensor``, if anything does."""
+    if not _parked or not torch._C._has_storage(tensor) or tensor.layout is not torch.strided or is_wrapped(tensor):
         return None
     storage = storage_of(tensor)
     found = _parked.get(id(storage))
     return found if found is not None and found.is_of(storage) else None
+
+
+def can_move(tensor: Tensor) -> bool:
+    """Whether a tensor can leave memory: one of a kind that :func:`moves <hf_offload.state.storages.moves>`, with a storage
+    of its own that no other process has.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if not moves(tensor) or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            return False
+        return parked_of(tensor) is not None or not (tensor.device.type == "cpu" and tensor.is_shared())
 
 
 def is_parked(storage: torch.UntypedStorage) -> bool:
@@ -69,11 +80,11 @@ def is_parked(storage: torch.UntypedStorage) -> bool:
 
 def is_held(tensor: Tensor) -> bool:
     """Whether others have the memory of a tensor, who would read it without asking."""
-    if not torch._C._has_storage(tensor) or tensor.layout is not torch.strided:
-        return False
     parked = parked_of(tensor)
     if parked is not None:
         return parked.is_held
+    if not torch._C._has_storage(tensor) or tensor.layout is not torch.strided:
+        return False
     storage = storage_of(tensor)
     return (tensor.device.type == "cpu" and storage.is_shared()) or has_others(storage, 1)
 

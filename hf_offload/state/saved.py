@@ -13,7 +13,6 @@ from hf_offload.state.parked import Parked
 from hf_offload.state.registry import parked_of
 from hf_offload.state.units import Unit, Units, pause_after_backward, unit_with
 from hf_offload.surgery import EagerHook
-from hf_offload.tensors import is_wrapped
 
 
 class KeptTensor:
@@ -71,10 +70,7 @@ class SavedWeight:
 
 def saved_weight(tensor: Tensor) -> SavedWeight | None:
     """What to save instead of ``tensor``, if it is a weight that may leave memory, or a view of one."""
-    base = tensor if tensor._base is None else tensor._base
-    if tensor.layout is not torch.strided or is_wrapped(tensor) or not torch._C._has_storage(tensor):
-        return None
-    parked = parked_of(base)
+    parked = parked_of(tensor)
     if parked is None:
         return None
     for owner in parked.tensors:

@@ -5,9 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -15,12 +13,11 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.plan.windows import part_bytes, state_window
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.optimizer import stream, streaming_of
-from hf_offload.state.refusals import is_compiled
+from hf_offload.state.refusals import is_compiled, refuse_scripts, refuse_shards
 from hf_offload.state.step import Streaming
 from hf_offload.state.units import units_of
-from hf_offload.storage.host_memory import ram_bytes
+from hf_offload.state.weights import place_for
 from hf_offload.storage.opening import named_directories, open_tier
 from hf_offload.storage.service import OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.tier import Tier
@@ -28,8 +25,6 @@ from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
 
-_KEPT_SHARE = 0.5
-"""With ``optimizer="auto"``, the part of the budget that weights, gradients and state may take and stay in memory."""
 _STATE_PER_WEIGHT = 2
 """AdamW's."""
 
@@ -53,10 +48,13 @@ class StreamedSetting:
         self._on_host = next((p.device.type == "cpu" for p in model.parameters()), True)
         self._place = config.state_place
         if self._place == "auto":
-            self._place = self._choose(model)
+            trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
+            needed = sum(nbytes_of(p) for p in model.parameters()) + trained * (1 + _STATE_PER_WEIGHT)
+            what = "weights, gradients and state"
+            self._place = place_for("optimizer", what, needed, config, self._on_host)
         if self._place != "none":
-            _refuse_scripted(model)
-        _refuse_sharded(model)
+            refuse_scripts("optimizer", model.named_modules())
+        refuse_shards("optimizer", model)
         self._opened: dict[str, Tier] = {}  # and in no use yet
         self._guards: list[RemovableHandle] = []
         if self._place != "none":
@@ -187,23 +185,6 @@ class StreamedSetting:
         directories = named_directories(self._config) if self._place == "ssd" else ()
         return open_tier(self._storage, self._config, self._on_host, account, directories)
 
-    def _choose(self, model: nn.Module) -> str:
-        trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
-        weights = sum(nbytes_of(p) for p in model.parameters())
-        needed = weights + trained * (1 + _STATE_PER_WEIGHT)
-        budget = self._config.memory_budget
-        limit = int(budget) if budget is not None else _memory_bytes(self._on_host)
-        place = "none"
-        if needed > _KEPT_SHARE * limit:
-            place = "ssd" if self._on_host or self._config.drive_settings else "ram"
-        logger.info(
-            "optimizer='auto': weights, gradients and state take about %s of %s, so state and gradients %s.",
-            format_bytes(needed),
-            format_bytes(limit),
-            "stay in memory" if place == "none" else f"go to {place}",
-        )
-        return place
-
     def _tell(self, streaming: Streaming, optimizer: Optimizer, compiled: bool) -> None:
         why = "gradients stay in memory, for several processes reduce them there"
         if compiled:
@@ -222,33 +203,3 @@ class StreamedSetting:
             streaming.state_store.tier.name,
             why,
         )
-
-
-def _memory_bytes(on_host: bool) -> int:
-    """All memory of the device, or of the host."""
-    if on_host:
-        return ram_bytes()[0] or 0
-    return torch.accelerator.get_memory_info()[1]
-
-
-def _refuse_scripted(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise OffloadConfigError(
-                f"{name or 'The model'} is in TorchScript, which reads weights before their updates are computed: use the "
-                "module that it was made of, or set optimizer='none'."
-            )
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            raise OffloadConfigError(
-                f"{name} belongs to DeepSpeed's ZeRO-3, which has an optimizer of its own: use its offload_optimizer, or set "
-                "optimizer='none'."
-            )
-        if isinstance(parameter, DTensor) or type(parameter).__name__ == "FlatParameter":
-            raise OffloadConfigError(
-                f"{name} is sharded by FSDP, whose state cannot be streamed: use FSDP2's CPUOffloadPolicy, or set "
-                "optimizer='none'."
-            )

@@ -13,7 +13,7 @@ from hf_offload.state import guard
 from hf_offload.state.contexts import StepContext
 from hf_offload.state.gradients import ParkedGradient, gradient_of, scaled, set_gradient
 from hf_offload.state.parked import Parked, empty_away
-from hf_offload.state.registry import parked_of
+from hf_offload.state.registry import can_move, parked_of
 from hf_offload.state.shadow import CUT_ELEMENTS, Shadow, captured
 from hf_offload.storage.store import Slab, Store
 
@@ -52,21 +52,17 @@ class Update:
 
 
 def state_tensors(state: Mapping[Any, Any], parameter: Tensor) -> list[Tensor]:
-    """The tensors of the parameter's state that may leave memory."""
-    found = tree_leaves(state.get(parameter) or {})
-    return [tensor for tensor in found if isinstance(tensor, Tensor) and may_move(tensor, SMALLEST_STATE_BYTES)]
+    """The tensors of the parameter's state that may leave memory: of shards, what this process has of them."""
+    found = [one for one in tree_leaves(state.get(parameter) or {}) if isinstance(one, Tensor)]
+    local = [getattr(one, "_local_tensor", one) for one in found]
+    return [tensor for tensor in local if may_move(tensor, SMALLEST_STATE_BYTES)]
 
 
 def may_move(tensor: Tensor, smallest_bytes: int) -> bool:
     """Whether a gradient, or a tensor of a state, may leave memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if guard.own_class(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return False
-        if tensor.requires_grad or tensor.is_meta or tensor.is_inference() or tensor.nbytes < smallest_bytes:
-            return False
-        if tensor.device.type == "cpu" and tensor.is_shared() and parked_of(tensor) is None:
-            return False
-        return tensor.untyped_storage().nbytes() in (tensor.nbytes, 0)
+    if guard.own_class(tensor) not in (Tensor, nn.Parameter) or tensor.requires_grad or tensor.nbytes < smallest_bytes:
+        return False
+    return can_move(tensor)
 
 
 class Updates:

@@ -2,7 +2,6 @@
 
 import logging
 import weakref
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +11,9 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.contexts import outside
 from hf_offload.state.derived import ParkedWeight
-from hf_offload.state.parked import Parked, Where
+from hf_offload.state.parked import Parked
 from hf_offload.state.refusals import refuse
-from hf_offload.state.registry import parked_of
-from hf_offload.state.storages import moves
+from hf_offload.state.registry import can_move, parked_of
 from hf_offload.state.units import Units, unit_with, units_of
 from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.storage.opening import named_directories, open_tier
@@ -77,7 +75,7 @@ class Weights:
 
     def receive(self, name: str, parameter: nn.Parameter, config: OffloadConfig) -> Parked | None:
         """Let one parameter leave memory later, if it may."""
-        parked = parked_of(parameter) if moves(parameter) else None
+        parked = parked_of(parameter)
         if parked is None:
             if not may_leave(parameter, config):
                 return None
@@ -97,7 +95,7 @@ class Weights:
         for module in model.modules():
             of_layer = vars(module.state).values() if hasattr(getattr(module, "state", None), "CB") else ()
             for parameter in module.parameters(recurse=False):
-                parked = parked_of(parameter) if moves(parameter) else None
+                parked = parked_of(parameter)
                 for alias in (*of_layer, *vars(parameter).values()):
                     if parked is not None and type(alias) is Tensor and parked_of(alias) is parked:
                         parked.add(alias)
@@ -216,7 +214,7 @@ def weights_of(model: nn.Module) -> Weights | None:
     """The weights of a model that leave memory, or of the model that it wraps."""
     found = _weights.get(model)
     if found is None:
-        ids = {id(parked) for p in model.parameters() if moves(p) and (parked := parked_of(p)) is not None}
+        ids = {id(parked) for p in model.parameters() if (parked := parked_of(p)) is not None}
         homes = (one for one in _weights.values() if one.is_home and not ids.isdisjoint(one._parked))
         found = next(homes, None)
     return found
@@ -243,7 +241,7 @@ def park_weights(model: nn.Module, config: OffloadConfig, storage: RunStorage, p
     if present is not None and present.is_home:
         place = "there"
     elif place == "auto":
-        place = place_for(sum(nbytes_of(p) for p in model.parameters()), config, on_host)
+        place = place_for("params", "weights", sum(nbytes_of(p) for p in model.parameters()), config, on_host)
     if place == "none":
         if present is not None:
             present.bring_all()
@@ -301,18 +299,22 @@ def blocks_at_a_time(model: nn.Module) -> int:
     return _BLOCKS * max([single, *sizes])
 
 
-def place_for(weights: int, config: OffloadConfig, on_host: bool) -> str:
-    """Where ``params="auto"`` lets so many bytes of weights be."""
+def place_for(setting: str, what: str, nbytes: int, config: OffloadConfig, on_host: bool) -> str:
+    """Where ``"auto"``, as the value of a ``setting``, lets ``nbytes`` of ``what`` be: in memory if they take at most half of
+    the budget, or of all memory.
+    """
     if config.memory_budget is not None:
         limit = int(config.memory_budget)
     else:
         limit = (ram_bytes()[0] or 0) if on_host else torch.accelerator.get_memory_info()[1]
     place = "none"
-    if weights > _KEPT_SHARE * limit:
+    if nbytes > _KEPT_SHARE * limit:
         place = "ssd" if on_host or config.drive_settings else "ram"
     logger.info(
-        "params='auto': weights take %s of %s, so they %s.",
-        format_bytes(weights),
+        "%s='auto': %s take about %s of %s, so they %s.",
+        setting,
+        what,
+        format_bytes(nbytes),
         format_bytes(limit),
         "stay in memory" if place == "none" else f"go to {place}",
     )
@@ -321,16 +323,4 @@ def place_for(weights: int, config: OffloadConfig, on_host: bool) -> str:
 
 def may_leave(parameter: nn.Parameter, config: OffloadConfig) -> bool:
     """Whether the memory of ``parameter`` may come and go."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if not moves(parameter) or not is_large(parameter, config):
-            return False
-        own = parameter.untyped_storage().nbytes() == parameter.nbytes
-        return own and not (parameter.device.type == "cpu" and parameter.is_shared())
-
-
-def away(model: nn.Module) -> Iterator[Parked]:
-    """The weights of ``model`` that are not in memory."""
-    for parameter in model.parameters():
-        parked = parked_of(parameter) if moves(parameter) else None
-        if parked is not None and parked.where is not Where.HERE:
-            yield parked
+    return can_move(parameter) and is_large(parameter, config)

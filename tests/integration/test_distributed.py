@@ -219,13 +219,37 @@ def different_settings_are_refused(rank, folder):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def streamed_shards_are_refused(rank, folder):
-    from torch.distributed.fsdp import fully_shard
+def state_of_shards(rank, folder):
+    """FSDP2's, with its weights in memory or handed to the CPU by its CPUOffloadPolicy."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    model = tiny_model("llama")
-    fully_shard(model)
-    with pytest.raises(OffloadConfigError, match="CPUOffloadPolicy"):
-        attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=folder))
+    def run(place, policy):
+        model = tiny_model("llama")
+        options = {} if policy is None else {"offload_policy": policy}
+        for layer in model.model.layers:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        where = {} if place == "none" else {"optimizer": place, "directory": folder, "min_bytes": 1}
+        session = attach(model, OffloadConfig(tier="none", **where))
+        session.prepare_optimizer(optimizer)
+        losses = []
+        for step in range(4):
+            loss = model(**tiny_batch("llama", seed=step + rank)).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if step == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+        state = [value.to_local().clone() for its in optimizer.state.values() for value in its.values() if value.dim()]
+        streaming = streaming_of(optimizer)
+        written = 0 if streaming is None else streaming.state_store.tier.stats.written_bytes
+        return losses, [local(parameter) for parameter in model.parameters()] + state, written
+
+    for policy in (None, CPUOffloadPolicy(pin_memory=False)):
+        assert_same(run("none", policy), run("ssd", policy))
 
 
 def one_alone_is_refused(rank, folder):
@@ -430,19 +454,23 @@ def assert_leaves(found, expected):
     assert everyone[0] == everyone[1]
 
 
-def weights_and_gradients_that_do_not_fit_are_refused(rank, folder):
-    with pytest.raises(
-        OffloadPlanError, match=r"weights and gradients, which cannot leave memory here.*CPUOffloadPolicy"
-    ):
+def gradients_that_do_not_fit_are_refused(rank, folder):
+    with pytest.raises(OffloadPlanError, match=r"one block of weights, all gradients, and what is on its way"):
         trains_in_budget(rank, folder, 1.5)
 
 
-def trains_in_budget(rank, folder, share, own=0, change=None):
+def weights_leave_where_gradients_stay(rank, folder):
+    expected, found = (trains_in_budget(rank, folder, share, layers=24) for share in (None, 2.5))
+    assert_leaves(found, expected)
+    assert found["held"].weights == "ssd"
+
+
+def trains_in_budget(rank, folder, share, own=0, change=None, layers=4):
     """A run within ``share`` times the weights' bytes, of whose parameters the process trains so many more of its own."""
     ranks._TO_ANSWER = ranks._TO_ANSWER.__class__(seconds=20)
     planning_ranks.measure_hardware = lambda directories, device, **options: a_machine()
     torch.manual_seed(0)
-    model = build("gpt2", 0.0, layers=4)
+    model = build("gpt2", 0.0, layers=layers)
     wrapped = DistributedDataParallel(model)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     mine = [torch.nn.Parameter(torch.zeros(nbytes // 4)) for _ in range(own)]
@@ -520,9 +548,10 @@ IN_TWO = (
     the_process_that_needs_most_decides_about_the_state,
     an_optimizer_that_one_process_cannot_stream_stays_in_all,
     an_error_of_one_process_is_raised_in_all,
-    weights_and_gradients_that_do_not_fit_are_refused,
+    gradients_that_do_not_fit_are_refused,
+    weights_leave_where_gradients_stay,
     gone_in_one_of_them,
-    streamed_shards_are_refused,
+    state_of_shards,
     one_alone_is_refused,
 )
 

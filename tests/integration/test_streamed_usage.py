@@ -448,6 +448,23 @@ def test_a_gradient_scaler(fused, unscaled, tmp_path):
 
 
 @scenario
+def gradients_are_shared_with_other_processes(run):
+    model = mlp()
+    optimizer = adamw(run, model)
+
+    def share_and_add(number):
+        for parameter in model.parameters():
+            if (parked := parked_gradient(parameter.grad)) is not None:
+                parked.leave()
+                parked.wait_until_written()
+        model.share_memory()
+        model(batch(100 + number)).square().mean().backward()
+
+    train(run, model, optimizer, before=share_and_add)
+    run.log_all(model, optimizer)
+
+
+@scenario
 def state_is_replaced(run):
     model = mlp()
     optimizer = adamw(run, model)
