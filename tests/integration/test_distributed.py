@@ -225,6 +225,7 @@ def state_of_shards(rank, folder):
 
     def run(place, policy):
         model = tiny_model("llama")
+        torch.manual_seed(rank)  # dropout
         options = {} if policy is None else {"offload_policy": policy}
         for layer in model.model.layers:
             fully_shard(layer, **options)
