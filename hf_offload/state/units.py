@@ -123,13 +123,10 @@ class Units:
 
     def refresh(self, model: nn.Module) -> None:
         """Look at the model again: it may have other modules by now. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.remove()
         self._handles.append(model.register_forward_pre_hook(EagerHook(self._begin), prepend=True))
         self._handles.append(model.register_forward_hook(EagerHook(self._end), always_call=True))
         self._handles.append(model.register_load_state_dict_pre_hook(EagerHook(self._loads)))
-        self._in_fast_paths.clear()
         encoders = [one for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer)]
         fast_paths = {module for encoder in encoders for module in encoder.modules()}
         not_called = {one.out_proj for one in model.modules() if isinstance(one, nn.MultiheadAttention)}
@@ -198,9 +195,10 @@ class Units:
 
     def remove(self) -> None:
         """Take the hooks off the model."""
-        for handle in self._handles:
+        for handle in (*self._handles, *(handle for _, _, handle in self._in_fast_paths)):
             handle.remove()
         self._handles.clear()
+        self._in_fast_paths.clear()
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """A forward of the model begins."""

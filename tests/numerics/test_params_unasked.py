@@ -160,7 +160,10 @@ class FastPaths(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("needs_gradient", [True, False])
-def test_a_fast_path_is_taken_with_gradients_enabled_where_nothing_needs_one(tmp_path, frozen, needs_gradient):
+@pytest.mark.parametrize("attaches_again", [False, True])
+def test_a_fast_path_is_taken_with_gradients_enabled_where_nothing_needs_one(
+    tmp_path, frozen, needs_gradient, attaches_again
+):
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 2).eval()
     model.requires_grad_(not frozen)
@@ -168,7 +171,11 @@ def test_a_fast_path_is_taken_with_gradients_enabled_where_nothing_needs_one(tmp
     padding = torch.tensor([5 * [False], 3 * [False] + 2 * [True]])
     with FastPaths() as in_memory:
         expected = model(inputs, src_key_padding_mask=padding)
-    parked(model, tmp_path)
+    session = parked(model, tmp_path)
+    model(inputs)
+    if attaches_again:
+        session.detach()
+        parked(model, tmp_path)
     with FastPaths() as found:
         assert torch.equal(model(inputs, src_key_padding_mask=padding), expected)
     assert found.count == in_memory.count == (0 if needs_gradient or not frozen else 2)
