@@ -1,11 +1,26 @@
-"""What the programs of ``steps`` and of ``weights`` do alike."""
+"""What programs of training do: losses, backward and steps, some of which end with an error."""
 
 import random
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tests.fuzz.blocks import Breaks
+
+class Stumbled(Exception):
+    """An error of the user's own."""
+
+
+class Breaks(torch.autograd.Function):
+    """In backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise Stumbled
 
 
 class Trains:
