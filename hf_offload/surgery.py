@@ -91,16 +91,21 @@ def extend(target: T, before: type | None, behind: type | None = None) -> Undo[T
     bases: tuple[type, ...] = (usual,) if before is None else (before, usual)
     if behind is not None:
         bases = (*bases[:-1], behind) if issubclass(behind, usual) else (*bases, behind)
+    kind = _extended(usual, bases)
+    target.__class__ = kind
+    return Undo(target, functools.partial(_swap_back, kind, usual, ()))
 
-    def reduce(self: T, protocol: Any) -> Any:
+
+@functools.cache  # objects of one class stay of one class
+def _extended(usual: type, bases: tuple[type, ...]) -> type:
+    def reduce(self: object, protocol: Any) -> Any:
         reduced: Any = usual.__reduce_ex__(self, protocol)
         make, arguments, *state = reduced
         return _made_by, (make, *(usual if argument is kind else argument for argument in arguments)), *state
 
     named = {name: getattr(usual, name) for name in ("__module__", "__qualname__", "__doc__")}
     kind = type(usual.__name__, bases, {**named, "__reduce_ex__": reduce})
-    target.__class__ = kind
-    return Undo(target, functools.partial(_swap_back, kind, usual, ()))
+    return kind
 
 
 def _made_by(make: Callable[..., T], *arguments: Any) -> T:
