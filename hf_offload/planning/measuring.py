@@ -304,7 +304,7 @@ class StepMeter(StepRecorder):
             first, count = self._small_saved.get(key, (block, 0))
             self._small_saved[key] = block if first == block else None, count + 1
 
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if not self._is_paused:
             super()._enter(name, module, args, kwargs)
 

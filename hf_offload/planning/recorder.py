@@ -188,7 +188,8 @@ class StepRecorder(Follower):
         finally:
             self.unwatch()
 
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        # Without kwargs: PyTorch still calls a hook that another one of the same module has removed.
         if in_recompute():
             return
         self.end_segment()
@@ -200,7 +201,7 @@ class StepRecorder(Follower):
             # What activation checkpointing keeps of a block: its positional arguments.
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             self._boundary[name] = sum(nbytes_of(tensor) for tensor in tensors if tensor.is_floating_point())
-            self._not_twice[name] = self._not_twice.get(name) or why_not_again(args, kwargs)
+            self._not_twice[name] = self._not_twice.get(name) or why_not_again(args, kwargs or {})
             self._buffers[name] = versions_of(module.named_buffers())
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:

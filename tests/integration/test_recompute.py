@@ -188,7 +188,7 @@ def encoder():
 def test_blocks_of_a_class_that_is_named_are_recomputed_exactly(named, tmp_path):
     found = run(encoder, auto(tmp_path, encoder, recompute_blocks=named))
     assert bool(found[2]) == (named is not None)
-    assert all(name.removeprefix("layers.").isdigit() for name in found[2])
+    assert all(name.startswith("layers.") for name in found[2])
     assert same(found, run(encoder, NONE))
 
 
