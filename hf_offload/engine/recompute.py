@@ -64,8 +64,8 @@ def versions_of(named: Iterable[tuple[str, Any]]) -> Versions:
 
 
 def changed_name(before: Versions, now: Versions, *, replaced: bool = False) -> str:
-    """The first name of a tensor that has changed; empty if there is none. With ``replaced``, a tensor whose place another one
-    has taken is passed over: sharding replaces parameters by others with the same values.
+    """The first name of a tensor that has changed; empty if there is none. With ``replaced``, a tensor whose place another
+    one has taken is passed over: sharding replaces parameters by others with the same values.
     """
     for name, one in before.items():
         other = now.get(name, one)
