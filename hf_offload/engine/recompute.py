@@ -34,7 +34,7 @@ Versions = Mapping[str, list[tuple[int, int | None]]]
 _CACHES = ("past_key_values", "layer_past")
 
 
-def why_not_again(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+def why_not_twice(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
     """Why a block's call with these arguments cannot run a second time; empty if it can."""
     if are_transformed():
         return "it is called inside of a transform of torch.func, or of forward-mode differentiation"
@@ -117,7 +117,7 @@ class _Switch:
     def on(self, block: Any, args: Any, kwargs: Any) -> None:
         """A pre-hook."""
         self.off(block)  # an interrupted call has not done it
-        if in_recompute() or why_not_again(args, kwargs):
+        if in_recompute() or why_not_twice(args, kwargs):
             return
         self._before = {name: block.__dict__[name] for name in self._ATTRIBUTES if name in block.__dict__}
         block._gradient_checkpointing_func = functools.partial(_checkpointed, self._name, block)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import in_recompute
-from hf_offload.engine.recompute import Versions, changed_name, versions_of, why_not_again
+from hf_offload.engine.recompute import Versions, changed_name, versions_of, why_not_twice
 from hf_offload.plan.footprint import BlockSpan, Segment
 from hf_offload.planning.other_threads import Follower
 from hf_offload.planning.workspace import workspace_bytes
@@ -201,7 +201,7 @@ class StepRecorder(Follower):
             # What activation checkpointing keeps of a block: its positional arguments.
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             self._boundary[name] = sum(nbytes_of(tensor) for tensor in tensors if tensor.is_floating_point())
-            self._not_twice[name] = self._not_twice.get(name) or why_not_again(args, kwargs or {})
+            self._not_twice[name] = self._not_twice.get(name) or why_not_twice(args, kwargs or {})
             self._buffers[name] = versions_of(module.named_buffers())
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:

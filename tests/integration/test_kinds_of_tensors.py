@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.engine.recompute import Recompute, why_not_again
+from hf_offload.engine.recompute import Recompute, why_not_twice
 from hf_offload.structure.units import find_blocks
 from hf_offload.tensors import nbytes_of
 
@@ -190,7 +190,7 @@ def test_a_model_with_tensors_of_any_kind_in_any_place(name, tmp_path):
     expected = train(model_of(kind), inputs=inputs)
     config = OffloadConfig(tier="auto", memory_budget="1GiB", directory=tmp_path, min_bytes=64)
     assert same(train(model_of(kind), config, inputs=inputs), expected)
-    assert bool(why_not_again((), {"inside": [inputs]})) == (name in NOT_RECOMPUTED)
+    assert bool(why_not_twice((), {"inside": [inputs]})) == (name in NOT_RECOMPUTED)
     model = model_of(kind)
     Recompute(find_blocks(model)).apply(find_blocks(model))
     assert same(train(model, inputs=inputs), expected)
