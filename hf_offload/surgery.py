@@ -87,7 +87,7 @@ def extend(target: T, before: type | None, behind: type | None = None) -> Undo[T
     Those of ``behind``, a subclass of the last class of the target's own that has them, come in front of that one. What
     ``target`` holds stays the same. Its copies, pickled ones included, are of its own class again.
     """
-    usual = type(target)
+    usual: Any = type(target)
     bases: tuple[type, ...] = (usual,) if before is None else (before, usual)
     if behind is not None:
         bases = (*bases[:-1], behind) if issubclass(behind, usual) else (*bases, behind)
@@ -97,8 +97,8 @@ def extend(target: T, before: type | None, behind: type | None = None) -> Undo[T
 
 
 @functools.cache  # objects of one class stay of one class
-def _extended(usual: type, bases: tuple[type, ...]) -> type:
-    def reduce(self: object, protocol: Any) -> Any:
+def _extended(usual: Any, bases: tuple[type, ...]) -> type:
+    def reduce(self: Any, protocol: Any) -> Any:
         reduced: Any = usual.__reduce_ex__(self, protocol)
         make, arguments, *state = reduced
         return _made_by, (make, *(usual if argument is kind else argument for argument in arguments)), *state
