@@ -63,9 +63,9 @@ class SavedTensorModifiedError(OffloadError):
 
 
 class RecomputeError(OffloadError):
-    """A block that was recomputed in backward has changed its state a second time, such as running statistics or a counter.
+    """A parameter, a buffer or an input of a block has changed between its forward and its recompute in backward.
 
-    Raised before the optimizer's step. A block whose forward did so in the step that was measured is never recomputed.
+    Raised before the optimizer's step. A block whose forward writes to its buffers in a measured step is never recomputed.
     """
 
 

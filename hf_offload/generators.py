@@ -35,22 +35,6 @@ def set_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
 
 
-def is_python_or_numpy(generator: Any) -> bool:
-    """Whether it is the one that the functions of Python's or NumPy's ``random`` draw from."""
-    return generator is np.random.mtrand._rand or generator is random._inst  # type: ignore[attr-defined]
-
-
-def python_and_numpy() -> tuple[Any, Any]:
-    """The states of Python's and NumPy's own generators, to be compared with ``==``."""
-    return random.getstate(), state_of(np.random.mtrand._rand)
-
-
-def set_python_and_numpy(states: tuple[Any, Any]) -> None:
-    """Let these generators be as :func:`python_and_numpy` has found them."""
-    random.setstate(states[0])
-    set_state(np.random.mtrand._rand, states[1])
-
-
 def process_states(all_devices: bool = False) -> dict[str, Any]:
     """The states of Python's, NumPy's and PyTorch's own generators, as a Trainer keeps them: that of the current accelerator
     by the name of its type, or a list of all.

@@ -87,20 +87,25 @@ def extend(target: T, before: type | None, behind: type | None = None) -> Undo[T
     Those of ``behind``, a subclass of the last class of the target's own that has them, come in front of that one. What
     ``target`` holds stays the same. Its copies, pickled ones included, are of its own class again.
     """
-    usual = type(target)
+    usual: Any = type(target)
     bases: tuple[type, ...] = (usual,) if before is None else (before, usual)
     if behind is not None:
         bases = (*bases[:-1], behind) if issubclass(behind, usual) else (*bases, behind)
+    kind = _extended(usual, bases)
+    target.__class__ = kind
+    return Undo(target, functools.partial(_swap_back, kind, usual, ()))
 
-    def reduce(self: T, protocol: Any) -> Any:
+
+@functools.cache  # objects of one class stay of one class
+def _extended(usual: Any, bases: tuple[type, ...]) -> type:
+    def reduce(self: Any, protocol: Any) -> Any:
         reduced: Any = usual.__reduce_ex__(self, protocol)
         make, arguments, *state = reduced
         return _made_by, (make, *(usual if argument is kind else argument for argument in arguments)), *state
 
     named = {name: getattr(usual, name) for name in ("__module__", "__qualname__", "__doc__")}
     kind = type(usual.__name__, bases, {**named, "__reduce_ex__": reduce})
-    target.__class__ = kind
-    return Undo(target, functools.partial(_swap_back, kind, usual, ()))
+    return kind
 
 
 def _made_by(make: Callable[..., T], *arguments: Any) -> T:

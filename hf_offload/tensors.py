@@ -1,7 +1,6 @@
-"""What a tensor is made of: whether it has memory of its own, whether its bytes can be read there, and how many there are."""
+"""What a tensor is made of: whether it has memory of its own, and how many bytes."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,18 +50,6 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor._is_zerotensor()
         and not is_wrapped(tensor)
     )
-
-
-def can_be_read(tensor: Tensor) -> bool:
-    """Whether :func:`bytes_of` can look at ``tensor``: a plain one whose memory is there, and all of it."""
-    if not is_plain(tensor) or tensor.is_meta:
-        return False
-    return tensor.numel() == 0 or byte_span(tensor)[1] <= tensor.untyped_storage().nbytes()
-
-
-def bytes_of(tensor: Tensor) -> Any:
-    """The bytes of a tensor that :func:`can_be_read`, in CPU memory, as an array."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
 
 
 def byte_span(tensor: Tensor) -> tuple[int, int]:

@@ -204,9 +204,9 @@ class _Counter(StepRecorder):
         self._drafts: dict[int, list[weakref.ref[_Draft]]] = {}  # id of a storage -> what was saved of it
         self._times: list[_Times] = []
 
-    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         signals_deferred.deliver()  # of a step that takes seconds: in forward, where Python has called
-        super()._enter(name, module, args)
+        super()._enter(name, module, args, kwargs)
 
     def elapsed(self) -> float:
         seconds, self._seconds = self._seconds, 0.0

@@ -68,6 +68,7 @@ class Workload:
         sampled: How linear layers are sampled, if they are.
         recompute_elementwise: Which elementwise operations are recomputed, if any are.
         plans_elementwise: Whether a plan may choose them for blocks.
+        recompute_blocks: Classes of modules that are blocks in addition to those of transformers.
         tiled_loss, tiled_mlp: As in :class:`~hf_offload.OffloadConfig`.
         cut: How large pieces are.
         update_in_backward: Whether every weight is updated as soon as its gradient is there, so that gradients never add up.
@@ -98,6 +99,7 @@ class Workload:
     sampled: SampledLinearConfig | None = None
     recompute_elementwise: RecomputeElementwiseConfig | None = None
     plans_elementwise: bool = True
+    recompute_blocks: Sequence[str] | None = None
     tiled_loss: str = "off"
     tiled_mlp: str | Sequence[str] = "off"
     cut: Cut = dataclasses.field(default_factory=Cut)
@@ -292,6 +294,7 @@ def _step_of(workload: Workload, hardware: Hardware, in_blocks: bool) -> tuple[T
                 tiled_mlp=workload.tiled_mlp,
                 sampled_linear=workload.sampled,
                 recompute_elementwise=workload.recompute_elementwise,
+                recompute_blocks=workload.recompute_blocks,
             )
             transforms = transforms_for(model, settings, workload.cut)
             transforms.apply()

@@ -94,6 +94,7 @@ def _of_settings(offload: OffloadConfig) -> dict[str, Any]:
         "sampled": offload.sampling,
         "recompute_elementwise": offload.elementwise,
         "plans_elementwise": offload.plans_elementwise,
+        "recompute_blocks": offload.recompute_blocks,
         "tiled_loss": offload.tiled_loss,
         "tiled_mlp": offload.tiled_mlp,
         "cut": cut_for(offload),

@@ -224,8 +224,8 @@ def _about_blocks(footprint: Footprint) -> list[str]:
     """What keeps blocks from being recomputed."""
     if not any(footprint.units.values()):
         return [
-            "recomputing blocks in backward, which cannot be done because no module of the model derives from "
-            "transformers.modeling_layers.GradientCheckpointingLayer"
+            "recomputing blocks in backward, which is done for classes that derive from "
+            "transformers.modeling_layers.GradientCheckpointingLayer, or are named in recompute_blocks"
         ]
     reasons: dict[str, list[str]] = {}
     for span in footprint.blocks:

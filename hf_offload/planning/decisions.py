@@ -14,7 +14,6 @@ from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.places import problem_of
 from hf_offload.plan.plan import Plan
-from hf_offload.plan.planner import windows_for
 from hf_offload.plan.search import may_gain
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.correcting import corrected_plan, follow_pace, say
@@ -65,16 +64,13 @@ class Decisions:
     The first time that a situation comes, it runs with everything moved, and is measured; a plan is made of what was
     measured. A smaller batch runs under the plan of a larger one, which it fits into, until it has come several times in a
     row and earns its own. The second step under each plan is measured, too: a peak over the budget is planned again with as
-    much less. A block that something outside of it has changed between its forward and backward, for the first time, is
-    looked at in another measured step before the budget is refused, and where the plan does not keep everything: only what
-    changes again is never recomputed. Where steps take longer or shorter than predicted, what was measured is planned again
-    at their pace and with the rates that tiers have reached. Weights and state of the ``model_state`` are where the plan of
-    the micro-batch that needs most has them, and others are planned around that; where a plan moves them, the next step is
-    measured. A plan that waits or recomputes has two more steps measured, for recompute of elementwise
-    operations as another choice (:class:`~hf_offload.planning.trial.Trial`). Where no plan fits, ``on_infeasible`` is called
-    to change the model so that it needs less; if it has, the next step is measured, too. If it has not, the run ends
-    with an error, unless a whole step has had plans before: then what does not fit runs under the plan that needs the least
-    memory, with a warning.
+    much less. Where steps take longer or shorter than predicted, what was measured is planned again at their pace and with
+    the rates that tiers have reached. Weights and state of the ``model_state`` are where the plan of the micro-batch that
+    needs most has them, and others are planned around that; where a plan moves them, the next step is measured. A plan that
+    waits or recomputes has two more steps measured, for recompute of elementwise operations as another choice
+    (:class:`~hf_offload.planning.trial.Trial`). Where no plan fits, ``on_infeasible`` is called to change the model so that
+    it needs less; if it has, the next step is measured, too. If it has not, the run ends with an error, unless a whole step
+    has had plans before: then what does not fit runs under the plan that needs the least memory, with a warning.
 
     Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan.
 
@@ -113,8 +109,6 @@ class Decisions:
         self._known: dict[Situation, Known] = {}
         self._windows: Windows | None = None  # of the next step that is measured, where nothing is known
         self._wanted: set[Situation] = set()  # to be measured when they come again
-        self._changed: set[str] = set()  # blocks that something had changed before their backward, in a measured step
-        self._unsure: set[Situation] = set()  # to be looked at again: blocks had changed for the first time
         self._graphs = WalkedGraphs(safest)
         # Of all that were measured: weights and state are where it needs them.
         self._most_demanding: Situation | None = None
@@ -273,7 +267,6 @@ class Decisions:
                 for other in found
             )
         ]
-        self._look_at_changes(meter, found)
         needed.sort(key=lambda situation: situation.demand, reverse=True)
         plans: dict[Situation, Known] = {}
         refused: dict[Situation, OffloadPlanError] = {}
@@ -290,10 +283,6 @@ class Decisions:
             # A step that was measured again may have been a smaller one than the one that was refused before it.
             self._refused = refused if self._has_planned else self._refused | refused
             most, refusal = max(self._refused.items(), key=lambda one: one[1].smallest_bytes or 0)
-            if not self._unsure.isdisjoint(found):
-                self._log(logging.INFO, "Measuring again: blocks were changed before their backward, maybe only once.")
-                self._windows = windows_for(meter.footprint(found[needed[0]]))[-1]  # nothing fits as it is
-                return True
             if self._on_infeasible():
                 self._measure_again(str(refusal))
                 return True
@@ -323,13 +312,6 @@ class Decisions:
         all_known = [one.known for one in played if one.known is not None]
         self.planned.prediction.step_s = _predicted_s(all_known, self.planned)
         return True
-
-    def _look_at_changes(self, meter: StepMeter, measured: Iterable[Situation]) -> None:
-        new = meter.changed_blocks - self._changed
-        self._changed |= new
-        self._unsure.difference_update(measured)
-        if any(self._ranks.gather(bool(new))):
-            self._unsure.update(measured)
 
     def _find_measured(
         self, situation: Situation, played: Sequence[Played], meter: StepMeter, metered: int
@@ -375,8 +357,6 @@ class Decisions:
         try:
             return self._in_place(lambda: known_by_simulating(situation, footprint, self._terms))
         except OffloadPlanError:
-            if situation in self._unsure:
-                raise
             terms = self._terms
             may = self._ranks.first(lambda: may_hold(footprint, terms.hardware, self.budget_bytes, terms.allowed))
             problem = problem_of(footprint, terms.hardware, self.budget_bytes, self._model_state.held, terms.allowed)
@@ -504,9 +484,6 @@ class Decisions:
         kind = "Corrected plan" if known.corrections else "Plan"
         self._log(logging.INFO, "%s for %s of memory: %s.", kind, format_bytes(self.budget_bytes), known.reason)
         self.planned = known
-        if known.situation in self._unsure and known.moves:
-            self._unsure.discard(known.situation)
-            self._wanted.add(known.situation)
         self._apply_plan(known)
 
     def _log(self, level: int, message: str, *values: object) -> None:

@@ -93,12 +93,6 @@ class Known:
         return situation.begins(self.situation)
 
     @property
-    def moves(self) -> bool:
-        """Whether anything leaves memory, or is recomputed, by a plan that was found by simulating."""
-        kept = all(one is Placement.KEEP for one in self.solution.placements.values())
-        return self.plan is None and (self.held.moves or not kept)
-
-    @property
     def present_problem(self) -> Problem:
         """The problem with everything in memory, at the pace that has been measured since."""
         plain = self.footprint.plain

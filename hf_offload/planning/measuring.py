@@ -223,11 +223,11 @@ class StepMeter(StepRecorder):
     def _pause(self) -> None:
         if not self._is_paused:
             self.end_segment()
-            self._is_paused, self._effects.is_watching = True, False
+            self._is_paused = True
 
     def _resume(self) -> None:
         if self._is_paused:
-            self._is_paused, self._effects.is_watching = False, True
+            self._is_paused = False
             self._clean_up()
             self._most = self._most_measured = self._live - self.elsewhere()
             self.elapsed()
@@ -303,9 +303,9 @@ class StepMeter(StepRecorder):
             first, count = self._small_saved.get(key, (block, 0))
             self._small_saved[key] = block if first == block else None, count + 1
 
-    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if not self._is_paused:
-            super()._enter(name, module, args)
+            super()._enter(name, module, args, kwargs)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_paused:
@@ -325,8 +325,6 @@ class StepMeter(StepRecorder):
         self._resume()
         times, known = self._times.get(id(record)), self._records.get(id(record))
         now = self.end_segment()
-        if not self.backward:
-            self._effects.backward_begins()
         self.backward = True
         if times is not None:
             self.unit = times.unit

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import in_recompute
+from hf_offload.engine.recompute import Versions, changed_name, versions_of, why_not_twice
 from hf_offload.plan.footprint import BlockSpan, Segment
 from hf_offload.planning.other_threads import Follower
 from hf_offload.planning.workspace import workspace_bytes
@@ -25,7 +26,6 @@ from hf_offload.state.gradients import gradient_of, has_gradient_here
 from hf_offload.state.registry import is_parked
 from hf_offload.storage.handling import Handling
 from hf_offload.storage.store import is_slab
-from hf_offload.structure.effects import Effects
 from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.surgery import EagerHook
 from hf_offload.tensors import has_storage, nbytes_of, parts_of
@@ -110,7 +110,8 @@ class StepRecorder(Follower):
         self._model_ref = weakref.ref(model)
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._blocks = frozenset(find_blocks(model))
-        self._effects = Effects(self._device)
+        self._not_twice: dict[str, str] = {}  # block -> why its forward cannot run a second time
+        self._buffers: dict[str, Versions] = {}  # of a block before its forward
         self._stack: list[str] = []
         self._handles: list[RemovableHandle] = []
         self._live = self._most = self._most_measured = self._gradients = 0
@@ -165,9 +166,8 @@ class StepRecorder(Follower):
         self._see_gradients()  # kept from the step before, or from another micro-batch
         for name, unit in find_units(self.model).items():
             enter, leave = EagerHook(partial(self._enter, name)), EagerHook(partial(self._leave, name))
-            self._handles.append(unit.module.register_forward_pre_hook(enter))
+            self._handles.append(unit.module.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(unit.module.register_forward_hook(leave, always_call=True))
-        self._handles += self._effects.watch(find_blocks(self.model))
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.is_leaf:  # else it is computed, in torch.func.functional_call
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._count_gradient))
@@ -188,7 +188,8 @@ class StepRecorder(Follower):
         finally:
             self.unwatch()
 
-    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        # Without kwargs: PyTorch still calls a hook that another one of the same module has removed.
         if in_recompute():
             return
         self.end_segment()
@@ -200,6 +201,8 @@ class StepRecorder(Follower):
             # What activation checkpointing keeps of a block: its positional arguments.
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             self._boundary[name] = sum(nbytes_of(tensor) for tensor in tensors if tensor.is_floating_point())
+            self._not_twice[name] = self._not_twice.get(name) or why_not_twice(args, kwargs or {})
+            self._buffers[name] = versions_of(module.named_buffers())
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if in_recompute() or not self._stack:
@@ -207,6 +210,9 @@ class StepRecorder(Follower):
         self.end_segment()
         if name in self._blocks:
             self._left.setdefault(name, len(self.segments))
+            written = changed_name(self._buffers.pop(name, {}), versions_of(module.named_buffers()))
+            if written:
+                self._not_twice[name] = f"its forward writes to {written}"
         self.unit = self._stack.pop()
 
     def _count_gradient(self, parameter: torch.Tensor) -> None:
@@ -241,11 +247,6 @@ class StepRecorder(Follower):
             self._reach(self._live, self.elsewhere())
         return back
 
-    @property
-    def changed_blocks(self) -> frozenset[str]:
-        """Blocks that cannot be recomputed for one reason alone: what they read had changed when backward began."""
-        return frozenset(self._effects.changed)
-
     # -- operations ---------------------------------------------------------------------------------------------------
 
     supports_higher_order_operators = True
@@ -259,14 +260,12 @@ class StepRecorder(Follower):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._run_higher_order(func, args, kwargs)
-        with self._bookkeeping():
-            shared = self._effects.before(func, args, kwargs)
         result = func(*args, **kwargs)
         count_changes_of_lists(func, args)
         if self._model_ref() is None or not self.is_recording:
             return result
         with self._bookkeeping():
-            self._after(func, args, kwargs, result, shared)
+            self._after(func, args, kwargs, result)
         return result
 
     def _run_higher_order(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
@@ -276,7 +275,7 @@ class StepRecorder(Follower):
         if self._model_ref() is not None and self.is_recording:
             with self._bookkeeping():
                 self._clean_up()
-                self._see_results([leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)], frozenset())
+                self._see_results([leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
                 self._reach(self._live, self.elsewhere())
         return result
 
@@ -299,11 +298,11 @@ class StepRecorder(Follower):
         """Seconds of it so far."""
         return self._own.total_s
 
-    def _after(self, func: Any, args: Any, kwargs: Any, result: Any, shared: frozenset[int]) -> None:
+    def _after(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self._clean_up()
         # lift_fresh wraps memory that belongs to something else, such as a buffer that was shifted to a wanted address.
-        fresh = self._see_results(results, shared, func is not torch.ops.aten.lift_fresh.default)
+        fresh = self._see_results(results, func is not torch.ops.aten.lift_fresh.default)
         needed = self._live + (workspace_bytes(func, args, results) if fresh and self._device.type == "cpu" else 0)
         if fresh and self._adds_up_gradients(func, args, kwargs, results):
             self._sum = _Sum(id(args[0].untyped_storage()), needed, self.elsewhere(), results[0].nbytes)
@@ -311,7 +310,7 @@ class StepRecorder(Follower):
             self._reach(needed, self.elsewhere())
         self.ran(func, args, kwargs, result, results, fresh)
 
-    def _see_results(self, results: Sequence[torch.Tensor], shared: frozenset[int], counts: bool = True) -> bool:
+    def _see_results(self, results: Sequence[torch.Tensor], counts: bool = True) -> bool:
         """Returns whether there are new storages among them."""
         fresh = False
         for tensor in results:
@@ -319,8 +318,6 @@ class StepRecorder(Follower):
                 tensor.untyped_storage(), counts and tensor.device == self._device
             ):
                 fresh = True
-                if id(tensor.untyped_storage()) not in shared:
-                    self._effects.made(id(tensor.untyped_storage()))
         return fresh
 
     def _reach(self, needed: int, elsewhere: int, spared: int = 0) -> None:
@@ -390,7 +387,6 @@ class StepRecorder(Follower):
             for those in (self._seen, self._there):
                 if those.get(seen.key) is seen:
                     del those[seen.key]
-            self._effects.died(seen.key)
             self.died(seen.key)
             self._live -= seen.nbytes
             if self._sum is not None and self._sum.key == seen.key:
@@ -419,5 +415,5 @@ class StepRecorder(Follower):
                 begun.setdefault(block, index)
         for name, entered in self._entered.items():
             if name in self._left and name in begun:
-                why_not = self._effects.found.get(name, "")
-                yield BlockSpan(name, self._boundary[name], (entered, self._left[name]), begun[name], why_not)
+                forward, why_not = (entered, self._left[name]), self._not_twice[name]
+                yield BlockSpan(name, self._boundary[name], forward, begun[name], why_not)

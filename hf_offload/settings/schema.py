@@ -207,6 +207,14 @@ class OffloadConfig:
         '"auto", the plan decides about the exact ones; else off.',
         scope=MODEL,
     )
+    recompute_blocks: str | Sequence[str] | None = setting(
+        None,
+        names("names of classes"),
+        'With {tier}="auto": classes of modules that plans may recompute in backward as whole blocks, as they do with layers '
+        "of transformers (GradientCheckpointingLayer). By naming a class you promise that its forward reads the same values "
+        "when it runs a second time, and changes nothing outside of it.",
+        scope=MODEL,
+    )
     memory_mode: str = setting(
         NONE,
         Reader(read_mode_name, ALWAYS),
@@ -302,6 +310,12 @@ class OffloadConfig:
                 raise OffloadConfigError(
                     f"{name('max_step_write_bytes')} is given, but {tier}={self.tier!r} plans nothing: set {tier}='auto', or "
                     "leave it out."
+                )
+        with check:
+            if self.recompute_blocks is not None and self.tier != "auto":
+                raise OffloadConfigError(
+                    f"{name('recompute_blocks')} is given, but {tier}={self.tier!r} recomputes nothing: set {tier}='auto', "
+                    "or leave it out."
                 )
         with check:
             if check.good("tiled_mlp") and self.tiled_mlp == "auto" and self.tier != "auto":

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from hf_offload.settings.schema import OffloadConfig
+from hf_offload.transforms.named_blocks import NamedBlocks
 from hf_offload.transforms.rematerialization.apply import Rematerialization
 from hf_offload.transforms.sampling.apply import Sampling
 from hf_offload.transforms.tiling.apply import Tiling
@@ -17,10 +18,11 @@ logger = logging.getLogger(__name__)
 class Transforms(NamedTuple):
     """The transforms of one model.
 
-    Sampling comes first: recompute leaves layers alone that are no longer plain linear ones. Tiling comes last: a piece runs
-    what the others have made of a module.
+    Blocks come first: the others ask which modules lie in one. Sampling comes before recompute, which leaves layers alone
+    that are no longer plain linear ones. Tiling comes last: a piece runs what the others have made of a module.
     """
 
+    blocks: NamedBlocks
     sampling: Sampling
     rematerialization: Rematerialization
     tiling: Tiling
@@ -48,4 +50,5 @@ def transforms_for(model: nn.Module, config: OffloadConfig, cut: Cut | None = No
     """The transforms that ``config`` asks for, not applied yet; ``cut`` overrides the sizes of tiled pieces."""
     tiling = Tiling(model, config, cut)
     sampling = Sampling(model, config.sampling)
-    return Transforms(sampling, Rematerialization(model, config.elementwise, left_alone=tiling.head), tiling)
+    rematerialization = Rematerialization(model, config.elementwise, left_alone=tiling.head)
+    return Transforms(NamedBlocks(model, config.recompute_blocks or ()), sampling, rematerialization, tiling)

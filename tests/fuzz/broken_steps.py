@@ -132,7 +132,6 @@ def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
 
-# Not in a hook, nor in anything that it holds: recompute would find that a hook counts, and rightly refuse.
 _moments: contextvars.ContextVar[tuple[Iterator[int], Break | None]] = contextvars.ContextVar("moments")
 
 

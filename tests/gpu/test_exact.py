@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, RecomputeElementwiseConfig, attach
+from hf_offload.engine.recompute import Recompute
 from hf_offload.transforms.rematerialization.apply import Rematerialization
 from hf_offload.transforms.rematerialization.functions import dropout_again, packed_dropout
 from hf_offload.transforms.sampling.estimator import draw_rows
@@ -185,6 +186,21 @@ def test_a_lean_model_has_the_gradients_of_the_usual_one(probability):
         lean.apply()
         torch.manual_seed(3)
         model(**{name: value.to(DEVICE) for name, value in tiny_batch("gpt2").items()}).loss.backward()
+        found.append(gradients(model))
+    assert [name for name, value in found[0].items() if not same_bits(value, found[1][name])] == []
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_recomputed_block_whose_tensors_come_by_keyword_draws_the_same_dropout():
+    """Of those alone, PyTorch's checkpointing puts no generator of the device back."""
+    found = []
+    for is_recomputed in (False, True):
+        model = tiny_model("gpt2", dropout=0.1).to(DEVICE).train()
+        block = model.transformer.h[0]
+        if is_recomputed:
+            Recompute({"block": block}).apply(["block"])
+        torch.manual_seed(3)
+        block(hidden_states=torch.ones(2, 24, 32, device=DEVICE)).square().sum().backward()
         found.append(gradients(model))
     assert [name for name, value in found[0].items() if not same_bits(value, found[1][name])] == []
 

@@ -17,7 +17,6 @@ from torch import nn
 from torch._higher_order_ops.map import map as map_rows
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -91,26 +90,6 @@ def train(model, steps=4, session=None, forward=None, rows=lambda step: 64):
 
 def is_same(one, other):
     return all(map(torch.equal, one, other))
-
-
-CHANGES = {
-    "attribute": lambda block: setattr(block, "scale", 0.5),
-    "bias": lambda block: block.up.bias.detach().add_(0.1),
-    "mode": lambda block: block.eval(),
-    "freezing": lambda block: block.up.requires_grad_(False),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_block_that_was_changed_between_forward_and_backward_is_not_recomputed_wrongly(change):
-    model = net()
-    recompute = Recompute({f"blocks.{index}": block for index, block in enumerate(model.blocks)})
-    recompute.apply(["blocks.2"])
-    loss = model(batch()).square().mean()
-    CHANGES[change](model.blocks[2])
-    with pytest.raises(RecomputeError, match="changed since its forward began"):
-        loss.backward()
-    recompute.remove()
 
 
 def test_a_block_that_stays_as_it_is_is_recomputed():
@@ -716,8 +695,8 @@ def test_a_block_that_did_not_run_when_a_step_was_measured_is_within_the_budget(
 
 class ConditionedBlock(Block):
     def forward(self, hidden, options, *, mask):
-        shift = torch.linspace(0.1, 1.0, WIDTH).to(hidden.dtype)  # made in the default dtype
-        return torch.sin((super().forward(hidden) + mask[0] * shift) * options["scale"] * LEVEL.get())
+        seen = F.scaled_dot_product_attention(*[hidden[None, None]] * 3)[0, 0]
+        return torch.sin((super().forward(hidden) + seen + 0.1 * mask[0]) * options["scale"] * LEVEL.get())
 
 
 class Conditioned(nn.Module):
@@ -731,12 +710,6 @@ class Conditioned(nn.Module):
         return hidden
 
 
-class Doubled(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return result * 2 if func is F.gelu else result
-
-
 @contextlib.contextmanager
 def _level(value):
     token = LEVEL.set(value)
@@ -746,38 +719,13 @@ def _level(value):
         LEVEL.reset(token)
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _write(options, mask):
-    mask.mul_(2)
-
-
-def _write_by_numpy(options, mask):
-    mask.numpy()[:] = 0
-
-
 AROUND = {
     "nothing": contextlib.nullcontext,
     "a context variable": lambda: _level(2.0),
-    "a function mode": Doubled,
     "kernels of attention": lambda: sdpa_kernel(SDPBackend.MATH),
-    "the default dtype": lambda: _default_dtype(torch.float64),
-}
-AFTER = {
-    "a dictionary": lambda options, mask: options.update(scale=2.0),
-    "a tensor": _write,
-    "a tensor, by NumPy": _write_by_numpy,
 }
 WEIGHTS = {"other weights": lambda one: one, "other parameters": nn.Parameter}
-HARMLESS = ("nothing", "a context variable")
+CHANGED = ("a tensor", *WEIGHTS)
 
 
 def _conditioned_step(model, between, step):
@@ -791,23 +739,22 @@ def _conditioned_step(model, between, step):
             output = torch.func.functional_call(model, leaves, (hidden, options, mask))
         else:
             output = model(hidden, options, mask)
-    if between in AFTER:
-        AFTER[between](options, mask)
+    if between == "a tensor":
+        mask.mul_(2)
     output.square().mean().backward()
     gradients = [leaf.grad for leaf in leaves.values()]
     model.zero_grad()
     return gradients
 
 
-@pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("between", [*AROUND, *AFTER, *WEIGHTS])
-def test_what_a_recompute_would_read_otherwise_is_not_recomputed(between, first, machine_with_drive, tmp_path):
+@pytest.mark.parametrize("between", [*AROUND, *CHANGED])
+def test_a_recompute_reads_what_its_forward_has_read_or_is_an_error(between, machine_with_drive, tmp_path):
     def gradients(session=None):
         torch.manual_seed(0)
         model = Conditioned() if session is None else session.model
         found = []
         for step in range(5):
-            found.append(_conditioned_step(model, between if step >= first else "nothing", step))
+            found.append(_conditioned_step(model, "nothing" if between in CHANGED and step < 3 else between, step))
             if session is not None:
                 session.end_step()
         return found
@@ -816,12 +763,12 @@ def test_what_a_recompute_would_read_otherwise_is_not_recomputed(between, first,
     torch.manual_seed(0)
     model = Conditioned()
     with offload_activations(model, auto(tmp_path, "3MiB")) as session:
-        if first and between not in HARMLESS:
+        if between in CHANGED:
             with pytest.raises(RecomputeError, match="has been changed since its forward began"):
                 gradients(session)
         else:
             found = gradients(session)
-            assert ("recompute" in session.plan.reason) == (between in HARMLESS)
+            assert "recompute" in session.plan.reason
             assert all(map(is_same, gradients(), found))
 
 

@@ -26,13 +26,10 @@ def model_of(name):
     model = build(name, 0.1, layers=LAYERS)
     for block in find_blocks(model).values():
         norm = next(module for module in block.modules() if "Norm" in type(module).__name__)
-        norm.calls = 0
-        norm.register_forward_pre_hook(count_calls)  # a block that counts its calls cannot be recomputed as a whole
+        block.register_buffer("calls", torch.zeros(()), persistent=False)
+        # A block that writes to a buffer cannot be recomputed as a whole.
+        norm.register_forward_pre_hook(lambda module, inputs, calls=block.calls: calls.add_(1) and None)
     return model
-
-
-def count_calls(module, _):
-    module.calls += 1
 
 
 def train(model, config, steps):

@@ -1,7 +1,6 @@
 """Whatever kind of tensor a model has or is given: a run that works without offloading works with it, with the same bits."""
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.engine.recompute import Recompute
-from hf_offload.structure.effects import blocking_argument
+from hf_offload.engine.recompute import Recompute, why_not_twice
 from hf_offload.structure.units import find_blocks
-from hf_offload.tensors import can_be_read, nbytes_of
+from hf_offload.tensors import nbytes_of
 
 WIDTH, STEPS = 8, 2
 pytestmark = pytest.mark.filterwarnings("ignore")  # sparse, nested, quantized tensors: each warns of something
@@ -192,7 +190,7 @@ def test_a_model_with_tensors_of_any_kind_in_any_place(name, tmp_path):
     expected = train(model_of(kind), inputs=inputs)
     config = OffloadConfig(tier="auto", memory_budget="1GiB", directory=tmp_path, min_bytes=64)
     assert same(train(model_of(kind), config, inputs=inputs), expected)
-    assert bool(blocking_argument((), {"inside": [inputs]})) == (name in NOT_RECOMPUTED)
+    assert bool(why_not_twice((), {"inside": [inputs]})) == (name in NOT_RECOMPUTED)
     model = model_of(kind)
     Recompute(find_blocks(model)).apply(find_blocks(model))
     assert same(train(model, inputs=inputs), expected)
@@ -256,43 +254,6 @@ def test_a_model_whose_blocks_are_transformed(way, tmp_path):
     assert same(train(model, of=way), expected)
 
 
-# -- what code wraps -----------------------------------------------------------------------------------------------------
-
-
-def wrapping(inner):
-    @functools.wraps(inner)
-    def outer(*args):
-        return inner(*args)
-
-    return outer
-
-
-class Twice:
-    def __call__(self, value):
-        return 2 * value
-
-
-doubled = wrapping(Twice())
-
-
-class Wrapping(Layer):
-    squashed = staticmethod(wrapping(torch.tanh))
-
-    def forward(self, hidden):
-        return super().forward(self.squashed(hidden) + doubled(hidden))
-
-
-def test_a_block_whose_code_wraps_what_is_no_function_of_python(tmp_path):
-    def layers():
-        torch.manual_seed(0)
-        model = nn.Sequential(Wrapping(), Wrapping())
-        model[0].up.register_forward_hook(wrapping(functools.partial(lambda scale, *call: call[-1] * scale, 2)))
-        return model
-
-    config = OffloadConfig(tier="auto", memory_budget="1GiB", directory=tmp_path, min_bytes=64)
-    assert same(train(layers(), config), train(layers()))
-
-
 # -- what is told of a tensor --------------------------------------------------------------------------------------------
 
 
@@ -305,10 +266,3 @@ def test_bytes_of_sparse_and_shapeless_tensors():
     assert nbytes_of(compressed) == sum(part.nbytes for part in parts)
     assert nbytes_of(nn.UninitializedParameter()) == 0
     assert nbytes_of(nested(torch.jagged)) == 5 * WIDTH * 4
-
-
-def test_memory_that_is_gone_in_part_is_not_read():
-    tensor = numbers(WIDTH)
-    assert can_be_read(tensor)
-    tensor.untyped_storage().resize_(4 * WIDTH - 1)
-    assert not can_be_read(tensor)

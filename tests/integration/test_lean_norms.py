@@ -39,22 +39,6 @@ class ListingLayerNorm(nn.LayerNorm):
         return super().forward(input) * (1 + 0.1 * len(self.seen))
 
 
-class Monitor(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-
-class MonitoredLayerNorm(nn.LayerNorm):
-    def __init__(self, width):
-        super().__init__(width)
-        self.monitors = [Monitor()]
-
-    def forward(self, input):
-        self.monitors[0].seen.append(len(input))
-        return super().forward(input)
-
-
 class OwnNoiseRMSNorm(nn.RMSNorm):
     def __init__(self, width):
         super().__init__(width)
@@ -86,10 +70,9 @@ class ChannelsLayerNorm(nn.LayerNorm):
 
 LEFT_OUT = {
     NoisyRMSNorm: "it draws random numbers",
-    CountingLayerNorm: "it changes calls",
-    ListingLayerNorm: "it changes seen",
-    MonitoredLayerNorm: "it changes Monitor.seen",
-    OwnNoiseRMSNorm: "it changes random",
+    CountingLayerNorm: "it gives other results the second time",
+    ListingLayerNorm: "it gives other results the second time",
+    OwnNoiseRMSNorm: "it gives other results the second time",
     CenteringLayerNorm: "it changes its input",
     ConditionedLayerNorm: "with hidden states alone it raises TypeError",
 }

@@ -26,6 +26,7 @@ LIKELY = [
 """Values that are tried where the declaration of a setting does not tell one that it takes."""
 NEEDED = {
     "max_step_write_bytes": {"tier": "auto"},
+    "recompute_blocks": {"tier": "auto"},
     "memory_budget": {"tier": "auto"},
     "tile_bytes": {"tiled_loss": "on"},
     "memory_mode_kwargs": {"memory_mode": "galore"},
