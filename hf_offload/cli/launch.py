@@ -14,7 +14,8 @@ from hf_offload.settings.environment import RESUME_VARIABLE
 EPILOG = (
     f"--config_file may be the name of a shipped file: {', '.join(shipped_configs())}. Its section {SECTION} holds the "
     "settings of offloading; variables such as HF_OFFLOAD_TIER=ssd take precedence over it. Without --config_file, the file "
-    "that `hf-offload config` wrote is used. Options of `hf-offload launch` itself come first."
+    "that `hf-offload config` wrote is used, or else that of `accelerate config`. Options of `hf-offload launch` itself come "
+    "first."
 )
 METAVAR = "[ACCELERATE'S OPTIONS] SCRIPT [ARGUMENTS]..."
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}

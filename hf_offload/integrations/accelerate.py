@@ -215,11 +215,11 @@ class OffloadedAccelerator:
         for session in self.sessions:
             session.optimizer_stepped()
 
-    def report(self, together: bool = True) -> None:
-        """Log what was offloaded. With ``together``, all processes call this, and the figures are those of all of them."""
+    def report(self) -> None:
+        """Log what was offloaded. All processes call this, and the figures are those of all of them."""
         for session in self.sessions:
-            session.finish(together)
-            lines = summary_lines(session, together) if has_summary(session) else []
+            session.finish()
+            lines = summary_lines(session) if has_summary(session) else []
             if session.ranks.is_first:
                 show_summary(lines, logger)
 
