@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hf_offload.allocator import best_allocator
 from hf_offload.cli.console import clear_errors, loading_torch, output, print_table, progress_bar, spinner
-from hf_offload.cli.exit_codes import EXIT_PROBLEM
+from hf_offload.errors import EXIT_PROBLEM
 from hf_offload.settings.sizes import format_bytes
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_offload.cli.console import clear_errors, loading_torch, messages, output, print_table, progress_bar
-from hf_offload.cli.exit_codes import EXIT_PROBLEM
 from hf_offload.cli.options import Overrides
-from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.errors import EXIT_PROBLEM, OffloadConfigError, OffloadError
 from hf_offload.settings.layers import BASE, bases_of, drop_nulls, read_layers
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.merged import layer_name, merged_text, method_of, model_of
