@@ -34,4 +34,5 @@ def _become_launch(arguments: list[str]) -> None:
     except OffloadConfigError:
         is_wanted = True  # to be told
     if is_wanted:
-        os.execv(sys.executable, [sys.executable, "-m", "hf_offload", "launch", *arguments])
+        # -P: as in accelerate's command, no file in the working directory stands in for a module.
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "hf_offload", "launch", *arguments])

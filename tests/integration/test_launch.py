@@ -261,7 +261,7 @@ def test_only_accelerates_launcher_becomes_ours(command, becomes, value, monkeyp
     monkeypatch.setattr(os, "execv", lambda _, words: made.append(words))
     monkeypatch.setenv("HF_OFFLOAD_AUTOLOAD", value)
     start()
-    ours = [sys.executable, "-m", "hf_offload", "launch"]
+    ours = [sys.executable, "-P", "-m", "hf_offload", "launch"]
     assert made == ([] if becomes is None or value == "off" else [[*ours, *becomes]])
 
 
