@@ -32,7 +32,7 @@ def _become_launch(arguments: list[str]) -> None:
     try:
         is_wanted = is_on(AUTOLOAD_VARIABLE)
     except OffloadConfigError:
-        is_wanted = True  # to be told
+        is_wanted = True  # the command shows the error
     if is_wanted:
         # -P: as in accelerate's command, no file in the working directory stands in for a module.
         os.execv(sys.executable, [sys.executable, "-P", "-m", "hf_offload", "launch", *arguments])
