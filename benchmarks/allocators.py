@@ -12,7 +12,7 @@ from hf_offload.bench.cell import CellSpec, run_cell
 from hf_offload.bench.results import file_name
 from hf_offload.bench.steps import plan_steps
 from hf_offload.bench.strategies import parse_strategies
-from hf_offload.cli.bench_options import Shapes
+from hf_offload.cli.bench_steps import Shapes
 from hf_offload.cli.console import clear_errors, output, progress_bar, visible_log
 from hf_offload.cli.options import Overrides
 from hf_offload.errors import OffloadError

@@ -17,7 +17,7 @@ from hf_offload.bench.cell import DONE, OUT_OF_MEMORY, CellSpec, require_memory_
 from hf_offload.bench.results import Case, file_name
 from hf_offload.bench.steps import Plan, plan_steps
 from hf_offload.bench.strategies import Strategy, parse_strategies
-from hf_offload.cli.bench_options import (
+from hf_offload.cli.bench_steps import (
     Csv,
     DryRun,
     MemoryLimit,
@@ -30,9 +30,8 @@ from hf_offload.cli.bench_options import (
     print_written,
 )
 from hf_offload.cli.console import clear_errors, output, progress_bar, visible_log
-from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
 from hf_offload.cli.options import Json, Overrides
-from hf_offload.errors import OffloadConfigError
+from hf_offload.errors import EXIT_INTERRUPTED, OffloadConfigError
 from hf_offload.reports.formats import csv_text, flat, json_text, markdown_table, write_texts
 from hf_offload.settings.load import choose
 from hf_offload.settings.outputs import check_output_folder

@@ -1,8 +1,15 @@
-"""Every error the package raises on purpose.
+"""Every error the package raises on purpose, and how a command ends that did not succeed.
 
 All of them derive from :class:`OffloadError`, so ``except OffloadError`` is enough for a caller. Each message says what
 happened, where, and what to do about it.
 """
+
+EXIT_PROBLEM = 1
+"""Something failed on the way, such as a full drive."""
+EXIT_REFUSED = 2
+"""Wrong settings or arguments: nothing was begun."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C."""
 
 
 class OffloadError(RuntimeError):
@@ -12,7 +19,7 @@ class OffloadError(RuntimeError):
         exit_code: How a command or a launched script ends that raises it: 1 for an error on the way, 2 for a refusal.
     """
 
-    exit_code = 1
+    exit_code = EXIT_PROBLEM
 
 
 class OffloadConfigError(OffloadError, ValueError):
@@ -22,7 +29,7 @@ class OffloadConfigError(OffloadError, ValueError):
         problems: The single errors, if the message lists several.
     """
 
-    exit_code = 2
+    exit_code = EXIT_REFUSED
     problems: tuple[str, ...] = ()
 
 
@@ -32,7 +39,7 @@ class OffloadPlanError(OffloadError):
     ``smallest_bytes`` is the smallest budget that would do, where it is known.
     """
 
-    exit_code = 2
+    exit_code = EXIT_REFUSED
 
     def __init__(self, message: str, smallest_bytes: int | None = None):
         super().__init__(message)

@@ -479,12 +479,12 @@ class OffloadSession:
         if self._stepped:
             self.end_step()
 
-    def finish(self, together: bool = True) -> None:
-        """The run is over: end the step that is pending. ``together``, all processes call this, or none."""
+    def finish(self) -> None:
+        """The run is over: end the step that is pending. All processes call this, or none."""
         self._wait_if_gone()
         model = self._model()  # it stays until the step has ended
         # The garbage collector may have come to one process and not to the others, and they would wait for its part.
-        if together and all(self.ranks.gather(model is not None)):
+        if all(self.ranks.gather(model is not None)):
             try:
                 self.end_pending_step()
             except OffloadPlanError as error:

@@ -13,7 +13,7 @@ from benchmarks.curve_plots import plot_curves
 from benchmarks.modes.search import MODES, Findings, Setup, bench_modes
 from benchmarks.modes.table import COLUMNS, NOTES, SETTINGS_COLUMNS, mode_rows, settings_texts, texts
 from hf_offload.cli.console import clear_errors, messages, output, progress_bar
-from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
+from hf_offload.errors import EXIT_INTERRUPTED
 from hf_offload.reports.formats import json_text, markdown_table, write_texts
 from hf_offload.reports.plots import require_matplotlib
 from hf_offload.settings.outputs import check_output_folder

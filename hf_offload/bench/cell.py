@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback, TrainerState
 
 from hf_offload.bench.strategies import find_strategy
 from hf_offload.errors import OffloadConfigError
@@ -175,8 +177,6 @@ def _train(spec: CellSpec, result: CellResult) -> TrainingReport:
 
     callbacks = []
     if spec.trace is not None:
-        from hf_offload.bench.trace import StepTrace
-
         callbacks = [StepTrace(Path(spec.trace), after=WARMUP_STEPS)]
     return run_recipe(
         recipe,
@@ -186,6 +186,31 @@ def _train(spec: CellSpec, result: CellResult) -> TrainingReport:
         around_step=around_step,
         callbacks=callbacks,
     )
+
+
+class StepTrace(TrainerCallback):
+    """Profiles the step that follows ``after`` others and writes it to ``path``, for Chrome's trace viewer and Perfetto."""
+
+    def __init__(self, path: Path, after: int):
+        self._path = path
+        self._after = after
+        self._profile: torch.profiler.profile | None = None
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._after and self._profile is None:
+            self._profile = torch.profiler.profile(activities=torch.profiler.supported_activities())
+            self._profile.start()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self._profile is None or state.global_step != self._after + 1:
+            return
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self._profile.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._path.with_name(f"{os.getpid()}.{self._path.name}")
+        self._profile.export_chrome_trace(str(unfinished))
+        unfinished.replace(self._path)
 
 
 def require_memory_limit() -> None:

@@ -18,8 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column, Table
 from rich.text import Text
 
-from hf_offload.cli.exit_codes import EXIT_INTERRUPTED
-from hf_offload.errors import OffloadError
+from hf_offload.errors import EXIT_INTERRUPTED, OffloadError
 
 _UNLIMITED_WIDTH = 10_000
 _SENTENCE_WIDTH = 28

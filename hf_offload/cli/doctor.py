@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hf_offload.allocator import best_allocator
 from hf_offload.cli.console import clear_errors, loading_torch, output, print_table, progress_bar, spinner
-from hf_offload.cli.exit_codes import EXIT_PROBLEM
+from hf_offload.errors import EXIT_PROBLEM
 from hf_offload.settings.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ class Effect:
     changes: dict[str, tuple[str, ...]]
 
 
-_RUNS = ("arguments", "memory mode", "callback", "plugin", "plain loop", "auto", "hf_offload.run", "autoload")
+_RUNS = ("arguments", "memory mode", "callback", "plugin", "plain loop", "auto", "hf_offload.run")
 _STATE = ("optimizer", "weights")
-_ACCELERATOR = ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")
 
 # All of them: tests/integration/test_effects.py compares the state of processes with this list.
 EFFECTS = (
@@ -69,19 +68,9 @@ EFFECTS = (
         {"snapshots": ("sys.exit",)},
     ),
     Effect(
-        "hf_offload.run, command launch, HF_OFFLOAD_AUTOLOAD=1",
-        "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown; with the variable, "
-        "accelerate's reader of config files also accepts the section hf_offload_config, a summary is logged at exit, and "
-        "sys.excepthook shows the package's errors as their message",
-        {
-            "hf_offload.run": _ACCELERATOR,
-            "autoload": (
-                *_ACCELERATOR,
-                "accelerate.commands.config.config_args.BaseConfig.process_config",
-                "atexit",
-                "sys.hooks",
-            ),
-        },
+        "hf_offload.run, command launch",
+        "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown",
+        {"hf_offload.run": ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")},
     ),
 )
 

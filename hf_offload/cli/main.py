@@ -10,9 +10,8 @@ import hf_offload
 from hf_offload.allocator import restart_with_allocator
 from hf_offload.cli.bench import bench
 from hf_offload.cli.card import card
-from hf_offload.cli.config import config
 from hf_offload.cli.doctor import doctor
-from hf_offload.cli.launch import EPILOG, METAVAR, PASSED_ON, launch_script
+from hf_offload.cli.launch import EPILOG, METAVAR, PASSED_ON, config, launch_script
 from hf_offload.cli.plan import plan
 from hf_offload.cli.recipes import recipes
 from hf_offload.cli.replay import replay

@@ -11,10 +11,9 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from hf_offload.cli.console import clear_errors, loading_torch, messages, output, print_table, spinner
-from hf_offload.cli.exit_codes import EXIT_REFUSED
 from hf_offload.cli.options import Given, Json, OptionGroup, Overrides, fields_of, with_options
 from hf_offload.cli.plan_tables import levers_table, modes_table, orders_table, plan_tables
-from hf_offload.errors import OffloadConfigError
+from hf_offload.errors import EXIT_REFUSED, OffloadConfigError
 from hf_offload.forecast.options import PLANNED, WorkloadOptions
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.reports.charts import require_report_libraries

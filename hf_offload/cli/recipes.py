@@ -1,10 +1,11 @@
-"""``hf-offload recipes``."""
+"""``hf-offload recipes``: recipes as text that stands alone, and how they are summed up in a line."""
 
 import dataclasses
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -12,22 +13,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_offload.cli.console import clear_errors, loading_torch, messages, output, print_table, progress_bar
-from hf_offload.cli.exit_codes import EXIT_PROBLEM
 from hf_offload.cli.options import Overrides
-from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.settings.layers import BASE, bases_of, drop_nulls, read_layers
+from hf_offload.errors import EXIT_PROBLEM, OffloadConfigError, OffloadError
+from hf_offload.settings.layers import BASE, Layers, bases_of, drop_nulls, read_layers
 from hf_offload.settings.load import collect_errors, nearest
-from hf_offload.settings.merged import layer_name, merged_text, method_of, model_of
 from hf_offload.settings.outputs import check_output_file
 from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_files import find_recipe, recipe_names, shipped_name
 from hf_offload.settings.recipe_meta import META, PREDICTED, PROGRAM, read_meta
 from hf_offload.settings.shown import listed, shown
 from hf_offload.settings.text_files import is_folder, read_text, write_whole
-from hf_offload.settings.yaml_text import parse_yaml, set_entry
+from hf_offload.settings.yaml_text import dump_yaml, parse_yaml, set_entry
 
 if TYPE_CHECKING:
     from hf_offload.settings.recipes import Recipe
+
 
 recipes = typer.Typer(help="Recipes that come with the package, and your own.", no_args_is_help=True)
 
@@ -221,3 +221,56 @@ def _with_shipped_layers(source: Path) -> str:
     if found == named:
         return text
     return set_entry(text, (BASE,), found, str(source))
+
+
+def merged_text(layers: Layers) -> str:
+    """All layers as one recipe in YAML, with comments that say which layer a setting comes from."""
+    several = len(layers.files) > 1
+    parts = []
+    for section, content in layers.tree.items():
+        if not isinstance(content, dict):
+            parts.append(dump_yaml({section: content}))
+            continue
+        lines = [f"{section}:{'' if content else ' {}'}\n"]
+        said: Path | None = None
+        for key, value in content.items():
+            file = layers.origins.get((section, key))
+            if several and file is not None and file != said:
+                lines.append(f"  # {layer_name(file)}\n")
+                said = file
+            lines.extend(f"  {line}\n" for line in dump_yaml({key: value}).splitlines())
+        parts.append("".join(lines))
+    return "\n".join(parts)
+
+
+def layer_name(file: Path) -> str:
+    """A layer's name among the shipped ones, or its path."""
+    return shipped_name(file) or str(file)
+
+
+def method_of(tree: Mapping[str, Any]) -> str:
+    """How a recipe trains and where activations go, in words: ``lora + ssd, tiled``."""
+    offload = tree.get("offload") or {}
+    words = [str((tree.get("memory") or {}).get("mode", "full"))]
+    tier = str(offload.get("tier", "auto")) if "offload" in tree else "none"
+    if tier != "none":
+        words.append(tier)
+    extras = []
+    training = tree.get("training") or {}
+    if training.get("gradient_checkpointing") or training.get("activation_checkpointing"):
+        extras.append("recompute")
+    if "sampling" in tree or offload.get("sampled_linear") is not None:
+        extras.append("sampled")
+    if offload.get("recompute_elementwise", "off") not in ("off", "", False, None, []):
+        extras.append("elementwise")
+    if any(offload.get(name, "off") not in ("off", False) for name in ("tiled_loss", "tiled_mlp")):
+        extras.append("tiled")
+    return ", ".join([" + ".join(words), *extras])
+
+
+def model_of(tree: Mapping[str, Any]) -> str:
+    """The model of a recipe in a word."""
+    model = tree.get("model") or {}
+    shape = model.get("shape") or {}
+    architecture = model.get("architecture") or shape.get("architecture") or "-"
+    return str(model.get("name") or f"{architecture}, random weights")

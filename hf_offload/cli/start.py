@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 
-from hf_offload.cli.exit_codes import EXIT_INTERRUPTED, EXIT_PROBLEM
+from hf_offload.errors import EXIT_INTERRUPTED, EXIT_PROBLEM
 
 
 def main() -> None:

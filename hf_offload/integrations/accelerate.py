@@ -20,7 +20,7 @@ from hf_offload.integrations.streamed import (
     stream_prepared,
 )
 from hf_offload.integrations.summary import has_summary, show_summary, summary_lines
-from hf_offload.integrations.without_gradients import check_gradients, check_step, lacks_gradients
+from hf_offload.integrations.two_losses import check_gradients, check_step, lacks_gradients
 from hf_offload.memory_modes.applied import apply_mode
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
 from hf_offload.settings.environment import FIELDS, settings_with, variable
@@ -215,11 +215,11 @@ class OffloadedAccelerator:
         for session in self.sessions:
             session.optimizer_stepped()
 
-    def report(self, together: bool = True) -> None:
-        """Log what was offloaded. With ``together``, all processes call this, and the figures are those of all of them."""
+    def report(self) -> None:
+        """Log what was offloaded. All processes call this, and the figures are those of all of them."""
         for session in self.sessions:
-            session.finish(together)
-            lines = summary_lines(session, together) if has_summary(session) else []
+            session.finish()
+            lines = summary_lines(session) if has_summary(session) else []
             if session.ranks.is_first:
                 show_summary(lines, logger)
 

@@ -33,6 +33,7 @@ _OF_OLD_FILES = {"fp16": bool, "dynamo_backend": str}  # which accelerate conver
 _OF_ANY_TYPE = ("downcast_bf16",)  # declared as true or false; what accelerate writes is text
 _BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
 _NOT_OF_A_KIND = {int: "not a whole number", bool: "neither true nor false", dict: "not a mapping", str: "not text"}
+_RUN = "hf_offload.run"
 _SHIPPED = Path(hf_offload.__file__).resolve().parent / "launch_configs"
 
 
@@ -123,12 +124,13 @@ def launch(arguments: Sequence[str]) -> None:
         raise OffloadConfigError("--no_python starts a program that is not Python, which cannot be offloaded: drop it.")
     if not chosen.module and not Path(chosen.training_script).is_file():
         raise OffloadConfigError(f"hf-offload launch: no such file: {chosen.training_script}")
-    script = ["-m", chosen.training_script] if chosen.module else [chosen.training_script]
-    chosen.training_script_args = [*script, *chosen.training_script_args]
-    chosen.training_script, chosen.module = "hf_offload.run", True
+    if not (chosen.module and chosen.training_script == _RUN):
+        script = ["-m", chosen.training_script] if chosen.module else [chosen.training_script]
+        chosen.training_script_args = [*script, *chosen.training_script_args]
+        chosen.training_script, chosen.module = _RUN, True
 
-    path = find_config(chosen.config_file) if chosen.config_file else default_config()
-    config = read_config(path) if chosen.config_file or path.is_file() else None
+    path = _config_of(chosen)
+    config = None if path is None else read_config(path)
     variables = {} if config is None else take_section(config, str(path))
     # Wrong settings are reported once, before any process starts.
     with collect_errors("settings") as check:
@@ -145,6 +147,16 @@ def launch(arguments: Sequence[str]) -> None:
         return
     with _file_with(dump_yaml(config)) as chosen.config_file:
         _launch(chosen, str(path))
+
+
+def _config_of(chosen: "argparse.Namespace") -> Path | None:
+    """The config file that is named, or else the one that ``hf-offload config`` wrote, or else accelerate's."""
+    from accelerate.commands.config import default_config_file
+
+    if chosen.config_file:
+        return find_config(chosen.config_file)
+    defaults = [default_config(), *([] if chosen.cpu else [Path(default_config_file)])]  # as accelerate does
+    return next((path for path in defaults if path.is_file()), None)
 
 
 def _refuse_option(message: str) -> NoReturn:

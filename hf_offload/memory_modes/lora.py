@@ -1,6 +1,7 @@
-"""The memory mode lora: adapters on frozen weights, made by peft. Its relatives are subclasses, in files of their own."""
+"""The memory mode lora: adapters on frozen weights, made by peft. lora_fa and dora are subclasses."""
 
 import dataclasses
+import types
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -11,8 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.memory_modes.libraries import load_library
-from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
+from hf_offload.memory_modes.protocol import MemoryMode, load_library, trained_parameters
 from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
 from hf_offload.optimizers.projected.sizes import adamw_bytes
 from hf_offload.settings.values import Reader, names, number, setting, whole
@@ -166,3 +166,64 @@ def _task_type(model: nn.Module) -> str | None:
     }
     found = next((task for end, task in known.items() if name.endswith(end)), None)
     return found if isinstance(model, PreTrainedModel) else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraFa(Lora):
+    """LoRA-FA (Zhang et al. 2023, arXiv 2308.03303): first matrices stay frozen, so their inputs are not saved."""
+
+    name: ClassVar[str] = "lora_fa"
+    takes_fused: ClassVar[bool] = False
+
+    def prepare(self, model: nn.Module, **options: Any) -> nn.Module:
+        """As LoRA has it, with the first matrices frozen."""
+        adapted = super().prepare(model, **options)
+        for name, parameter in adapted.named_parameters():
+            if "lora_A" in name:
+                parameter.requires_grad_(False)
+        return adapted
+
+    def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
+        """The optimizer of peft, which corrects the gradients of the second matrices for the first."""
+        from peft import PeftModel
+        from peft.optimizers import create_lorafa_optimizer
+
+        adapted: Any = model
+        if not isinstance(model, PeftModel):  # its adapters are in a model that a script holds
+            adapted = types.SimpleNamespace(
+                active_adapters=list(adapted.peft_config),
+                peft_config=adapted.peft_config,
+                named_parameters=model.named_parameters,
+                get_submodule=model.get_submodule,
+            )
+        if callable(weight_decay):
+            rates = {weight_decay(one, True) for one in trained_parameters(model)}
+            if len(rates) > 1:
+                raise OffloadConfigError(
+                    f"memory_mode='lora_fa' has one weight_decay for all parameters, and the optimizer has {rates}: "
+                    "give all groups the same, or use memory_mode='lora'."
+                )
+            (weight_decay,) = rates
+        alpha: Any = 2 * self.rank if self.alpha is None else self.alpha
+        made = create_lorafa_optimizer(adapted, self.rank, alpha, lr=adam["lr"], weight_decay=weight_decay)
+        for group in made.param_groups:
+            group["betas"], group["eps"] = adam["betas"], adam["eps"]
+        return made
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """Two moments of each trained weight; steps are counted in Python."""
+        return sum(2 * one.nbytes for one in trained_parameters(model))
+
+    def step_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> int:
+        """One weight after the other, on every device."""
+        return super().step_bytes(model, on_cpu=True, fused=fused)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dora(Lora):
+    """DoRA (Liu et al., ICML 2024, arXiv 2402.09353): LoRA for the direction of weights, and a length for each output."""
+
+    name: ClassVar[str] = "dora"
+
+    def _options(self) -> dict[str, Any]:
+        return {"use_dora": True}

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -173,3 +174,15 @@ class MemoryMode(abc.ABC):
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Those that require gradients."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def load_library(name: str, mode: str, install: str) -> Any:
+    """The module ``name``.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` with what to ``install`` for ``mode`` if it is missing.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise OffloadConfigError(f"memory_mode={mode!r} needs {package}: pip install {install}.") from error

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.memory_modes.libraries import load_library
 from hf_offload.memory_modes.lora import Lora
+from hf_offload.memory_modes.protocol import load_library
 from hf_offload.settings.values import flag, one_of, setting
 from hf_offload.structure.linears import chosen_linears
 

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import nn
 from hf_offload.errors import OffloadConfigError
 from hf_offload.pretrained.arrivals import Arrivals
 from hf_offload.pretrained.errors import loading
-from hf_offload.pretrained.progress import progress_bar
 from hf_offload.settings.environment import unless_disabled
 from hf_offload.settings.schema import OffloadConfig
 
@@ -63,7 +62,7 @@ def from_pretrained(
     if offload.weights_place == "none":
         return auto.from_pretrained(name_or_path, *args, **kwargs)
     _refuse(kwargs)
-    with progress_bar("Loading weights") as report, _one_at_a_time():
+    with _progress_bar("Loading weights") as report, _one_at_a_time():
         with Arrivals(offload, os.fspath(name_or_path), report) as arrivals:
             made = auto.from_pretrained(name_or_path, *args, **kwargs)
         arrivals.settle(made[0] if isinstance(made, tuple) else made)  # with output_loading_info=True
@@ -88,7 +87,7 @@ def create_from_config(auto: Any, model_config: Any, *, config: OffloadConfig, *
     if config.weights_place == "none":
         return make(model_config, **kwargs)
     name = type(model_config).__name__
-    with progress_bar("Drawing weights") as report:
+    with _progress_bar("Drawing weights") as report:
         with Arrivals(config, name, report) as arrivals:
             with _without_memory():
                 make(copy.deepcopy(model_config), **kwargs)  # counts what is to come
@@ -141,3 +140,40 @@ def _without_memory() -> Iterator[None]:
         if hasattr(initialization, "meta_device_safe_creation_ops"):
             stack.enter_context(initialization.meta_device_safe_creation_ops())
         yield
+
+
+@contextlib.contextmanager
+def _progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar that is called with the bytes that have come and those expected. It is shown in terminals only, in place of the
+    one that transformers shows for weights.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from transformers.utils import logging
+
+    def without_weights(factory: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("desc") == "Loading weights":
+            factory = logging.EmptyTqdm
+        return factory(*args, **kwargs) if former is None else former(factory, args, kwargs)
+
+    console = Console(stderr=True)
+    columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
+    shown = console.is_terminal and logging.is_progress_bar_enabled()
+    bar = Progress(TextColumn("{task.description}"), *columns, console=console, disable=not shown)
+    task = None
+
+    def report(done: int, expected: int) -> None:
+        nonlocal task
+        if task is None:
+            bar.start()
+            task = bar.add_task(description, total=expected)
+        bar.update(task, completed=done, total=expected)
+
+    former = logging.set_tqdm_hook(without_weights)
+    try:
+        yield report
+        if task is not None:
+            bar.update(task, total=bar.tasks[0].completed)  # a tied weight was expected twice
+    finally:
+        logging.set_tqdm_hook(former)
+        bar.stop()

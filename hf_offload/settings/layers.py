@@ -17,7 +17,6 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.recipe_files import layer_names, read_yaml, recipe_names, recipe_roots, shipped_name
 from hf_offload.settings.recipe_meta import META
-from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, listed, shown
 from hf_offload.settings.text_files import is_file
 from hf_offload.settings.values import expand
@@ -25,9 +24,6 @@ from hf_offload.settings.values import expand
 BASE = "base"
 REPLACED_WHOLE = (("model", "shape"),)
 """Mappings that are one fact: half of one model's shape in another's is the shape of no model."""
-
-
-_OFFLOAD = [field.name for field in dataclasses.fields(OffloadConfig)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_offload.settings.layers import read_layers
 from hf_offload.settings.recipe_files import PRESETS, is_recipe_file, read_yaml, recipe_roots, resolve_shape
-from hf_offload.settings.shapes import ModelShape
+from hf_offload.settings.recipe_model import ModelShape
 
 _FILE = Path(__file__).with_suffix(".yaml")
 _RANDOM_TOKENS = f"{PRESETS}gpt2-small"

@@ -8,11 +8,10 @@ from typing import Any
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.evaluation import EvaluationRecipe, Generation
 from hf_offload.settings.recipe_data import DataRecipe, HubData
-from hf_offload.settings.recipe_model import ModelRecipe
+from hf_offload.settings.recipe_model import ModelRecipe, ModelShape
 from hf_offload.settings.recipe_training import training_reader
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.settings.shapes import ModelShape
 from hf_offload.settings.shown import cropped, shown
 from hf_offload.settings.values import ALWAYS, NEVER, reader_of
 from hf_offload.settings.yaml_text import parse_yaml

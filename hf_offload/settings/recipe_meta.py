@@ -19,8 +19,15 @@ PREDICTED = "predicted"
 PROGRAM = "hf-offload"
 
 
+class _Section:
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is given, by field."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
+class Machine(_Section):
     """A machine with one GPU, in words: the options of ``hf-offload plan`` that describe it."""
 
     gpu: str | None = setting(None, text(), "A GPU such as rtx4090, or the size of its memory, such as 24GiB.")
@@ -39,11 +46,6 @@ class Machine:
                 raise OffloadConfigError(
                     f"{', '.join(map(check.name, self.given))} describe another machine: add {check.name('gpu')}."
                 )
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """What is said about the machine, by field."""
-        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def _read_overrides(name: str, value: Any) -> tuple[str, ...]:
@@ -74,7 +76,7 @@ class Launch:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Predicted:
+class Predicted(_Section):
     """What is predicted for the recipe's machine, as text with units. Times are those of a micro-batch with the optimizer's
     step.
 
@@ -100,11 +102,6 @@ class Predicted:
     def __post_init__(self) -> None:
         with read_fields(self, "prediction", "meta.predicted."):
             pass
-
-    @property
-    def given(self) -> dict[str, str]:
-        """As a recipe holds it."""
-        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

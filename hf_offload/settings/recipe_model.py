@@ -1,15 +1,35 @@
-"""The section ``model`` of a recipe."""
+"""The section ``model`` of a recipe, and in it the published configuration of a model, so that plans need no hub."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.library_source import architectures, config_fields
 from hf_offload.settings.load import collect_errors
-from hf_offload.settings.shapes import ModelShape
 from hf_offload.settings.shown import LONGEST, cropped, nearest, shown
-from hf_offload.settings.values import mapping, one_of, path_text, read_fields, section, setting, text
+from hf_offload.settings.values import mapping, names, one_of, path_text, read_fields, section, setting, text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What a plan needs to know of a model whose weights are elsewhere.
+
+    Args:
+        of: Whose configuration this is, one or several names of the hub. A recipe that names another model does without the
+            shape.
+        architecture: Model type of transformers, such as ``llama``.
+        config: Fields of the configuration; those left out have the architecture's defaults.
+    """
+
+    of: str | Sequence[str] = setting((), names("names of the hub"))
+    architecture: str = setting("", text())
+    config: Mapping[str, Any] = setting({}, mapping("of configuration fields"))
+
+    def __post_init__(self) -> None:
+        with read_fields(self, "model.shape", "model.shape."):
+            pass
+
 
 TASKS = {
     "causal-lm": "causal language model",

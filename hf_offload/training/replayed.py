@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.memory_modes.libraries import load_library
+from hf_offload.memory_modes.protocol import load_library
 from hf_offload.optimizers.mezo import MezoLog, replay
 from hf_offload.pretrained.errors import loading
 

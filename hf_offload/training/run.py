@@ -18,13 +18,11 @@ from hf_offload.settings.text_files import reason_of
 from hf_offload.tensors import parameter_count
 from hf_offload.training.arguments import build_arguments
 from hf_offload.training.metrics import FROM_LOSS, check_installed, choose_likeliest, make_compute
-from hf_offload.training.model import build_model
+from hf_offload.training.model import build_model, build_tokenizer
 from hf_offload.training.places import check_places, naming_full, nothing_to_resume
-from hf_offload.training.prepare import Prepared, prepare_data
-from hf_offload.training.random_tokens import RandomTokens
+from hf_offload.training.prepare import Prepared, RandomTokens, prepare_data
 from hf_offload.training.report import TrainingReport, describe_machine, describe_versions, parameter_digest
 from hf_offload.training.tasks.text import collate
-from hf_offload.training.tokenizers import build_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments

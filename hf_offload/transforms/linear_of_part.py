@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload.interrupts import signals_deferred
-from hf_offload.transforms.autocast import autocast_dtype
-from hf_offload.transforms.once import differentiable_once
+from hf_offload.transforms.backward import autocast_dtype, differentiable_once
 
 Product = Callable[[Tensor, tuple[Tensor, ...], bool], Tensor]
 """Of a gradient ``[rows, out]`` and :attr:`Part.kept` as autograd returns them: ``gradient.T @ X`` for the input ``X``

@@ -29,7 +29,7 @@ from benchmarks.modes.runs import (
 from benchmarks.modes.search import MODES, Findings, Setup, bench_modes, best_rate
 from benchmarks.modes.table import mode_rows, texts
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.optimizers.blockwise.footprint import peak_bytes as blockwise_bytes
+from hf_offload.optimizers.blockwise.schedule import peak_bytes as blockwise_bytes
 from hf_offload.optimizers.param_groups import param_groups
 from hf_offload.optimizers.projected.sizes import adamw_bytes
 from hf_offload.optimizers.projected.sizes import state_bytes as projected_bytes

@@ -14,7 +14,7 @@ from hf_offload import OffloadConfig, RecomputeElementwiseConfig, attach
 from hf_offload.engine.recompute import Recompute
 from hf_offload.transforms.rematerialization.apply import Rematerialization
 from hf_offload.transforms.rematerialization.functions import dropout_again, packed_dropout
-from hf_offload.transforms.sampling.estimator import draw_rows
+from hf_offload.transforms.sampling.linear import draw_rows
 from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model, weights
 
 pytestmark = pytest.mark.gpu

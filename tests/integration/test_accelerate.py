@@ -24,8 +24,8 @@ from hf_offload import (
     OffloadTrainingArguments,
     attach,
 )
-from hf_offload.autoload import switch_on
 from hf_offload.integrations.accelerate import attached_accelerators
+from hf_offload.run import switch_on
 from hf_offload.session import attached_session
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 

@@ -25,7 +25,7 @@ from hf_offload.allocator import best_allocator, installed_libraries
 from hf_offload.bench import cell, steps
 from hf_offload.bench.cell import CRASHED, DONE, NOT_INSTALLED, OUT_OF_MEMORY, CellResult, CellSpec, execute, run_cell
 from hf_offload.bench.strategies import find_strategy, strategy_names
-from hf_offload.cli import bench_options
+from hf_offload.cli.bench_steps import STRATEGIES
 from hf_offload.cli.main import app
 from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.parents import bound
@@ -605,7 +605,7 @@ def test_a_dry_run_lists_the_cells_and_runs_none(recipe, monkeypatch):
 
 
 def test_the_help_names_what_there_is_and_loads_nothing_for_it():
-    assert ", ".join(strategy_names()) == bench_options.STRATEGIES
+    assert ", ".join(strategy_names()) == STRATEGIES
     text = " ".join(CliRunner().invoke(app, ["bench", "steps", "--help"], env={"COLUMNS": "300"}).stdout.split())
     assert ", ".join(steps.BENCH_ALLOCATORS) in text
     code = "import sys, hf_offload.cli.main; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"

@@ -128,19 +128,12 @@ sys.argv[1:1] = ["-m", "script_with_a_loop"]
 before = state()
 main()
 """,
-    "autoload": """
-import hf_offload.autoload
-sys.modules["this_script"] = sys.modules["__main__"]
-os.environ["HF_OFFLOAD_AUTOLOAD"] = "1"
-before = state()
-hf_offload.autoload.start()
-import script_with_a_loop
-""",
 }
-ENVIRONMENT = {
-    name: {"HF_OFFLOAD_TIER": "ssd", "HF_OFFLOAD_DIRECTORY": ".", "HF_OFFLOAD_MIN_BYTES": "0"}
-    for name in ("hf_offload.run", "autoload")
-}
+ENVIRONMENT = {"HF_OFFLOAD_TIER": "ssd", "HF_OFFLOAD_DIRECTORY": ".", "HF_OFFLOAD_MIN_BYTES": "0"}
+
+
+def environment_of(way):
+    return ENVIRONMENT if way == "hf_offload.run" else {}
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +148,7 @@ def ran(tmp_path_factory):
             "from this_script import Accelerator, loop\nloop(Accelerator(cpu=True))"
         )
     given = [
-        (str(folder), BEGIN + WAYS[way] + END, {"XDG_STATE_HOME": str(folder / "state")} | ENVIRONMENT.get(way, {}))
+        (str(folder), BEGIN + WAYS[way] + END, {"XDG_STATE_HOME": str(folder / "state")} | environment_of(way))
         for way, folder in folders.items()
     ]
     (place / "given.json").write_text(json.dumps(given))

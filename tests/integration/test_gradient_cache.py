@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadTrainingArguments, attach, offload_activations
+from hf_offload.transforms.sampling.apply import carry_sample_ids, drop_sample_ids
 from hf_offload.transforms.sampling.gradient_cache import CACHE_FILE, SAMPLE_IDS, SAMPLE_PLACES
-from hf_offload.transforms.sampling.sample_ids import carry_sample_ids, drop_sample_ids
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
 SAMPLING = {"ratio": 0.25, "min_rows": 1, "probabilities": "gradient-cache"}

@@ -9,6 +9,7 @@ import sys
 import pytest
 import yaml
 
+from hf_offload.autoload import start
 from hf_offload.run import main
 from tests.helpers.loaded_processes import run_python
 from tests.helpers.tables import rows
@@ -167,14 +168,10 @@ def test_weights_of_a_launched_script_leave_memory(place, alone):
     assert list((place / "tier").iterdir()) == []
 
 
-def test_a_module_alone_and_switched_on_in_two_ways_is_switched_on_once(place, alone):
-    variables = {"HF_OFFLOAD_MIN_BYTES": "0", "HF_OFFLOAD_AUTOLOAD": "1"}
-    done = offload(place, "-m", "train", "--x", by=subprocess.run, **variables)
-    assert done.returncode == 0, done.stderr
-    assert printed(done) == alone
-    assert done.stderr.count(OFFLOADED) == 1
-    assert "Nothing was offloaded" not in done.stderr
-    assert "could not be loaded" not in done.stderr
+def test_a_module_that_is_launched_in_all_ways_at_once_is_offloaded_once(place, alone):
+    write_configs(place, ONE)
+    command = (*ACCELERATE, "--config_file", "ours.yaml", "-m", "hf_offload.run", "-m", "train", "--x")
+    check_launched(place, run(place, *command, HF_OFFLOAD_AUTOLOAD="1"), alone)
 
 
 def test_scripts_end_as_they_would(place):
@@ -225,7 +222,7 @@ def test_mistakes_are_told_before_anything_runs(command, variables, part, place,
 @pytest.mark.parametrize(
     ("section", "variables", "part"),
     [
-        ({"tier": "tape"}, {}, "the config file, section hf_offload_config: tier='tape' is unknown"),
+        ({"tier": "tape"}, {}, "wrong.yaml, section hf_offload_config: tier='tape' is unknown"),
         pytest.param(
             {"tier": "ram"}, {"HF_OFFLOAD_VERIFI": "off"}, "Did you mean 'HF_OFFLOAD_VERIFY'?", marks=pytest.mark.full
         ),
@@ -236,16 +233,36 @@ def test_mistakes_are_told_before_anything_runs(command, variables, part, place,
 def test_wrong_settings_of_a_plain_launch_are_one_message(place, section, variables, part):
     config = ONE | ({"hf_offload_config": section} if section else {})
     (place / "wrong.yaml").write_text(yaml.safe_dump(config))
-    (place / "begins.py").write_text("from accelerate import Accelerator\nAccelerator()\nprint('reached')")
     done = run(
-        place, *ACCELERATE, "--config_file", "wrong.yaml", "begins.py", **{"HF_OFFLOAD_AUTOLOAD": "1"} | variables
+        place, *ACCELERATE, "--config_file", "wrong.yaml", "train.py", **{"HF_OFFLOAD_AUTOLOAD": "1"} | variables
     )
-    assert done.returncode != 0
-    assert "reached" not in done.stdout
-    message, *rest = done.stderr.splitlines()
-    assert message.startswith("hf_offload, which HF_OFFLOAD_AUTOLOAD switches on: ")
+    assert (done.returncode, done.stdout) == (2, "")
+    (message,) = done.stderr.splitlines()
     assert part in message
-    assert not any("hf_offload/" in line for line in rest)  # what follows is accelerate's, on a script that failed
+
+
+@pytest.mark.parametrize(
+    ("command", "becomes"),
+    [
+        (["/bin/accelerate", "launch", "--cpu", "train.py"], ["--cpu", "train.py"]),
+        (["/bin/accelerate-launch", "train.py"], ["train.py"]),
+        (["-u", "-m", "accelerate.commands.launch", "train.py", "launch"], ["train.py", "launch"]),
+        (["-m", "accelerate.commands.accelerate_cli", "launch"], []),
+        (["/bin/accelerate", "env"], None),
+        (["train.py", "launch"], None),
+    ],
+)
+@pytest.mark.parametrize("value", ["1", "off"])
+def test_only_accelerates_launcher_becomes_ours(command, becomes, value, monkeypatch):
+    made = []
+    arguments = command[command.index("-m") + 1 :] if "-m" in command else command
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, *command])
+    monkeypatch.setattr(sys, "argv", ["-m" if "-m" in command else arguments[0], *arguments[1:]])
+    monkeypatch.setattr(os, "execv", lambda _, words: made.append(words))
+    monkeypatch.setenv("HF_OFFLOAD_AUTOLOAD", value)
+    start()
+    ours = [sys.executable, "-P", "-m", "hf_offload", "launch"]
+    assert made == ([] if becomes is None or value == "off" else [[*ours, *becomes]])
 
 
 # What the process is at the script's first line, and what it draws after it has seeded all generators.
@@ -260,7 +277,7 @@ process = {
     "hooks": [repr(hook) for hook in (sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook)],
     "filters": repr(warnings.filters), "handlers": [repr(signal.getsignal(number)) for number in signal.valid_signals()],
     "locale": locale.setlocale(locale.LC_ALL), "start method": multiprocessing.get_start_method(allow_none=True),
-    "environment": {name: value for name, value in os.environ.items() if name != "HF_OFFLOAD_AUTOLOAD"},
+    "environment": dict(os.environ),
     "threads": threading.active_count(), "root log": repr(logging.getLogger().handlers), "limit": sys.getrecursionlimit(),
 }
 random.seed(0)
@@ -284,8 +301,8 @@ def test_a_launched_script_finds_the_process_that_plain_python_gives_it(place):
     (place / "scripts" / "state.py").write_text(STATE)
     settings = {"HF_OFFLOAD_TIER": "ssd", "HF_OFFLOAD_DIRECTORY": str(place / "tier"), "HF_OFFLOAD_MIN_BYTES": "0"}
 
-    def found(*command, **variables):
-        done = run(place, *command, "scripts/state.py", "--a", **settings, **variables)
+    def found(*command):
+        done = run(place, *command, "scripts/state.py", "--a", **settings)
         assert done.returncode == 0, done.stderr
         return (*json.loads(done.stdout), done.stderr)
 
@@ -296,9 +313,6 @@ def test_a_launched_script_finds_the_process_that_plain_python_gives_it(place):
     assert others - sys.stdlib_module_names == {"hf_offload"}
     assert its_process == process
     assert its_draws == drawn
-    modules, process, autoloaded_draws, log = found(HF_OFFLOAD_AUTOLOAD="1")
-    assert "Offloading activations" in log
-    assert autoloaded_draws == drawn
 
 
 REFUSED = r"""
@@ -321,14 +335,12 @@ def test_an_error_of_the_package_ends_a_launched_script_with_its_message(place):
         variables = {"HF_OFFLOAD_DIRECTORY": str(place / "tier")}
         done = run(place, "-m", "hf_offload.run", "refused.py", **variables)
         assert (done.returncode, done.stderr) == (code, message)
-        done = run(place, "refused.py", HF_OFFLOAD_AUTOLOAD="1", **variables)
-        assert (done.returncode, done.stderr) == (code, message)
     launched = run(place, "-m", "hf_offload", "launch", "refused.py", **variables)
     assert launched.returncode == 2
     assert launched.stderr.endswith(f"\n{message}The script ended with exit code 2.\n")
     assert "Traceback" not in launched.stderr
     (place / "refused.py").write_text(REFUSED.format(error="ValueError"))
-    done = run(place, "refused.py", HF_OFFLOAD_AUTOLOAD="1", **variables)
+    done = run(place, "-m", "hf_offload.run", "refused.py", **variables)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
 
@@ -339,12 +351,11 @@ def test_help(monkeypatch, capsys):
     assert "python -m hf_offload.run train.py" in capsys.readouterr().out
 
 
-def test_torch_is_imported_whatever_is_wrong_with_us(place):
-    """What PyTorch calls at the end of its import must not fail, and without the variable does not even look."""
-    code = "import torch, sys; print('hf_offload.settings' in sys.modules)"
-    assert run(place, "-c", code).stdout == "False\n"
-    broken = "import sys; from hf_offload.autoload import start; sys.meta_path = (); start(); print('still here')"
-    assert "still here" in run(place, "-c", broken, HF_OFFLOAD_AUTOLOAD="1").stdout
+def test_importing_torch_looks_at_a_variable_and_loads_nothing(place):
+    code = "import torch, sys; print(sorted(name for name in sys.modules if name.startswith('hf_offload')))"
+    loaded = "['hf_offload', 'hf_offload.autoload', 'hf_offload.errors']\n"
+    assert run(place, "-c", code).stdout == loaded
+    assert run(place, "-c", code, HF_OFFLOAD_AUTOLOAD="1").stdout == loaded
 
 
 @pytest.mark.parametrize(
@@ -352,6 +363,8 @@ def test_torch_is_imported_whatever_is_wrong_with_us(place):
 )
 def test_whatever_a_script_imports_first_its_accelerators_offload(first, place):
     """transformers imports accelerate while it is itself half imported."""
-    code = f"{first}\nimport accelerate\nprint(accelerate.Accelerator.__init__.__code__.co_filename)"
-    done = run(place, "-c", code, HF_OFFLOAD_AUTOLOAD="1", HF_OFFLOAD_TIER="ram")
-    assert done.stdout.strip().endswith("autoload.py"), done.stderr
+    (place / "first.py").write_text(
+        f"{first}\nimport accelerate\nprint(accelerate.Accelerator.__init__.__code__.co_filename)"
+    )
+    done = offload(place, "first.py", by=subprocess.run)
+    assert done.stdout.strip().endswith("run.py"), done.stderr

@@ -15,12 +15,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from typer.testing import CliRunner
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, OffloadTrainingArguments, attach
-from hf_offload.autoload import switch_on
 from hf_offload.cli.main import app
 from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.two_losses import mezo_of
 from hf_offload.optimizers.mezo import LOG_FILE, MeZO, MezoLog, replay
+from hf_offload.run import switch_on
 from hf_offload.session import attached_session
 from hf_offload.settings.environment import variables_for
 from hf_offload.settings.memory_modes import memory_mode

@@ -10,8 +10,8 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainingArguments
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, OffloadTrainingArguments, attach
-from hf_offload.autoload import switch_on
 from hf_offload.integrations.accelerate import attached_accelerators
+from hf_offload.run import switch_on
 from hf_offload.settings.environment import variables_for
 from hf_offload.settings.memory_modes import memory_mode
 from hf_offload.settings.recipes import load_recipe

@@ -9,11 +9,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload import SampledLinearConfig
-from hf_offload.transforms.sampling import estimator
+from hf_offload.transforms.sampling import linear as sampled_linears
 from hf_offload.transforms.sampling.apply import convert_linears
-from hf_offload.transforms.sampling.estimator import draw_rows, winners
 from hf_offload.transforms.sampling.gradient_cache import GradientCache
-from hf_offload.transforms.sampling.linear import PADDING_WEIGHT, draw_part
+from hf_offload.transforms.sampling.linear import PADDING_WEIGHT, draw_part, draw_rows, winners
 from tests.helpers.tables import rows as table
 
 PROBABILITIES = {
@@ -34,7 +33,7 @@ PROBABILITIES = {
 def sums(request, monkeypatch):
     """How probabilities are added up."""
     if request.param == "of an accelerator":
-        monkeypatch.setattr(estimator, "running_sums", estimator._whole_sums)
+        monkeypatch.setattr(sampled_linears, "running_sums", sampled_linears._whole_sums)
 
 
 @pytest.mark.usefixtures("sums")
@@ -114,7 +113,7 @@ def test_sums_of_whole_numbers_are_those_of_the_probabilities(rows):
     generator = torch.Generator().manual_seed(rows)
     probabilities = torch.rand(rows, generator=generator, dtype=torch.double).pow(8)
     probabilities = (probabilities / probabilities.sum()).sort(descending=True).values
-    found = estimator._whole_sums(probabilities)
+    found = sampled_linears._whole_sums(probabilities)
     exact = list(itertools.accumulate(fractions.Fraction(one) for one in probabilities.tolist()))
     worst = max(abs(fractions.Fraction(one) - other) for one, other in zip(found.tolist(), exact, strict=True))
     assert worst <= 2**-53 + rows * 2**-63  # of the last rounding, and of each number's
@@ -299,8 +298,8 @@ def test_winners_lower_the_error_on_peaked_rows():
 
 def test_signs_come_back_from_their_seed():
     like = torch.zeros(1)
-    assert torch.equal(estimator.signs((8, 3), 7, like), estimator.signs((8, 3), 7, like))
-    assert not torch.equal(estimator.signs((8, 3), 7, like), estimator.signs((8, 3), 8, like))
+    assert torch.equal(sampled_linears.signs((8, 3), 7, like), sampled_linears.signs((8, 3), 7, like))
+    assert not torch.equal(sampled_linears.signs((8, 3), 7, like), sampled_linears.signs((8, 3), 8, like))
 
 
 # ----------------------------------------------------------------------------------------------------- what stays exact

@@ -26,9 +26,8 @@ from hf_offload.settings.evaluation import EvaluationRecipe, Generation
 from hf_offload.settings.library_source import training_fields
 from hf_offload.settings.memory_modes import MODES, memory_mode
 from hf_offload.settings.recipe_data import DataRecipe, HubData
-from hf_offload.settings.recipe_model import ModelRecipe
+from hf_offload.settings.recipe_model import ModelRecipe, ModelShape
 from hf_offload.settings.recipes import load_recipe
-from hf_offload.settings.shapes import ModelShape
 from hf_offload.settings.yaml_text import dump_yaml, parse_yaml
 
 RECIPE = """

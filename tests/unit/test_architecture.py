@@ -11,9 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_offload"
-FOLDERS = sorted(
-    path.parent for path in PACKAGE.glob("*/__init__.py") if path.parent.name != "sampling"
-)  # a former home
+FOLDERS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipes import DataRecipe
 from hf_offload.training.tasks import conversations
-from hf_offload.training.tasks.packing import collate_packed, pack_rows, refuse_mixing
+from hf_offload.training.tasks.conversations import collate_packed, pack_rows, refuse_mixing
 from hf_offload.training.tasks.task import Setup
 
 CHATML = (

@@ -7,8 +7,7 @@ import transformers
 
 from hf_offload import OffloadConfig, OffloadConfigError
 from hf_offload.settings.recipes import DataRecipe, ModelRecipe, Recipe
-from hf_offload.training.model import build_model
-from hf_offload.training.tokenizers import END_OF_TEXT, build_tokenizer
+from hf_offload.training.model import END_OF_TEXT, build_model, build_tokenizer
 
 CONTENTS = [None, b"", b"{", b"{}", b"[]", b"3", b'"a"', b"null", b"\xff\xfe", b"half"]
 

@@ -9,11 +9,10 @@ from huggingface_hub.errors import GatedRepoError
 from hf_offload import OffloadConfig, OffloadConfigError
 from hf_offload.settings.recipes import DataRecipe, ModelRecipe, Recipe
 from hf_offload.training.data import load_parts, stdlib_files
-from hf_offload.training.model import build_model
-from hf_offload.training.random_tokens import RandomTokens
+from hf_offload.training.model import END_OF_TEXT, build_model, build_tokenizer
+from hf_offload.training.prepare import RandomTokens
 from hf_offload.training.tasks.task import Setup
 from hf_offload.training.tasks.text import collate, make_blocks
-from hf_offload.training.tokenizers import END_OF_TEXT, build_tokenizer
 
 TEXTS = [f"document {i} says: " + "saved tensors go to disk and come back exact. " * (i + 1) for i in range(12)]
 BPE = {"train_bpe": 280}
@@ -71,7 +70,7 @@ def test_the_tokenizer_is_trained_once_and_again_when_the_data_changes(tmp_path,
     assert len(list((tmp_path / "cache").glob("tokenizer-*"))) == 1
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_offload.training.tokenizers._train_bpe", lambda *_: pytest.fail("trained again"))
+        patch.setattr("hf_offload.training.model._train_bpe", lambda *_: pytest.fail("trained again"))
         assert build_tokenizer(data, None, tmp_path / "cache").get_vocab() == first
     assert build_tokenizer(data, None, tmp_path / "other cache").get_vocab() == first
 

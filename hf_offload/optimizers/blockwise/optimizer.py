@@ -32,13 +32,12 @@ from hf_offload.optimizers.blockwise.freezing import (
     unfreeze,
 )
 from hf_offload.optimizers.blockwise.parked import ParkedState
-from hf_offload.optimizers.blockwise.schedule import BlockwiseConfig, Schedule, find_trainable_units
+from hf_offload.optimizers.blockwise.schedule import HALF, BlockwiseConfig, Schedule, find_trainable_units
 from hf_offload.settings.load import collect_errors
 from hf_offload.storage.service import storage_of
 
 logger = logging.getLogger(__name__)
 
-HALF = (torch.float16, torch.bfloat16)
 # In a state dict, in addition to torch's own "state" and "param_groups".
 _KEY = "blockwise"
 # What a group has in addition to the optimizer's options.

@@ -1,20 +1,24 @@
-"""Which blocks train, and when: settings of block-wise training, and the turns that follow from them."""
+"""Which blocks train, and when: settings of block-wise training, the turns that follow from them, and the bytes they need."""
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.optimizers.blockwise.freezing import is_waiting
 from hf_offload.settings.load import choose, collect_errors, nearest
 from hf_offload.settings.schema import Directory
 from hf_offload.settings.shown import shown
 from hf_offload.settings.values import Reader, flag, folders, items, one_of, read_fields, setting, size, whole
 from hf_offload.structure.units import find_blocks
 
+HALF = (torch.float16, torch.bfloat16)
+"""Dtypes of weights that a step changes by way of float32 copies, if those are asked for."""
 ORDERS = ("draw", "random", "ascending", "descending")
 OUTSIDE = ("always", "turns", "never")
 INACTIVE_STATE = ("drop", "ram", "ssd")
@@ -240,3 +244,75 @@ class Schedule:
         # A text as a seed is hashed whole: neighbouring numbers give draws that have nothing to do with each other.
         draw = random.Random(f"{self._config.seed}/{number}")
         return draw.sample(self.turns, len(self.turns))
+
+
+_SINGLE_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockwiseBytes:
+    """Most bytes of each kind in any turn, counted apart, so their sum may belong to no single turn of a mixed model.
+
+    Attributes:
+        gradients: Of the parameters that train, in their own dtype.
+        state: The inner optimizer's.
+        all_state: That of all blocks together: what there is where no state is dropped, of which all but ``state`` waits.
+        masters: float32 copies of 16-bit parameters.
+        step_gradients: float32 copies of their gradients, while a step runs.
+    """
+
+    gradients: int
+    state: int
+    all_state: int
+    masters: int
+    step_gradients: int
+
+    @property
+    def total(self) -> int:
+        """All of them in one turn."""
+        return self.gradients + self.state + self.masters + self.step_gradients
+
+
+def peak_bytes(model: nn.Module, config: BlockwiseConfig, moments: int = 2, scalars: int = 1) -> BlockwiseBytes:
+    """What a :class:`BlockwiseOptimizer` over all trainable parameters of ``model`` will need at most, per process.
+
+    ``moments`` and ``scalars`` count what the inner optimizer keeps of a parameter: tensors of its size, and single float32
+    numbers. AdamW has two and one.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` if the settings do not fit the model.
+    """
+    trainable, units, schedule = _plan_turns(model, config)
+
+    def has_master(parameter: Tensor) -> bool:
+        return config.master_weights and parameter.dtype in HALF
+
+    def state(parameter: Tensor) -> int:
+        size = _SINGLE_BYTES if has_master(parameter) else parameter.element_size()
+        return moments * parameter.numel() * size + scalars * _SINGLE_BYTES
+
+    def by_unit(of: Callable[[Tensor], int]) -> dict[str, int]:
+        return {unit: sum(of(trainable[name]) for name in names) for unit, names in units.parameters.items()}
+
+    def largest(of: Callable[[Tensor], int]) -> int:
+        return schedule.largest(by_unit(of))
+
+    masters = largest(lambda p: _SINGLE_BYTES * p.numel() if has_master(p) else 0)
+    states = by_unit(state)
+    all_state = sum(states[name] for name in schedule.names)
+    return BlockwiseBytes(largest(lambda p: p.nbytes), schedule.largest(states), all_state, masters, masters)
+
+
+def deepest_turn(model: nn.Module, config: BlockwiseConfig) -> set[str]:
+    """Names of the parameters that train in a turn in which backward goes through most of ``model``'s blocks, and so needs
+    most of what their forward saved.
+
+    Raises as :func:`peak_bytes` does.
+    """
+    _, units, schedule = _plan_turns(model, config)
+    return {name for unit in schedule.deepest() for name in units.parameters[unit]}
+
+
+def _plan_turns(model: nn.Module, config: BlockwiseConfig) -> tuple[dict[str, nn.Parameter], Units, Schedule]:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad or is_waiting(p)}
+    units = find_trainable_units(model, {id(p): name for name, p in trainable.items()})
+    return trainable, units, Schedule(units, config)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_offload.transforms.autocast import autocast_dtype
+from hf_offload.transforms.backward import autocast_dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_offload.engine.device import open_device
 from hf_offload.interrupts import signals_deferred
-from hf_offload.transforms.autocast import autocast_as_now
-from hf_offload.transforms.once import differentiable_once
+from hf_offload.transforms.backward import autocast_as_now, differentiable_once
 from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, as_it_is, hull_of, same
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.state.guard import own_class
 from hf_offload.surgery import ReplacedForward
 from hf_offload.tensors import are_transformed
-from hf_offload.transforms.autocast import autocast_as_now, autocast_dtype
+from hf_offload.transforms.backward import autocast_as_now, autocast_dtype
 from hf_offload.transforms.linear_of_part import Part, linear_of_part
 from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, hull_of, same
 from hf_offload.transforms.rematerialization.functions import (

@@ -10,7 +10,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.surgery import ReplacedForward
-from hf_offload.transforms.autocast import autocast_dtype
+from hf_offload.transforms.backward import autocast_dtype
 from hf_offload.transforms.tiling.cut import Cut
 from hf_offload.transforms.tiling.logits import TiledLogits
 from hf_offload.transforms.tiling.loss import HeadProjection

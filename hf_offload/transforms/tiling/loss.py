@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hf_offload.checkpointing import checkpoint
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state.guard import own_class
-from hf_offload.transforms.once import differentiable_once
+from hf_offload.transforms.backward import differentiable_once
 from hf_offload.transforms.tiling.cut import Cut
 from hf_offload.transforms.tiling.sums import WideSum, product, wide_dtype, widened
 

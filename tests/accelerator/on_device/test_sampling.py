@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_offload.transforms.sampling.estimator import draw_rows
+from hf_offload.transforms.sampling.linear import draw_rows
 
 
 class _NoSumsInAnyOrder(TorchDispatchMode):

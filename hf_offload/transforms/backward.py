@@ -1,5 +1,8 @@
-"""The backward of operations that can be differentiated once, with an error that says what to do."""
+"""What the backward of transformed operations needs: autocast as it was in forward, and an error where it is differentiated
+again.
+"""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +12,28 @@ from torch import Tensor
 
 from hf_offload.errors import SavedTensorModifiedError
 
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on ``device`` at this moment; None if it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def autocast_as_now(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Makes contexts with autocast as it is at this moment."""
+    return functools.partial(
+        torch.autocast,
+        device.type,
+        dtype=torch.get_autocast_dtype(device.type),
+        enabled=torch.is_autocast_enabled(device.type),
+        cache_enabled=False,
+    )
+
+
 _MESSAGE = (
     b"A gradient of a gradient (create_graph=True) goes through a tiled loss, or a module that recomputes elementwise "
     b"operations in backward or samples its input, which give first gradients alone. Set tiled_loss='off' and "
     b"recompute_elementwise='off' (with tier='auto', a plan may have chosen them), and leave sampled_linear out."
 )
-
 
 _NOTE = (
     "Elementwise operations are recomputed in backward from this tensor, which without that need not be saved. "
