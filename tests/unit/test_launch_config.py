@@ -161,6 +161,16 @@ def test_without_a_file_the_one_that_was_written_is_used(launched, tmp_path):
     assert launched[0][2]["HF_OFFLOAD_TIER"] == "ram"
 
 
+def test_without_either_accelerates_own_file_is_used_as_accelerate_uses_it(launched, tmp_path, monkeypatch):
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(f"distributed_type: 'NO'\n{SECTION}: {{tier: ram}}\n")
+    monkeypatch.setattr("accelerate.commands.config.default_config_file", str(theirs))
+    launch(["--cpu", "train.py"])
+    assert (launched[0][1], launched[0][2].get("HF_OFFLOAD_TIER")) == (None, None)
+    launch(["train.py"])
+    assert (launched[1][1], launched[1][2]["HF_OFFLOAD_TIER"]) == ({"distributed_type": "NO"}, "ram")
+
+
 @pytest.mark.parametrize(
     ("arguments", "environ", "part"),
     [
