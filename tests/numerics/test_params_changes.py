@@ -127,14 +127,16 @@ def test_a_streamed_step_counts_as_many_changes_as_in_memory(kind, parts, params
         optimizer = OPTIMIZERS[kind](model.parameters())
         if place == "ssd":
             config = OffloadConfig(tier="none", params=params, optimizer="ssd", min_bytes=1, directory=tmp_path)
-            optimizer = attach(model, config).prepare_optimizer(optimizer)
+            session = attach(model, config)
+            optimizer = session.prepare_optimizer(optimizer)
+            session.defer_updates()
         versions = []
         for _ in range(2):
             loss = model(torch.ones(4, 96)).square().mean()
             loss.backward(retain_graph=True)
             optimizer.step()
+            loss = model(torch.ones(4, 96)).square().mean()  # which an update has waited for
             versions.append([weight._version for weight in model.parameters()])
-            loss = model(torch.ones(4, 96)).square().mean()
             optimizer.step()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
