@@ -76,7 +76,7 @@ IN_MEMORY = {"params": "none", "optimizer": "none"}
 
 def test_blocks_that_cannot_be_recomputed_for_want_of_a_class_are_named_with_it(tmp_path):
     text = refusal_of(tmp_path, Custom(), {"hidden": torch.randn(2048, 32)}, min_bytes=1024, **IN_MEMORY)
-    assert "derives from transformers.modeling_layers.GradientCheckpointingLayer" in text
+    assert "transformers.modeling_layers.GradientCheckpointingLayer, or are named in recompute_blocks" in text
     assert "vocabulary" not in text
     assert "tiled_loss" not in text
 
