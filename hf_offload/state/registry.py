@@ -67,9 +67,12 @@ def can_move(tensor: Tensor) -> bool:
     of its own that no other process has.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        if not moves(tensor) or tensor.untyped_storage().nbytes() != tensor.nbytes:
+        if not moves(tensor):
             return False
-        return parked_of(tensor) is not None or not (tensor.device.type == "cpu" and tensor.is_shared())
+        nbytes = tensor.untyped_storage().nbytes()
+        if parked_of(tensor) is not None:
+            return nbytes in (tensor.nbytes, 0)  # none, while it is away from an accelerator
+        return nbytes == tensor.nbytes and not (tensor.device.type == "cpu" and tensor.is_shared())
 
 
 def is_parked(storage: torch.UntypedStorage) -> bool:
