@@ -81,6 +81,7 @@ class StreamedSetting:
         present = streaming_of(optimizer)
         budget = None if self._config.memory_budget is None else int(self._config.memory_budget)
         try:
+            refuse_shards("optimizer", model)  # which may have been sharded since
             streaming = stream(
                 optimizer,
                 self._storage,

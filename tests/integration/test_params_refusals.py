@@ -135,6 +135,14 @@ def test_a_sharded_parameter_is_refused(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+def test_a_model_that_is_sharded_later_is_refused_with_its_optimizer(tmp_path):
+    model = mlp()
+    session = attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=tmp_path, min_bytes=1))
+    model[2].weight = flat()[2].weight
+    with pytest.raises(OffloadConfigError, match=r"2\.weight is sharded by FSDP.*optimizer='none'"):
+        session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+
+
 def test_several_processes_are_handed_over():
     with pytest.raises(OffloadConfigError, match=r"2 train together.*--where fsdp2.*--where zero3.*params='none'"):
         refuse(mlp().to("meta"), OffloadConfig(), processes=2)
