@@ -184,7 +184,9 @@ class ParkedWeight(Parked):
 
     def count_change(self, tensor: Tensor) -> None:
         """A change of ``tensor``, which is one of its, is counted now and made later."""
-        is_known = self.present_version() == self.version
+        before = self.present_version()
         torch.autograd.graph.increment_version(tensor)
-        if is_known:
+        if before == self.version:
             self.version = self.present_version()
+        if before == self._read_version:
+            self._read_version = self.present_version()

@@ -41,9 +41,11 @@ class ParkedGradient(Parked):
             if self.factors or not self.on_host:
                 self.come()  # or raise, and have all factors still
             factors, self.factors, self.norm = self.factors, (), None
-            for gradient in self.tensors:
+            tensors = self.tensors
+            for gradient in tensors:
                 guard.lift(gradient, self)
-                with outside():
+            with outside():
+                for gradient in tensors[:1]:  # all of them have the same memory
                     scaled(gradient, factors)
         if unseen:
             self.doubt()
@@ -76,7 +78,10 @@ def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 def parked_gradient(gradient: Tensor | None) -> ParkedGradient | None:
     """What moves a gradient, if anything does."""
     found = None if gradient is None else parked_of(gradient)
-    return found if isinstance(found, ParkedGradient) else None
+    if gradient is None or not isinstance(found, ParkedGradient):
+        return None
+    found.add(gradient)  # which may be another tensor by now (``p.grad = p.grad.detach()``)
+    return found
 
 
 def park_gradient(gradient: Tensor, name: str, store: Store, wants_norm: bool) -> None:

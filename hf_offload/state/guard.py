@@ -99,7 +99,13 @@ as_saved: Callable[[Tensor], Tensor] = _itself
 
 
 class Debt:
-    """What a tensor owes."""
+    """What a tensor owes.
+
+    Attributes:
+        is_memory: It owes its bytes. An update comes before that: parts of it may be on their way to the tier.
+    """
+
+    is_memory = False
 
     def settle(self, unseen: bool) -> None:
         """See to it, and :func:`lift` the guard. ``unseen``, the tensor may be written to without a new version."""
@@ -179,7 +185,7 @@ def own_class(tensor: Any) -> type:
 def settle(tensors: Any, unseen: bool = False) -> None:
     """Let none of ``tensors`` owe anything."""
     for tensor in tensors:
-        for debt in list(vars(tensor).get(_DEBTS, ())):
+        for debt in sorted(debts_of(tensor), key=lambda debt: debt.is_memory):
             debt.settle(unseen)
             lift(tensor, debt)  # also of a tensor that the debtor does not know any more
 

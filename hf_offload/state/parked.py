@@ -62,12 +62,13 @@ class Parked(guard.Debt):
         uses: Who has its memory.
         slot: What has its bytes while it is away.
         parts: Its bytes in parts, while it is away.
-        version: Of its tensors, when it had the bytes of the slot.
+        version: Those of its tensors, when it had the bytes of the slot.
         written: Another object with each change of the bytes in the slot.
         lent: Copies that state dicts have of it, :class:`hf_offload.state.lent.Lent`.
     """
 
     compares = False
+    is_memory = True
 
     def __init__(self, tensor: Tensor, name: str, store: Store):
         storage = storage_of(tensor)
@@ -81,7 +82,7 @@ class Parked(guard.Debt):
         self.is_new = False
         self.slot: HeldSlot | None = None
         self.parts = Parts(self)
-        self.version = -1
+        self.version: tuple[int, ...] = ()
         self.written = object()
         self.lent: list[Any] = []
         self._device = storage.device
@@ -96,6 +97,7 @@ class Parked(guard.Debt):
         self._slab: Slab | None = None  # that the storage points to, or whose bytes are being written
         self._write: Future[None] | None = None
         self._read: tuple[Slab, Future[None]] | None = None
+        self._read_version: tuple[int, ...] = ()  # when the read began
         self._former: list[HeldSlot] = []  # which the storage points to until the present one has all bytes
         self._kept: list[KeptSlot] = []  # who holds the slot: what is written next goes to another one
         self._is_private = False  # the mapping, which may have been written to
@@ -346,6 +348,8 @@ class Parked(guard.Debt):
             self._stay()
             if self.on_host and self.where is Where.LEAVING:
                 self.where = Where.HERE
+            elif not self.on_host and self.where is Where.HERE:  # it has come back
+                self._slab = None
         elif self.where is not Where.LEAVING or storage is None:
             if self._slab is not None and not self.on_host:  # it has come back
                 self.store.recycle(self._slab)
@@ -377,10 +381,10 @@ class Parked(guard.Debt):
             self.store.wait(self._write)
             self._written()
 
-    def present_version(self) -> int:
-        """That of all tensors together: it grows with each change that PyTorch counts."""
+    def present_version(self) -> tuple[int, ...]:
+        """Those of all tensors: one grows with each change that PyTorch counts."""
         with torch._C.DisableTorchFunctionSubclass():
-            return sum(tensor._version for tensor in self.tensors)
+            return tuple(tensor._version for tensor in self.tensors)
 
     def take_parts(self, slot: HeldSlot | None, digests: dict[tuple[int, int], bytes]) -> None:
         """All bytes were stored in parts: in the slot, or in another ``slot`` that it has from now on."""
@@ -483,8 +487,8 @@ class Parked(guard.Debt):
     def forget(self) -> None:
         """It is in memory, and a plain one from now on. Where others have the address of the slot, it stays there."""
         guard.settle(self.tensors)
+        self.stays = True
         if not self.is_here:
-            self.stays = True
             return
         self._let_slot_go()
         storage = self._storage()
@@ -503,6 +507,8 @@ class Parked(guard.Debt):
             slab.content[: self.nbytes].copy_(bytes_of(storage))
             self._is_clean = digest_of(storage) == self._digest
             return slab
+        if self._read_version != self.present_version():  # a module before has written to the mapping (MoCo's momentum)
+            self.drop_read()
         read, self._read = self._read, None
         if read is not None:
             self.store.wait(read[1])
@@ -521,6 +527,7 @@ class Parked(guard.Debt):
         assert self.slot is not None
         with signals_deferred:
             slab = self.store.new_slab(self.nbytes)
+            self._read_version = self.present_version()
             self._read = slab, self.store.read(self.slot.slot, slab, 0, urgent)
             registry.note_on_the_way(self)
             return self._read

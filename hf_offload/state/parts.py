@@ -24,6 +24,8 @@ class Parts(guard.Debt):
     former bytes. Where a write fails, its bytes stay in memory, and all of the storage comes with them when it is read.
     """
 
+    is_memory = True
+
     def __init__(self, parked: "Parked"):
         self._owner = weakref.ref(parked)  # which holds this
         self._reads: dict[int, tuple[Slab, Future[None]]] = {}

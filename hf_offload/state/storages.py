@@ -9,6 +9,9 @@ from torch import Tensor
 from hf_offload.state.contexts import unseen
 from hf_offload.tensors import has_storage, is_wrapped
 
+_DIGEST_WORDS = 1 << 20
+"""How many words of an accelerator's memory are looked at at a time: more would take its memory."""
+
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """That of a tensor, whatever its class does about it."""
@@ -28,16 +31,30 @@ def swap_pointer(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> 
 
 
 def digest_of(storage: torch.UntypedStorage) -> bytes:
-    """A digest of the memory: on an accelerator, of the sums of its words by row and by column, which that computes."""
+    """A digest of the memory: on an accelerator, of sums that it computes itself, of words multiplied by where they are."""
     content = bytes_of(storage)
     if content.device.type == "cpu":
         return xxhash.xxh3_128_digest(content.numpy().data)
     words = content[: content.numel() // 4 * 4].view(torch.int32)
-    width = max(1, math.isqrt(words.numel()))
-    square = words[: words.numel() // width * width].view(-1, width)
-    rest = content[4 * square.numel() :].to(torch.int64)
-    sums = torch.cat([square.sum(0, dtype=torch.int64), square.sum(1, dtype=torch.int64), rest])
-    return xxhash.xxh3_128_digest(sums.cpu().numpy().data)
+    factors = _factors(min(words.numel(), _DIGEST_WORDS), content.device)
+    sums = [content[4 * words.numel() :].to(torch.int64)]
+    for chunk in words.split(_DIGEST_WORDS):
+        # Low bits of a word count, too, in the products, which overflow: those of 1.0 are zeros.
+        mixed = (chunk ^ (chunk >> 15)).mul_(factors[: chunk.numel()])
+        width = max(1, math.isqrt(mixed.numel()))
+        square = mixed[: mixed.numel() // width * width].view(-1, width)
+        sums += [
+            square.sum(0, dtype=torch.int64),
+            square.sum(1, dtype=torch.int64),
+            mixed[square.numel() :].to(torch.int64),
+        ]
+    return xxhash.xxh3_128_digest(torch.cat(sums).cpu().numpy().data)
+
+
+def _factors(count: int, device: torch.device) -> Tensor:
+    """Odd numbers that look random, one for each place."""
+    numbers = torch.arange(count, dtype=torch.int32, device=device).mul_(0x2545F491)
+    return (numbers ^ (numbers >> 15)).mul_(0x1B873593).bitwise_or_(1)
 
 
 def moves(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hf_offload.errors import StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.state.contexts import StepContext
@@ -30,20 +31,24 @@ class Update:
         context: What the step's updates have in common.
         options: Those of the parameter's group, at the step.
         gradient: That of the step.
+        spans: The parameter's bytes of each part, as they were when the first one was computed; None for all at once.
         done: How many parts are computed.
         is_computed: The optimizer's class has computed all of it, as a whole.
         counted: Changes of the parameter's version that were counted when it was noted.
         is_given_up: The optimizer's class has raised an error, as it does in memory: the step is not taken.
+        is_torn: A part was stepped, and not all of its state is stored: the step cannot be completed.
     """
 
     state: dict[Any, Any]
     context: StepContext
     options: dict[str, Any]
     gradient: Tensor
+    spans: list[tuple[int, int]] | None = None
     done: int = 0
     is_computed: bool = False
     counted: int = 0
     is_given_up: bool = False
+    is_torn: bool = False
 
     @property
     def unscales(self) -> bool:
@@ -90,6 +95,7 @@ class Updates:
             return
         for tensor in state_tensors(state, parameter):
             parked = parked_of(tensor) or Parked(tensor, f"the state of {name}", self._store)
+            parked.add(tensor)  # which may be another one by now
             parked.leave()
             self._store.throttle()
 
@@ -116,7 +122,11 @@ class Updates:
 
         After an error of the optimizer's class, the update is given up, as in memory.
         """
-        spans = self.spans(parameter, update.state, update.gradient)
+        if update.is_torn:
+            raise StorageError("The state of a part that was updated could not be stored.")
+        if update.done == 0:
+            update.spans = self.spans(parameter, update.state, update.gradient)
+        spans = update.spans
         before = parameter._version
         if update.is_computed:  # and was interrupted then
             changes = 0
@@ -189,15 +199,16 @@ class Updates:
                     update.context.attributes,
                 ).get(target)
             except Exception:
-                update.is_given_up = True
+                update.is_given_up = update.done == 0  # of the parts before, the step is taken
                 raise
-            update.done += 1
+            update.is_torn = True
             changes = parameter._version - counted
-            is_last = update.done == len(spans)
-            self._put_part(parameter, name, its, after or {}, parts, span, is_last)
+            self._put_part(parameter, name, its, after or {}, parts, span, update.done + 1 == len(spans))
             if after and parameter not in state:
                 state[parameter] = its
             gradient.release(target.grad if update.unscales or target.grad._version != version else None)
+            update.is_torn = False
+            update.done += 1
             self._store.throttle()
             signals_deferred.deliver()
         self._end(parameter, name, update)
@@ -304,7 +315,7 @@ class _Part:
         assert self._slab is not None
         content = self._slab.content[: value.nbytes].view(value.dtype)
         if value.data_ptr() != content.data_ptr():
-            content.copy_(value)
+            content.as_strided(value.shape, value.stride()).copy_(value)
         self._parked.parts.write(self._first_byte, self._slab)
 
     def release(self, changed: Tensor | None) -> None:

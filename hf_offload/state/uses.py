@@ -84,7 +84,7 @@ class Uses:
 
 def has_others(storage: torch.UntypedStorage, tensors: int) -> bool:
     """Whether anybody else than so many ``tensors`` holds the memory."""
-    return _count(storage) > _OF_ONE_TENSOR - 1 + max(1, tensors)
+    return _count(storage) > _OF_ONE_TENSOR - 1 + tensors
 
 
 def _count(storage: torch.UntypedStorage) -> int:

@@ -1,6 +1,7 @@
 """Updates that are broken off: each is computed once, with the gradient of its step, and goes where there is room."""
 
 import errno
+import functools
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 
 from hf_offload import OffloadConfig, StorageError, attach
 from hf_offload.state.optimizer import streaming_of
+from hf_offload.state.parts import Parts
+from hf_offload.state.shadow import Shadow
 from hf_offload.state.update import Updates
 from tests.faults.failing_calls import Faults
 from tests.helpers.streamed import batch, mlp, same, stream_in_parts
@@ -175,3 +178,48 @@ def test_an_array_of_a_gradient_that_is_leaving_keeps_its_values(tmp_path):
     optimizer.step()
     assert len(kept) == len(list(model.parameters()))
     assert all(torch.equal(torch.from_numpy(array), value) for array, value in kept.values())
+
+
+def test_an_error_of_the_class_in_a_later_part_leaves_no_half_of_a_step(tmp_path, monkeypatch):
+    """As where an accelerator's memory is full for a moment: the rest of the step is computed with the next use."""
+    stream_in_parts(monkeypatch)
+    found = []
+    for place in ("none", "ssd"):
+        model, optimizer = training(place, tmp_path)
+        backward(model, 1)
+        if place == "ssd":
+            own, calls = Shadow.step, []
+
+            def failing(self, *args, own=own, calls=calls):
+                calls.append(args)
+                if len(calls) == 2:  # of the first weight
+                    raise torch.OutOfMemoryError("full")
+                return own(self, *args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Shadow, "step", failing)
+                with pytest.raises(torch.OutOfMemoryError):
+                    optimizer.step()
+            streaming_of(optimizer).finish()
+        else:
+            optimizer.step()
+        found.append(values(model, optimizer))
+    assert same(*found)
+
+
+def test_a_part_whose_state_could_not_be_stored_is_an_error_at_each_use(tmp_path, monkeypatch):
+    stream_in_parts(monkeypatch)
+    model, optimizer = training(folder=tmp_path)
+    backward(model, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Parts, "write", functools.partialmethod(fail))
+        with pytest.raises(StorageError, match="cannot be completed"):
+            optimizer.step()
+    for _ in range(2):
+        with pytest.raises(StorageError, match="cannot be completed"):
+            model(batch(2))
+
+
+def fail(self, *args):
+    """A tier that is full, and cannot be read."""
+    raise StorageError("no room, and no bytes")

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.state.optimizer import streaming_of
+from hf_offload.state.shadow import Shadow
 from tests.accelerator.on_device.training import Case, batch, build
 from tests.helpers.tables import rows
 
@@ -166,6 +167,14 @@ def viewed(run):
     return run.views
 
 
+def replaced(run):
+    """Other tensors over the memory of gradients, while others come and go."""
+    for parameter in run.model.parameters():
+        parameter.grad = parameter.grad.detach()
+    run.session.clip_grad_norm_(0.5)
+    return run.gradients
+
+
 def saved(run):
     file = io.BytesIO()
     torch.save(run.optimizer.state_dict(), file)
@@ -174,7 +183,7 @@ def saved(run):
     return [value for _, place in sorted(state["state"].items()) for _, value in sorted(place.items())]
 
 
-LOOKS = {look.__name__: look for look in (nothing, norms, clipped, scaled, of_moments, viewed, saved)}
+LOOKS = {look.__name__: look for look in (nothing, norms, clipped, scaled, of_moments, viewed, replaced, saved)}
 KINDS = {
     "whole": {"kind": Signed, "fused": True},
     "uncleared": {"clears": False},
@@ -227,3 +236,71 @@ def test_a_state_dict_of_state_that_is_away_takes_no_memory_of_the_device(late):
     assert torch.accelerator.memory_allocated("late:0") == before
     del run
     gc.collect()
+
+
+def prepared(place, **options):
+    torch.manual_seed(7)
+    model = build(Case())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    session = attach(model, OffloadConfig(tier="none", optimizer=place, min_bytes=0))
+    session.prepare_optimizer(optimizer)
+    return model, optimizer, session
+
+
+def scaled_steps(place):
+    model, optimizer, session = prepared(place, fused=True)
+    scaler = torch.amp.GradScaler("late", init_scale=8.0)
+    for step in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(**batch(Case(), step)).loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    found = [tensor.detach().cpu() for p in model.parameters() for tensor in (p.grad, p)]
+    session.detach()
+    return found
+
+
+@pytest.mark.parametrize("place", ["ram", "ssd"])
+def test_a_fused_step_divides_a_whole_gradient_by_the_scale(late, place):
+    """Who reads the gradient after the step reads what memory has."""
+    expected = scaled_steps("none")
+    gc.collect()
+    assert_same(expected, scaled_steps(place))
+
+
+def interrupted_steps(place, monkeypatch):
+    """A state dict holds the slots, so that parts go to others; Ctrl-C comes between two parts, and moments are read."""
+    model, optimizer, session = prepared(place, foreach=False)
+    own, calls = Shadow.step, []
+
+    def interrupted(self, *args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return own(self, *args)
+
+    for step in range(2):
+        optimizer.zero_grad()
+        model(**batch(Case(), step)).loss.backward()
+        if place == "none" or step == 0:
+            optimizer.step()
+            continue
+        held, states = optimizer.state_dict(), dict(optimizer.state)
+        with monkeypatch.context() as patch:
+            patch.setattr(Shadow, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        sums = [state["exp_avg"].norm() for state in states.values()]
+        assert held and sums
+        streaming_of(optimizer).finish()
+    found = [value.detach().cpu() for p in model.parameters() for value in (p, *optimizer.state[p].values())]
+    session.detach()
+    return found
+
+
+def test_moments_that_are_read_in_the_midst_of_a_step_are_those_after_it(late, monkeypatch):
+    monkeypatch.setattr("hf_offload.state.update.CUT_ELEMENTS", 1024)
+    monkeypatch.setattr("hf_offload.state.setting.part_bytes", lambda budget: 4096)
+    expected = interrupted_steps("none", monkeypatch)
+    gc.collect()
+    assert_same(expected, interrupted_steps("ssd", monkeypatch))

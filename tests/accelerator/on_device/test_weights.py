@@ -388,3 +388,20 @@ def test_weights_of_several_processes_are_refused_before_they_are_made(late, mon
         pytest.raises(OffloadConfigError, match=r"2 train together.*--where fsdp2.*--where zero3"),
     ):
         create_from_config(GPT2LMHeadModel, config, config=OffloadConfig(tier="none", params="ram"))
+
+
+def test_values_that_only_change_places_are_written(late):
+    """Written by an address, without a new version: all rows and columns have the sums that they had."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to("late:0")
+    nn.init.eye_(model[0].weight)
+    session = park(model, params="ram")
+    session.residency.let_all_leave()
+    model(torch.ones(1, 64, device="late:0"))
+    session.residency.limit_bytes = 1 << 20
+    weight = model[0].weight
+    places = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    weight.data.copy_(torch.eye(64)[places])
+    session.residency.limit_bytes = 1
+    session.residency.let_all_leave()
+    assert torch.equal(weight.detach().cpu(), torch.eye(64)[places])
+    session.detach()
